@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.integrations.viewer.curves import FIRST, Chart, charts, first_charts
-from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.overview import Totals, Use, facts, prices_of
+from cotune.integrations.web.viewer.curves import FIRST, Chart, charts, first_charts
+from cotune.integrations.web.viewer.opened import OpenedRun
+from cotune.integrations.web.viewer.overview import Totals, Use, facts, prices_of
 from cotune.reading.evaluations import StoredEvaluation, read_evaluation
 from cotune.reading.headline import Headline, headline
 

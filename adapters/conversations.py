@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cotune.adapters.open_policies import LocalPolicies
-from cotune.ids import canonical, pack_ids, unpack_ids
-from cotune.integrations.chat.token_reuse import text_of
-from cotune.recording.answers import Answer
+from cotune.integrations.models.chat.token_reuse import text_of
 from cotune.recording.recorder import LiveCall
-from cotune.recording.records import Candidate, PolicyRef
+from cotune.records.answers import Answer
+from cotune.records.ids import canonical, pack_ids, unpack_ids
+from cotune.records.structs import Candidate, PolicyRef
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 from cotune.sampling.protocol import Completion, SamplingParams
 from cotune.sampling.request_params import fixes_form

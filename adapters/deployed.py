@@ -12,15 +12,15 @@ from typing import Any
 
 from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
-from cotune.context import current_episode, recording
+from cotune.episodes.episode import activators
+from cotune.episodes.run_sync import run_sync
 from cotune.errors import CotuneError
-from cotune.recording.episodes import activators
+from cotune.recording.carry_context import carry_context
+from cotune.recording.context import current_episode, recording
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.recording.records import CallRecord, Record, Task
 from cotune.recording.role_functions import RolesFunction, roles_function
-from cotune.runtime.run_sync import run_sync
-from cotune.runtime.threads import carry_context
+from cotune.records.structs import CallRecord, Record, Task
 
 
 def deployed(

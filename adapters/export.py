@@ -31,15 +31,15 @@ from cotune.adapters.manifest import (
     write_manifest,
 )
 from cotune.errors import AdapterError, ConfigError, RunError
-from cotune.integrations.models.folder import (
+from cotune.integrations.models.folder.folder import (
     folder_sees_images,
     locate_model,
     write_adapter,
     write_merged,
     write_model,
 )
-from cotune.integrations.models.to_gguf import Precision, check_gguf, write_gguf
-from cotune.policies import LoraSpec, OtherRoles, PolicyKind
+from cotune.integrations.models.folder.to_gguf import Precision, check_gguf, write_gguf
+from cotune.records.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
 from cotune.storage.checkpoints import newest_checkpoint, read_best, read_policies, step_folders
 from cotune.storage.run_layout import RunDescription, RunLayout, read_metrics, read_run

@@ -10,8 +10,8 @@ import msgspec
 
 from cotune.adapters.fingerprint import BaseFingerprint
 from cotune.errors import AdapterError
-from cotune.policies import LoraSpec, OtherRoles, PolicyKind
-from cotune.recording.records import PolicyRef
+from cotune.records.policies import LoraSpec, OtherRoles, PolicyKind
+from cotune.records.structs import PolicyRef
 
 MANIFEST = "roles.json"
 FORMAT = 1

@@ -15,12 +15,12 @@ from cotune.adapters.export import read_weights
 from cotune.adapters.fingerprint import base_fingerprint, changed
 from cotune.adapters.manifest import MANIFEST, Base, ExportedPolicy, Manifest, is_export, read_manifest
 from cotune.errors import AdapterError, ConfigError, CotuneError, EngineLost, SamplerError
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.chat.tool_formats import AUTO, check_tool_format
-from cotune.integrations.models.folder import ADAPTER_FILE, locate_model, read_parameters
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.chat.tool_formats import AUTO, check_tool_format
+from cotune.integrations.models.folder.folder import ADAPTER_FILE, locate_model, read_parameters
 from cotune.near_names import did_you_mean, near_names
-from cotune.policies import LoraSpec, stand_in
-from cotune.recording.records import PolicyRef
+from cotune.records.policies import LoraSpec, stand_in
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import (
     ChatFormat,
     Completion,
@@ -142,7 +142,7 @@ async def _open(
     tool_format: str,
     export: Export | None = None,
 ) -> LocalPolicies:
-    from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+    from cotune.integrations.models.transformers.sampler import TransformersSampler
 
     async def opened() -> TransformersSampler:
         sampler = await TransformersSampler.open(model)
@@ -283,7 +283,7 @@ def _checked_base(recorded: Base, model: str | Path) -> Path:
 
 
 if TYPE_CHECKING:
-    from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+    from cotune.integrations.models.transformers.sampler import TransformersSampler
 
 RESTARTS, WITHIN = 3, 600.0
 """How often an engine is started again within so many seconds."""

@@ -22,8 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, Restarting, ServedModel, open_local, with_aliases
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
-from cotune.integrations.http.bodies import BodyLimits, aside, decoded
-from cotune.integrations.http.requests import (
+from cotune.integrations.apps.openai.chat_request import ChatRequest
+from cotune.integrations.apps.openai.completions import completion_of, to_stream
+from cotune.integrations.web.http.bodies import BodyLimits, aside, decoded
+from cotune.integrations.web.http.requests import (
     Access,
     ClientGone,
     RequestError,
@@ -34,13 +36,11 @@ from cotune.integrations.http.requests import (
     refusal,
     unless_gone,
 )
-from cotune.integrations.http.server import RunningServer, running, stopped_by_signals
-from cotune.integrations.openai.chat_request import ChatRequest
-from cotune.integrations.openai.completions import completion_of, to_stream
-from cotune.recording.answers import Answer
+from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Nowhere
-from cotune.recording.records import Task
+from cotune.records.answers import Answer
+from cotune.records.structs import Task
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.request_params import template_options
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import psutil
 
-from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Candidate, PolicyRef, Task
+from cotune.records.answers import Answer
+from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.storage.sqlite_store import SqliteStore
 
 PROMPT, REPLY = 500, 32

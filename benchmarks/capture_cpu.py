@@ -69,10 +69,10 @@ def bare(app: Any, folder: str) -> Run:
 
 def recorded(app: Any, folder: str) -> Run:
     import cotune
-    from cotune.recording.episodes import run_episode
-    from cotune.recording.records import Task
+    from cotune.episodes.episode import run_episode
+    from cotune.episodes.workflows import workflow_of
+    from cotune.records.structs import Task
     from cotune.storage.sqlite_store import SqliteStore
-    from cotune.workflows import workflow_of
 
     store = SqliteStore.open(folder)
     flow = workflow_of(cotune.workflow(app, inputs=lambda task: {"turn": 0}, reward=lambda state, task: 1.0))

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cotune.policies import LoraSpec
+from cotune.records.policies import LoraSpec
 
 PROMPT, RESPONSE, GROUP = 64, 32, 8
 LORA = LoraSpec(rank=16)
@@ -43,7 +43,7 @@ def learn(model: str, layout: str, rows: int) -> int:
     """Two updates, each with the copy that a publication makes; the largest resident size in bytes."""
     from benchmarks.memory import make_rows
     from cotune.algorithms.catalogue import recipe
-    from cotune.policies import policies_for
+    from cotune.records.policies import policies_for
     from cotune.runtime.memory import peak_memory
     from cotune.trainer.learner.local import LocalLearner
 
@@ -61,10 +61,10 @@ async def sample(model: str, layout: str, sequences: int) -> int:
     """Two versions published one after the other, and so many sequences decoded; the sampler's largest size."""
     import numpy as np
 
-    from cotune.integrations.models.folder import read_parameters
-    from cotune.integrations.models.meta_model import ModelSkeleton
-    from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-    from cotune.recording.records import PolicyRef
+    from cotune.integrations.models.folder.folder import read_parameters
+    from cotune.integrations.models.folder.meta_model import ModelSkeleton
+    from cotune.integrations.models.transformers.sampler import TransformersSampler
+    from cotune.records.structs import PolicyRef
     from cotune.runtime.memory import peak_memory
     from cotune.sampling.protocol import SamplingParams
 
@@ -100,10 +100,10 @@ def measured(model: str, part: str, layout: str, count: int) -> float:
 
 
 def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
-    from cotune.trainer.doctor.forecast import Workload
-    from cotune.trainer.doctor.machine import look
-    from cotune.trainer.doctor.memory import processes
-    from cotune.trainer.doctor.model_size import measure_folder
+    from cotune.trainer.before.doctor.forecast import Workload
+    from cotune.trainer.before.doctor.machine import look
+    from cotune.trainer.before.doctor.memory import processes
+    from cotune.trainer.before.doctor.model_size import measure_folder
 
     machine, found = look(Path()), {}
     print(f"{'process':16} {'forecast, GB':>12} {'measured':>9} {'ratio':>6}")
@@ -122,8 +122,8 @@ def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
 def paper() -> dict[str, Any]:
     from transformers import Qwen3Config
 
-    from cotune.trainer.doctor.forecast import Workload, learner_memory
-    from cotune.trainer.doctor.model_size import measure
+    from cotune.trainer.before.doctor.forecast import Workload, learner_memory
+    from cotune.trainer.before.doctor.model_size import measure
 
     found: dict[str, Any] = {}
     print(f"{'model':12} {'':5} " + " ".join(f"{f'{gb} GB':>28}" for gb in (24, 48, 80)))
@@ -165,7 +165,7 @@ def main() -> None:
             sample(args.model, layout, int(count)))  # fmt: skip
         print(taken)
         return
-    from cotune.integrations.models.folder import locate_model
+    from cotune.integrations.models.folder.folder import locate_model
 
     print(json.dumps({"forecast_over_measured": compare(str(locate_model(args.model)), args.rows, args.sequences)}))
 

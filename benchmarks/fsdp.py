@@ -22,8 +22,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
-from cotune.integrations.ray.runtime import open_ray
-from cotune.policies import LoraSpec, Policies, PolicySpec
+from cotune.integrations.cluster.runtime import open_ray
+from cotune.records.policies import LoraSpec, Policies, PolicySpec
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.fsdp.learner import FsdpLearner

@@ -22,8 +22,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.small_model import small_qwen
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 
 VOCABULARY = 256

@@ -30,15 +30,15 @@ from rich.table import Table
 from benchmarks.kept_results import train_once
 from benchmarks.plan_path_agents import DEMONSTRATORS, MAX_TOKENS, WORKFLOWS, base, grid
 from cotune.adapters.export import TrainedPolicy, latest_policies
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.episodes.rollout import EpisodeBatch
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.intervals import share
 from cotune.recording.recorder import Nowhere
-from cotune.recording.records import PolicyRef
-from cotune.recording.rollout import EpisodeBatch
+from cotune.records.structs import PolicyRef
+from cotune.records.tasks import as_tasks
 from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.sampling.responder import PolicyResponder
-from cotune.tasks import as_tasks
 from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes
 
 TRAIN_SEED, FRESH_SEED = 100, 900

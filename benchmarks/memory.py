@@ -50,8 +50,8 @@ def make_rows(model: str, rows: int) -> list[TrainRow]:
 def measure(model: str, rows: int, settings: dict[str, Any]) -> dict[str, float]:
     """One update in this process: tokens of a pass, seconds, and the largest resident size in GB."""
     from cotune.algorithms.catalogue import recipe
-    from cotune.integrations.models.folder import locate_model
-    from cotune.policies import LoraSpec, policies_for
+    from cotune.integrations.models.folder.folder import locate_model
+    from cotune.records.policies import LoraSpec, policies_for
     from cotune.trainer.config.learner import LearnerSettings
     from cotune.trainer.learner.local import LocalLearner
 

@@ -32,11 +32,11 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.small_model import small_qwen
 from cotune.algorithms.samples import TrainRow
-from cotune.integrations.ray.runtime import open_ray
-from cotune.integrations.ray.sampler import RaySampler, start_sampler
-from cotune.integrations.samplers.vllm.engine import VllmSampler
-from cotune.policies import LoraSpec
-from cotune.recording.records import PolicyRef
+from cotune.integrations.cluster.runtime import open_ray
+from cotune.integrations.cluster.sampler import RaySampler, start_sampler
+from cotune.integrations.models.vllm.engine import VllmSampler
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplerInfo, SamplingParams, Weights
 from cotune.trainer.publish import Probe, Proof, prove_publish
 

@@ -27,9 +27,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
 from benchmarks.small_model import small_qwen
-from cotune.integrations.models.folder import locate_model
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplingParams
 
 POLICY = PolicyRef("base")
@@ -89,7 +89,7 @@ async def open_engine(name: str, folder: str, threads: int) -> Any:
     if name == "sampler":
         return await TransformersSampler.open(folder, device="cpu", threads=threads, end_token_ids=(), prefix_cache=0)
     if name == "vLLM":
-        from cotune.integrations.samplers.vllm.engine import VllmSampler
+        from cotune.integrations.models.vllm.engine import VllmSampler
 
         os.environ["OMP_NUM_THREADS"] = str(threads)
         limits = {"max_model_len": 512, "max_num_seqs": 64, "enable_prefix_caching": False, "dtype": "float32"}

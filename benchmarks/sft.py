@@ -31,7 +31,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from benchmarks.step import build
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.samples import TrainRow
-from cotune.policies import LoraSpec, policies_for
+from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.config.from_records import DpoConfig
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.from_records.objectives import Likelihood, Objective, PreferenceLearner

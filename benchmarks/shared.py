@@ -16,9 +16,9 @@ from pathlib import Path
 
 from benchmarks.memory import make_rows
 from cotune.algorithms.recipes import LossSpec
-from cotune.integrations.models.folder import locate_model
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.policies import UNTRAINED, LoraSpec, policies_for
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.policies import UNTRAINED, LoraSpec, policies_for
 from cotune.sampling.protocol import SamplingParams
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner

@@ -41,10 +41,10 @@ from benchmarks.small_model import small_qwen
 from benchmarks.step_trl import LORA, LR, Clock, run_trl
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
-from cotune.integrations.models.folder import locate_model
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.policies import policies_for
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.policies import policies_for
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner

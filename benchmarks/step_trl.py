@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import GRPOConfig, GRPOTrainer
 
 from cotune.algorithms.samples import TrainRow
-from cotune.policies import LoraSpec
+from cotune.records.policies import LoraSpec
 
 LR = 1e-4
 LORA = LoraSpec(rank=16)

@@ -48,13 +48,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 import cotune
-from cotune.recording.answers import Answer
-from cotune.recording.episodes import run_episode
+from cotune.episodes.episode import run_episode
+from cotune.episodes.workflows import workflow, workflow_of
 from cotune.recording.recorder import LiveCall
-from cotune.recording.records import CallRecord, Candidate, PolicyRef
-from cotune.recording.records import Task as Given
+from cotune.records.answers import Answer
+from cotune.records.structs import CallRecord, Candidate, PolicyRef
+from cotune.records.structs import Task as Given
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.workflows import workflow, workflow_of
 
 NOWHERE = {"base_url": "http://127.0.0.1:9/v1", "api_key": "none", "max_retries": 0}
 DELAY = 0.03

@@ -23,10 +23,10 @@ import numpy as np
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.policies import Policies, PolicySpec
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.policies import Policies, PolicySpec
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplingParams
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
@@ -113,7 +113,7 @@ async def main(rounds: int, vllm: bool) -> None:
         learner = LocalLearner.open(str(base), policies, LearnerSettings(device="cpu"), recipe("dr_mas").loss)
         engines: list[Any] = [TransformersSampler.open(base)]
         if vllm:
-            from cotune.integrations.samplers.vllm.engine import VllmSampler
+            from cotune.integrations.models.vllm.engine import VllmSampler
 
             engines.append(VllmSampler.open(base, policies=1, engine_args={"max_num_seqs": 256}))
         for opening in engines:

@@ -32,8 +32,8 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
-from cotune.integrations.models.folder import locate_model
-from cotune.policies import LoraSpec, policies_for
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import micro_batches, pass_tokens, tokens_of
 from cotune.trainer.learner.local import LocalLearner

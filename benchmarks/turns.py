@@ -22,9 +22,9 @@ import numpy as np
 from transformers import AutoConfig
 
 from benchmarks.tree import LAYERS, build
-from cotune.integrations.models.folder import locate_model
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 
 POLICY = PolicyRef("base")

@@ -29,8 +29,8 @@ from rich.table import Table
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from cotune.ids import pack_ids, segment_id
-from cotune.recording.records import (
+from cotune.records.ids import pack_ids, segment_id
+from cotune.records.structs import (
     CallRecord,
     Candidate,
     Episode,

@@ -22,7 +22,7 @@ import msgspec
 from cotune.algorithms.prepare import train_rows
 from cotune.algorithms.run_recipe import recipe_of, regroup, trained_roles
 from cotune.algorithms.samples import TrainRow
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
 from cotune.storage.run_layout import RunLayout, read_metrics, read_run, read_run_json
 from cotune.storage.sqlite_store import SqliteStore

@@ -5,30 +5,30 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from cotune.context import role
+from cotune.episodes.episode import activators, starters
+from cotune.episodes.workflows import runners, workflow
 from cotune.errors import CotuneError, Outage
 from cotune.lazy_names import opener
-from cotune.recording.episodes import activators, starters
-from cotune.replay.chance import freezers
+from cotune.recording.chance import freezers
+from cotune.recording.context import role
 from cotune.replay.tools import recorded
-from cotune.workflows import runners, workflow
 
 if TYPE_CHECKING:
     from cotune.adapters.deployed import deployed
-    from cotune.integrations.gateway.server import gateway
-    from cotune.integrations.openai.judge import Judge
-    from cotune.recording.tracing import trace
+    from cotune.episodes.tracing import trace
+    from cotune.integrations.apps.openai.judge import Judge
+    from cotune.integrations.web.gateway.server import gateway
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.train import train
 else:
     __getattr__ = opener(
         __name__,
         {
-            "Judge": "cotune.integrations.openai.judge",
+            "Judge": "cotune.integrations.apps.openai.judge",
             "deployed": "cotune.adapters.deployed",
             "evaluate": "cotune.trainer.evaluation.evaluate",
-            "gateway": "cotune.integrations.gateway.server",
-            "trace": "cotune.recording.tracing",
+            "gateway": "cotune.integrations.web.gateway.server",
+            "trace": "cotune.episodes.tracing",
             "train": "cotune.trainer.train",
         },
     )
@@ -49,25 +49,25 @@ __all__ = [
 
 
 def _activate() -> None:
-    from cotune.integrations.activation import activate
+    from cotune.integrations.apps.activation import activate
 
     activate()
 
 
 def _activate_on_import() -> None:
-    from cotune.integrations.activation import activate_on_import
+    from cotune.integrations.apps.activation import activate_on_import
 
     activate_on_import()
 
 
 def _graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
-    from cotune.integrations.activation import graph_runner
+    from cotune.integrations.apps.activation import graph_runner
 
     return graph_runner(app)
 
 
 def _freeze() -> None:
-    from cotune.integrations.time_machine.clock import install as hook_clock
+    from cotune.integrations.apps.time_machine.clock import install as hook_clock
     from cotune.replay.draws import install as hook_draws
 
     hook_clock()
@@ -75,7 +75,7 @@ def _freeze() -> None:
 
 
 def _be_quiet() -> None:
-    from cotune.integrations.activation import be_quiet
+    from cotune.integrations.apps.activation import be_quiet
 
     be_quiet()
 

@@ -10,8 +10,8 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
-from cotune.recording.images import content_text
-from cotune.recording.records import Candidate
+from cotune.records.images import content_text
+from cotune.records.structs import Candidate
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

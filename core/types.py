@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cotune.episodes.tracing import Trace, TracedCall
+from cotune.episodes.workflows import Workflow, WorkflowFunction, WorkflowSource
 from cotune.judging.episodes import EpisodeJudge, FinishedCall, FinishedEpisode
 from cotune.lazy_names import opener
-from cotune.recording.records import Candidate, Task
 from cotune.recording.redaction import Redactor
 from cotune.recording.role_functions import CallRequest, RolesFunction
-from cotune.recording.tracing import Trace, TracedCall
+from cotune.records.structs import Candidate, Task
 from cotune.sampling.scoring import Call, GroupScorer, Reward, Scorer
-from cotune.workflows import Workflow, WorkflowFunction, WorkflowSource
 
 if TYPE_CHECKING:
     from cotune.adapters.deployed import Deployment
-    from cotune.integrations.gateway.server import Gate
+    from cotune.integrations.web.gateway.server import Gate
     from cotune.trainer.config.train import TrainConfig
     from cotune.trainer.evaluation.modes import EvaluationOptions
     from cotune.trainer.evaluation.report import EvaluationReport
@@ -27,7 +27,7 @@ else:
             "Deployment": "cotune.adapters.deployed",
             "EvaluationOptions": "cotune.trainer.evaluation.modes",
             "EvaluationReport": "cotune.trainer.evaluation.report",
-            "Gate": "cotune.integrations.gateway.server",
+            "Gate": "cotune.integrations.web.gateway.server",
             "RunSummary": "cotune.trainer.reporting.summary",
             "TrainConfig": "cotune.trainer.config.train",
         },

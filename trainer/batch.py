@@ -13,10 +13,10 @@ from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
 from cotune.judging.episodes import JUDGING
-from cotune.recording.records import Episode
+from cotune.records.structs import Episode
 from cotune.storage.protocol import Store
 from cotune.trainer.privileged import with_privileged
-from cotune.trainer.run import Run
+from cotune.trainer.run.run import Run
 
 UNEVENTFUL = (
     "no_signal", "zero_variance", "zero_advantage", "mean_out_of_range", "group_of_one", "truncated", "consumed",

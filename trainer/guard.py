@@ -12,8 +12,8 @@ import numpy as np
 from cotune.storage.checkpoints import checkpoint_name, step_folders, steps_of
 from cotune.storage.run_layout import Rollback, read_metrics
 from cotune.trainer.config.guard import GuardConfig
-from cotune.trainer.restore import go_back
-from cotune.trainer.run import Run
+from cotune.trainer.run.restore import go_back
+from cotune.trainer.run.run import Run
 
 Line = Mapping[str, Any]
 Watched = Literal["each", "together", "none"]

@@ -5,25 +5,25 @@ from __future__ import annotations
 import asyncio
 import functools
 
+from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import RunError
-from cotune.policies import unlisted_said
 from cotune.recording.recorder import Responder
-from cotune.recording.records import Episode
-from cotune.recording.rollout import EpisodeBatch
+from cotune.records.policies import unlisted_said
+from cotune.records.structs import Episode
 from cotune.trainer.batch import collect_samples, group_and_weigh
-from cotune.trainer.best import note_best
-from cotune.trainer.checkpoint import commit_checkpoint
+from cotune.trainer.evaluation.held_out import evaluate_base, evaluate_held_out
 from cotune.trainer.guard import roll_back, safe_checkpoint, watch
-from cotune.trainer.held_out import evaluate_base, evaluate_held_out
 from cotune.trainer.reporting.profiled import profiled
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.step_report import StepReport
-from cotune.trainer.restore import add_new_roles, mark_consumed, recovery
 from cotune.trainer.rollout.episodes import RolloutPipeline, answering, finished_episodes, run_episodes
 from cotune.trainer.rollout.forks import run_forks
 from cotune.trainer.rollout.judged_step import JudgedStep
 from cotune.trainer.rollout.judging import Bench, judging_role
-from cotune.trainer.run import Run
+from cotune.trainer.run.best_checkpoint import note_best
+from cotune.trainer.run.checkpoint import commit_checkpoint
+from cotune.trainer.run.restore import add_new_roles, mark_consumed, recovery
+from cotune.trainer.run.run import Run
 from cotune.trainer.schedules.curriculum import fewer_episodes
 from cotune.trainer.updates import publish, sampler_asleep, update
 

@@ -9,7 +9,7 @@ import msgspec
 
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError
-from cotune.recording.records import Episode, Task
+from cotune.records.structs import Episode, Task
 from cotune.sampling.protocol import ChatFormat
 
 Rows = Mapping[str, Sequence[TrainRow]]

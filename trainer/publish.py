@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import SyncError
-from cotune.policies import LoraSpec
-from cotune.recording.records import PolicyRef
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint, publish_verified
 
 PROBE = SamplingParams(temperature=1.0, max_tokens=8, seed=0)

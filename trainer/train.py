@@ -15,36 +15,36 @@ import msgspec
 from rich.console import Console
 
 from cotune.algorithms.from_records import FROM_RECORDS
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, CotuneError
-from cotune.integrations.models.folder import locate_base, locate_model
-from cotune.integrations.trackers.tracker import check_tools
+from cotune.integrations.exchange.trackers.tracker import check_tools
+from cotune.integrations.models.folder.folder import locate_base, locate_model
 from cotune.judging.ledger import run_folder
-from cotune.recording.records import Task
+from cotune.records.structs import Task
+from cotune.records.tasks import as_tasks
 from cotune.runtime.interrupts import stop_by
 from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import go_on
-from cotune.runtime.run_sync import run_sync
 from cotune.storage.run_layout import relocated
-from cotune.tasks import as_tasks
-from cotune.trainer.checkpoint import load_checkpoint, tidy_checkpoints
 from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
 from cotune.trainer.config.withheld import WITHHELD, is_withheld, with_values, written
+from cotune.trainer.evaluation.split import Split, overlap, split_again, split_tasks, write_split
 from cotune.trainer.from_records.loop import learn_steps
 from cotune.trainer.from_records.run import RecordsRun, open_records_run
 from cotune.trainer.loop import train_steps
-from cotune.trainer.open_run import open_run
 from cotune.trainer.privileged import check_privileged
 from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import RunSummary, sum_up
-from cotune.trainer.restore import finish_going_back
-from cotune.trainer.resume import apply_changes, base_digests, check_base, check_files, check_tasks, tasks_digest
-from cotune.trainer.run import Run
-from cotune.trainer.run_folder import RunFolder
+from cotune.trainer.run.checkpoint import load_checkpoint, tidy_checkpoints
+from cotune.trainer.run.open_run import open_run
+from cotune.trainer.run.restore import finish_going_back
+from cotune.trainer.run.resume import apply_changes, base_digests, check_base, check_files, check_tasks, tasks_digest
+from cotune.trainer.run.run import Run
+from cotune.trainer.run.run_folder import RunFolder
+from cotune.trainer.run.warm_start import check_same_base, check_source
 from cotune.trainer.schedules.curriculum import check_curriculum
-from cotune.trainer.split import Split, overlap, split_again, split_tasks, write_split
-from cotune.trainer.warm_start import check_same_base, check_source
-from cotune.workflows import Workflow, WorkflowSource, workflow_of
 
 
 def train(

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import cast
 
 from cotune.algorithms.samples import TrainRow
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SleepingSampler
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
 from cotune.trainer.reporting.step_report import StepReport
-from cotune.trainer.run import Run
+from cotune.trainer.run.run import Run
 from cotune.trainer.schedules.opponents import keep_opponent, publish_opponents
 from cotune.trainer.schedules.routing import kept, opposing
 from cotune.trainer.schedules.schedule import lr_scale

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cotune.algorithms.samples import Sample
-from cotune.sampling.plans import seed_of
+from cotune.records.plans import seed_of
 
 
 def align(samples: Sequence[Sample], most: int) -> list[int]:

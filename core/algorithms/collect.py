@@ -14,9 +14,9 @@ from cotune.algorithms.attribution import Floats, attribute
 from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Failure, Sample
 from cotune.errors import RecordError
-from cotune.recording.images import prompt_id
-from cotune.recording.records import CallRecord, Candidate, Episode, PolicyRef, candidate_id
-from cotune.sampling.plans import PlanKind
+from cotune.records.images import prompt_id
+from cotune.records.plans import PlanKind
+from cotune.records.structs import CallRecord, Candidate, Episode, PolicyRef, candidate_id
 from cotune.storage.protocol import Store
 
 OnFailure = Failure | Literal["exclude"]

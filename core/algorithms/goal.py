@@ -13,7 +13,7 @@ from cotune.algorithms.attribution import attribute, without_outcome
 from cotune.algorithms.collect import OnFailure, failure_of, failure_reward, is_outcome
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution, Recipe
 from cotune.algorithms.samples import Sample
-from cotune.recording.records import CallRecord, Episode, PolicyRef, candidate_id
+from cotune.records.structs import CallRecord, Episode, PolicyRef, candidate_id
 
 NO_ROLE = ""
 """Stands for the role of an episode without an answered call."""

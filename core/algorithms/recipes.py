@@ -12,7 +12,7 @@ import msgspec
 
 from cotune.algorithms.samples import KEY_FIELDS
 from cotune.errors import ConfigError, check_bounds
-from cotune.sampling.plans import PlanKind
+from cotune.records.plans import PlanKind
 
 Horizon = Literal["own_turn", "terminal", "reward_to_go", "mean_to_go"]
 Scope = Literal["own", "sum", "mean"]

@@ -18,9 +18,9 @@ from cotune.algorithms.groups import Group, build_groups
 from cotune.algorithms.prepare import Prepared, prepare
 from cotune.algorithms.recipes import USUAL, Recipe
 from cotune.errors import GroupError, RunError
-from cotune.policies import past_role, swapped_roles
-from cotune.recording.records import Episode
-from cotune.sampling.plans import PlanKind
+from cotune.records.plans import PlanKind
+from cotune.records.policies import past_role, swapped_roles
+from cotune.records.structs import Episode
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunConfig, RunLayout, is_run, read_run

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 
 Failure = float | Literal["lowest"]
 """The reward of a failed episode, after weights and gates: a number, or the lowest of the step and 0."""

@@ -19,8 +19,8 @@ from cotune.cli.rewards import add_judge, add_score
 from cotune.cli.serve import add_export, add_gateway, add_serve
 from cotune.cli.train import add_check, add_doctor, add_eval, add_trace, add_train
 from cotune.cli.view import add_report, add_view
-from cotune.context import current_episode
 from cotune.errors import CotuneError
+from cotune.recording.context import current_episode
 from cotune.runtime.interrupts import ends_as_interrupts, interrupt_ends, interrupt_raises
 from cotune.runtime.process_exit import INTERRUPTED, leave, own_process
 from cotune.runtime.user_code import origin
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
     commands = parser()
     if "_ARGCOMPLETE" in os.environ:
-        from cotune.integrations.argcomplete.completion import complete
+        from cotune.integrations.exchange.argcomplete.completion import complete
 
         complete(commands)
     arguments = commands.parse_args(argv)

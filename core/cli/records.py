@@ -98,7 +98,7 @@ def add_sft(commands: Any) -> None:
     """Add `cotune sft`."""
 
     def run(a: argparse.Namespace) -> int:
-        from cotune.storage.sft_export import write_supervised
+        from cotune.reading.sft_export import write_supervised
         from cotune.storage.sqlite_store import SqliteStore
 
         with SqliteStore.open(a.run_folder, read_only=True) as store:
@@ -128,8 +128,8 @@ def add_otel(commands: Any) -> None:
 
 def _export(ways: Any) -> None:
     def run(a: argparse.Namespace) -> int:
-        from cotune.integrations.otel.exporter import export_file, export_to, otlp_exporter
-        from cotune.integrations.otel.spans import Detail
+        from cotune.integrations.exchange.otel.exporter import export_file, export_to, otlp_exporter
+        from cotune.integrations.exchange.otel.spans import Detail
         from cotune.storage.sqlite_store import SqliteStore
 
         detail = Detail(content=a.content, tokens=a.tokens)
@@ -159,7 +159,7 @@ def _export(ways: Any) -> None:
 
 def _import(ways: Any) -> None:
     def run(a: argparse.Namespace) -> int:
-        from cotune.integrations.otel.importer import import_file
+        from cotune.integrations.exchange.otel.importer import import_file
         from cotune.storage.run_layout import RunLayout
         from cotune.storage.sqlite_store import SqliteStore
 

@@ -14,7 +14,7 @@ def add_judge(commands: Any) -> None:
     """Add `cotune judge`."""
 
     def run(a: argparse.Namespace) -> int:
-        from cotune.trainer.evaluation.agreement import judge_agreement, render
+        from cotune.trainer.evaluation.judge_agreement import judge_agreement, render
         from cotune.trainer.evaluation.labels import write_blanks
 
         if (a.labels is None) == (a.to_label is None):

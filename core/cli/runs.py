@@ -15,7 +15,7 @@ from cotune.reading.words import change_text
 from cotune.tables import BAD, GOOD, NAME, cells, definitions, figure, grid, plural, sparkline, warn
 
 if TYPE_CHECKING:
-    from cotune.integrations.viewer.opened import OpenedRun
+    from cotune.integrations.web.viewer.opened import OpenedRun
 
 _STATES = {"finished": GOOD, "under way": "yellow", "recording": "yellow", "stopped": BAD, "failed": BAD}
 _COLUMNS = {
@@ -39,8 +39,8 @@ _ROLES = 3
 
 def list_runs(folders: Sequence[Path | str]) -> RenderableType:
     """A line for each run and records file in these folders. Raises RunError where there is none."""
-    from cotune.integrations.viewer.opened import open_runs
-    from cotune.integrations.viewer.overview import facts
+    from cotune.integrations.web.viewer.opened import open_runs
+    from cotune.integrations.web.viewer.overview import facts
 
     table = grid("run", "state", "recipe", "steps>", "episodes>", "figure, first to last")
     verdicts = []
@@ -61,8 +61,8 @@ def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
 
     Raises RunError for records alone.
     """
-    from cotune.integrations.viewer.curves import charts
-    from cotune.integrations.viewer.opened import OpenedRun
+    from cotune.integrations.web.viewer.curves import charts
+    from cotune.integrations.web.viewer.opened import OpenedRun
 
     run = OpenedRun(Path(path), Path(path).name)
     try:

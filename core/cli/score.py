@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cotune.episodes.rescore import Rescoring, rescore
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import load_workflow
 from cotune.errors import ConfigError
 from cotune.judging.ledger import run_folder
-from cotune.judging.rescore import Rescoring, rescore
-from cotune.runtime.run_sync import run_sync
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import grid, plural
 from cotune.terminal import tell, terminal
-from cotune.workflows import load_workflow
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -22,7 +22,7 @@ def add_export(commands: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.adapters.export import export_run
         from cotune.adapters.manifest import not_updated
-        from cotune.integrations.models.hub import check_repository, push, push_again
+        from cotune.integrations.models.folder.hub import check_repository, push, push_again
 
         if a.push:
             check_repository(a.push)
@@ -93,7 +93,7 @@ def add_serve(commands: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         tell(f"loading {a.folder} ...")
         from cotune.adapters.serving import serve
-        from cotune.integrations.http.bodies import BodyLimits
+        from cotune.integrations.web.http.bodies import BodyLimits
 
         token = a.token or os.environ.get("COTUNE_TOKEN")
         limits = BodyLimits(a.max_body, a.max_values)
@@ -124,10 +124,10 @@ def add_gateway(commands: Any) -> None:
     """Add `cotune gateway`."""
 
     def run(a: argparse.Namespace) -> int:
-        from cotune.integrations.gateway.server import serve
-        from cotune.integrations.gateway.settings import GatewayConfig, Limits, Split
+        from cotune.episodes.workflows import load_roles
+        from cotune.integrations.web.gateway.server import serve
+        from cotune.integrations.web.gateway.settings import GatewayConfig, Limits, Split
         from cotune.recording.redaction import load_redactor
-        from cotune.workflows import load_roles
 
         config = GatewayConfig(
             upstream=a.upstream,

@@ -16,11 +16,11 @@ from cotune.algorithms.run_recipe import config_of
 from cotune.cli.show_groups import show_groups
 from cotune.cli.summary import headline_lines, learned_from, show_learned
 from cotune.errors import RecordError, RunError
-from cotune.policies import UNTRAINED
 from cotune.reading.causes import FAILED, causes, shortened
 from cotune.reading.headline import read_headline
-from cotune.recording.images import content_text
-from cotune.recording.records import CallRecord, Episode, candidate_id
+from cotune.records.images import content_text
+from cotune.records.policies import UNTRAINED
+from cotune.records.structs import CallRecord, Episode, candidate_id
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.outcomes import outcome_means
 from cotune.storage.run_layout import is_run, read_run

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import RecordError
-from cotune.recording.records import CallRecord, candidate_id
+from cotune.records.structs import CallRecord, candidate_id
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 

@@ -11,25 +11,25 @@ from typing import Any
 from rich.console import Console
 
 from cotune.cli.options import TraceOptions
+from cotune.episodes.episode import UNSEEN
+from cotune.episodes.rollout import EpisodeBatch, rollout
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import load_workflow
 from cotune.errors import RunError, WorkflowError
-from cotune.recording.episodes import UNSEEN
-from cotune.recording.records import Episode
-from cotune.recording.rollout import EpisodeBatch, rollout
-from cotune.replay.chance import start_freezing
-from cotune.runtime.run_sync import run_sync
+from cotune.recording.chance import start_freezing
+from cotune.records.structs import Episode
+from cotune.records.tasks import load_tasks
 from cotune.storage.outcomes import success_counts
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.whole_file import is_full
-from cotune.tasks import load_tasks
 from cotune.terminal import terminal
-from cotune.workflows import load_workflow
 
 
 def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: Console | None = None) -> int:
     """Run every task once and record it in `out`; return 1 when every episode failed or records were lost."""
-    from cotune.integrations.otel.exporter import LiveExport, otlp_exporter
-    from cotune.integrations.otel.spans import Detail
+    from cotune.integrations.exchange.otel.exporter import LiveExport, otlp_exporter
+    from cotune.integrations.exchange.otel.spans import Detail
     from cotune.trainer.reporting.progress import episode_bar
 
     if options.freeze:

@@ -29,8 +29,8 @@ def add_check(commands: Any) -> None:
     """Add `cotune check`."""
 
     def run(a: argparse.Namespace) -> int:
-        from cotune.trainer.check.dry_run import check
-        from cotune.trainer.check.report import render
+        from cotune.trainer.before.check.dry_run import check
+        from cotune.trainer.before.check.report import render
         from cotune.trainer.config.train import load_config
 
         config = load_config(a.config, {"model": "none", **given(a), **settings(a.set)})
@@ -81,9 +81,9 @@ def add_doctor(commands: Any) -> None:
     """Add `cotune doctor`."""
 
     def run(a: argparse.Namespace) -> int:
+        from cotune.trainer.before.doctor.doctor import examine, render
+        from cotune.trainer.before.doctor.memory import render_memory
         from cotune.trainer.config.train import load_config
-        from cotune.trainer.doctor.doctor import examine, render
-        from cotune.trainer.doctor.memory import render_memory
 
         flags = {**given(a), **settings(a.set)}
         config = load_config(a.config, flags) if a.config or a.model else None

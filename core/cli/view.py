@@ -17,7 +17,7 @@ def add_view(commands: Any) -> None:
     """Add `cotune view`."""
 
     def run(a: argparse.Namespace) -> int:
-        from cotune.integrations.viewer.server import view
+        from cotune.integrations.web.viewer.server import view
 
         token = a.token or os.environ.get("COTUNE_TOKEN")
         view(a.runs or ["runs"], tell, host=a.host, port=a.port, token=token, prices=prices(a.price))
@@ -36,7 +36,7 @@ def add_report(commands: Any) -> None:
     """Add `cotune report`."""
 
     def run(a: argparse.Namespace) -> int:
-        from cotune.integrations.viewer.report import write_report
+        from cotune.integrations.web.viewer.report import write_report
 
         write_report(a.run_folder, a.out, prices(a.price))
         tell(f"wrote {a.out}, {a.out.stat().st_size / 1024:,.0f} KB: it opens in any browser, without a network")

@@ -13,7 +13,7 @@ import msgspec
 from cotune.algorithms.collect import is_outcome
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.shown import shown_message, shown_messages
-from cotune.recording.records import CallRecord, Candidate, Episode, RewardRecord, Task
+from cotune.records.structs import CallRecord, Candidate, Episode, RewardRecord, Task
 from cotune.sampling.scoring import Reward, compare
 from cotune.storage.protocol import Store
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cotune.ids import canonical
+from cotune.records.ids import canonical
 
 
 def shown_messages(messages: Iterable[Mapping[str, Any]]) -> str:

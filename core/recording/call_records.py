@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from cotune.ids import address, canonical, message_id, pack_ids, path_digest, unpack_ids
-from cotune.recording.answers import Answer
 from cotune.recording.pending_call import PendingCall
-from cotune.recording.records import CallRecord, CallStatus, Message, Record, RewardRecord, Segment, Usage, candidate_id
 from cotune.recording.redaction import RedactedCall, Redaction
+from cotune.records.answers import Answer
+from cotune.records.ids import address, canonical, message_id, pack_ids, path_digest, unpack_ids
+from cotune.records.structs import CallRecord, CallStatus, Message, Record, RewardRecord, Segment, Usage, candidate_id
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _SHORT = 512

@@ -19,14 +19,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from cotune.context import current_episode, identify, opened_call
 from cotune.errors import CotuneError, RecordError, SamplerError, WorkflowError, error_text
-from cotune.recording.answers import Answer
+from cotune.recording.context import current_episode, identify, opened_call
 from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.recording.records import CallStatus
+from cotune.records.answers import Answer
+from cotune.records.blame import refused
+from cotune.records.structs import CallStatus
 from cotune.runtime.context_vars import setting
 from cotune.runtime.loop_watch import running_context
-from cotune.sampling.blame import refused
 
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
 """What reading a request or an answer raises where it is not what an integration expects."""

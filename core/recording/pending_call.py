@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.ids import new_id
+from cotune.records.ids import new_id
 
 
 class CallerContext(msgspec.Struct):

@@ -11,12 +11,18 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 from cotune.errors import CotuneError, RecordError, WorkflowError
-from cotune.ids import new_id
-from cotune.recording.answers import Answer, well_formed
 from cotune.recording.app_parts import Parts
 from cotune.recording.call_records import CallRecords
+from cotune.recording.chance import KEPT, Chance
 from cotune.recording.pending_call import CallerContext, PendingCall
-from cotune.recording.records import (
+from cotune.recording.redaction import Redaction, Redactor
+from cotune.recording.role_functions import RolesFunction, named
+from cotune.recording.shared_roles import warn_of_shared
+from cotune.recording.tape import Tape, tool_at_work
+from cotune.records.answers import Answer, well_formed
+from cotune.records.blame import Blame
+from cotune.records.ids import new_id
+from cotune.records.structs import (
     CallStatus,
     Checkpointed,
     Episode,
@@ -26,13 +32,7 @@ from cotune.recording.records import (
     RewardRecord,
     Task,
 )
-from cotune.recording.redaction import Redaction, Redactor
-from cotune.recording.role_functions import RolesFunction, named
-from cotune.recording.shared_roles import warn_of_shared
-from cotune.replay.chance import KEPT, Chance
-from cotune.replay.tape import Tape, tool_at_work
 from cotune.runtime.forks import survives_fork
-from cotune.sampling.blame import Blame
 
 log = logging.getLogger("cotune")
 INTERRUPTED = "The episode was stopped, by Ctrl-C or its time-out: this call is not answered."

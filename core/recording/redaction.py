@@ -13,9 +13,9 @@ import msgspec
 
 from cotune.errors import CotuneError, WorkflowError
 from cotune.json_values import plain
-from cotune.recording.answers import Answer
-from cotune.recording.images import split_images
-from cotune.recording.records import Candidate, Task
+from cotune.records.answers import Answer
+from cotune.records.images import split_images
+from cotune.records.structs import Candidate, Task
 from cotune.runtime.bounded_cache import BoundedCache
 from cotune.user_objects import load_object, takes
 

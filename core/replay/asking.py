@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from types import CodeType, FrameType
 
-from cotune.context import current_episode
-from cotune.replay.chance import Chance
+from cotune.recording.chance import Chance
+from cotune.recording.context import current_episode
 from cotune.runtime.user_code import is_library, is_standard
 
 _AROUND = 3

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cotune.recording.images import without_image_bytes
 from cotune.recording.recorder import LiveCall
+from cotune.records.images import without_image_bytes
 from cotune.replay.requests import unnamed, without_names
 from cotune.replay.script import Script, ScriptCall
 

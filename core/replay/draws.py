@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from cotune.recording.chance import Chance
 from cotune.replay.asking import asking
-from cotune.replay.chance import Chance
 from cotune.runtime.user_code import is_library_file
 
 FRAMEWORKS = (

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from cotune.errors import ConfigError
-from cotune.recording.records import CallRecord
+from cotune.records.structs import CallRecord
 
 _FORM = re.compile(r"(all)|(first|every|entropy):([1-9][0-9]*)|(role):(.+)")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cotune.ids import address, canonical
+from cotune.records.ids import address, canonical
 
 _NAMES = frozenset({"user", "metadata", "prompt_cache_key", "safety_identifier"})
 """Parameters that name a request, and cannot change its answer."""

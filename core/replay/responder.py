@@ -9,9 +9,9 @@ from collections import Counter, deque
 from collections.abc import Collection
 
 from cotune.errors import ReplayDiverged
-from cotune.recording.answers import Answer
 from cotune.recording.recorder import LiveCall, Responder
-from cotune.recording.records import Fork
+from cotune.records.answers import Answer
+from cotune.records.structs import Fork
 from cotune.replay.divergence import LOOKS_LIKE, first_difference, similarity
 from cotune.replay.requests import digest
 from cotune.replay.script import Replay, ScriptCall

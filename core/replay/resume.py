@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Checkpointed
+from cotune.records.structs import Checkpointed
 from cotune.replay.responder import ReplayResponder
 from cotune.replay.script import ScriptCall
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from cotune.errors import RecordError
-from cotune.recording.answers import Answer
-from cotune.recording.records import CallRecord, Checkpointed
-from cotune.replay.chance import Read, stored_reads
-from cotune.replay.tape import Given
+from cotune.recording.chance import Read, stored_reads
+from cotune.recording.tape import Given
+from cotune.records.answers import Answer
+from cotune.records.structs import CallRecord, Checkpointed
 from cotune.storage.protocol import Store
 
 

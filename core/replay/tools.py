@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from cotune.context import current_episode
 from cotune.errors import WorkflowError
+from cotune.recording.context import current_episode
 from cotune.recording.recorder import LiveEpisode
-from cotune.replay.tape import ToolUse, arguments_of, tool_at_work
+from cotune.recording.tape import ToolUse, arguments_of, tool_at_work
 
 F = TypeVar("F", bound=Callable[..., Any])
 

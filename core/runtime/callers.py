@@ -11,7 +11,7 @@ from types import FrameType
 Function = tuple[str, str]
 """Qualified name and module of a function."""
 
-_OUTSIDE = "cotune.runtime.run_sync"
+_OUTSIDE = "cotune.episodes.run_sync"
 """What runs the event loop of episodes: whoever called it makes no call in them."""
 _LOOP = "asyncio.events"
 _NAMELESS = frozenset(("<module>", "<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"))

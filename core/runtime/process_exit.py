@@ -10,12 +10,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import NoReturn
 
-from cotune.context import identify
-from cotune.runtime.user_code import place, user_code
+from cotune.runtime.user_code import place
 from cotune.terminal import harmless
 
 GRACE = 3.0
@@ -46,7 +44,7 @@ def leave(status: int) -> NoReturn:
 def end_process(message: str, status: int = 1) -> None:
     """End the process at once, with a last line on stderr; does nothing where it is not cotune's own."""
     if _owned:
-        _print(f"{message} {go_on.get()}".strip())
+        print_line(f"{message} {go_on.get()}".strip())
         os._exit(status)
 
 
@@ -58,26 +56,6 @@ def end_process_after(seconds: float, message: str, status: int) -> None:
     timer.start()
 
 
-@contextlib.contextmanager
-def exits_logged() -> Iterator[None]:
-    """Inside, a call of `os._exit` by the application's code is printed, with its place, before the exit."""
-    original, process = os._exit, os.getpid()
-
-    def exit_with_message(status: int) -> NoReturn:
-        if os.getpid() == process and user_code.get():
-            role = identify().role
-            who = f"{user_code.get()}, role {role!r}," if role != "app" else user_code.get()
-            where = place(sys._getframe(1))
-            _print(f"{who} called os._exit({status}), which ends the process at once: {where}. {go_on.get()}".strip())
-        original(status)
-
-    os._exit = exit_with_message
-    try:
-        yield
-    finally:
-        os._exit = original
-
-
 def _end_without_threads(status: int) -> None:
     deadline = time.monotonic() + (GRACE if status != INTERRUPTED else 0.1)
     while left := [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]:
@@ -85,13 +63,14 @@ def _end_without_threads(status: int) -> None:
             if status != INTERRUPTED:
                 frames = sys._current_frames()
                 where = "; ".join(f"{t.name} at {place(frames.get(t.ident or 0))}" for t in left[:3])
-                _print(f"{len(left)} threads of the application still run, the process ends without them: {where}.")
+                print_line(f"{len(left)} threads of the application still run, the process ends without them: {where}.")
             atexit._run_exitfuncs()
             os._exit(status)
         time.sleep(0.05)
 
 
-def _print(text: str) -> None:
+def print_line(text: str) -> None:
+    """A line of cotune's own on stderr, wherever that is by now."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.write(f"cotune: {harmless(text)}\n")

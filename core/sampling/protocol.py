@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cotune.errors import SampleTimeout, SyncError
-from cotune.policies import LoraSpec
-from cotune.recording.records import PolicyRef
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
 
 Weights = Mapping[str, npt.NDArray[Any]]
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import RequestRefused
-from cotune.recording.records import CallRecord
+from cotune.records.structs import CallRecord
 from cotune.sampling.protocol import MOST_TOP_LOGPROBS, UNSHAPED, SamplingParams
 
 _NUMBERS = {

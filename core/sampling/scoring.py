@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from cotune.algorithms.attribution import LARGEST
-from cotune.context import current_episode
 from cotune.errors import WorkflowError, error_text
-from cotune.recording.records import Candidate, Task
+from cotune.recording.context import current_episode
+from cotune.records.structs import Candidate, Task
 from cotune.runtime.context_vars import setting
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
 from cotune.runtime.user_code import Stopped, in_thread, origin, running

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from cotune.recording.records import ShownToken
+from cotune.records.structs import ShownToken
 from cotune.sampling.protocol import Completion, TokenBytes
 
 TextOf = Callable[[Sequence[int]], Sequence[TokenBytes]]

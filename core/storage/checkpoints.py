@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from cotune.errors import RunError
-from cotune.policies import LoraSpec, PolicyKind
+from cotune.records.policies import LoraSpec, PolicyKind
 from cotune.storage.typed_json import read_if_typed, read_typed
 
 POLICIES = "policies.json"

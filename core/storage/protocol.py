@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from cotune.recording.records import CallRecord, Episode, Record
+from cotune.records.structs import CallRecord, Episode, Record
 
 
 class Store(Protocol):

@@ -24,8 +24,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from cotune.errors import RunError
-from cotune.policies import OtherRoles
-from cotune.sampling.plans import PlanKind
+from cotune.records.plans import PlanKind
+from cotune.records.policies import OtherRoles
 from cotune.step_profile import StepProfile
 from cotune.storage.checkpoints import latest_in, read_identity
 from cotune.storage.typed_json import converted, fault, loaded, read_if_typed, read_typed

@@ -12,10 +12,10 @@ import msgspec
 from msgspec.structs import replace
 
 from cotune.errors import RecordError
-from cotune.ids import pack_ids, unpack_ids
 from cotune.json_values import plain
-from cotune.recording.images import split_images
-from cotune.recording.records import CallRecord, Candidate, Episode, Message, Record, RewardRecord, ShownToken
+from cotune.records.ids import pack_ids, unpack_ids
+from cotune.records.images import split_images
+from cotune.records.structs import CallRecord, Candidate, Episode, Message, Record, RewardRecord, ShownToken
 from cotune.storage.outcomes import metric
 
 Row = tuple[Any, ...]

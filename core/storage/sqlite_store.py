@@ -16,8 +16,8 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from cotune.errors import RecordError, RunError
-from cotune.recording.images import image_id, join_images
-from cotune.recording.records import CallRecord, Episode, Record
+from cotune.records.images import image_id, join_images
+from cotune.records.structs import CallRecord, Episode, Record
 from cotune.runtime.forks import survives_fork
 from cotune.storage.damage import forgiving, is_file_error, is_value_error, unusable
 from cotune.storage.file_lock import FileLock

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cotune.recording.records import Record
+from cotune.records.structs import Record
 from cotune.storage.schema import WIDTHS, encode, in_parts, insertion
 
 log = logging.getLogger("cotune.store")

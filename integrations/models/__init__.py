@@ -1,1 +1,1 @@
-"""Model folders in Hugging Face form."""
+"""Models: folders, chat templates, and the samplers that answer with them."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cotune.adapters.export import TrainedPolicy, write_export
-from cotune.policies import ALL_LINEAR, LoraSpec
+from cotune.records.policies import ALL_LINEAR, LoraSpec
 from cotune.sampling.protocol import Weights
 
 TEMPLATE = (

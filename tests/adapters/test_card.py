@@ -17,9 +17,9 @@ from cotune.adapters.export import TrainedPolicy, export_run, write_export
 from cotune.adapters.fingerprint import write_hashes
 from cotune.adapters.serving import serving
 from cotune.cli.main import main
+from cotune.episodes.run_sync import run_sync
 from cotune.errors import ConfigError
-from cotune.policies import LoraSpec
-from cotune.runtime.run_sync import run_sync
+from cotune.records.policies import LoraSpec
 from cotune.storage.run_layout import RunLayout
 from tests.adapters.test_export import write_run
 from tests.adapters.test_gguf import build, full

@@ -21,9 +21,9 @@ import cotune
 from cotune.adapters.deployed import Deployment
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import serving_local
-from cotune.context import current_episode
 from cotune.errors import AdapterError, CotuneError
-from cotune.recording.records import PolicyRef
+from cotune.recording.context import current_episode
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 
 pytestmark = pytest.mark.slow

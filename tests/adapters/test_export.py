@@ -24,7 +24,7 @@ from cotune.adapters.manifest import read_manifest
 from cotune.adapters.open_policies import load_export
 from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
-from cotune.policies import LoraSpec
+from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import Weights, fingerprint
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])

@@ -26,8 +26,8 @@ from cotune.adapters.export import TrainedPolicy, export_run, write_export
 from cotune.adapters.open_policies import load_export
 from cotune.cli.main import main
 from cotune.errors import AdapterError, ConfigError
-from cotune.integrations.models.folder import locate_model
-from cotune.policies import LoraSpec
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import Weights
 from tests.adapters.test_export import write_run
 from tests.integrations import tiny_models

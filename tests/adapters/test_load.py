@@ -14,8 +14,8 @@ from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.open_policies import load_export
 from cotune.errors import AdapterError
-from cotune.integrations.models.folder import read_parameters
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.folder.folder import read_parameters
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import fingerprint
 
 

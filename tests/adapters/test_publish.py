@@ -11,8 +11,8 @@ import pytest
 
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import SyncError
-from cotune.policies import LoraSpec
-from cotune.recording.records import PolicyRef
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
 from cotune.trainer.publish import Probe, Proof, norm, probe_prompts, prove_publish
 

@@ -22,7 +22,7 @@ from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.adapters.manifest import read_manifest
 from cotune.cli.main import main
 from cotune.errors import AdapterError, ConfigError
-from cotune.integrations.models.hub import check_repository, push
+from cotune.integrations.models.folder.hub import check_repository, push
 from tests.adapters.test_export import write_run
 
 Captured = pytest.CaptureFixture[str]

@@ -19,10 +19,10 @@ from cotune.adapters import serving
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import Endpoint, serve, serving_local
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
-from cotune.integrations.http.bodies import BodyLimits
-from cotune.integrations.http.server import check_access
-from cotune.policies import LoraSpec
-from cotune.recording.records import PolicyRef
+from cotune.integrations.web.http.bodies import BodyLimits
+from cotune.integrations.web.http.server import check_access
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, TokenBytes, Weights
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -16,7 +16,7 @@ import pytest
 from cotune.adapters import open_policies as restarting
 from cotune.adapters.open_policies import Restarting
 from cotune.errors import EngineLost, RequestRefused, SamplerError
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,9 @@ import pytest
 
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import build_app
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.http.bodies import BodyLimits
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.web.http.bodies import BodyLimits
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion
 from tests.adapters.test_serve import Scripted, scripted
 from tests.integrations.http_fuzz import (

@@ -13,8 +13,8 @@ import pytest
 
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import Endpoint, serving_local
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.records.structs import PolicyRef
 from cotune.runtime.bounded_cache import BoundedCache
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cotune.adapters.export import TrainedPolicy
 from cotune.adapters.serving import Endpoint, serving
-from cotune.integrations.chat import grammar
+from cotune.integrations.models.chat import grammar
 from cotune.sampling.protocol import fingerprint
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from cotune.adapters import serving as module
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplerInfo
 
 

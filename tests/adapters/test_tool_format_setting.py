@@ -13,7 +13,7 @@ from cotune.adapters.manifest import read_manifest
 from cotune.adapters.open_policies import open_local
 from cotune.cli.main import main
 from cotune.errors import ConfigError, SamplerError
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.sampling.protocol import SamplerInfo
 from cotune.storage.run_layout import read_run
 from cotune.trainer.config.train import convert
@@ -58,7 +58,7 @@ def test_a_run_is_refused_before_it_starts() -> None:
 def test_a_model_whose_calls_nobody_reads_says_so_at_the_start(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from cotune.integrations.chat.template import ChatTemplate
+    from cotune.integrations.models.chat.template import ChatTemplate
 
     for file in base.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -75,8 +75,8 @@ def test_a_model_whose_calls_nobody_reads_says_so_at_the_start(
 
 @pytest.mark.slow
 def test_a_parser_of_vllm_reads_what_no_other_does(base: Path) -> None:
-    from cotune.integrations.chat.template import ChatTemplate
-    from cotune.integrations.chat.tool_formats import tool_format
+    from cotune.integrations.models.chat.template import ChatTemplate
+    from cotune.integrations.models.chat.tool_formats import tool_format
 
     chat = ChatTemplate.load(base, "vllm:pythonic")
     offered = [{"type": "function", "function": {"name": "go", "parameters": {"type": "object", "properties": {}}}}]

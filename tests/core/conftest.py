@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cotune.ids import pack_ids, segment_id
-from cotune.recording.records import (
+from cotune.records.ids import pack_ids, segment_id
+from cotune.records.structs import (
     CallRecord,
     Candidate,
     Episode,

@@ -7,12 +7,12 @@ from unittest.mock import MagicMock
 
 from pydantic import BaseModel
 
-from cotune.ids import new_id
 from cotune.json_values import plain
-from cotune.recording.records import Episode
+from cotune.records.ids import new_id
+from cotune.records.structs import Episode
+from cotune.records.tasks import as_tasks
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.tasks import as_tasks
-from cotune.trainer.resume import tasks_digest
+from cotune.trainer.run.resume import tasks_digest
 
 
 class Sum(BaseModel):

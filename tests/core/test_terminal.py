@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from cotune.cli.main import main
-from cotune.recording.episodes import run_episode
-from cotune.recording.records import Task
-from cotune.sampling.stub import StubResponder
+from cotune.episodes.episode import run_episode
+from cotune.records.structs import Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.terminal import LogFormat, harmless, terminal
+from cotune.trainer.before.stub.stub import StubResponder
 from tests.trainer.tiny_app import application, ask
 
 EVIL = "\x1b]0;owned\x07\x1b[2J[bold]hi[/bold] \u202egnp.exe\x9b31m"

@@ -32,8 +32,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import cotune
 from cotune.adapters.export import export_run
 from cotune.algorithms.catalogue import recipe
-from cotune.policies import LoraSpec, policies_for
-from cotune.recording.records import PolicyRef
+from cotune.records.policies import LoraSpec, policies_for
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.learner import LearnerSettings

@@ -19,8 +19,8 @@ RUNNER = """
 import ast, asyncio, inspect
 from pathlib import Path
 from cotune.algorithms.catalogue import recipe
-from cotune.integrations.ray.runtime import open_ray
-from cotune.policies import LoraSpec, policies_for
+from cotune.integrations.cluster.runtime import open_ray
+from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from tests.trainer.learner.learner_rows import build_learner_base, make_rows
 
@@ -44,7 +44,7 @@ if __name__ == "__main__":
 """
 HERE = {"num_gpus=1": "num_gpus=0", "[engine] * 8": "[engine] * 2", "min_healthy=6": "min_healthy=2"}
 SERVER = 'sampler = await VllmHttpSampler.open("http://10.0.0.5:8000", "models/base", api_key="...")'
-"""What needs a server: `tests/integrations/samplers/test_vllm_url.py` has one."""
+"""What needs a server: `tests/integrations/models/samplers/test_vllm_url.py` has one."""
 
 
 @pytest.mark.parametrize("page", ["internals/training.md", "internals/sampler.md", "how-to/vllm.md"])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import cotune
-from cotune.recording.episodes import run_episode
-from cotune.recording.records import Task
-from cotune.workflows import Workflow, workflow_of
+from cotune.episodes.episode import run_episode
+from cotune.episodes.workflows import Workflow, workflow_of
+from cotune.records.structs import Task
 from tests.integrations.provider import said, serving
 from tests.integrations.recorded import Sink
 from tests.test_docs import ROOT, blocks

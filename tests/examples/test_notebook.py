@@ -13,7 +13,7 @@ from tests.core.installed import ROOT
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 IN_THREAD = """
 import functools
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.integrations.models.transformers.sampler import TransformersSampler
 TransformersSampler.open = functools.partial(TransformersSampler.open, host="thread", device="cpu")
 """
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.recording.records import CallRecord
+from cotune.episodes.workflows import load_workflow
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.records.structs import CallRecord
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.reporting.summary import RunSummary
 from cotune.trainer.train import train
-from cotune.workflows import load_workflow
 from examples.tool_agent import clerk_base, provider, shop
 from tests.examples.applications import check_knows_nothing_of_cotune
 
@@ -220,7 +220,7 @@ def test_a_call_that_cannot_be_read_is_text_and_costs(trained: tuple[RunSummary,
 
 
 def _scores(store: SqliteStore, call: CallRecord) -> list[float]:
-    from cotune.recording.records import candidate_id
+    from cotune.records.structs import candidate_id
 
     found = [store.rewards([candidate_id(call.id, c.index)]) for c in call.candidates]
     return [next(iter(rewards.values()))["local"] for rewards in found]

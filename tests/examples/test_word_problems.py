@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cotune.integrations.activation import activate
-from cotune.tasks import as_tasks
+from cotune.integrations.apps.activation import activate
+from cotune.records.tasks import as_tasks
 from examples.stages import Stages
 from examples.word_problems import app, tasks, train
 from examples.word_problems.calculator import NOT_A_SUM, calculate

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cotune.integrations.ray.sampler import RaySampler, start_sampler
+from cotune.integrations.cluster.sampler import RaySampler, start_sampler
 from cotune.sampling.protocol import Sampler
+from tests.integrations.models.samplers.vllm_server import vllm_server
 from tests.integrations.provider import Provider, serving
 from tests.integrations.recorded import Recorded
-from tests.integrations.samplers.vllm_server import vllm_server
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def vllm_by_url(ray_runtime: str, vllm_url: str, contract_model: Path) -> Iterat
 
 async def client_of(url: str, model: Path) -> Sampler:
     """A client of a server, hosted by an actor."""
-    factory = "cotune.integrations.samplers.vllm.http:VllmHttpSampler.open"
+    factory = "cotune.integrations.models.vllm.http:VllmHttpSampler.open"
     return await start_sampler(factory, {"url": url, "model": str(model)}, num_cpus=0)
 
 
@@ -84,6 +84,6 @@ def vllm_full(ray_runtime: str, contract_model: Path) -> Iterator[Sampler]:
 def vllm_actor(model: Path, opened_by: str = "open", **arguments: Any) -> Iterator[RaySampler]:
     """A vLLM in a Ray actor, opened by a function of `vllm_probe`."""
     arguments = {"model": str(model), "engine_args": {"max_num_seqs": 64}, **arguments}
-    sampler = asyncio.run(start_sampler(f"tests.integrations.samplers.vllm_probe:{opened_by}", arguments))
+    sampler = asyncio.run(start_sampler(f"tests.integrations.models.samplers.vllm_probe:{opened_by}", arguments))
     yield sampler
     asyncio.run(sampler.aclose())

@@ -8,11 +8,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from cotune.recording.answers import Answer
-from cotune.recording.episodes import Outcome, run_episode
+from cotune.episodes.episode import Outcome, run_episode
+from cotune.episodes.workflows import workflow, workflow_of
 from cotune.recording.recorder import LiveCall
-from cotune.recording.records import CallRecord, Candidate, PolicyRef, Record, Task, Usage
-from cotune.workflows import workflow, workflow_of
+from cotune.records.answers import Answer
+from cotune.records.structs import CallRecord, Candidate, PolicyRef, Record, Task, Usage
 
 POLICY = PolicyRef("p", 3)
 

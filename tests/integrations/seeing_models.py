@@ -22,7 +22,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
-from cotune.integrations.models.vision import ImageInputs
+from cotune.integrations.models.folder.vision import ImageInputs
 from tests.integrations.tiny_models import config, tokenizer
 
 IMAGE = "<image>"

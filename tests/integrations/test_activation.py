@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cotune.integrations.activation import NO_ACTIVATION, graph_runner
+from cotune.integrations.apps.activation import NO_ACTIVATION, graph_runner
 
 LOOK = """
 import sys
@@ -38,11 +38,11 @@ SPAWNED = """
 import multiprocessing, os, sys
 
 def look():
-    import cotune.integrations.samplers.vllm.adapters
+    import cotune.integrations.models.vllm.adapters
     return [type(finder).__name__ for finder in sys.meta_path if type(finder).__module__.startswith("cotune")]
 
 if __name__ == "__main__":
-    from cotune.integrations.samplers.vllm.engine import prepare
+    from cotune.integrations.models.vllm.engine import prepare
     prepare()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(pool.apply(look))
@@ -73,9 +73,9 @@ def test_an_object_of_no_framework_has_no_runner():
 def test_crewai_is_kept_from_asking_where_cotune_runs_a_workflow_and_nothing_was_set() -> None:
     code = (
         "import os, crewai, cotune, asyncio\n"
-        "from cotune.recording.episodes import run_episode\n"
+        "from cotune.episodes.episode import run_episode\n"
         "from cotune.recording.recorder import Nowhere\n"
-        "from cotune.recording.records import Task\n"
+        "from cotune.records.structs import Task\n"
         "names = ['CREWAI_DISABLE_TELEMETRY', 'CREWAI_TRACING_ENABLED', 'CREWAI_DISABLE_VERSION_CHECK']\n"
         "before = [os.environ.get(name) for name in names]\n"
         "@cotune.workflow\n"

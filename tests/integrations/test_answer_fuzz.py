@@ -25,19 +25,19 @@ from rich.console import Console
 
 import cotune
 from cotune.cli.show import show_run
-from cotune.integrations.autogen import messages as autogen_messages
-from cotune.integrations.crewai import messages as crewai_values
-from cotune.integrations.openai.completions import to_stream
-from cotune.integrations.openai.forms import FORMS, finish
-from cotune.integrations.openai.response_body import to_events
-from cotune.integrations.otel.exporter import export_file
-from cotune.integrations.otel.spans import Detail
-from cotune.recording.episodes import run_episode
+from cotune.episodes.episode import run_episode
+from cotune.episodes.workflows import workflow_of
+from cotune.integrations.apps.autogen import messages as autogen_messages
+from cotune.integrations.apps.crewai import messages as crewai_values
+from cotune.integrations.apps.openai.completions import to_stream
+from cotune.integrations.apps.openai.forms import FORMS, finish
+from cotune.integrations.apps.openai.response_body import to_events
+from cotune.integrations.exchange.otel.exporter import export_file
+from cotune.integrations.exchange.otel.spans import Detail
+from cotune.reading.sft_export import write_supervised
 from cotune.recording.model_calls import end_call, open_call
-from cotune.recording.records import Task
-from cotune.storage.sft_export import write_supervised
+from cotune.records.structs import Task
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.workflows import workflow_of
 from tests.integrations.provider import completion
 from tests.mutations import ODD, as_json, damaged, mutated
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.integrations.http.bodies import decoded, json_values
-from cotune.integrations.http.requests import RequestError
+from cotune.integrations.web.http.bodies import decoded, json_values
+from cotune.integrations.web.http.requests import RequestError
 
 TEXTS = st.text(alphabet='a,[]{}"\\ü: ')
 VALUES = st.recursive(

@@ -20,9 +20,9 @@ from crewai import LLM
 from langchain_openai import ChatOpenAI
 
 from benchmarks import stress
-from cotune.recording.episodes import run_episode
-from cotune.recording.records import CallRecord, Message, Task
-from cotune.workflows import Workflow, load_workflow, workflow, workflow_of
+from cotune.episodes.episode import run_episode
+from cotune.episodes.workflows import Workflow, load_workflow, workflow, workflow_of
+from cotune.records.structs import CallRecord, Message, Task
 from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import Sink
 

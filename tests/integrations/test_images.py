@@ -28,20 +28,20 @@ from PIL import Image as Picture
 
 import cotune
 from cotune.cli.main import main
+from cotune.episodes.rollout import EpisodeBatch, rollout
+from cotune.episodes.workflows import workflow, workflow_of
 from cotune.errors import RequestRefused
-from cotune.integrations.activation import activate
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.otel.messages import to_parts
-from cotune.integrations.samplers.vllm.requests import http_params
-from cotune.integrations.viewer.server import viewing
-from cotune.recording.records import PolicyRef, Task
+from cotune.integrations.apps.activation import activate
+from cotune.integrations.exchange.otel.messages import to_parts
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.vllm.requests import http_params
+from cotune.integrations.web.viewer.server import viewing
 from cotune.recording.redaction import each_text
-from cotune.recording.rollout import EpisodeBatch, rollout
+from cotune.records.structs import PolicyRef, Task
 from cotune.replay.script import Replay, read_script
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.workflows import workflow, workflow_of
 from tests.integrations import tiny_models
 from tests.integrations.pictures import asks, picture, url
 from tests.integrations.recorded import Responder, Sink

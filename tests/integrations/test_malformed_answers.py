@@ -13,8 +13,8 @@ import pytest
 import cotune
 from cotune.cli.main import main
 from cotune.storage.sqlite_store import SqliteStore
-from tests.integrations.gateway.client import bench
 from tests.integrations.provider import completion, event
+from tests.integrations.web.gateway.client import bench
 
 
 def client(body: Any, kind: str = "application/json") -> openai.OpenAI:

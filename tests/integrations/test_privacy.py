@@ -19,7 +19,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 import cotune
 from cotune.cli.main import main
 from cotune.recording.call_records import Outputs
-from cotune.recording.records import Message
+from cotune.records.structs import Message
 from tests.core.storage.whole_file import copied
 from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import Recorded, Sink, answer, episode

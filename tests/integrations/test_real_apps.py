@@ -20,8 +20,8 @@ from langgraph.graph.message import REMOVE_ALL_MESSAGES
 from langgraph.types import Command, interrupt
 
 import cotune
-from cotune.integrations.langgraph.runs import GraphRun
-from cotune.recording.records import Message
+from cotune.integrations.apps.langgraph.run_tree import GraphRun
+from cotune.records.structs import Message
 from tests.integrations.graphs import HELLO, URL, asays, chain, client, look, model, node_of, running, says, scripted
 from tests.integrations.provider import Provider, json_reply, said
 from tests.integrations.recorded import Recorded, answer, asks, episode, tool_call

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from langchain_core.messages import AIMessage, ToolMessage
 
+from cotune.episodes.rollout import EpisodeBatch, rollout
+from cotune.episodes.workflows import workflow, workflow_of
 from cotune.errors import RecordError
-from cotune.recording.records import CallRecord, Episode, Task
-from cotune.recording.rollout import EpisodeBatch, rollout
+from cotune.records.structs import CallRecord, Episode, Task
 from cotune.replay.script import Replay, read_script
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.workflows import workflow, workflow_of
 from tests.integrations import replay_apps
 from tests.integrations.recorded import Responder, answer, asks, tool_call
 

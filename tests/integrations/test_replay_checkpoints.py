@@ -15,8 +15,8 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import Send
 
-from cotune.recording.records import Episode, Task
-from cotune.recording.rollout import EpisodeBatch, rollout
+from cotune.episodes.rollout import EpisodeBatch, rollout
+from cotune.records.structs import Episode, Task
 from cotune.replay.script import Replay, read_script
 from tests.integrations import replay_apps
 from tests.integrations.graphs import chain

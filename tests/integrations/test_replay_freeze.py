@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from cotune.cli.main import main
-from cotune.integrations.time_machine import clock
-from cotune.recording.records import Episode, Task
-from cotune.recording.rollout import EpisodeBatch, rollout
+from cotune.episodes.rollout import EpisodeBatch, rollout
+from cotune.integrations.apps.time_machine import clock
+from cotune.records.structs import Episode, Task
 from cotune.replay.script import Replay, read_script
 from tests.integrations import replay_apps
 from tests.integrations.recorded import Responder

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import cotune
+from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.errors import WorkflowError
-from cotune.recording.records import Episode, Task
-from cotune.recording.rollout import EpisodeBatch, rollout
+from cotune.records.structs import Episode, Task
 from cotune.replay.script import Replay, read_script
 from tests.integrations import replay_apps
 from tests.integrations.recorded import Responder

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from agents.tracing import set_tracing_disabled
 
+from cotune.episodes.workflows import workflow_of
 from cotune.recording.recorder import LiveCall
-from cotune.workflows import workflow_of
 from tests.integrations.recorded import Recorded, asks, tool_call
 from tests.test_docs import ROOT, blocks
 

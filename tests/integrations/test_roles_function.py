@@ -16,11 +16,11 @@ import pytest
 
 import cotune
 from cotune.cli.main import main
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import load_roles, load_workflow
 from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.role_functions import CallRequest
-from cotune.runtime.run_sync import run_sync
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.workflows import load_roles, load_workflow
 from tests.integrations.recorded import Recorded
 
 

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 import cotune
-from cotune.context import current_episode
 from cotune.errors import RecordError, RunError, WorkflowError
+from cotune.recording.context import current_episode
 from cotune.recording.redaction import each_text
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, json_reply

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cotune.errors import CotuneError
-from cotune.integrations import activation, versions
-from cotune.integrations.activation import INTEGRATIONS
+from cotune.integrations import versions
+from cotune.integrations.apps import activation
+from cotune.integrations.apps.activation import INTEGRATIONS
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from tests.integrations.recorded import Recorded
 

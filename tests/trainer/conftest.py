@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cotune.episodes.workflows import WorkflowFunction
 from cotune.trainer.reporting.summary import RunSummary
 from cotune.trainer.train import resume, train
-from cotune.workflows import WorkflowFunction
 from tests.trainer.learner.fsdp_ranks import OpenRanks
 from tests.trainer.learner.learner_rows import build_learner_base
 from tests.trainer.metrics_page import undocumented

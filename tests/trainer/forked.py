@@ -20,7 +20,7 @@ _FORKED.set_forkserver_preload(
         "cotune.cli.main",
         "cotune.trainer.loop",
         "cotune.trainer.learner.local",
-        "cotune.integrations.samplers.transformers.engine",
+        "cotune.integrations.models.transformers.engine",
         "peft",
         "transformers.models.qwen3.modeling_qwen3",
     ]

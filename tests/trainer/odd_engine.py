@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.policies import LoraSpec
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplerInfo, SamplingParams, Weights
 
 WELL = 12

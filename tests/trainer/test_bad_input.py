@@ -14,8 +14,8 @@ import cotune
 from cotune.adapters.export import export_run
 from cotune.adapters.open_policies import load_export
 from cotune.errors import AdapterError, ConfigError, RunError, WorkflowError
+from cotune.trainer.before.preflight import EPISODES
 from cotune.trainer.config.train import convert, load_config
-from cotune.trainer.rollout.preflight import EPISODES
 from cotune.trainer.train import resume
 from tests.trainer.tiny_app import application, ask, build_base, converse, letters
 
@@ -307,7 +307,7 @@ def test_what_was_in_the_folder_before_stays(trainer, tmp_path):
 
 
 HOLDER = """
-import sys, cotune.trainer.run_folder as f
+import sys, cotune.trainer.run.run_folder as f
 from cotune.trainer.config.train import convert
 folder = f.RunFolder.create(sys.argv[1], convert({"model": "m"}), workflow=None, tasks=None)
 print("held", flush=True)

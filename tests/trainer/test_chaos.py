@@ -7,9 +7,9 @@ import os
 import psutil
 import pytest
 
-from cotune.integrations.ray.process import Host
-from cotune.integrations.ray.sampler import SamplerActor
-from cotune.integrations.ray.worker_group import Worker
+from cotune.integrations.cluster.process import Host
+from cotune.integrations.cluster.sampler import SamplerActor
+from cotune.integrations.cluster.worker_group import Worker
 from tests.trainer import chaos
 
 pytestmark = pytest.mark.slow

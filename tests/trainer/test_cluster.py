@@ -35,7 +35,7 @@ def learners(monkeypatch: pytest.MonkeyPatch) -> list[FsdpLearner]:
         opened.append(original(*args, **settings))
         return opened[-1]
 
-    monkeypatch.setattr("cotune.trainer.cluster.FsdpLearner.open", remember)
+    monkeypatch.setattr("cotune.trainer.run.cluster.FsdpLearner.open", remember)
     return opened
 
 

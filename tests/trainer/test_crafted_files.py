@@ -19,9 +19,9 @@ from cotune.adapters.open_policies import load_export
 from cotune.algorithms.recipes import LossSpec
 from cotune.cli.main import main
 from cotune.errors import CotuneError
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.models.folder import TRUST, locate_model, read_parameters
-from cotune.policies import LoraSpec, policies_for
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.folder.folder import TRUST, locate_model, read_parameters
+from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.local import LocalLearner

@@ -18,7 +18,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.cli.options import TraceOptions
 from cotune.cli.trace import trace
 from cotune.errors import RunError
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.storage.whole_file import sync
 from cotune.trainer.learner.files import write_progress
 from cotune.trainer.learner.local import LocalLearner
@@ -40,7 +40,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one(
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(path)
 
-    monkeypatch.setattr("cotune.trainer.checkpoint.sync", full)
+    monkeypatch.setattr("cotune.trainer.run.checkpoint.sync", full)
     app = application(**BOTH)
     with pytest.raises(RunError, match=r"after 2 steps cannot be written.*No space left.*--resume"):
         trainer(app, steps=4, policies="full")
@@ -57,7 +57,7 @@ def test_a_first_checkpoint_that_cannot_be_written_leaves_a_free_folder(
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("cotune.trainer.checkpoint.sync", full)
+    monkeypatch.setattr("cotune.trainer.run.checkpoint.sync", full)
     with pytest.raises(RunError, match=r"after 0 steps cannot be written.*then start the run again") as caught:
         trainer(application(**BOTH), steps=1)
     assert "--resume" not in str(caught.value)

@@ -15,14 +15,14 @@ import torch
 
 from cotune.algorithms.catalogue import recipe
 from cotune.errors import ConfigError, GroupError, LearnerError
-from cotune.policies import LoraSpec, policies_for
+from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.loss import KL_SLOPE
 from cotune.trainer.learner.taught import TaughtLearner
 from cotune.trainer.learner.teacher import LocalTeacher, tokenizer_of
 from tests.integrations import tiny_models
-from tests.integrations.samplers.test_vllm_http import FakeServer
-from tests.integrations.samplers.test_vllm_teacher import scored
+from tests.integrations.models.samplers.test_vllm_http import FakeServer
+from tests.integrations.models.samplers.test_vllm_teacher import scored
 from tests.trainer.conftest import Trainer
 from tests.trainer.learner.learner_rows import FAST, build_learner_base, change, make_rows, on_policy
 from tests.trainer.tiny_app import application, build_base, converse
@@ -132,7 +132,7 @@ def test_a_run_without_rewards_learns_from_its_teacher(trainer: Trainer, tiny_ba
 def servers(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeServer]]:
     """Two servers with the policies' tokenizer; the first dies at its 21st row."""
     tokenizer = tokenizer_of(str(tiny_base))
-    monkeypatch.setattr("cotune.integrations.samplers.vllm.teacher.PAUSE", 0.01)
+    monkeypatch.setattr("cotune.integrations.models.vllm.teacher.PAUSE", 0.01)
     opened = [FakeServer(tiny_base), FakeServer(tiny_base)]
     rows = itertools.count()
     for server in opened:

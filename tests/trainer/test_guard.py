@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cotune.recording.records import Task
+from cotune.records.structs import Task
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.guard import best_window, collapse, of_one_level

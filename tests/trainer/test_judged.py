@@ -10,7 +10,7 @@ import pytest
 from cotune.cli.main import main
 from cotune.storage.checkpoints import Best, read_best
 from tests.trainer.conftest import Trainer
-from tests.trainer.test_best import held_out
+from tests.trainer.run.test_best_checkpoint import held_out
 from tests.trainer.tiny_app import application, ask, letters
 
 INDEPENDENT = {"kind": "independent", "k": 2}

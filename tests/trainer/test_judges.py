@@ -18,7 +18,7 @@ from cotune.judging.episodes import finished
 from cotune.judging.ledger import Ledger
 from cotune.judging.shown import shown_message
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.check.dry_run import check
+from cotune.trainer.before.check.dry_run import check
 from cotune.trainer.config.train import convert
 from tests.integrations.judge_server import by, entries, says
 from tests.integrations.provider import Provider, serving

@@ -101,7 +101,7 @@ def test_trackio_keeps_the_settings_of_a_resumed_run_and_its_own_names(
         return parts[-1]
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
-    monkeypatch.setattr("cotune.integrations.trackers.tracker.find_spec", lambda name: True)
+    monkeypatch.setattr("cotune.integrations.exchange.trackers.tracker.find_spec", lambda name: True)
     trainer(APP, loggers=["trackio"], project="letters", steps=1)
     trainer.resume(APP, steps=2)
     assert "logger" not in trainer.said
@@ -129,7 +129,7 @@ def test_a_tool_that_cannot_be_reached_costs_no_step(
 def test_tools_are_named_before_work_starts(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"loggers.*'neptune'.*tensorboard"):
         trainer(APP, loggers=["neptune"])
-    monkeypatch.setattr("cotune.integrations.trackers.tracker.find_spec", lambda name: None)
+    monkeypatch.setattr("cotune.integrations.exchange.trackers.tracker.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install trackio"):
         trainer(APP, loggers=["trackio"])
     assert not (trainer.folder / "run").exists()

@@ -19,10 +19,10 @@ from safetensors.numpy import load_file
 
 from cotune.errors import GroupError, WorkflowError
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.checkpoint import load_checkpoint
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.reporting.columns import COLUMNS, role_table
 from cotune.trainer.reporting.metrics import StepMetrics
+from cotune.trainer.run.checkpoint import load_checkpoint
 from cotune.trainer.train import train
 from tests.core.storage.whole_file import copied
 from tests.integrations.provider import Provider, serving

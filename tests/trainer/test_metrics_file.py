@@ -10,7 +10,7 @@ import pytest
 
 from cotune.storage.file_lock import FileLock
 from cotune.storage.run_layout import read_metrics
-from cotune.trainer.run_folder import RunFolder
+from cotune.trainer.run.run_folder import RunFolder
 from tests.mutations import as_json, damaged, mutated
 from tests.trainer.conftest import Trainer
 from tests.trainer.metrics_page import undocumented

@@ -11,7 +11,7 @@ from langgraph.graph import END, START, StateGraph
 
 from cotune.errors import GroupError
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.checkpoint import load_checkpoint
+from cotune.trainer.run.checkpoint import load_checkpoint
 from tests.trainer import worker_app
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, letters

@@ -14,7 +14,7 @@ from rich.console import Console
 import cotune
 from cotune.cli.show import show_run
 from cotune.errors import ConfigError, EngineLost
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.train import convert
 from cotune.trainer.learner.local import LocalLearner

@@ -9,7 +9,7 @@ import pytest
 
 from cotune.cli import main as cli
 from cotune.errors import SamplerError
-from cotune.integrations.samplers.base import CalledSampler
+from cotune.integrations.models.engine_sampler import CalledSampler
 from tests.trainer.tiny_run import new_run
 from tests.trainer.worker_app import solve
 

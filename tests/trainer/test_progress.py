@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cotune.reading.now import NOW, Now, read_now
-from cotune.recording.records import Episode, Task
+from cotune.records.structs import Episode, Task
 from cotune.storage.file_lock import FileLock
 from cotune.trainer.reporting.activity import Activity
 from cotune.trainer.reporting.metrics import StepMetrics

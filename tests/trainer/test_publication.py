@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.trainer.publish import PROBE
 from tests.trainer.tiny_app import application, ask, letters
 

@@ -19,9 +19,9 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare
 from cotune.errors import ConfigError
-from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.step_groups import step_groups
-from cotune.recording.records import CallRecord, Episode
+from cotune.integrations.web.viewer.opened import OpenedRun
+from cotune.integrations.web.viewer.step_groups import step_groups
+from cotune.records.structs import CallRecord, Episode
 from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask

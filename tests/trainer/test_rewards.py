@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError, GroupError
-from cotune.recording.records import CallRecord, candidate_id
+from cotune.records.structs import CallRecord, candidate_id
 from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, letters

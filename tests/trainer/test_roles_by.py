@@ -15,17 +15,17 @@ import pytest
 import cotune
 from cotune.adapters.manifest import read_manifest
 from cotune.cli.main import main
-from cotune.recording.episodes import run_episode
-from cotune.recording.records import CallRecord, Record, Task
+from cotune.episodes.episode import run_episode
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import WorkflowFunction
 from cotune.recording.role_functions import CallRequest
-from cotune.runtime.run_sync import run_sync
-from cotune.sampling.stub import StubResponder
+from cotune.records.structs import CallRecord, Record, Task
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.before.stub.stub import StubResponder
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.rollout.app_source import app_source
 from cotune.trainer.rollout.wire import Setup
-from cotune.workflows import WorkflowFunction
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, client, letters
 

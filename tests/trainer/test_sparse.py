@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask

@@ -15,9 +15,9 @@ import pytest
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError, WorkflowError
-from cotune.policies import Policies, PolicySpec
+from cotune.records.policies import Policies, PolicySpec
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.check.dry_run import check
+from cotune.trainer.before.check.dry_run import check
 from cotune.trainer.config.train import convert
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.tiny_models import build, tokenizer

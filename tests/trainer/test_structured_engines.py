@@ -13,10 +13,10 @@ import pytest
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.policies import Policies, PolicySpec
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.policies import Policies, PolicySpec
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplingParams
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
@@ -36,7 +36,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def opened(engine: str, model: Path) -> Sampler:
     if engine == "transformers":
         return await TransformersSampler.open(model, host="thread")
-    from cotune.integrations.samplers.vllm.engine import VllmSampler
+    from cotune.integrations.models.vllm.engine import VllmSampler
 
     return await VllmSampler.open(model, policies=1, engine_args={"max_num_seqs": 64})
 

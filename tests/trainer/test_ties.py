@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from cotune.cli.main import main
-from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.step_groups import step_groups
-from cotune.trainer.checkpoint import load_checkpoint
+from cotune.integrations.web.viewer.opened import OpenedRun
+from cotune.integrations.web.viewer.step_groups import step_groups
+from cotune.trainer.run.checkpoint import load_checkpoint
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask
 

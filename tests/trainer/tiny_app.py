@@ -12,7 +12,7 @@ from typing import Any
 import openai
 
 import cotune
-from cotune.workflows import WorkflowFunction
+from cotune.episodes.workflows import WorkflowFunction
 
 TASKS = [{"id": letter, "letter": letter} for letter in "abc"]
 _TEMPLATE = (

@@ -16,10 +16,10 @@ from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.own import check_own
 from cotune.algorithms.recipes import USUAL, Recipe
 from cotune.errors import ConfigError, check_bounds
-from cotune.integrations.chat.tool_formats import check_tool_format
-from cotune.integrations.trackers.tracker import Tool
-from cotune.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
-from cotune.sampling.plans import Plan, PlanKind, Select
+from cotune.integrations.exchange.trackers.tracker import Tool
+from cotune.integrations.models.chat.tool_formats import check_tool_format
+from cotune.records.plans import Plan, PlanKind, Select
+from cotune.records.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.config.faults import PAGE, fault

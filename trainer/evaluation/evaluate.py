@@ -16,22 +16,23 @@ import msgspec
 
 from cotune.adapters.manifest import is_export
 from cotune.algorithms.goal import Goal, goal_of
+from cotune.episodes.rollout import EpisodeBatch
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.policies import UNTRAINED, stand_in
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.reading.evaluations import EVALUATION, claim_folder
 from cotune.recording.recorder import Nowhere
-from cotune.recording.records import Episode, Task
-from cotune.recording.rollout import EpisodeBatch
-from cotune.runtime.run_sync import run_sync
+from cotune.records.policies import UNTRAINED, stand_in
+from cotune.records.structs import Episode, Task
+from cotune.records.tasks import as_tasks
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.checkpoints import newest_checkpoint, steps_of
 from cotune.storage.run_layout import RunLayout, read_config
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.whole_file import of_system
-from cotune.tasks import as_tasks
 from cotune.terminal import terminal
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.evaluation.modes import (
@@ -49,8 +50,7 @@ from cotune.trainer.evaluation.recorded import beside, read_recorded
 from cotune.trainer.evaluation.report import EvaluationReport, compare, remarks
 from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes, share_floor
 from cotune.trainer.reporting.progress import episode_bar
-from cotune.trainer.run_folder import write_atomically
-from cotune.workflows import Workflow, WorkflowSource, workflow_of
+from cotune.trainer.run.run_folder import write_atomically
 
 log = logging.getLogger("cotune")
 

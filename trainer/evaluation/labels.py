@@ -10,7 +10,7 @@ import msgspec
 
 from cotune.errors import ConfigError
 from cotune.judging.shown import shown_message, shown_messages
-from cotune.recording.records import CallRecord, Episode, Task, candidate_id
+from cotune.records.structs import CallRecord, Episode, Task, candidate_id
 from cotune.storage.protocol import Store
 from cotune.storage.sqlite_store import SqliteStore
 

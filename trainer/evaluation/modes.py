@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import msgspec
 
 from cotune.errors import ConfigError, check_bounds
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import UNSHAPED
 
 Mode = Literal["base", "trained", "base_greedy", "greedy", "swapped", "base_as_deployed", "as_deployed", "today"]

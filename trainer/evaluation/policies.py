@@ -11,9 +11,9 @@ from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.manifest import is_export, read_manifest
 from cotune.adapters.open_policies import load_export
 from cotune.errors import AdapterError
-from cotune.integrations.models.folder import locate_base
-from cotune.policies import OtherRoles
-from cotune.recording.records import PolicyRef
+from cotune.integrations.models.folder.folder import locate_base
+from cotune.records.policies import OtherRoles
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, fingerprint, publish_verified
 from cotune.storage.run_layout import read_run
 

@@ -12,7 +12,7 @@ from cotune.algorithms.goal import Goal
 from cotune.errors import ConfigError
 from cotune.judging.episodes import JUDGING
 from cotune.recording.recorder import Nowhere
-from cotune.recording.records import CallRecord, Episode, Record, RewardRecord, Task, candidate_id
+from cotune.records.structs import CallRecord, Episode, Record, RewardRecord, Task, candidate_id
 from cotune.storage.protocol import Store
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.modes import Prices

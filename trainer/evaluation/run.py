@@ -11,13 +11,13 @@ import msgspec
 
 from cotune.algorithms.collect import is_outcome
 from cotune.algorithms.goal import Goal, worth
+from cotune.episodes.rollout import EpisodeBatch, rollout
+from cotune.episodes.workflows import Workflow
 from cotune.intervals import Interval, share
-from cotune.recording.rollout import EpisodeBatch, rollout
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.sink import Ending, EvaluationSink, RoleStatistics, Use, total_use
 from cotune.trainer.evaluation.statistics import mean_reward, pass_at
-from cotune.workflows import Workflow
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from cotune.algorithms.goal import NO_ROLE, Played, single_sample
 from cotune.algorithms.samples import Sample
 from cotune.intervals import Interval
 from cotune.recording.recorder import Sink
-from cotune.recording.records import CallRecord, Episode, Record, RewardRecord, candidate_id
+from cotune.records.structs import CallRecord, Episode, Record, RewardRecord, candidate_id
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.statistics import mean
 

@@ -10,13 +10,13 @@ import msgspec
 from cotune.algorithms.collect import OnFailure
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError
-from cotune.integrations.chat.answers import encode_answer
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.recording.images import holds_images
-from cotune.recording.records import Candidate, Episode, candidate_id
+from cotune.integrations.models.chat.answers import encode_answer
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.reading.recorded_answers import RecordedAnswer, best_episodes, recorded_answers
+from cotune.records.images import holds_images
+from cotune.records.structs import Candidate, Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.protocol import Store
-from cotune.storage.recorded_answers import RecordedAnswer, best_episodes, recorded_answers
 from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.from_records.lessons import Recorded, pack
 

@@ -10,11 +10,11 @@ import msgspec
 
 from cotune.adapters.export import read_weights
 from cotune.algorithms.samples import TrainRow
-from cotune.trainer.checkpoint import BestLoss, commit_checkpoint
 from cotune.trainer.from_records.run import RecordsRun
 from cotune.trainer.reporting.metrics import StepMetrics, Updates, moved, step_seconds, throughput
 from cotune.trainer.reporting.progress import Progress
-from cotune.trainer.run_folder import write_atomically
+from cotune.trainer.run.checkpoint import BestLoss, commit_checkpoint
+from cotune.trainer.run.run_folder import write_atomically
 from cotune.trainer.schedules.schedule import lr_scale
 from cotune.trainer.updates import update_policies
 

@@ -15,7 +15,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import RunError
 from cotune.trainer.config.from_records import DpoConfig
 from cotune.trainer.learner.protocol import Learner, LearnerAround
-from cotune.trainer.run_folder import write_atomically
+from cotune.trainer.run.run_folder import write_atomically
 
 _OF_SAMPLING = ("clip_share", "tis_clipped_share", "masked_share", "ratio_", "sampler_")
 """Figures of an update that say nothing where no sampler has drawn the rows."""

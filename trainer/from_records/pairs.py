@@ -11,13 +11,13 @@ import msgspec
 from cotune.algorithms.collect import OnFailure
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError, RequestRefused
-from cotune.integrations.chat.answers import encode_answer
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.recording.images import holds_images, prompt_id
-from cotune.recording.records import CallRecord, Candidate, Episode, candidate_id
+from cotune.integrations.models.chat.answers import encode_answer
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.reading.recorded_answers import answer_values, outcome_values
+from cotune.records.images import holds_images, prompt_id
+from cotune.records.structs import CallRecord, Candidate, Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.protocol import Store
-from cotune.storage.recorded_answers import answer_values, outcome_values
 from cotune.trainer.from_records.answers import Unwritten, counts, learned_from
 from cotune.trainer.from_records.lessons import Recorded, pack
 

@@ -15,23 +15,23 @@ from cotune.algorithms.collect import failure_reward
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RecordError, RunError
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.models.folder import loading, locate_model
-from cotune.policies import Policies
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.folder.folder import loading, locate_model
+from cotune.records.policies import Policies
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.from_records.answers import counts, read_answers
 from cotune.trainer.from_records.lessons import Recorded, split, total
 from cotune.trainer.from_records.objectives import Likelihood, Objective, PreferenceLearner
 from cotune.trainer.from_records.pairs import read_pairs
 from cotune.trainer.learner.protocol import Learner
-from cotune.trainer.resume import tasks_per_step
-from cotune.trainer.run_folder import RunFolder
+from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.run.resume import tasks_per_step
+from cotune.trainer.run.run_folder import RunFolder
+from cotune.trainer.run.warm_start import warm_start
 from cotune.trainer.schedules.schedule import TaskSchedule
-from cotune.trainer.warm_start import warm_start
-from cotune.workflows import Workflow
 
 START = "start.json"
 """File of a run for what is compared with the weights that it starts from."""
@@ -224,7 +224,7 @@ async def _open_learner(
         from cotune.trainer.learner.local import LocalLearner
 
         return await asyncio.to_thread(LocalLearner.open, config.model, policies, config.learner, loss)
-    from cotune.trainer.cluster import Cluster
+    from cotune.trainer.run.cluster import Cluster
 
     cluster = Cluster(config, workflow, "", stack, say)
     cluster.open_ray()

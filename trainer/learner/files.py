@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from cotune.errors import RunError
-from cotune.policies import PolicySpec
+from cotune.records.policies import PolicySpec
 from cotune.trainer.learner.dist import ProcessGroup, copy_whole, is_sharded
 from cotune.trainer.learner.policy_model import PolicyModel
 

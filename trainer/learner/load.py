@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from cotune.errors import ConfigError
-from cotune.integrations.models.folder import loading, loading_weights, reading
-from cotune.integrations.models.kinds import auto_class, beside_language, language_prefix
-from cotune.policies import Policies, PolicySpec
+from cotune.integrations.models.folder.folder import loading, loading_weights, reading
+from cotune.integrations.models.folder.kinds import auto_class, beside_language, language_prefix
+from cotune.records.policies import Policies, PolicySpec
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.memory.optimizer import quantization

@@ -17,8 +17,8 @@ from torch import Tensor
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, LearnerError, RunError
-from cotune.integrations.torch_trace import Tracer
-from cotune.policies import Policies
+from cotune.integrations.models.torch_trace import Tracer
+from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.step_profile import Trace
 from cotune.trainer.config.learner import LearnerSettings, check_loss

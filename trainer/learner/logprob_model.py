@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError
-from cotune.integrations.models.kinds import sees_images
-from cotune.integrations.models.vision import ImageInputs
+from cotune.integrations.models.folder.kinds import sees_images
+from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.trainer.learner.batching import tokens_of
 from cotune.trainer.learner.logprobs import token_logprobs
 from cotune.trainer.learner.memory.checkpointing import Checkpointing

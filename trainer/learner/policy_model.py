@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cotune.algorithms.samples import TrainRow
-from cotune.policies import PolicySpec
+from cotune.records.policies import PolicySpec
 from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.dist import copy_whole, gather

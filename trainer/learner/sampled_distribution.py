@@ -11,8 +11,8 @@ import torch
 
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError, SamplerError
-from cotune.integrations.chat.grammar import Grammars
-from cotune.integrations.models.folder import loading
+from cotune.integrations.models.chat.grammar import Grammars
+from cotune.integrations.models.folder.folder import loading
 from cotune.trainer.learner.logprobs import LogitShaping
 
 

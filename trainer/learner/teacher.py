@@ -12,7 +12,7 @@ import torch
 
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError
-from cotune.integrations.models.folder import loading, reading
+from cotune.integrations.models.folder.folder import loading, reading
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import lengths_of, micro_batches
 from cotune.trainer.learner.load import load_frozen

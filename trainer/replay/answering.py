@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cotune.adapters.manifest import is_export
+from cotune.episodes.workflows import Workflow
 from cotune.errors import AdapterError, ConfigError
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.models.folder import locate_model
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.policies import stand_in
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.policies import stand_in
 from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.checkpoints import newest_checkpoint
 from cotune.storage.run_layout import RunLayout, is_run
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
-from cotune.workflows import Workflow
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,21 @@ from typing import Any
 import msgspec
 
 from cotune.algorithms.collect import is_outcome
+from cotune.episodes.episode import EpisodeOptions, run_episode
+from cotune.episodes.repeat import repeating
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import Workflow, load_workflow
 from cotune.errors import ConfigError, RecordError
 from cotune.judging.episodes import JUDGING
-from cotune.recording.answers import Answer
-from cotune.recording.episodes import EpisodeOptions, run_episode
 from cotune.recording.recorder import Responder
-from cotune.recording.records import CallRecord, Candidate, Episode, Record
+from cotune.records.answers import Answer
+from cotune.records.structs import CallRecord, Candidate, Episode, Record
 from cotune.replay.forks import repeatable
-from cotune.replay.repeat import repeating
 from cotune.replay.script import Replay, read_script
-from cotune.runtime.run_sync import run_sync
 from cotune.storage.run_layout import RunLayout, is_run, read_run_json, relocated
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.replay.answering import Answering, answering
 from cotune.trainer.replay.options import ReplayOptions
-from cotune.workflows import Workflow, load_workflow
 
 
 class Seen(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cotune.recording.records import CallRecord
+from cotune.records.structs import CallRecord
 from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, cells, grid, plural, scores
 from cotune.trainer.replay.replay import Repetition, ReplayReport, Seen
 

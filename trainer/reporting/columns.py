@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from cotune.integrations.viewer.curves import BY_POLICY, BY_ROLE
+from cotune.integrations.web.viewer.curves import BY_POLICY, BY_ROLE
 from cotune.tables import Grid, definitions, grid
 from cotune.trainer.reporting.metrics import StepMetrics
 

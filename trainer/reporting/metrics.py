@@ -12,9 +12,9 @@ import msgspec
 from cotune.algorithms.collect import Collected, is_outcome, successes
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.samples import Sample, TrainRow
-from cotune.policies import Policies
-from cotune.recording.records import Episode
-from cotune.sampling.plans import Plan
+from cotune.records.plans import Plan
+from cotune.records.policies import Policies
+from cotune.records.structs import Episode
 from cotune.trainer.reporting.activity import BEFORE
 
 UPDATE_FIGURES = (

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from cotune.errors import CotuneError
-from cotune.integrations.samplers.base import CalledSampler
+from cotune.integrations.models.engine_sampler import CalledSampler
 from cotune.sampling.protocol import Sampler
 from cotune.step_profile import Span, StepProfile, Trace, breakdown, print_profile
 from cotune.storage.checkpoints import checkpoint_name
 from cotune.trainer.reporting.step_report import StepReport
-from cotune.trainer.run import Run
-from cotune.trainer.run_folder import write_atomically
+from cotune.trainer.run.run import Run
+from cotune.trainer.run.run_folder import write_atomically
 
 MOST_SPANS = 50_000
 """Spans that a trace holds, at most; the table is of all."""

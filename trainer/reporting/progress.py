@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from cotune.recording.records import Episode
+from cotune.records.structs import Episode
 from cotune.terminal import terminal
 from cotune.trainer.reporting.activity import Activity
 from cotune.trainer.reporting.columns import role_table

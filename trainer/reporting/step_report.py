@@ -28,7 +28,7 @@ from cotune.trainer.reporting.metrics import (
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import NO_SIGNAL, SILENT_STEPS
 from cotune.trainer.rollout.forks import replay_figures
-from cotune.trainer.run import Run
+from cotune.trainer.run.run import Run
 from cotune.trainer.schedules.schedule import lr_scale
 
 

@@ -11,7 +11,7 @@ import msgspec
 from cotune.reading.evaluations import read_evaluations
 from cotune.reading.headline import Headline, headline
 from cotune.storage.run_layout import read_metrics
-from cotune.trainer.checkpoint import Checkpoint
+from cotune.trainer.run.checkpoint import Checkpoint
 
 NO_SIGNAL = (
     "no signal: all rewards that were compared are equal. Where nothing succeeds yet, learn from demonstrations first "

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from cotune.episodes.workflows import Workflow, load_workflow
 from cotune.errors import ConfigError
 from cotune.trainer.config.train import TrainConfig
-from cotune.workflows import Workflow, load_workflow
 
 PASSED_ON = (
     "OPENAI_*",

@@ -9,16 +9,16 @@ from types import TracebackType
 import msgspec
 
 from cotune.algorithms.collect import is_outcome
+from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import RecordError
-from cotune.policies import stand_in
-from cotune.recording.records import Episode, PolicyRef
-from cotune.recording.rollout import EpisodeBatch
-from cotune.sampling.plans import Plan
+from cotune.records.plans import Plan
+from cotune.records.policies import stand_in
+from cotune.records.structs import Episode, PolicyRef
 from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.storage.protocol import Store
 from cotune.trainer.batch import ended_well, known_outcomes, learns_from_outcomes
 from cotune.trainer.rollout.protocol import ResponderConfig
-from cotune.trainer.run import Run
+from cotune.trainer.run.run import Run
 
 
 async def run_episodes(

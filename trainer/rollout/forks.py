@@ -9,17 +9,17 @@ from typing import NamedTuple
 import msgspec
 
 from cotune.algorithms.collect import COMPLETE, is_outcome, temperature
+from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import ConfigError
-from cotune.recording.records import CallRecord, Episode, PolicyRef
-from cotune.recording.rollout import EpisodeBatch
+from cotune.records.plans import seed_of
+from cotune.records.structs import CallRecord, Episode, PolicyRef
 from cotune.replay.forks import Budget, budget, choose_forks, fork_rule, repeatable
 from cotune.replay.script import Replay, read_script
-from cotune.sampling.plans import seed_of
 from cotune.storage.protocol import Store
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.rollout.judged_step import JudgedStep
-from cotune.trainer.run import Run
+from cotune.trainer.run.run import Run
 
 
 class Forks(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 
 from cotune.judging.episodes import AskJudge, EpisodeJudge, Outcomes, ask_judge, keep_outcomes, outcomes_of, refusals
-from cotune.recording.records import Episode
+from cotune.records.structs import Episode
 from cotune.storage.protocol import Store
 
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import msgspec
 
-from cotune.context import current_episode, judging
+from cotune.episodes.episode import EpisodeOptions, run_episode
+from cotune.episodes.workflows import Workflow
 from cotune.errors import WorkflowError
 from cotune.judging.episodes import JUDGING, AskJudge, EpisodeJudge, FinishedEpisode, Opinion, ask_judge
-from cotune.recording.episodes import EpisodeOptions, run_episode
+from cotune.recording.context import current_episode, judging
 from cotune.recording.recorder import Responder
-from cotune.recording.records import Episode, RewardRecord, Task, candidate_id
+from cotune.records.structs import Episode, RewardRecord, Task, candidate_id
 from cotune.runtime.context_vars import setting
 from cotune.storage.protocol import Store
-from cotune.workflows import Workflow
 
 
 def judging_role(workflow: Workflow) -> str:
     """The role that judges the workflow's episodes; "" where that is no role."""
-    from cotune.integrations.openai.judge import Judge
+    from cotune.integrations.apps.openai.judge import Judge
 
     judge = workflow.episode_judge
     return (judge.role or "") if isinstance(judge, Judge) else ""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cotune.errors import ConfigError, CotuneError, WorkflowError
-from cotune.integrations.ray.process import ProcessGone, RayProcess
+from cotune.integrations.cluster.process import ProcessGone, RayProcess
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.rollout.process_reaper import MARK
 from cotune.trainer.rollout.queue import EpisodeLost, Job, JobQueue, Loss

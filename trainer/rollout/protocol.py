@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import msgspec
 
 from cotune.algorithms.recipes import Attribution
-from cotune.recording.records import Episode, PolicyRef
-from cotune.recording.rollout import EpisodeBatch, rollout
-from cotune.sampling.plans import Plan
+from cotune.episodes.rollout import EpisodeBatch, rollout
+from cotune.episodes.workflows import Workflow
+from cotune.records.plans import Plan
+from cotune.records.structs import Episode, PolicyRef
 from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
-from cotune.workflows import Workflow
 
 
 class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from cotune.errors import CotuneError
-from cotune.sampling.blame import Blame
+from cotune.records.blame import Blame
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult
 
 

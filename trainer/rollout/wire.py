@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from cotune.episodes.episode import EpisodeOptions
 from cotune.json_values import plain
-from cotune.recording.answers import clean
-from cotune.recording.episodes import EpisodeOptions
-from cotune.recording.records import CallRecord, Episode, Message, Record, Task
+from cotune.records.answers import clean
+from cotune.records.structs import CallRecord, Episode, Message, Record, Task
 from cotune.replay.script import Replay
 from cotune.trainer.rollout.app_source import AppSource
 from cotune.trainer.rollout.protocol import ResponderConfig

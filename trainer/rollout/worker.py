@@ -14,18 +14,18 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from cotune.context import current_episode
+from cotune.episodes.episode import Outcome, activators, run_episode
+from cotune.episodes.repeat import repeating
+from cotune.episodes.workflows import Workflow
 from cotune.judging.ledger import run_folder
-from cotune.recording.episodes import Outcome, activators, run_episode
+from cotune.recording.context import current_episode
 from cotune.recording.recorder import LiveEpisode, Responder
-from cotune.recording.records import Record
-from cotune.replay.repeat import repeating
+from cotune.records.structs import Record
 from cotune.runtime.loop_watch import running_context
 from cotune.runtime.user_code import place
 from cotune.sampling.protocol import ChatFormat, Sampler
 from cotune.trainer.rollout.process_reaper import start_reaper
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started, pack
-from cotune.workflows import Workflow
 
 log = logging.getLogger("cotune")
 
@@ -86,7 +86,7 @@ class RolloutWorker:
             activate()
         self._workflow = dataclasses.replace(workflow, fn=self._noted(workflow.fn))
         if setup.sampler is not None:
-            from cotune.integrations.chat.template import ChatTemplate
+            from cotune.integrations.models.chat.template import ChatTemplate
 
             self._sampler = setup.sampler
             self._chat = ChatTemplate.load_light(setup.model, setup.tool_format)

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import msgspec
 
+from cotune.episodes.episode import live_episode
+from cotune.episodes.rollout import EpisodeBatch, run_batch
+from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError
-from cotune.ids import new_id
 from cotune.judging.ledger import run_folder
-from cotune.recording.episodes import live_episode
 from cotune.recording.recorder import Sink
-from cotune.recording.records import Episode, Record, Task
-from cotune.recording.rollout import EpisodeBatch, run_batch
-from cotune.sampling.blame import Blame
+from cotune.records.blame import Blame
+from cotune.records.ids import new_id
+from cotune.records.structs import Episode, Record, Task
 from cotune.sampling.protocol import Sampler
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.app_source import app_source
@@ -27,7 +28,6 @@ from cotune.trainer.rollout.process_reaper import MARK
 from cotune.trainer.rollout.protocol import ResponderConfig
 from cotune.trainer.rollout.queue import EpisodeLost
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Setup, Started, unpack
-from cotune.workflows import Workflow
 
 log = logging.getLogger("cotune")
 

@@ -11,8 +11,8 @@ from cotune.algorithms.attribution import codes
 from cotune.algorithms.collect import Collected, attributed
 from cotune.algorithms.recipes import Recipe
 from cotune.errors import ConfigError
-from cotune.recording.records import Task
-from cotune.sampling.plans import Plan
+from cotune.records.plans import Plan
+from cotune.records.structs import Task
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.schedules.schedule import Schedule, TaskSchedule
 

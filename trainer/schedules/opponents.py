@@ -7,8 +7,8 @@ from pathlib import Path
 
 from safetensors.numpy import load_file, save_file
 
-from cotune.policies import LoraSpec
-from cotune.recording.records import PolicyRef
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, Weights, fingerprint, publish_verified
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.publish import Proof, norm

@@ -6,9 +6,9 @@ import random
 from collections.abc import Collection, Mapping
 
 from cotune.errors import ConfigError
-from cotune.policies import Policies, swapped_roles
-from cotune.recording.records import PolicyRef
-from cotune.sampling.plans import seed_of
+from cotune.records.plans import seed_of
+from cotune.records.policies import Policies, swapped_roles
+from cotune.records.structs import PolicyRef
 from cotune.trainer.config.routing import RoutingConfig
 
 

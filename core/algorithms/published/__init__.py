@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from cotune.algorithms.published import (
     advantage_alignment,
-    chain_of_agents,
     comas,
     cory,
     cpmobius,
@@ -22,6 +21,7 @@ from cotune.algorithms.published import (
     spiral,
     sweet_rl,
 )
+from cotune.algorithms.published import afm_rl as chain_of_agents
 
 PUBLISHED = (
     replay.RECIPE,

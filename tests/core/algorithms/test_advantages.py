@@ -13,7 +13,7 @@ from cotune.algorithms.published import PUBLISHED
 from cotune.algorithms.recipes import Attribution, Term
 from cotune.algorithms.samples import Sample
 from cotune.errors import GroupError
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 
 OWN = ("task",)
 

@@ -9,7 +9,7 @@ import pytest
 from cotune.algorithms.attribution import Length, attribute, attribute_siblings, lacking, overlong
 from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Sample
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 
 
 def sample(

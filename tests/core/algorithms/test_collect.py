@@ -13,8 +13,8 @@ from cotune.algorithms.collect import attributed, collect, failure_reward, tempe
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.prepare import prepare
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution
-from cotune.ids import segment_id
-from cotune.recording.records import Fork, PolicyRef, RewardRecord
+from cotune.records.ids import segment_id
+from cotune.records.structs import Fork, PolicyRef, RewardRecord
 
 
 def left_out(book, **options):

@@ -11,7 +11,7 @@ import pytest
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.goal import Goal, Played, goal_of, worth
 from cotune.algorithms.samples import Sample
-from cotune.recording.records import Episode, PolicyRef, Task
+from cotune.records.structs import Episode, PolicyRef, Task
 
 
 def played(number: int, outcome: Mapping[str, float], *calls: tuple[str, Mapping[str, float]], **ended: Any) -> Played:

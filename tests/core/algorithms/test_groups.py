@@ -12,7 +12,7 @@ from cotune.algorithms.groups import build_groups, one_prompt
 from cotune.algorithms.recipes import USUAL
 from cotune.algorithms.samples import Sample
 from cotune.errors import GroupError
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 
 AT_GRPO = RECIPES["at_grpo"]
 ROOT = Path(__file__).parents[3]

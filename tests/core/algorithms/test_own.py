@@ -13,7 +13,7 @@ from cotune.algorithms.own import check_own
 from cotune.algorithms.prepare import Prepared, prepare
 from cotune.algorithms.samples import Sample
 from cotune.errors import ConfigError, GroupError
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 
 Write = Callable[[str], str]
 

@@ -16,7 +16,7 @@ from cotune.algorithms.prepare import RoleStats, prepare, train_rows
 from cotune.algorithms.recipes import Filters
 from cotune.algorithms.samples import Sample, TrainRow
 from cotune.errors import GroupError
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 
 AT_GRPO = recipe("at_grpo")
 

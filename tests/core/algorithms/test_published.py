@@ -17,7 +17,7 @@ from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Sample
 from cotune.algorithms.tree_values import tree_values
 from cotune.errors import ConfigError
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 
 
 def step(

@@ -10,7 +10,7 @@ from cotune.algorithms.published import PUBLISHED
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Recipe, Term
 from cotune.algorithms.samples import Sample
 from cotune.errors import ConfigError
-from cotune.recording.records import PolicyRef
+from cotune.records.structs import PolicyRef
 
 BASIC = {name: known for name, known in RECIPES.items() if known not in PUBLISHED}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Task
+from cotune.records.structs import Task
 from cotune.storage.sqlite_store import SqliteStore
 
 MODULES = ("rich", "numpy", "msgspec", "jinja2", "starlette", "uvicorn", "torch", "transformers", "sqlite3", "tomllib")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from cotune.cli.main import main
-from cotune.recording.records import CallRecord, Candidate, Episode, Message, RewardRecord, Task
+from cotune.records.structs import CallRecord, Candidate, Episode, Message, RewardRecord, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import sparkline
 

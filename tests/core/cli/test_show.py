@@ -9,10 +9,10 @@ from rich.console import Console
 
 from cotune.cli.show import show_run
 from cotune.errors import RecordError, RunError
-from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Candidate, PolicyRef, RewardRecord, Task, Usage
+from cotune.records.answers import Answer
+from cotune.records.structs import Candidate, PolicyRef, RewardRecord, Task, Usage
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 

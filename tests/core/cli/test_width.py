@@ -14,16 +14,16 @@ from rich.console import RenderableType
 from cotune.cli.runs import list_runs, show_steps
 from cotune.cli.score import _table as score_table
 from cotune.cli.show import show_run
-from cotune.judging.rescore import Rescored, Rescoring
-from cotune.recording.records import CallRecord, Candidate, Episode, RewardRecord, Task
+from cotune.episodes.rescore import Rescored, Rescoring
+from cotune.records.structs import CallRecord, Candidate, Episode, RewardRecord, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.terminal import terminal
-from cotune.trainer.check import report as checked
-from cotune.trainer.doctor.doctor import Diagnosis, Report
-from cotune.trainer.doctor.doctor import render as doctor
-from cotune.trainer.doctor.forecast import Part, ProcessMemory
-from cotune.trainer.doctor.memory import render_memory
-from cotune.trainer.evaluation import agreement
+from cotune.trainer.before.check import report as checked
+from cotune.trainer.before.doctor.doctor import Diagnosis, Report
+from cotune.trainer.before.doctor.doctor import render as doctor
+from cotune.trainer.before.doctor.forecast import Part, ProcessMemory
+from cotune.trainer.before.doctor.memory import render_memory
+from cotune.trainer.evaluation import judge_agreement as agreement
 from cotune.trainer.evaluation.report import EvaluationReport, compare
 from cotune.trainer.evaluation.report import render as evaluation
 from cotune.trainer.evaluation.run import Evaluation

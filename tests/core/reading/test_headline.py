@@ -11,7 +11,7 @@ import pytest
 from cotune.reading.evaluations import claim_folder, read_evaluations
 from cotune.reading.headline import Headline, read_headline
 from cotune.reading.words import change_text
-from cotune.recording.records import Episode, RewardRecord, Task
+from cotune.records.structs import Episode, RewardRecord, Task
 from cotune.storage.sqlite_store import SqliteStore
 
 

@@ -14,18 +14,18 @@ from cotune.algorithms.collect import failure_reward
 from cotune.algorithms.goal import Goal
 from cotune.cli.main import main
 from cotune.cli.show import show_run
-from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.queries import Filters, episodes
-from cotune.integrations.viewer.tasks import tasks
+from cotune.episodes.workflows import Workflow
+from cotune.integrations.web.viewer.opened import OpenedRun
+from cotune.integrations.web.viewer.queries import Filters, episodes
+from cotune.integrations.web.viewer.tasks import tasks
 from cotune.reading.headline import Change, read_headline
-from cotune.recording.records import Episode, RewardRecord, Task
+from cotune.reading.recorded_answers import outcome_values
+from cotune.records.structs import Episode, RewardRecord, Task
 from cotune.storage.outcomes import success_counts
-from cotune.storage.recorded_answers import outcome_values
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.recorded import read_recorded
 from cotune.trainer.evaluation.run import share_floor
 from cotune.trainer.reporting.metrics import outcome_means
-from cotune.workflows import Workflow
 
 NOTHING: dict[str, Any] = {}
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from cotune import context
-from cotune.context import opened_call, recording
 from cotune.errors import RecordError, SamplerError
+from cotune.recording import context
+from cotune.recording.context import opened_call, recording
 from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call, step
 from tests.integrations.recorded import Recorded, answer
 

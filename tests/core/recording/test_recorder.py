@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.context import current_caller, identify, role, scope_finders
 from cotune.errors import RecordError
-from cotune.ids import message_id, pack_ids, segment_id
-from cotune.recording.answers import Answer
 from cotune.recording.call_records import PromptTree
+from cotune.recording.context import current_caller, identify, role, scope_finders
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import (
+from cotune.records.answers import Answer
+from cotune.records.ids import message_id, pack_ids, segment_id
+from cotune.records.structs import (
     CallRecord,
     Candidate,
     Episode,

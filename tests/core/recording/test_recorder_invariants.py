@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cotune.episodes.tracing import Within
 from cotune.errors import RecordError
-from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.recording.records import CallRecord, Candidate, Episode, Message, PolicyRef, RewardRecord, Segment, Task
-from cotune.recording.tracing import Within
+from cotune.records.answers import Answer
+from cotune.records.structs import CallRecord, Candidate, Episode, Message, PolicyRef, RewardRecord, Segment, Task
 
 STATUSES = ("error", "timeout", "cancelled", "malformed")
 ROLES = st.sampled_from(["planner", "coder", "judge"])

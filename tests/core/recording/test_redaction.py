@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.algorithms.collect import collect
+from cotune.episodes.workflows import workflow, workflow_of
 from cotune.errors import ConfigError, WorkflowError
-from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import CallRecord, Candidate, Episode, Message, PolicyRef, Segment, ShownToken, Task
 from cotune.recording.redaction import FAILED, each_text, load_redactor
+from cotune.records.answers import Answer
+from cotune.records.structs import CallRecord, Candidate, Episode, Message, PolicyRef, Segment, ShownToken, Task
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.workflows import workflow, workflow_of
 
 SECRET = "4111-1111"
 hide = each_text(lambda text: text.replace(SECRET, "[card]"))

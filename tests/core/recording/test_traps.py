@@ -12,8 +12,8 @@ from cotune.algorithms.groups import build_groups
 from cotune.algorithms.prepare import prepare, train_rows
 from cotune.algorithms.recipes import Term
 from cotune.errors import GroupError
-from cotune.policies import LoraSpec, policies_for
-from cotune.recording.records import PolicyRef, RewardRecord
+from cotune.records.policies import LoraSpec, policies_for
+from cotune.records.structs import PolicyRef, RewardRecord
 
 AT_GRPO = recipe("at_grpo")
 

@@ -13,7 +13,7 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare
 from cotune.errors import ConfigError
-from cotune.recording.records import CallRecord, Candidate, Fork
+from cotune.records.structs import CallRecord, Candidate, Fork
 from cotune.replay.forks import Budget, ForkRule, budget, choose_forks, fork_rule, mean_entropy, repeatable
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from cotune.errors import ReplayDiverged
-from cotune.ids import message_id
-from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Nowhere
-from cotune.recording.records import Candidate, Task
+from cotune.records.answers import Answer
+from cotune.records.ids import message_id
+from cotune.records.structs import Candidate, Task
 from cotune.replay import responder as replaying
 from cotune.replay.responder import ReplayResponder
 from cotune.replay.script import Replay, Script, ScriptCall

@@ -6,9 +6,9 @@ import asyncio
 import os
 import threading
 
-from cotune.recording.episodes import run_episode
-from cotune.recording.records import Task
-from cotune.workflows import workflow, workflow_of
+from cotune.episodes.episode import run_episode
+from cotune.episodes.workflows import workflow, workflow_of
+from cotune.records.structs import Task
 
 
 class Nowhere:

@@ -11,8 +11,8 @@ from cotune.algorithms.recipes import Attribution
 from cotune.errors import SamplerError
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import PolicyRef, Task
-from cotune.sampling.plans import Plan
+from cotune.records.plans import Plan
+from cotune.records.structs import PolicyRef, Task
 from cotune.sampling.protocol import Completion, SamplingParams
 from cotune.sampling.responder import PolicyResponder, request_params
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cotune.context import current_episode
 from cotune.errors import WorkflowError
-from cotune.recording.records import Candidate, Task
+from cotune.recording.context import current_episode
+from cotune.records.structs import Candidate, Task
 from cotune.sampling.scoring import OfGroup, OfOne, components, score
 
 CANDIDATES = [Candidate(index=i, text=text, message={}) for i, text in enumerate(("a", "bb"))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cotune.recording.records import ShownToken
+from cotune.records.structs import ShownToken
 from cotune.sampling.protocol import Completion, TokenBytes
 from cotune.sampling.shown_tokens import shown_tokens
 

@@ -14,10 +14,10 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.errors import RecordError
-from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Candidate, PolicyRef, Task
+from cotune.records.answers import Answer
+from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.storage.sqlite_store import SqliteStore
 
 PAGE = 8192

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cotune.recording.records import Episode, RewardRecord, Task
+from cotune.records.structs import Episode, RewardRecord, Task
 from cotune.storage.outcomes import LOWEST_SUM, outcome_means, outcome_sum
 from cotune.storage.sqlite_store import SqliteStore
 

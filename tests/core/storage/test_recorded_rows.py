@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Candidate, PolicyRef, Task
+from cotune.records.answers import Answer
+from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.storage.sqlite_store import SqliteStore
 
 

@@ -13,12 +13,12 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.errors import RecordError, RunError
-from cotune.ids import new_id
-from cotune.recording.answers import Answer
-from cotune.recording.images import Image, data_url
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Candidate, PolicyRef, Task
+from cotune.records.answers import Answer
+from cotune.records.ids import new_id
+from cotune.records.images import Image, data_url
+from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.storage.schema import WIDTHS
 from cotune.storage.sqlite_store import SqliteStore
 from tests.mutations import as_json, mutated

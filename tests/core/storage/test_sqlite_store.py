@@ -17,7 +17,7 @@ import pytest
 
 import cotune
 from cotune.errors import RecordError, RunError
-from cotune.recording.records import CallRecord, Candidate, Episode, Message, RewardRecord, Task
+from cotune.records.structs import CallRecord, Candidate, Episode, Message, RewardRecord, Task
 from cotune.storage import sqlite_writer
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.sqlite_writer import LATE, YIELD
@@ -54,8 +54,8 @@ def call(id, episode="E1", step=0):
 WRITE_FOREVER = """
     import sys
     from cotune.recording.pending_call import CallerContext
-    from cotune.recording.records import Candidate, PolicyRef, Task
-    from cotune.recording.answers import Answer
+    from cotune.records.structs import Candidate, PolicyRef, Task
+    from cotune.records.answers import Answer
     from cotune.recording.recorder import LiveEpisode
     from cotune.storage.sqlite_store import SqliteStore
 
@@ -116,7 +116,7 @@ def test_a_killed_writers_file_can_be_read_before_anyone_writes_it(tmp_path):
 def test_what_is_queued_is_stored_at_exit(tmp_path, ending):
     code = f"""
         import sys
-        from cotune.recording.records import Message
+        from cotune.records.structs import Message
         from cotune.storage.sqlite_store import SqliteStore
 
         store = SqliteStore.open(sys.argv[1])
@@ -132,7 +132,7 @@ def test_what_is_queued_is_stored_at_exit(tmp_path, ending):
 
 FULL_DISK = """
     import logging, resource, signal, sys
-    from cotune.recording.records import Message, Segment
+    from cotune.records.structs import Message, Segment
     from cotune.storage.sqlite_store import SqliteStore
 
     logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stdout)

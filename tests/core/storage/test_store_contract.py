@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cotune.errors import RecordError
-from cotune.ids import new_id, pack_ids, segment_id
-from cotune.recording.records import (
+from cotune.records.ids import new_id, pack_ids, segment_id
+from cotune.records.structs import (
     CallRecord,
     Candidate,
     Episode,

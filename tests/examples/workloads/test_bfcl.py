@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cotune.integrations.activation import activate
-from cotune.tasks import as_tasks
+from cotune.integrations.apps.activation import activate
+from cotune.records.tasks import as_tasks
 from examples.workloads.bfcl import tasks, train
 from examples.workloads.bfcl.app import STEPS
 from examples.workloads.bfcl.desk import Desk, parse

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from cotune.integrations.activation import activate
+from cotune.integrations.apps.activation import activate
 from examples.plan_path.base import scene
 from examples.plan_path.grid import MOVES, Cell, Grid, carry_out, cell_of, grid_of
 from examples.workloads.pictures import app, base, board, tasks, train, verifier

@@ -11,8 +11,8 @@ import pytest
 
 import cotune
 from cotune.adapters.export import export_run
-from cotune.integrations.activation import activate
-from cotune.recording.records import Message
+from cotune.integrations.apps.activation import activate
+from cotune.records.structs import Message
 from cotune.trainer.config.train import load_config
 from cotune.trainer.train import train as run_training
 from examples.plan_path import base, grid

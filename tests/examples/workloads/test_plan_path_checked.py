@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.integrations.activation import activate
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.recording.records import Message
+from cotune.integrations.apps.activation import activate
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.records.structs import Message
 from examples.workloads.plan_path_checked import base, board, train
 from examples.workloads.plan_path_checked.tasks import make_tasks
 from examples.workloads.plan_path_checked.verifier import path_called, planner_reward, team_reward, verdict, walk_reward

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cotune.integrations.activation import activate
+from cotune.integrations.apps.activation import activate
 from examples.tiny_model import word_tokenizer
 from examples.workloads.search import base, train
 from examples.workloads.search.index import Index

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.integrations.activation import activate
-from cotune.recording.records import Message
+from cotune.integrations.apps.activation import activate
+from cotune.records.structs import Message
 from examples.tiny_model import word_tokenizer
 from examples.workloads.sokoban import base, game, train
 from examples.workloads.sokoban.tasks import fewest_pushes, make_tasks

@@ -15,21 +15,21 @@ import pytest
 import cotune
 from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.algorithms.recipes import LossSpec
-from cotune.context import current_episode
+from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RunError, WorkflowError
-from cotune.policies import LoraSpec, policies_for
 from cotune.reading.evaluations import read_evaluations
+from cotune.recording.context import current_episode
 from cotune.recording.pending_call import CallerContext
-from cotune.recording.records import Episode
+from cotune.records.policies import LoraSpec, policies_for
+from cotune.records.structs import Episode
 from cotune.storage.run_layout import read_run_json
-from cotune.trainer.checkpoint import Checkpoint, save_checkpoint
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.config.train import convert
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.evaluation.modes import EvaluationOptions
 from cotune.trainer.learner.local import LocalLearner
-from cotune.trainer.run_folder import RunFolder
-from cotune.workflows import Workflow
+from cotune.trainer.run.checkpoint import Checkpoint, save_checkpoint
+from cotune.trainer.run.run_folder import RunFolder
 from tests.core.storage.whole_file import copied
 from tests.integrations.tiny_models import build
 

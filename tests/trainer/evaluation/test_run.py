@@ -12,21 +12,21 @@ from rich.console import Console
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.goal import goal_of
-from cotune.context import current_episode
+from cotune.episodes.rollout import EpisodeBatch
+from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, Outage, WorkflowError
 from cotune.intervals import Interval
-from cotune.policies import UNTRAINED
+from cotune.recording.context import current_episode
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import Nowhere
-from cotune.recording.records import CallRecord, Episode, PolicyRef, Record, Task
-from cotune.recording.rollout import EpisodeBatch
+from cotune.records.policies import UNTRAINED
+from cotune.records.structs import CallRecord, Episode, PolicyRef, Record, Task
 from cotune.sampling.protocol import Completion, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.evaluation.evaluate import evaluate_modes
 from cotune.trainer.evaluation.modes import Lineup, lineups, swap
 from cotune.trainer.evaluation.report import render
 from cotune.trainer.evaluation.run import evaluate_episodes
-from cotune.workflows import Workflow
 
 ASKER, SOLVER = PolicyRef("asker", 3), PolicyRef("solver", 3)
 TRAINED = {"ask": ASKER, "solve": SOLVER}

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotune.recording.answers import Answer
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Candidate, Task
+from cotune.records.answers import Answer
+from cotune.records.structs import Candidate, Task
 from cotune.storage.sqlite_store import SqliteStore
 
 Messages = list[dict[str, Any]]

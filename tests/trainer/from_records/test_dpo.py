@@ -12,8 +12,8 @@ import torch
 from cotune.algorithms.from_records import FROM_RECORDS, preferences
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, RecordError
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.policies import LoraSpec, policies_for
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.records.policies import LoraSpec, policies_for
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.from_records import DpoConfig
 from cotune.trainer.from_records.lessons import Recorded

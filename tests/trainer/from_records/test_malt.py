@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.recording.answers import Answer
+from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Fork, Task
+from cotune.records.answers import Answer
+from cotune.records.structs import Fork, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.from_records.answers import read_answers

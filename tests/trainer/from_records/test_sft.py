@@ -20,8 +20,8 @@ from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.samples import TrainRow
 from cotune.cli.main import main
 from cotune.errors import ConfigError, LearnerError, RecordError, RunError
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.policies import LoraSpec, policies_for
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.records.policies import LoraSpec, policies_for
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.from_records.answers import join_turns, read_answers

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cotune.algorithms.samples import TrainRow
-from cotune.policies import LoraSpec
+from cotune.records.policies import LoraSpec
 from cotune.trainer.config.learner import LearnerSettings
 
 SMALL = LoraSpec(rank=4, alpha=8.0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cotune.algorithms.recipes import LossSpec
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.trainer.learner import load, tree_attention
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.learner_rows import FAST, SMALL, build_learner_base, change, make_rows, on_policy, snapshot

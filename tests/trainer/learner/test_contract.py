@@ -14,7 +14,7 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, GroupError, LearnerError, RunError
-from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
+from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations import tiny_models

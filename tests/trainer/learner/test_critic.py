@@ -15,7 +15,7 @@ from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.algorithms.gae import gae, whitened
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, RunError
-from cotune.policies import LoraSpec, policies_for
+from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.critic import CriticLearner
 from cotune.trainer.learner.local import LocalLearner

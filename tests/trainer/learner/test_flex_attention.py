@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 from cotune.algorithms.samples import TrainRow
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.trainer.learner import tree_attention
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.token_tree import token_tree

@@ -18,14 +18,14 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError, LearnerLost, RunError
-from cotune.integrations.ray import worker_group
-from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
+from cotune.integrations.cluster import worker_group
+from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.trainer.config.from_records import DpoConfig
 from cotune.trainer.from_records.objectives import PreferenceLearner
 from cotune.trainer.learner.batching import passes, rank_parts
 from cotune.trainer.learner.fsdp.worker import pack_rows
 from cotune.trainer.learner.local import LocalLearner
-from tests.integrations.ray.group_worker import alive
+from tests.integrations.cluster.group_worker import alive
 from tests.trainer.learner.fsdp_ranks import TIMEOUT, open_learner
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, on_policy, same, snapshot
 

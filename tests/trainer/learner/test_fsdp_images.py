@@ -9,7 +9,7 @@ import pytest
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
-from cotune.integrations.chat.template import ChatTemplate
+from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.pictures import asks, picture
 from tests.integrations.seeing_models import build_seeing

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cotune.algorithms.recipes import LossSpec
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, snapshot
 

@@ -18,16 +18,16 @@ from transformers import AutoModelForImageTextToText
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import RequestRefused
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.models.vision import ImageInputs
-from cotune.integrations.samplers.transformers.batch import BASE, Batch
-from cotune.integrations.samplers.transformers.rows import Job
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.policies import LoraSpec, Policies, PolicySpec
-from cotune.recording.answers import Answer
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.folder.vision import ImageInputs
+from cotune.integrations.models.transformers.batch import BASE, Batch
+from cotune.integrations.models.transformers.rows import Job
+from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.records import Candidate, PolicyRef, Task
+from cotune.records.answers import Answer
+from cotune.records.policies import LoraSpec, Policies, PolicySpec
+from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.sampling.protocol import NEVER, SamplingParams
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.from_records import RecordsConfig

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
-from cotune.policies import LoraSpec, policies_for
+from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import load_frozen
 from cotune.trainer.learner.local import LocalLearner

@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.algorithms.published import PUBLISHED
 from cotune.errors import ConfigError
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
 

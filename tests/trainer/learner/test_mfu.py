@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cotune.algorithms.recipes import LossSpec
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.mfu import model_utilization, operations, peak_of
 from tests.trainer.learner.learner_rows import FAST, SMALL, make_rows

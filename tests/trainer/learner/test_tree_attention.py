@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import plain_states, tree_states
 from cotune.trainer.learner.memory.pass_size import PassSize

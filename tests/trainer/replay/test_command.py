@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cotune.cli.main import main
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
-from cotune.recording.records import CallRecord, Episode
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.records.structs import CallRecord, Episode
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, serving
 from tests.trainer import replay_app

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from cotune.recording.episodes import EpisodeOptions
-from cotune.recording.records import Episode, Task
+from cotune.episodes.episode import EpisodeOptions
+from cotune.episodes.workflows import workflow_of
+from cotune.records.structs import Episode, Task
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.rollout.app_source import AppSource
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerPool, _Worker
 from cotune.trainer.rollout.queue import EpisodeLost, Job, Loss
 from cotune.trainer.rollout.wire import EpisodeRequest, Heartbeat, Setup
 from cotune.trainer.rollout.workers import RolloutWorkers
-from cotune.workflows import workflow_of
 from tests.trainer import trouble_app
 
 

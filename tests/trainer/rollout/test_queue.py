@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from cotune.recording.episodes import EpisodeOptions
-from cotune.recording.records import Task
+from cotune.episodes.episode import EpisodeOptions
+from cotune.records.structs import Task
 from cotune.trainer.rollout.queue import Job, JobQueue
 from cotune.trainer.rollout.wire import EpisodeRequest
 

@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from cotune.ids import pack_ids
-from cotune.recording.records import CallRecord, Candidate, Episode, Message, Record, RewardRecord, Segment, Task
+from cotune.records.ids import pack_ids
+from cotune.records.structs import CallRecord, Candidate, Episode, Message, Record, RewardRecord, Segment, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.rollout.wire import pack, unpack
 

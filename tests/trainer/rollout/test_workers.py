@@ -20,25 +20,25 @@ import pytest
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare
+from cotune.episodes.rollout import EpisodeBatch
+from cotune.episodes.workflows import Workflow, load_workflow, workflow_of
 from cotune.errors import ConfigError, WorkflowError
-from cotune.integrations.chat.template import ChatTemplate
-from cotune.integrations.ray.sampler import RaySampler, start_sampler
-from cotune.integrations.samplers.transformers.sampler import TransformersSampler
+from cotune.integrations.cluster.sampler import RaySampler, start_sampler
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.judging.ledger import FILE, Ledger, run_folder
-from cotune.recording.records import Episode, PolicyRef, Record, Task
-from cotune.recording.rollout import EpisodeBatch
+from cotune.records.plans import Plan
+from cotune.records.structs import Episode, PolicyRef, Record, Task
+from cotune.records.tasks import as_tasks
 from cotune.replay.script import Replay, read_script
-from cotune.sampling.plans import Plan
 from cotune.sampling.protocol import SamplingParams
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.tasks import as_tasks
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.pool import WorkerLimits
 from cotune.trainer.rollout.process_reaper import is_alive
 from cotune.trainer.rollout.protocol import LocalRunner, ResponderConfig
 from cotune.trainer.rollout.workers import RolloutWorkers
-from cotune.workflows import Workflow, load_workflow, workflow_of
 from tests.trainer import trouble_app, worker_app
 from tests.trainer.tiny_app import TASKS, letters
 
@@ -139,7 +139,7 @@ def pair(
     ray_runtime: str, environment: None, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Driver, RaySampler]]:
     """Two workers that sample from a real engine in an actor."""
-    opener = "cotune.integrations.samplers.transformers.sampler:TransformersSampler.open"
+    opener = "cotune.integrations.models.transformers.sampler:TransformersSampler.open"
     with driver(tmp_path_factory.mktemp("pair")) as made:
         sampler = made.run(start_sampler(opener, {"model": str(tiny_base), "host": "thread", "device": "cpu"}))
         made.open(APP, sampler, tiny_base)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from cotune.errors import ConfigError
-from cotune.recording.records import Task
+from cotune.records.structs import Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.schedules.curriculum import fewer_episodes, schedule_of

@@ -8,10 +8,10 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.errors import ConfigError
-from cotune.integrations.viewer.opened import OpenedRun
-from cotune.integrations.viewer.step_groups import step_groups
-from cotune.policies import LoraSpec, Policies, PolicySpec, policies_for
-from cotune.recording.records import PolicyRef
+from cotune.integrations.web.viewer.opened import OpenedRun
+from cotune.integrations.web.viewer.step_groups import step_groups
+from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
+from cotune.records.structs import PolicyRef
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.schedules.routing import check_routing, kept, opponent, pool, swapped

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cotune.recording.records import Task
+from cotune.records.structs import Task
 from cotune.trainer.schedules.schedule import TaskSchedule
 
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, LearnerError, LearnerLost
-from cotune.integrations.ray.worker_group import WorkerGroup, WorkersClosed, WorkersLost
-from cotune.policies import Policies, PolicySpec
+from cotune.integrations.cluster.worker_group import WorkerGroup, WorkersClosed, WorkersLost
+from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
 from cotune.step_profile import Trace
 from cotune.trainer.config.cluster import ClusterConfig

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import (
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
-from cotune.integrations.models.kinds import sees_images
-from cotune.policies import Policies
+from cotune.integrations.models.folder.kinds import sees_images
+from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.step_profile import Trace
 from cotune.trainer.config.learner import LearnerSettings

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cotune.integrations.activation import activate
+from cotune.integrations.apps.activation import activate
 from examples.workloads.code import app, base, families, programs, tasks, train, verifier
 from examples.workloads.sandbox.bubblewrap import Limits, Sandbox
 from tests.examples.applications import check_knows_nothing_of_cotune

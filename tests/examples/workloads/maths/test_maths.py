@@ -19,7 +19,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.integrations.activation import activate
+from cotune.integrations.apps.activation import activate
 from examples.tiny_model import word_tokenizer
 from examples.workloads.code import programs
 from examples.workloads.maths import app, base, equal, tasks, train, verifier

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.integrations.activation import activate
+from cotune.integrations.apps.activation import activate
 from examples.tiny_model import word_tokenizer
 from examples.workloads.sudoku import app, base, board, tasks, train, verifier
 from tests.examples.applications import check_knows_nothing_of_cotune

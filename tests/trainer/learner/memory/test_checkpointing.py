@@ -10,7 +10,7 @@ import torch
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.config.train import convert
 from cotune.trainer.learner.batching import tokens_of

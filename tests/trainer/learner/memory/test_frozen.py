@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cotune.algorithms.recipes import LossSpec
-from cotune.integrations.samplers.transformers.engine import load
-from cotune.integrations.samplers.transformers.wire import ModelSource
-from cotune.policies import policies_for
+from cotune.integrations.models.transformers.engine import load
+from cotune.integrations.models.transformers.wire import ModelSource
+from cotune.records.policies import policies_for
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
 

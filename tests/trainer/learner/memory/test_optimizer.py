@@ -10,7 +10,7 @@ import torch
 import cotune
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.trainer.config.train import convert
 from cotune.trainer.learner import files
 from cotune.trainer.learner.local import LocalLearner

@@ -9,7 +9,7 @@ import torch
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.runtime.memory import parse_size, process_memory
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import micro_batches, pass_tokens

@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
-from cotune.policies import policies_for
+from cotune.records.policies import policies_for
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.allocations import peak_mb
 from tests.trainer.learner.learner_rows import FAST, SMALL, change

@@ -1,0 +1,1 @@
+"""One run of an application on a task: workflows, episodes, tracing, rollouts."""

@@ -1,0 +1,162 @@
+"""Scoring what was recorded, without running anything: candidates of stored calls, by the scorers of today."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from cotune.episodes.workflows import Workflow
+from cotune.errors import RecordError, WorkflowError
+from cotune.judging.episodes import finished_call, outcomes_of
+from cotune.records.structs import CallRecord, Episode, RewardRecord, Task, candidate_id
+from cotune.sampling.scoring import score
+from cotune.storage.protocol import Store
+
+Scored = Mapping[str, dict[str, float] | WorkflowError]
+"""By candidate id, its rewards or why it has none."""
+AT_ONCE = 64
+"""Calls that are scored at the same time."""
+CHUNK = 256
+"""Calls that are held in memory."""
+EPISODES = "(episodes)"
+"""In place of a role, where whole episodes are scored."""
+
+
+@dataclass
+class Rescored:
+    """What became of the rewards of one role: sums by component over the candidates that have new ones."""
+
+    groups: int = 0
+    """Calls that were scored, or tasks whose episodes were."""
+    candidates: int = 0
+    failed: int = 0
+    """Candidates that got none now."""
+    others_best: int = 0
+    """Groups of two or more in which another candidate is the best now."""
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    had: Counter[str] = field(default_factory=Counter)
+    have: Counter[str] = field(default_factory=Counter)
+    """Candidates that had, and have, each component."""
+
+    def add(self, ids: Sequence[str], old: Mapping[str, Mapping[str, float]], new: Scored) -> None:
+        """Count a group."""
+        self.groups += 1
+        now = {one: rewards for one in ids if isinstance(rewards := new.get(one), dict) and rewards}
+        self.candidates += len(now)
+        self.failed += len(ids) - len(now)
+        for one, rewards in now.items():
+            for name, value in old.get(one, {}).items():
+                self.before[name] = self.before.get(name, 0.0) + value
+                self.had[name] += 1
+            for name, value in rewards.items():
+                self.after[name] = self.after.get(name, 0.0) + value
+                self.have[name] += 1
+        both = [one for one in now if old.get(one)]
+        self.others_best += len(both) > 1 and _best(both, old) != _best(both, now)
+
+
+@dataclass
+class Rescoring:
+    """Rewards before and after by role, and errors of scorers with the number of candidates that they cost."""
+
+    roles: dict[str, Rescored] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
+    without_scorer: Counter[str] = field(default_factory=Counter)
+    """Answered calls by role that has no scorer."""
+
+
+async def rescore(
+    workflow: Workflow, store: Store, *, phase: str | None = None, role: str | None = None, write: bool = False
+) -> Rescoring:
+    """Score all answered calls (of `role`), and the episodes that ended well, by the workflow's scorers and judge.
+
+    Nothing runs but these. With `write` the rewards are stored: a component replaces that of the same name, unless its
+    group was trained on, which the store counts in `refused`.
+    """
+    found = Rescoring()
+    episodes = list(store.episodes(phase=phase))
+    answered = _answered(store, episodes, role, workflow, found)
+    while chunk := list(islice(answered, CHUNK)):
+        scored = await score_calls(workflow, store, chunk)
+        groups = [(call.role, [candidate_id(call.id, c.index) for c in call.candidates]) for call, _ in chunk]
+        _take(found, store, groups, scored, write=write)
+    if role is None and workflow.episode_judge is not None:
+        for together in _steps(episodes):
+            outcomes = await outcomes_of(workflow.episode_judge, store, together)
+            tasks: dict[str, list[str]] = {}
+            for episode in together:
+                if episode.id in outcomes:
+                    tasks.setdefault(episode.task.id, []).append(episode.id)
+            _take(found, store, [(EPISODES, ids) for ids in tasks.values()], outcomes, write=write)
+    return found
+
+
+async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[CallRecord, Task]]) -> Scored:
+    """Rewards of all candidates of those calls that were answered and whose role has a scorer."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(call: CallRecord, task: Task) -> Scored:
+        async with gate:
+            return await _score_call(workflow, store, call, task)
+
+    wanted = [(call, task) for call, task in calls if scorable(workflow, call)]
+    found = await asyncio.gather(*(one(call, task) for call, task in wanted))
+    return {target: rewards for some in found for target, rewards in some.items()}
+
+
+def scorable(workflow: Workflow, call: CallRecord) -> bool:
+    """Whether a stored call has candidates, and its role a scorer."""
+    return call.status == "ok" and bool(call.candidates) and call.role in workflow.scorers
+
+
+def _answered(
+    store: Store, episodes: Iterable[Episode], role: str | None, workflow: Workflow, found: Rescoring
+) -> Iterator[tuple[CallRecord, Task]]:
+    for episode in episodes:
+        for call in store.calls(episode.id):
+            if role not in (None, call.role):
+                continue
+            if scorable(workflow, call):
+                yield call, episode.task
+            elif call.status == "ok" and call.candidates:
+                found.without_scorer[call.role] += 1
+
+
+def _steps(episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
+    """Episodes that are compared with each other: those of one phase and step."""
+    steps: dict[tuple[str, int | None], list[Episode]] = {}
+    for episode in episodes:
+        steps.setdefault((episode.phase, episode.training_step), []).append(episode)
+    yield from steps.values()
+
+
+def _take(
+    found: Rescoring, store: Store, groups: Iterable[tuple[str, Sequence[str]]], scored: Scored, *, write: bool
+) -> None:
+    old = store.rewards(scored)
+    for role, ids in groups:
+        found.roles.setdefault(role, Rescored()).add(ids, old, scored)
+    found.errors.update(str(error) for error in scored.values() if isinstance(error, WorkflowError))
+    if write:
+        now = time.time()
+        new = {target: rewards for target, rewards in scored.items() if isinstance(rewards, dict)}
+        store.write([RewardRecord(target, name, x, now) for target, named in new.items() for name, x in named.items()])
+
+
+def _best(ids: Sequence[str], rewards: Mapping[str, Mapping[str, float]]) -> str:
+    return max(ids, key=lambda one: sum(rewards[one].values()))
+
+
+async def _score_call(workflow: Workflow, store: Store, call: CallRecord, task: Task) -> Scored:
+    targets = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
+    try:
+        seen = finished_call(store, call, task)
+    except RecordError as error:
+        return dict.fromkeys(targets, WorkflowError(error.cause, error.remedy))
+    scored = await score(workflow.scorers[call.role], call.candidates, seen, call.role)
+    return dict(zip(targets, scored, strict=True))

@@ -1,0 +1,109 @@
+"""Rollout: runs the workflow on the tasks of a step, many episodes at once, into a sink."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import msgspec
+
+from cotune.episodes.episode import EpisodeOptions, run_episode
+from cotune.episodes.repeat import repeating
+from cotune.episodes.workflows import Workflow
+from cotune.recording.recorder import Responder, Sink
+from cotune.records.structs import Episode, Task
+from cotune.replay.script import Replay
+
+
+class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Episodes to run: every task `rollouts` times, at most `concurrency` episodes at once.
+
+    Where there are `replays`, by task id and rollout, the batch is these, and each repeats a recorded episode.
+    """
+
+    tasks: Sequence[Task]
+    sink: Sink
+    """Gets what the episodes record."""
+    phase: str
+    training_step: int | None = None
+    rollouts: int = 1
+    fewer: Mapping[str, int] = {}
+    """How often the tasks run that run less often than that, by id."""
+    replays: Mapping[tuple[str, int], Replay] = {}
+    concurrency: int = 64
+    timeout: float | None = None
+    """Seconds that one episode may take."""
+    record_tools: bool = False
+    """Whether the results of a framework's tools are recorded, and given again in `replays`."""
+    freeze: bool = False
+    """Whether what clock, uuid and random give is recorded, and given again in `replays`."""
+    done: Sequence[Episode] = ()
+    """Episodes of the batch that finished before an interruption; they are not run again."""
+    on_episode: Callable[[Episode], None] | None = None
+    """Called when an episode has ended."""
+
+    def options(self, number: int) -> EpisodeOptions:
+        """Those of the episodes with this number of rollout."""
+        return EpisodeOptions(
+            phase=self.phase,
+            training_step=self.training_step,
+            rollout=number,
+            timeout=self.timeout,
+            record_tools=self.record_tools,
+            freeze=self.freeze,
+        )
+
+
+async def rollout(workflow: Workflow, batch: EpisodeBatch, responder: Responder | None = None) -> list[Episode]:
+    """Run a batch in this process; `responder` answers the calls in place of the application's provider.
+
+    Returns the episodes, those in `batch.done` too, by rollout and task.
+    """
+
+    async def run_one(task: Task, number: int) -> Episode:
+        flow: Workflow = workflow
+        answering: Responder | None = responder
+        if (replay := batch.replays.get((task.id, number))) is not None:
+            flow, answering = repeating(workflow, replay, responder)
+        outcome = await run_episode(
+            flow,
+            task,
+            sink=batch.sink,
+            responder=answering,
+            options=batch.options(number),
+        )
+        return outcome.episode
+
+    return await run_batch(run_one, batch)
+
+
+async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: EpisodeBatch) -> list[Episode]:
+    """`rollout`, where `run_one(task, rollout)` runs one episode."""
+    finished = {(episode.task.id, episode.rollout) for episode in batch.done}
+    gate = asyncio.Semaphore(batch.concurrency)
+
+    async def gated(task: Task, number: int) -> Episode:
+        async with gate:
+            episode = await run_one(task, number)
+        if batch.on_episode:
+            batch.on_episode(episode)
+        return episode
+
+    async with asyncio.TaskGroup() as group:
+        running = [
+            group.create_task(gated(task, number))
+            for task, number in _places(batch)
+            if (task.id, number) not in finished
+        ]
+    place = {task.id: position for position, task in enumerate(batch.tasks)}
+    episodes = [*batch.done, *(task.result() for task in running)]
+    return sorted(episodes, key=lambda episode: (episode.rollout, place.get(episode.task.id, len(place))))
+
+
+def _places(batch: EpisodeBatch) -> list[tuple[Task, int]]:
+    """Task and rollout of each episode of the batch."""
+    if not batch.replays:
+        often = {task.id: batch.fewer.get(task.id, batch.rollouts) for task in batch.tasks}
+        return [(task, n) for n in range(batch.rollouts) for task in batch.tasks if n < often[task.id]]
+    tasks = {task.id: task for task in batch.tasks}
+    return [(tasks[task], number) for task, number in batch.replays]

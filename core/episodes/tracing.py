@@ -1,0 +1,345 @@
+"""Tracing: records the LLM calls of any code, with no workflow declared, in memory or in a records file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from contextvars import Token
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from cotune.episodes.episode import activators
+from cotune.errors import RecordError, WorkflowError, error_text
+from cotune.recording.carry_context import carry_context
+from cotune.recording.context import current_episode
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveCall, LiveEpisode
+from cotune.recording.redaction import Redactor, check_redactor
+from cotune.recording.role_functions import RolesFunction, roles_function
+from cotune.records.structs import CallRecord, CallStatus, Message, Record, RewardRecord, Task
+from cotune.records.tasks import as_task
+from cotune.runtime.last_flush import flush_at_signals, forget
+from cotune.sampling.scoring import components
+from cotune.storage.run_layout import RECORDS
+from cotune.storage.sqlite_store import SqliteStore
+
+_ENDED = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
+
+
+class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call as it was made. `messages` are as they were sent, or as a redactor left them; `answer` is the assistant
+    message that went on, None where there was none."""
+
+    id: str
+    role: str
+    step: int
+    turn: int
+    status: CallStatus
+    error: str | None
+    attempts: tuple[str, ...]
+    model: str
+    params: Mapping[str, Any]
+    messages: list[Any]
+    tools: Any
+    answer: dict[str, Any] | None
+    parents: tuple[str, ...]
+    streamed: bool
+    latency: float
+    record: CallRecord
+    """The whole record, with all candidates."""
+
+    @property
+    def text(self) -> str:
+        """The answer's text; empty where there is none."""
+        chosen = self.record.chosen
+        return "" if chosen is None else self.record.candidates[chosen].text
+
+
+class Trace:
+    """Records every LLM call made inside a `with` or `async with` block, in any thread or task that it starts.
+
+    With a `path`, into that records file (or `records.db` in that folder), to which it adds; without one in memory.
+    A process that is killed loses the calls of its last moment, unless `durable`: then an answer goes on to the
+    application once its call is committed, which takes some milliseconds.
+    `task` names what is being done: a text, or any JSON value as in a tasks file. Inside an episode, calls belong to
+    the episode as they did before, and are recorded here as well. `roles` names the role of each call: a function of
+    a CallRequest, or `"caller"` for the name of the function of yours that makes it. Raises
+    RunError for a file that cannot be used, WorkflowError for what is no roles function.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        task: Any = None,
+        name: str = "trace",
+        redactor: Redactor | None = None,
+        roles: RolesFunction | str | None = None,
+        durable: bool = False,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        self._durable = durable
+        self.name = name
+        self.task = Task(id=task, input=task) if isinstance(task, str) else as_task(task, 1)
+        self._roles = roles_function(roles)
+        self._redactors = () if redactor is None else (check_redactor(redactor),)
+        self._sink: MemoryRecords | FileRecords | None = None
+        self._live: LiveEpisode | None = None
+        self._token: Token[LiveEpisode | None]
+
+    @property
+    def id(self) -> str:
+        """Id of the episode in the records."""
+        return self._episode().id
+
+    @property
+    def calls(self) -> list[TracedCall]:
+        """The calls that have ended so far, in the order of their start."""
+        with self._reading() as read:
+            return [_traced(call, read) for call in read.calls(self.id)]
+
+    @property
+    def rewards(self) -> Mapping[str, float]:
+        """Rewards given so far, by name."""
+        with self._reading() as read:
+            return read.rewards([self.id]).get(self.id, {})
+
+    @property
+    def warnings(self) -> Mapping[str, int]:
+        """What could not be recorded, or not exactly, by kind."""
+        return dict(self._episode().warnings)
+
+    def reward(self, value: float | None = None, /, **named: float) -> None:
+        """Give the episode a reward: a number (`team`) or named numbers, also after the block.
+
+        The last one of a name wins. Raises WorkflowError for what is no finite number.
+        """
+        given = {**({} if value is None else {"team": value}), **named}
+        sink, live = self._sink, self._episode()
+        assert sink is not None
+        now = time.time()
+        found = components(given, "The reward of a trace")
+        sink.write([RewardRecord(live.id, key, number, now) for key, number in found.items()])
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            raise WorkflowError("This trace has been used.", "Make another one: with cotune.trace(...) as t.")
+        for activate in activators:
+            activate()
+        carry_context()
+        outer = current_episode.get()
+        inherited = outer.redaction.redactors if outer and outer.redaction else ()
+        redactors = (*inherited, *self._redactors)
+        self._sink = MemoryRecords() if self.path is None else FileRecords(self.path, self._durable)
+        options: dict[str, Any] = {"workflow": self.name, "redactors": redactors}
+        if outer is None:
+            self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
+        else:
+            self._live = Within(outer, self._sink, self.task, roles=self._roles or outer.roles, **options)
+        self._token = current_episode.set(self._live)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        live = self._episode()
+        with contextlib.suppress(ValueError):  # entered in another context, where the variable stays as it is
+            current_episode.reset(self._token)
+        if error is None:
+            live.end("ok")
+        elif isinstance(error, _ENDED):
+            live.end("cancelled", error=type(error).__name__)
+        else:
+            live.end("error", error=error_text(error))
+        assert self._sink is not None
+        self._sink.close()
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, traceback)
+
+    def _reading(self) -> AbstractContextManager[Reader]:
+        self._episode()
+        assert self._sink is not None
+        return self._sink.reading()
+
+    def _episode(self) -> LiveEpisode:
+        if self._live is None:
+            raise RecordError("The trace has not begun.", "Use it as a block: with cotune.trace(...) as t.")
+        return self._live
+
+
+trace = Trace
+"""Opens a `Trace`, which records every LLM call made inside a `with` or `async with` block:
+
+```python
+with cotune.trace("records.db", task={"question": "2 + 2"}) as t:
+    graph.invoke({"question": "2 + 2"})
+    t.reward(1.0)
+
+for call in t.calls:
+    print(call.role, call.turn, call.status, call.answer)
+```
+"""
+
+
+class Within(LiveEpisode):
+    """An episode inside another one: calls belong to the outer episode and are recorded here too, as its own."""
+
+    def __init__(self, outer: LiveEpisode, sink: Any, task: Task, **options: Any) -> None:
+        super().__init__(sink, task, responder=outer.responder, loop=outer.loop, offline=outer.offline, **options)
+        self.outer = outer
+        self.notes = outer.notes
+
+    def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
+        """The outer episode's call; one of its own ends when that does."""
+        call = self.outer.start(caller, body)
+        with contextlib.suppress(RecordError):  # calls made after the end of the block are the outer episode's alone
+            call.copies = (*call.copies, super().start(caller, body))
+        return call
+
+    def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:
+        """Counted in both episodes."""
+        super().warn(kind, message, error)
+        self.outer.warn(kind, message, error)
+
+
+_SHOWN = ("id", "role", "step", "turn", "status", "error", "attempts", "model", "params", "parents", "streamed")
+"""Fields of a record that a traced call has too."""
+
+
+def _traced(call: CallRecord, read: Reader) -> TracedCall:
+    return TracedCall(
+        **{name: getattr(call, name) for name in _SHOWN},
+        messages=[read.message(name) for name in call.messages],
+        tools=read.message(call.tools) if call.tools else None,
+        answer=None if call.chosen is None else call.candidates[call.chosen].message,
+        latency=call.latency,
+        record=call,
+    )
+
+
+class Reader(Protocol):
+    """The reading half of a `Store`, as far as a trace needs it."""
+
+    def calls(self, episode_id: str) -> list[CallRecord]: ...
+
+    def message(self, message_id: str) -> Any: ...
+
+    def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]: ...
+
+
+class MemoryRecords:
+    """Keeps the records of one trace."""
+
+    def __init__(self) -> None:
+        self._calls: list[CallRecord] = []
+        self._messages: dict[str, Any] = {}
+        self._rewards: dict[str, dict[str, float]] = {}
+
+    def write(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if isinstance(record, CallRecord):
+                self._calls.append(record)
+            elif isinstance(record, Message):
+                self._messages[record.id] = record.body
+            elif isinstance(record, RewardRecord):
+                self._rewards.setdefault(record.target, {})[record.name] = record.value
+
+    def calls(self, episode_id: str) -> list[CallRecord]:
+        return sorted(self._calls, key=lambda call: call.step)
+
+    def message(self, message_id: str) -> Any:
+        return self._messages[message_id]
+
+    def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
+        return {target: dict(self._rewards.get(target, {})) for target in targets}
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Reader]:
+        yield self
+
+    def close(self) -> None: ...
+
+
+_files: dict[Path, tuple[SqliteStore, int]] = {}
+"""Records files that traces of this process have open, and how many: a file has one writer."""
+_lock = threading.Lock()
+
+
+def _fresh_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_fresh_lock)
+
+
+class FileRecords:
+    """A records file, shared by all traces of this process that write to it. `durable`: a write returns once it is
+    committed."""
+
+    def __init__(self, path: Path, durable: bool = False) -> None:
+        self._path = (path / RECORDS if path.is_dir() else path).resolve()
+        self._durable = durable
+        self._store: SqliteStore | None = self._take()
+
+    def write(self, records: Sequence[Record]) -> None:
+        if self._store is not None:
+            self._store.write(records)
+            if self._durable:
+                self._store.flush()
+            return
+        store = self._take()
+        store.write(records)
+        self._release(store)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Reader]:
+        """What has been written, as it can be read now."""
+        store = self._store
+        if store is not None:
+            store.flush()
+            yield store
+            return
+        closed = SqliteStore.open(self._path, read_only=True)
+        try:
+            yield closed
+        finally:
+            closed.close()
+
+    def close(self) -> None:
+        if self._store is not None:
+            store, self._store = self._store, None
+            self._release(store)
+
+    def _take(self) -> SqliteStore:
+        with _lock:
+            store, users = _files.get(self._path) or (SqliteStore.open(self._path), 0)
+            _files[self._path] = (store, users + 1)
+            if not users:
+                flush_at_signals(store.flush)
+        return store
+
+    def _release(self, store: SqliteStore) -> None:
+        store.flush()
+        with _lock:
+            users = _files[self._path][1] - 1
+            if users:
+                _files[self._path] = (store, users)
+            else:
+                del _files[self._path]
+                forget(store.flush)
+                store.close()

@@ -1,0 +1,280 @@
+"""Workflows: the user's application behind one callable, with scorers for its roles."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+
+from cotune.errors import WorkflowError
+from cotune.judging.episodes import EpisodeJudge
+from cotune.recording.context import current_episode
+from cotune.recording.redaction import Redactor, check_redactor, load_redactor
+from cotune.recording.role_functions import CALLER, MODEL, RolesFunction, roles_function
+from cotune.runtime.context_vars import setting
+from cotune.sampling.scoring import LONGEST, AnyScorer, GroupScorer, OfGroup, OfOne, Reward, Scorer
+from cotune.user_objects import load_object, takes
+
+Outcome = Reward | Mapping[str, float | None] | Awaitable[Reward | Mapping[str, float | None]]
+P = ParamSpec("P")
+R = TypeVar("R", bound=Outcome)
+R_co = TypeVar("R_co", bound=Outcome, covariant=True)
+ScorerT = TypeVar("ScorerT", bound=Scorer)
+GroupScorerT = TypeVar("GroupScorerT", bound=GroupScorer)
+JudgeT = TypeVar("JudgeT", bound=EpisodeJudge)
+RedactorT = TypeVar("RedactorT", bound=Redactor)
+GraphRunner = Callable[[Any], Awaitable[Any]]
+
+runners: list[Callable[[object], GraphRunner | None]] = []
+"""Integrations that run an application object: each returns a coroutine function of its input, or None."""
+
+_ACCEPTED = "a function of a task, or a compiled LangGraph graph, AutoGen team or Crew with inputs= and reward="
+_ABSENT: Any = object()
+_EXAMPLE = "@cotune.workflow\nasync def solve(task): return float(...)"
+
+
+@dataclass(eq=False)
+class Workflow:
+    """A callable of a task's input that returns its reward, and the scorers of its roles."""
+
+    name: str
+    fn: Callable[[Any], Any]
+    scorers: dict[str, AnyScorer] = field(default_factory=dict)
+    redactors: list[Redactor] = field(default_factory=list)
+    keep_token_ids: bool = False
+    """Whether token ids of redacted messages are stored."""
+    roles: RolesFunction | None = None
+    """Names the roles of calls that `cotune.role` does not name."""
+    episode_judge: EpisodeJudge | None = None
+    """Gives finished episodes of a task their outcomes."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether rewards come from comparisons, so that an episode may end with none of its own."""
+        return self.episode_judge is not None or any(isinstance(scorer, OfGroup) for scorer in self.scorers.values())
+
+    def judge(self, fn: JudgeT) -> JudgeT:
+        """Decorate a function that sees the finished episodes of one task together, `(episodes, task)`, and returns the
+        outcome of each: a number (the reward `team`), a dict of named numbers, or None; sync or async.
+
+        The workflow may then return None. Raises WorkflowError for a second judge or another signature.
+        """
+        if self.episode_judge is not None:
+            raise WorkflowError(f"The workflow {self.name!r} has two judges.", "Remove one of them.")
+        if not takes(fn, 2):
+            remedy = f"Define it as: def {_name(fn)}(episodes, task) -> list[float]."
+            raise WorkflowError(f"The judge {_name(fn)} does not take two arguments.", remedy)
+        self.episode_judge = fn
+        return fn
+
+    def redactor(self, fn: RedactorT) -> RedactorT:
+        """Decorate a function that sees each message before it is stored, and returns the message to store.
+
+        Several apply in order. Raises WorkflowError for what is no plain function of one argument.
+        """
+        check_redactor(fn)
+        self.redactors.append(fn)
+        return fn
+
+    def redacted(self, redact: str | None, *, keep_token_ids: bool = False) -> Workflow:
+        """This workflow with one redactor more, `module:function` (if any). Raises ConfigError where there is none."""
+        more = [load_redactor(redact)] if redact else []
+        return replace(self, redactors=[*self.redactors, *more], keep_token_ids=keep_token_ids or self.keep_token_ids)
+
+    def named_by(self, roles: str | None) -> Workflow:
+        """This workflow with roles by `module:function`, `file.py:function` or `caller` instead of its own (if any).
+
+        Raises ConfigError for what is not there, WorkflowError for what is no roles function.
+        """
+        return replace(self, roles=load_roles(roles)) if roles else self
+
+    @overload
+    def scorer(self, role: str, *, timeout: float = ...) -> Callable[[ScorerT], ScorerT]: ...
+    @overload
+    def scorer(
+        self, role: str, *, group: Literal[True], timeout: float = ...
+    ) -> Callable[[GroupScorerT], GroupScorerT]: ...
+    def scorer(self, role: str, *, group: bool = False, timeout: float = LONGEST) -> Callable[[Any], Any]:
+        """Decorate the scorer of `role`: `(candidate, call, task)` -> a number (the component `local`) or a dict of
+        named numbers; sync or async. With `group` it is called once for all candidates of a call,
+        `(candidates, call, task)` -> a list with the same for each of them, or None where one gets no reward. What it
+        does not reward within `timeout` seconds a candidate is left out.
+
+        Raises WorkflowError for a second scorer of a role, another signature, or a time-out that is not positive.
+        """
+        if not timeout > 0:
+            cause = f"The scorer of role {role!r} has timeout = {timeout!r}."
+            raise WorkflowError(cause, "Give the seconds that it may take for a candidate, as 120.")
+        first = "candidates" if group else "candidate"
+
+        def add(fn: Any) -> Any:
+            if role in self.scorers:
+                raise WorkflowError(f"Role {role!r} of workflow {self.name!r} has two scorers.", "Remove one of them.")
+            if not takes(fn, 3):
+                name = getattr(fn, "__name__", repr(fn))
+                remedy = f"Define it as: def {name}({first}, call, task) -> {'list[float]' if group else 'float'}."
+                raise WorkflowError(f"The scorer {name} of role {role!r} does not take three arguments.", remedy)
+            self.scorers[role] = OfGroup(fn, timeout) if group else OfOne(fn, timeout)
+            return fn
+
+        return add
+
+
+class WorkflowFunction(Protocol[P, R_co]):
+    """What `cotune.workflow` returns: the function itself, with four attributes more."""
+
+    cotune: Workflow
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    @overload
+    def scorer(self, role: str, *, timeout: float = ...) -> Callable[[ScorerT], ScorerT]: ...
+    @overload
+    def scorer(
+        self, role: str, *, group: Literal[True], timeout: float = ...
+    ) -> Callable[[GroupScorerT], GroupScorerT]: ...
+
+    def judge(self, fn: JudgeT) -> JudgeT: ...
+
+    def redactor(self, fn: RedactorT) -> RedactorT: ...
+
+
+WorkflowSource = WorkflowFunction[..., Outcome] | Workflow | str
+"""Where a workflow is asked for: itself, or its name, `module:name` or `file.py:name`."""
+
+
+@overload
+def workflow(*, roles: RolesFunction | str | None = ...) -> Callable[[Callable[P, R]], WorkflowFunction[P, R]]: ...
+@overload
+def workflow(app: Callable[P, R], *, roles: RolesFunction | str | None = ...) -> WorkflowFunction[P, R]: ...
+@overload
+def workflow(
+    app: object,
+    *,
+    inputs: Callable[[Any], Any] | None = ...,
+    reward: Callable[[Any, Any], Outcome],
+    roles: RolesFunction | str | None = ...,
+) -> WorkflowFunction[[Any], Awaitable[Reward]]: ...
+def workflow(
+    app: Any = _ABSENT,
+    *,
+    inputs: Callable[[Any], Any] | None = None,
+    reward: Callable[[Any, Any], Any] | None = None,
+    roles: RolesFunction | str | None = None,
+) -> Any:
+    """Make a workflow of a function of a task, or of a compiled LangGraph graph. Without one: a decorator.
+
+    A function (sync or async) is returned as it is, with `.scorer`, `.judge` and `.cotune` attached: it behaves as
+    before. For a graph, `inputs(task)` gives the graph's input (the task itself without it) and `reward(state, task)`
+    the outcome from its final state. An outcome is a number (the reward `team`), a bool (the same, and the metric
+    `success`), or a dict of named numbers. `roles` names the role of each call: a function of a
+    CallRequest, or `"caller"` for the name of the application's function that makes it. Raises WorkflowError for
+    anything else.
+
+    ```python
+    @cotune.workflow
+    async def solve(task):
+        state = await graph.ainvoke({"question": task["question"]})
+        return state["answer"] == task["answer"]
+
+
+    @solve.scorer("tester")
+    def runs(candidate, call, task):
+        return float("assert" in candidate.text)
+    ```
+    """
+    naming = roles_function(roles)
+    if app is _ABSENT:
+        return partial(workflow, inputs=inputs, reward=reward, roles=roles)
+    runner = next((run for make in runners if (run := make(app)) is not None), None)
+    if runner is not None:
+        return _attach(_of_graph(runner, inputs, reward), _called(app), naming)
+    if not callable(app) or isinstance(app, type):
+        raise WorkflowError(f"{app!r} is not a workflow: accepted is {_ACCEPTED}.", f"For example: {_EXAMPLE}")
+    if inputs is not None or reward is not None:
+        raise WorkflowError("A function takes no inputs= or reward=.", "Return the reward from the function.")
+    if not takes(app, 1):
+        remedy = "Take the task's input as the only required argument."
+        raise WorkflowError(f"The workflow {_name(app)} cannot be called with one argument.", remedy)
+    return _attach(app, _name(app), naming)
+
+
+def workflow_of(obj: object) -> Workflow:
+    """The Workflow of a decorated function, or of its name. Raises WorkflowError for anything else, and as
+    `load_workflow`."""
+    if isinstance(obj, str):
+        return load_workflow(obj)
+    if isinstance(obj, Workflow):
+        return obj
+    found = getattr(obj, "cotune", None)
+    if isinstance(found, Workflow):
+        return found
+    raise WorkflowError(f"{obj!r} is not a workflow.", "Decorate the function with @cotune.workflow.")
+
+
+def load_workflow(spec: str) -> Workflow:
+    """Import `package.module:name` or `path/to/file.py:name`, from sys.path or the current folder.
+
+    Raises ConfigError for a module, file or name that does not exist or fails to import, WorkflowError for one that is
+    not a workflow.
+    """
+    remedy = "Decorate a function in {source} with @cotune.workflow."
+    found = load_object("app", spec, "cotune train app:solve", kind="workflows", is_one=_is_workflow, remedy=remedy)
+    return workflow_of(found)
+
+
+def load_roles(spec: str) -> RolesFunction:
+    """Import a roles function: `package.module:name`, `path/to/file.py:name`, `caller` or `model`.
+
+    Raises ConfigError for what is not there, WorkflowError for what is no roles function.
+    """
+    named = spec in (CALLER, MODEL)
+    found = spec if named else load_object("roles", spec, "--roles app:who, --roles caller or --roles model")
+    return cast(RolesFunction, roles_function(found))
+
+
+def _is_workflow(value: Any) -> bool:
+    return isinstance(getattr(value, "cotune", None), Workflow)
+
+
+def _called(app: object) -> str:
+    """The name of an application's object, or that of its class: of a flow, which is one, or of a crew or graph."""
+    named = getattr(app, "name", None)
+    if isinstance(named, str) and named:
+        return named
+    return app.__name__ if isinstance(app, type) else "graph"
+
+
+def _attach(fn: Any, name: str, roles: RolesFunction | None) -> Any:
+    made = Workflow(name, fn, roles=roles)
+    try:
+        fn.cotune, fn.scorer, fn.judge, fn.redactor = made, made.scorer, made.judge, made.redactor
+    except AttributeError:
+        raise WorkflowError(
+            f"{fn!r} cannot carry a workflow.", f"Wrap it in a function of its own. For example: {_EXAMPLE}"
+        ) from None
+    return fn
+
+
+def _of_graph(
+    runner: GraphRunner, inputs: Callable[[Any], Any] | None, reward: Callable[[Any, Any], Any] | None
+) -> Callable[[Any], Awaitable[Any]]:
+    if reward is None:
+        raise WorkflowError(
+            "A graph needs reward=, and so does a team or crew.",
+            "Pass reward=fn(state, task), which returns a number or a dict of named numbers.",
+        )
+
+    async def run(task: Any) -> Any:
+        state = await runner(inputs(task) if inputs else task)
+        with setting(current_episode, None):
+            outcome = reward(state, task)
+            return await outcome if inspect.isawaitable(outcome) else outcome
+
+    return run
+
+
+def _name(fn: Any) -> str:
+    return str(getattr(fn, "__name__", None) or type(fn).__name__)

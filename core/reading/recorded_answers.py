@@ -1,0 +1,163 @@
+"""Recorded answers that can be learned from: those that went on, of calls and episodes that ended well."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from cotune.algorithms.collect import OnFailure, failure_of, is_outcome
+from cotune.algorithms.tree_values import tree_values
+from cotune.errors import RecordError
+from cotune.records.structs import CallRecord, Episode, candidate_id
+from cotune.storage.protocol import Store
+
+
+class RecordedAnswer(NamedTuple):
+    """A call with what it was asked and what was answered, messages in OpenAI form."""
+
+    episode: Episode
+    call: CallRecord
+    messages: list[Any]
+    tools: Any
+    """The tools that it offered; None for none."""
+    answer: dict[str, Any]
+
+
+def recorded_answers(
+    store: Store,
+    episodes: Iterable[Episode],
+    left_out: Counter[str],
+    *,
+    role: str | None = None,
+    min_reward: float | None = None,
+    on_failure: OnFailure = "lowest",
+) -> Iterator[RecordedAnswer]:
+    """The answers of these episodes in order; `left_out` counts the other calls by reason.
+
+    An answer that replays have repeated counts once. `role` takes its calls only. `min_reward` is compared with the sum
+    of the answer's own rewards, or where it has none with its value in the tree of the episodes that share it
+    (`answer_values`, with failures as `on_failure` says), which for an episode that was not forked is the sum of the
+    episode's rewards.
+    """
+    given: set[str] = set()
+    values = {} if min_reward is None else answer_values(store, outcome_values(store, on_failure))
+    for episode in episodes:
+        for call in store.calls(episode.id):
+            reason = _reason(store, episode, call, role, min_reward, values)
+            if reason is None and (call.replayed or call.id) in given:
+                reason = "replayed"
+            found = None if reason else _answer(store, episode, call)
+            if found is None:
+                left_out[reason or "lost_message"] += 1
+            else:
+                given.add(call.replayed or call.id)
+                yield found
+    if store.unreadable:
+        left_out["unreadable"] += store.unreadable
+
+
+def best_episodes(store: Store, episodes: Iterable[Episode], count: int, left_out: Counter[str]) -> list[Episode]:
+    """Of each task the `count` episodes that ended well with the highest outcome, the earlier one of equals.
+
+    An episode's outcome is the sum of its rewards. `left_out` counts the calls of the others.
+    """
+    listed = list(episodes)
+    rewards = store.rewards(episode.id for episode in listed)
+    of_task: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    for place, episode in enumerate(listed):
+        if episode.status == "ok" and rewards.get(episode.id):
+            of_task[episode.task.id].append((-sum(rewards[episode.id].values()), place))
+        else:
+            left_out["failed_episode" if episode.status != "ok" else "no_reward"] += episode.calls
+    kept = {place for ranked in of_task.values() for _, place in sorted(ranked)[:count]}
+    for ranked in of_task.values():
+        left_out["not_best"] += sum(listed[place].calls for _, place in sorted(ranked)[count:])
+    return [episode for place, episode in enumerate(listed) if place in kept]
+
+
+def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, float]:
+    """What each episode is worth, by its id: the sum of its rewards, or of one without any that the policy failed what
+    `on_failure` says: a number, or the lowest of the episodes of its phase that ended well, and at most 0. With
+    `exclude` failed episodes are left out.
+    """
+    counted = [episode for episode in store.episodes() if is_outcome(episode)]
+    ended = [one for one in counted if one.status == "ok" or on_failure != "exclude"]
+    rewards = store.rewards(episode.id for episode in ended)
+    values: dict[str, float] = {}
+    lowest: dict[str, float] = defaultdict(float)
+    for episode in ended:
+        if named := rewards.get(episode.id):
+            values[episode.id] = sum(named.values())
+            if episode.status == "ok":
+                lowest[episode.phase] = min(lowest[episode.phase], values[episode.id])
+    for episode in ended:
+        failure = failure_of(episode, on_failure)
+        if failure is not None and episode.id not in values:
+            values[episode.id] = lowest[episode.phase] if failure == "lowest" else failure
+    return values
+
+
+def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, float]:
+    """Values (`algorithms.tree_values`) of the answers in episodes that were forked and in their branches, by the id of
+    the call that first gave the answer. `outcomes` are the episodes' (`outcome_values`); others are left out.
+    """
+    forks = {e.id: e.fork for e in store.episodes() if e.fork is not None and e.id in outcomes}
+    trunks = {fork.trunk: _answered(store, fork.trunk) for fork in forks.values()}
+    steps = {call.id: call.step for calls in trunks.values() for call in calls}
+    paths = []
+    for id in dict.fromkeys((*trunks, *forks)):
+        if id not in outcomes:
+            continue
+        own = trunks[id] if id in trunks else _answered(store, id)
+        shared = {call.replayed for call in own if call.replayed}
+        if fork := forks.get(id):  # one that went on from a checkpoint has not repeated what was before it
+            until = steps.get(fork.call, 0)
+            shared |= {call.id for call in trunks[fork.trunk] if call.step < until}
+        path = [*sorted(shared, key=lambda call: steps.get(call, 0)), *(call.id for call in own if not call.replayed)]
+        if path:
+            paths.append((path, outcomes[id]))
+    return {str(answer): value for answer, value in tree_values(paths).items()}
+
+
+def _answered(store: Store, episode: str) -> list[CallRecord]:
+    return [call for call in store.calls(episode) if call.status == "ok" and call.chosen is not None]
+
+
+def _reason(
+    store: Store,
+    episode: Episode,
+    call: CallRecord,
+    role: str | None,
+    min_reward: float | None,
+    values: Mapping[str, float],
+) -> str | None:
+    if role is not None and call.role != role:
+        return "other_role"
+    if episode.status != "ok":
+        return "abandoned" if episode.status == "abandoned" else "failed_episode"
+    if call.status != "ok" or call.chosen is None or not call.candidates:
+        return "failed_call" if call.status != "ok" else "no_answer"
+    if not call.messages:
+        return "no_messages"
+    if min_reward is None:
+        return None
+    own = candidate_id(call.id, call.chosen)
+    found = store.rewards([own, episode.id])
+    value = values.get(call.replayed or call.id)
+    if value is None or found.get(own):
+        rewards = found.get(own) or found.get(episode.id)
+        if not rewards:
+            return "no_reward"
+        value = sum(rewards.values())
+    return None if value >= min_reward else "below_reward"
+
+
+def _answer(store: Store, episode: Episode, call: CallRecord) -> RecordedAnswer | None:
+    assert call.chosen is not None
+    try:
+        messages = [store.message(id) for id in call.messages]
+        tools = store.message(call.tools) if call.tools else None
+    except RecordError:
+        return None
+    return RecordedAnswer(episode, call, messages, tools, call.candidates[call.chosen].message)

@@ -1,0 +1,210 @@
+"""What answered a call, and whether records can hold it: what they cannot hold is taken out and named.
+
+A provider may send anything. An application that does not look at a field never notices that it is mistyped, and one
+that stands in a record would make the record unreadable.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from cotune.records.ids import pack_ids
+from cotune.records.structs import Candidate, PolicyRef, Usage
+
+MALFORMED = "malformed"
+"""Key of a stored message under which stands what was taken out of it, by field."""
+MOST = 2**53
+"""Counts are below it: whole numbers that any reader of JSON keeps exact."""
+_NAMED = 5
+"""Faults that are named; the others are counted."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What answered a call: all candidates, which one goes on, and how it came about.
+
+    `rewards[i]` are the components of candidate i, from before the selection; empty where no scorer ran, or
+    where it failed (`error`). `sampling` holds the parameters that were really used, the seed included. `replayed` is
+    the recorded call whose answer this is, said again.
+    """
+
+    candidates: tuple[Candidate, ...]
+    chosen: int = 0
+    prompt_ids: tuple[int, ...] = ()
+    policy: PolicyRef | None = None
+    usage: Usage = Usage()
+    rewards: tuple[Mapping[str, float], ...] = ()
+    sampling: Mapping[str, Any] = {}
+    error: str | None = None
+    replayed: str | None = None
+
+
+class _Function(msgspec.Struct, gc=False):
+    name: str | None = ""
+    arguments: str | None = ""
+
+
+class _Tool(msgspec.Struct, gc=False):
+    id: str | None = None
+    type: str | None = None
+    function: _Function | None = None
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: str
+    content: str | list[str | dict[str, Any]] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Tool] | None = None
+
+
+_encode = msgspec.json.Encoder().encode
+_fields = {field.name: msgspec.json.Decoder(field.type).decode for field in msgspec.structs.fields(_Message)}
+
+
+def counts(found: Any, read: str, written: str) -> Usage:
+    """Token counts as a provider reports them under these names; `well_formed` replaces what is no count."""
+    if found is None:
+        return Usage()
+    if not isinstance(found, Mapping):
+        return Usage(found, found)
+    return Usage(found.get(read) or 0, found.get(written) or 0)
+
+
+def well_formed(answer: Answer) -> tuple[Answer, str | None]:
+    """`answer` as records can hold it, and what was wrong with it; None where nothing was.
+
+    What is no text, number or list where one belongs is replaced by an empty one; what is wrong in a message is kept
+    under its key `malformed`.
+    """
+    faults: list[str] = []
+    candidates = tuple(_candidate(i, candidate, faults) for i, candidate in enumerate(answer.candidates))
+    usage = Usage(
+        _count(answer.usage.prompt_tokens, "usage.prompt_tokens", faults),
+        _count(answer.usage.completion_tokens, "usage.completion_tokens", faults),
+    )
+    prompt_ids = answer.prompt_ids
+    if not _are_ids(prompt_ids):
+        faults.append("prompt_token_ids are no token ids")
+        prompt_ids = ()
+    fixed = replace(answer, candidates=candidates, usage=usage, prompt_ids=prompt_ids)
+    if not faults:
+        return fixed, None
+    more = f" and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
+    return fixed, f"the provider's answer is malformed: {', '.join(faults[:_NAMED])}{more}"
+
+
+def _candidate(index: int, candidate: Candidate, faults: list[str]) -> Candidate:
+    where = f"choices[{index}]." if index else ""
+    text, finish = candidate.text, candidate.finish_reason
+    if not isinstance(text, str):
+        text = ""
+    if not isinstance(finish, str):
+        faults.append(f"{where}finish_reason is {_kind(finish)}")
+        finish = "unknown"
+    token_ids, logprobs = candidate.token_ids, candidate.logprobs
+    if not _are_ids(token_ids):
+        faults.append(f"{where}token_ids are no token ids")
+        token_ids = ()
+    if not _are_logprobs(logprobs):
+        faults.append(f"{where}logprobs are not all numbers")
+        logprobs = ()
+    return Candidate(
+        index=index,
+        text=_plain(text),
+        message=_message(candidate.message, where, faults),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=_plain(finish),
+        malformed=bool(candidate.malformed),
+        shown=candidate.shown,
+    )
+
+
+def _message(given: Any, where: str, faults: list[str]) -> dict[str, Any]:
+    plain = _plain(given)
+    if not isinstance(plain, dict):
+        faults.append(f"{where}message is {_kind(given)}")
+        return {"role": "assistant", "content": None, MALFORMED: {"message": plain}}
+    wrong = dict(found) if isinstance(found := plain.pop(MALFORMED, {}), dict) else {MALFORMED: found}
+    faults.extend(f"{where}{name}" for name in wrong)
+    for name, decode in _fields.items():
+        if name not in plain:
+            continue
+        try:
+            decode(_encode(plain[name]))
+        except msgspec.ValidationError:
+            faults.append(f"{where}message.{name} is {_kind(plain[name])}")
+            wrong[name] = plain.pop(name)
+    if not wrong and "role" in plain:
+        return plain
+    message = {"role": "assistant", "content": None, **plain}
+    return {**message, MALFORMED: wrong} if wrong else message
+
+
+def _plain(value: Any) -> Any:
+    """The value as it is after JSON and back. What JSON cannot hold becomes its `repr`, a lone surrogate its escape,
+    and a value nested too deeply a text in brackets."""
+    try:
+        return msgspec.json.decode(_encode(value))
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        pass
+    try:
+        text = json.dumps(value, default=repr, skipkeys=True)
+        return msgspec.json.decode(json.dumps(clean(json.loads(text))))
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return f"[{type(value).__name__} that is no JSON]"
+
+
+def clean(value: Any) -> Any:
+    """A JSON value as any reader takes it: long integers as texts, lone surrogates escaped, no NaN."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {clean(key): clean(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [clean(item) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return str(value)
+    return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+def _count(value: Any, name: str, faults: list[str]) -> int:
+    if isinstance(value, float) and value.is_integer() and 0 <= value < MOST:
+        return int(value)
+    if _is_count(value):
+        return int(value)
+    faults.append(f"{name} is {_kind(value)}")
+    return 0
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _are_ids(ids: Sequence[int]) -> bool:
+    try:
+        return not ids or (min(ids) >= 0 and bool(pack_ids(ids)))
+    except (struct.error, TypeError, OverflowError):
+        return False
+
+
+def _are_logprobs(values: Sequence[float]) -> bool:
+    try:
+        return not values or (all(map(math.isfinite, values)) and max(map(abs, values)) < 1e38)
+    except (TypeError, OverflowError):
+        return False
+
+
+def _kind(value: Any) -> str:
+    """The value where it is a number, else its type: the content of an answer is never quoted."""
+    if value is None or isinstance(value, bool | float):
+        return repr(value)
+    if isinstance(value, int):
+        return repr(value) if abs(value) < 10**20 else "a huge number"
+    return f"of type {type(value).__name__}"

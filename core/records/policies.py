@@ -1,0 +1,106 @@
+"""Policies: named sets of weights, and the map that says which role each one plays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from cotune.errors import ConfigError, check_bounds
+from cotune.records.structs import PolicyRef
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+PolicyKind = Literal["lora", "full", "frozen", "provider"]
+
+OtherRoles = Literal["frozen", "provider"]
+"""What plays a role that has no policy: the untrained model, or whatever the application uses today."""
+
+UNTRAINED = PolicyRef("base")
+"""The untrained model, for roles that have no policy of their own."""
+
+
+def stand_in(others: OtherRoles) -> PolicyRef | None:
+    """Who answers for a role that has no policy; None for the application's own provider."""
+    return UNTRAINED if others == "frozen" else None
+
+
+def unlisted_said(role: str, others: OtherRoles) -> str:
+    """A sentence on a role that has no policy."""
+    who = "the untrained model" if others == "frozen" else "its own provider"
+    return f"role {role!r} has no policy: {who} answers its calls, which are not trained on (other_roles = {others!r})"
+
+
+class LoraSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[lora] Shape of a LoRA adapter: W + (alpha / rank) * B A on each target module."""
+
+    rank: int = 16
+    """Rows of A and columns of B."""
+    alpha: float = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    targets: tuple[str, ...] = ALL_LINEAR
+    """Names of the linear layers that get an adapter."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "rank", table="lora.")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy. `lora` trains an adapter, `full` all weights; `frozen` serves `model` untrained;
+    `provider` leaves its roles at whatever the application uses today.
+
+    `model` is None for the run's own model.
+    """
+
+    name: str
+    kind: PolicyKind = "lora"
+    lora: LoraSpec = LoraSpec()
+    model: str | None = None
+
+    @property
+    def trained(self) -> bool:
+        return self.kind in ("lora", "full")
+
+
+class Policies(msgspec.Struct, frozen=True):
+    """The policies of a run and the policy of each role."""
+
+    specs: Mapping[str, PolicySpec]
+    roles: Mapping[str, str]
+
+    def of(self, role: str) -> PolicySpec:
+        """The policy that plays `role`. Raises ConfigError for a role that no policy plays."""
+        try:
+            return self.specs[self.roles[role]]
+        except KeyError:
+            raise ConfigError(
+                "policies",
+                role,
+                f"a policy for each role; roles with one: {sorted(self.roles)}",
+                "Add the role to [policies.roles], or use --policies shared.",
+            ) from None
+
+
+def swapped_roles(roles: Mapping[str, str], ring: Sequence[str], every: int, step: int) -> dict[str, str]:
+    """The policy of each role with the roles of `ring` moved on: in step s (from 0) each has the policy of the one that
+    is s // every places after it (CORY, arXiv 2410.06101: pioneer and observer exchange their models)."""
+    shift = step // every
+    return {**roles, **{role: roles[ring[(i + shift) % len(ring)]] for i, role in enumerate(ring)}}
+
+
+def past_role(past: Sequence[str], step: int) -> str | None:
+    """The role of `past` that an earlier version plays in `step`; None where the present ones play all."""
+    return past[step % len(past)] if past else None
+
+
+def policies_for(layout: Literal["shared", "lora", "full"], roles: Sequence[str], lora: LoraSpec) -> Policies:
+    """One policy for all roles (`shared`, a LoRA), or one LoRA (`lora`) or one model (`full`) per role."""
+    if layout == "shared":
+        return Policies({"shared": PolicySpec(name="shared", lora=lora)}, dict.fromkeys(roles, "shared"))
+    specs = {role: PolicySpec(name=role, kind=layout, lora=lora) for role in roles}
+    return Policies(specs, {role: role for role in roles})

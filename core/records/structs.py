@@ -1,0 +1,228 @@
+"""The immutable records of a run: what the store keeps and every later layer reads.
+
+Vocabulary: an episode is one run of a workflow on one task; a call is one LLM request by one role in it;
+a candidate is one sampled completion of a call. Rewards are records of their own, so they may arrive late.
+Structs made for every call are `gc=False`: they hold no cycles, and tracking them slows the application.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.records.blame import Blame
+from cotune.records.ids import unpack_ids
+
+CallStatus = Literal["ok", "error", "timeout", "cancelled", "malformed"]
+EpisodeStatus = Literal["ok", "error", "cancelled", "abandoned"]
+"""`abandoned` are episodes of steps that a rollback of their run has taken back."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One input of the workflow. `input` is any JSON value; `id` is unique within a tasks file."""
+
+    id: str
+    input: Any
+
+
+class PolicyRef(msgspec.Struct, frozen=True, gc=False):
+    """A policy at a version; version 0 is the untrained policy."""
+
+    name: str
+    version: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """Token counts as the engine or provider reports them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Message(msgspec.Struct, frozen=True, gc=False, tag="message"):
+    """A chat message (or a tools list, or a grammar) in OpenAI form, stored once under its content address."""
+
+    id: str
+    body: Any
+
+
+class Segment(msgspec.Struct, frozen=True, gc=False, tag="segment"):
+    """Token ids added to a parent path, packed (`ids.pack_ids`). A prompt is the path from the root to one segment.
+
+    `id` is the content address of the whole path, so equal ids mean identical token ids from the root.
+    """
+
+    id: str
+    parent: str | None
+    packed: bytes
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return unpack_ids(self.packed)
+
+
+class ShownToken(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A token with its log-probability as an application that asks for them is told of it.
+
+    `bytes` are those of the token, None where they are the UTF-8 of `token`; `top_logprobs` the most likely tokens of
+    its place, the likeliest first.
+    """
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+    top_logprobs: tuple[ShownToken, ...] = ()
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One sampled completion of a call. `logprobs[i]` is log pi_sampler(token_ids[i]) in nats.
+
+    `message` is the assistant message in OpenAI form as the application would receive it.
+    Token ids and log-probabilities are empty where the engine or provider does not give them. `malformed` says that
+    the text holds a tool call that could not be read: the application gets it as text. `shown` are the tokens as the
+    application is told of them, None where it did not ask for log-probabilities.
+    """
+
+    index: int
+    text: str
+    message: dict[str, Any]
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    finish_reason: str = "stop"
+    malformed: bool = False
+    shown: tuple[ShownToken, ...] | None = None
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """Tool calls in OpenAI form; empty when the candidate called none."""
+        return self.message.get("tool_calls") or []
+
+
+class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"):
+    """One LLM request by one role, with all its candidates; written when the request has ended.
+
+    `step` counts calls in the episode, `turn` counts calls of this role in it, both from 0 and both taken
+    when the call started. `messages` and `tools` are `Message` ids, `prompt` is the id of the last `Segment`
+    of its prompt path (None where token ids are unknown). `attempts` lists the requests that failed before
+    the SDK's retry of them, each as `<status>: <cause>`. `redacted` says whether a redactor changed anything of it.
+    `params` is what the application asked, `sampling` what was really used; its `grammar` is a `Message` id.
+    `parents` are the calls of this episode whose outputs the prompt contains. `policy` is None when an outside
+    provider answered. `replayed` is the id of the call of another episode whose recorded answer this one got.
+    """
+
+    id: str
+    episode: str
+    role: str
+    step: int
+    turn: int
+    parents: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
+    tools: str | None = None
+    model: str = ""
+    params: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    prompt: str | None = None
+    prompt_tokens: int = 0
+    policy: PolicyRef | None = None
+    status: CallStatus = "ok"
+    error: str | None = None
+    attempts: tuple[str, ...] = ()
+    streamed: bool = False
+    started: float = 0.0
+    latency: float = 0.0
+    usage: Usage = Usage()
+    candidates: tuple[Candidate, ...] = ()
+    chosen: int | None = None
+    integration: str = ""
+    redacted: bool = False
+    replayed: str | None = None
+
+
+class Fork(msgspec.Struct, frozen=True, gc=False):
+    """Where an episode leaves the one that it repeats: the recorded `call` of the episode `trunk`, and the id of the
+    call that stands `at` its place here; `resumed` says whether it went on from a checkpoint of the trunk."""
+
+    trunk: str
+    call: str
+    at: str
+    resumed: bool = False
+
+
+class Checkpointed(msgspec.Struct, frozen=True, gc=False):
+    """The `checkpoint` of a LangGraph `thread` from which the node started that made `call`. `space` is the node's
+    namespace, `output` the id under which the framework knows the call's answer."""
+
+    call: str
+    thread: str
+    checkpoint: str
+    space: str
+    output: str | None
+
+
+class ToolResult(msgspec.Struct, frozen=True, gc=False):
+    """What a tool returned, for a replay to give again: `arguments` is a digest, `value` the id of a `Message` whose
+    body is {"result": ...}, `started` in seconds since the epoch."""
+
+    name: str
+    arguments: str
+    started: float
+    value: str
+
+
+class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
+    """One run of a workflow on one task; written when it has ended, so a stored episode is a finished one.
+
+    `phase` is what it was run for ("train", "eval", "trace", ...), `training_step` the step of the loop it
+    belongs to, `rollout` its number among the episodes of the same task in that step. `blame` is the cause of a
+    failure: the policy, the infrastructure, or a replay that diverged. `fork` is set where the episode repeats another.
+    `chance` is the id of a `Message` with what clock, uuid and random gave (`Chance.record`), where that is kept.
+    """
+
+    id: str
+    task: Task
+    workflow: str
+    phase: str = "trace"
+    training_step: int | None = None
+    rollout: int = 0
+    status: EpisodeStatus = "ok"
+    error: str | None = None
+    blame: Blame | None = None
+    started: float = 0.0
+    latency: float = 0.0
+    calls: int = 0
+    metrics: dict[str, float] = {}
+    fork: Fork | None = None
+    results: tuple[ToolResult, ...] = ()
+    chance: str | None = None
+    checkpoints: tuple[Checkpointed, ...] = ()
+
+    @property
+    def solved(self) -> bool | None:
+        """Whether it reports that it solved its task: the metric `success` is at least 0.5, and it did not fail. None
+        where it reports no success."""
+        told = self.metrics.get("success")
+        return None if told is None else self.status == "ok" and told >= 0.5
+
+
+class RewardRecord(msgspec.Struct, frozen=True, gc=False, tag="reward"):
+    """A named reward component. `target` is an episode id or a candidate id (`candidate_id`).
+
+    The last write of a name wins, until the episode's groups are consumed.
+    """
+
+    target: str
+    name: str
+    value: float
+    at: float = 0.0
+
+
+Record = Message | Segment | CallRecord | Episode | RewardRecord
+
+
+def candidate_id(call_id: str, index: int) -> str:
+    """Id of a candidate as reward target and sample id: `<call id>.<index>`."""
+    return f"{call_id}.{index}"

@@ -1,0 +1,75 @@
+"""Tasks files: one JSON value per line; an object's `id` names the task, else its line number does."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.records.structs import Task
+
+_EXAMPLE = 'Write one JSON object per line, such as {"id": "t1", "question": "..."}.'
+
+
+def load_tasks(path: str | Path) -> list[Task]:
+    """Read a JSON-lines file. Raises ConfigError for a missing file, a broken line (with its number), a repeated id,
+    a file that is one JSON list, or one without tasks."""
+    path = Path(path)
+    if not path.is_file():
+        there = "" if path.exists() else f" No file is at {path.absolute()}."
+        raise ConfigError("tasks", str(path), "a file of JSON lines", f"{_EXAMPLE}{there}")
+    text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError("tasks", str(path), "a file in UTF-8; this one is in UTF-16", "Save it as UTF-8.")
+    tasks: list[Task] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError("tasks", f"{path}, line {number}", f"valid JSON ({error})", _EXAMPLE) from None
+        except RecursionError:
+            allowed = "valid JSON; this is nested too deeply"
+            raise ConfigError("tasks", f"{path}, line {number}", allowed, _EXAMPLE) from None
+        task = as_task(value, number)
+        if task.id in seen:
+            allowed = f"unique ids; {task.id!r} is also on line {seen[task.id]}"
+            raise ConfigError("tasks", f"{path}, line {number}", allowed, "Rename or remove one of the two tasks.")
+        seen[task.id] = number
+        tasks.append(task)
+    if len(tasks) == 1 and isinstance(tasks[0].input, list):
+        remedy = f'{_EXAMPLE} One task that is a list stands under a name: {{"messages": [...]}}.'
+        raise ConfigError("tasks", str(path), "one task on each line; this is one JSON list", remedy)
+    if not tasks:
+        raise ConfigError("tasks", str(path), "at least one task", _EXAMPLE)
+    return tasks
+
+
+def as_task(value: Any, number: int) -> Task:
+    """A Task as it is; a mapping with an `id`, or any JSON value under its number."""
+    if isinstance(value, Task):
+        return value
+    if isinstance(value, Mapping) and "id" in value:
+        return Task(id=str(value["id"]), input=value)
+    return Task(id=str(number), input=value)
+
+
+def as_tasks(values: str | Path | Iterable[Any]) -> list[Task]:
+    """Tasks of a JSON-lines file, or from Python values. Raises ConfigError for what is no list of them, when there are
+    none, and when two share an id."""
+    if isinstance(values, str | Path):
+        return load_tasks(values)
+    if isinstance(values, Mapping) or not isinstance(values, Iterable):
+        raise ConfigError("tasks", values, "a JSON-lines file or a list of tasks", "Put one task into a list.")
+    tasks = [as_task(value, number) for number, value in enumerate(values, 1)]
+    if not tasks:
+        raise ConfigError("tasks", [], "at least one task", _EXAMPLE)
+    if len({task.id for task in tasks}) < len(tasks):
+        raise ConfigError("tasks", [task.id for task in tasks][:10], "unique ids", "Give each task an id of its own.")
+    return tasks

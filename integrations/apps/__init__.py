@@ -1,0 +1,1 @@
+"""The frameworks and clients that applications are made with."""

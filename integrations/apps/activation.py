@@ -1,0 +1,162 @@
+"""Installs the integrations: at once for frameworks that are loaded, and for others as soon as they are.
+
+`import cotune` does so, and so does every episode. A process that only works for cotune, such as an engine's, is
+started with `NO_ACTIVATION` in its environment: importing a part of cotune there changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from cotune.errors import CotuneError
+from cotune.integrations.versions import require, unhooked
+from cotune.recording.context import current_episode
+
+_SWITCH = "COTUNE_ACTIVATE"
+NO_ACTIVATION = {_SWITCH: "0"}
+"""Environment of a process in which `import cotune` installs nothing. An episode there still does."""
+
+_PACKAGE = "cotune.integrations.apps."
+_SOCKETS = ("openai.sockets", ("openai",))
+INTEGRATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "openai._base_client": ("openai.sdk", ("openai",)),
+    "openai.resources.responses.responses": _SOCKETS,
+    "openai.resources.beta.responses.responses": _SOCKETS,
+    "openai.resources.realtime.realtime": _SOCKETS,
+    "openai.resources.beta.realtime.realtime": _SOCKETS,
+    "langchain_core.runnables.config": ("langgraph.identity", ("langchain-core", "langgraph")),
+    "langchain_core.caches": ("langchain.caches", ("langchain-core",)),
+    "langchain_core.language_models.chat_models": ("langchain.models", ("langchain-core",)),
+    "langchain_core.tools.base": ("langchain.tools", ("langchain-core",)),
+    "langchain.agents.middleware.types": ("langchain.middleware", ("langchain-core",)),
+    "langgraph.pregel.main": ("langgraph.graphs", ("langgraph",)),
+    "autogen_core": ("autogen.runtime", ("autogen-core",)),
+    "autogen_core.models": ("autogen.models", ("autogen-core",)),
+    "autogen_agentchat.agents": ("autogen.agents", ("autogen-agentchat", "autogen-core")),
+    "autogen_agentchat.teams": ("autogen.teams", ("autogen-agentchat", "autogen-core")),
+    "agents.run_internal.run_loop": ("openai.agents_sdk", ("openai-agents",)),
+    "crewai": ("crewai.hooks", ("crewai",)),
+    "crewai.memory.unified_memory": ("crewai.memory", ("crewai",)),
+    "dspy.clients.cache": ("dspy.caches", ()),
+}
+"""By foreign module: the integration whose `install()` runs once it is loaded, and the distributions whose installed
+versions that integration must support."""
+
+_RUNNERS = {
+    "langgraph.": "langgraph.identity",
+    "autogen_agentchat.": "autogen.teams",
+    "agents.agent": "openai.agents_sdk",
+    "crewai.": "crewai.hooks",
+}
+"""By how the module of an application object's class begins: the integration whose `runner` runs such objects."""
+
+_QUIET = {
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "CREWAI_TRACING_ENABLED": "false",
+    "CREWAI_DISABLE_VERSION_CHECK": "true",
+}
+_waiting = dict(INTEGRATIONS)
+_refused: list[CotuneError] = []
+
+
+def activate() -> None:
+    """Install the integrations of all frameworks that are loaded, and of others as soon as they are. Idempotent.
+
+    Raises UnsupportedVersion for a loaded framework that cannot be recorded.
+    """
+    for module in [name for name in _waiting if name in sys.modules]:
+        _install(module)
+    if _waiting and _WATCH not in sys.meta_path:
+        sys.meta_path.insert(0, _WATCH)
+    if _refused:
+        raise _refused[0]
+
+
+def be_quiet() -> None:
+    """Keep CrewAI from asking whether traces may be shared, for 20 seconds on a terminal, from its telemetry and its
+    look for newer versions, in a process that runs a workflow. What the user has set stays."""
+    if "crewai" in sys.modules:
+        for name, value in _QUIET.items():
+            os.environ.setdefault(name, value)
+
+
+def activate_on_import() -> None:
+    """What `import cotune` does: `activate`, unless the environment says `COTUNE_ACTIVATE=0`.
+
+    What is refused is raised by the first episode instead.
+    """
+    if os.environ.get(_SWITCH) == NO_ACTIVATION[_SWITCH]:
+        return
+    with contextlib.suppress(CotuneError):
+        activate()
+
+
+def graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
+    """How to run an application object that is no function: a coroutine function of its input, or None."""
+    for base in (app if isinstance(app, type) else type(app)).__mro__:
+        for start, name in _RUNNERS.items():
+            if base.__module__.startswith(start):
+                found: Callable[[Any], Awaitable[Any]] | None = importlib.import_module(_PACKAGE + name).runner(app)
+                return found
+    return None
+
+
+def _install(module: str) -> None:
+    """Never raises into the application's own import: `activate` raises what is refused, and the episode fails."""
+    name, distributions = _waiting.pop(module, ("", ()))
+    if not name:
+        return
+    try:
+        for distribution in distributions:
+            require(distribution)
+        importlib.import_module(_PACKAGE + name).install()
+    except CotuneError as error:
+        _refuse(error)
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        _refuse(unhooked(distributions, error))
+
+
+def _refuse(error: CotuneError) -> None:
+    _refused.append(error)
+    episode = current_episode.get()
+    if episode is not None:
+        episode.fatal = error
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it adds an installation to the loading of a module that integrations wait for."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in _waiting:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next((s for f in others if (s := f.find_spec(name, path, target)) is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: importlib.abc.Loader) -> None:
+        self._inner = inner
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        _install(module.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+_WATCH = _Watch()

@@ -1,0 +1,358 @@
+"""Anthropic's Messages API: requests as chat requests, an answer as a Message and its events, and such as an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.apps.openai.completions import events, grow, number
+from cotune.integrations.apps.openai.forms import Form
+from cotune.integrations.apps.openai.response_body import ProviderFailed
+from cotune.integrations.apps.openai.responses import hosted_tools, text_of
+from cotune.recording.recorder import LiveCall, LiveEpisode
+from cotune.records.answers import Answer
+from cotune.records.structs import Candidate, Usage
+from cotune.runtime.bounded_cache import BoundedCache, bytes_of
+
+_REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "content_filter": "refusal"}
+_FINISHES = {**{reason: finish for finish, reason in _REASONS.items()}, "interrupted": "interrupted"}
+_GROWING = {"text_delta": "text", "thinking_delta": "thinking"}
+
+
+def message_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The Message for an answer: its reasoning, its text, its tool calls."""
+    candidate = answer.candidates[answer.chosen]
+    used = {"input_tokens": answer.usage.prompt_tokens, "output_tokens": len(candidate.token_ids)}
+    if not candidate.token_ids:
+        used["output_tokens"] = answer.usage.completion_tokens
+    return {
+        "id": f"msg_{call.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+        "content": list(_written(call, candidate.message)),
+        "stop_reason": _REASONS.get(candidate.finish_reason, "end_turn"),
+        "stop_sequence": None,
+        "usage": used,
+    }
+
+
+def _written(call: LiveCall, message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    if message.get("reasoning_content"):
+        yield {"type": "thinking", "thinking": message["reasoning_content"], "signature": ""}
+    if message.get("content") or not message.get("tool_calls"):
+        yield {"type": "text", "text": message.get("content") or ""}
+    for position, tool in enumerate(message.get("tool_calls") or ()):
+        function = tool.get("function") or {}
+        arguments = function.get("arguments") or "{}"
+        name = tool.get("id") or f"toolu_{call.id}_{position}"
+        keep_arguments(call.episode, name, arguments)
+        yield {"type": "tool_use", "id": name, "name": function.get("name"), "input": msgspec.json.decode(arguments)}
+
+
+def to_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
+    """The events that a provider sends for a Message, in its order."""
+    begun = {**message, "content": [], "stop_reason": None, "usage": {**message["usage"], "output_tokens": 0}}
+    made: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
+    for index, block in enumerate(message["content"]):
+        made += ({**event, "index": index} for event in _block_events(block))
+    ended = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    made.append(
+        {"type": "message_delta", "delta": ended, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
+    )
+    made.append({"type": "message_stop"})
+    return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event)) for event in made)
+
+
+def _block_events(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    kind = block["type"]
+    if kind == "tool_use":
+        empty: dict[str, Any] = {"input": {}}
+        delta = {"type": "input_json_delta", "partial_json": msgspec.json.encode(block["input"]).decode()}
+    else:
+        empty, delta = {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+    yield {"type": "content_block_start", "content_block": {**block, **empty}}
+    yield {"type": "content_block_delta", "delta": delta}
+    yield {"type": "content_block_stop"}
+
+
+def answer_of(message: Any) -> Answer:
+    """The answer in a Message. Raises ValueError when it has no content, ProviderFailed for an error."""
+    if isinstance(message, Mapping) and message.get("type") == "error":
+        raise ProviderFailed(f"error: {message.get('error')}")
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+        raise ValueError("no content")
+    read = assistant_of(message["content"])
+    used = message.get("usage") or {}
+    cached = (used.get("cache_creation_input_tokens") or 0) + (used.get("cache_read_input_tokens") or 0)
+    candidate = Candidate(
+        index=0,
+        text=read["content"] or "",
+        message=read,
+        finish_reason=_FINISHES.get(message.get("stop_reason"), "stop"),  # type: ignore[arg-type]
+    )
+    usage = Usage((used.get("input_tokens") or 0) + cached, used.get("output_tokens") or 0)
+    return Answer(candidates=(candidate,), usage=usage)
+
+
+def from_events(raw: bytes) -> dict[str, Any] | None:
+    """The Message that a stream adds up to; None when it was not read to its end.
+
+    Raises ValueError for an event that is not JSON, ProviderFailed for an error event.
+    """
+    message: dict[str, Any] = {}
+    blocks: dict[int, dict[str, Any]] = {}
+    for data in events(raw):
+        event = msgspec.json.decode(data)
+        if event.get("type") == "error":
+            raise ProviderFailed(f"error event: {event.get('error')}")
+        if event.get("type") == "message_stop":
+            return _whole(message, blocks)
+        _take(event, message, blocks)
+    return None
+
+
+def part_of_events(raw: bytes) -> dict[str, Any] | None:
+    """The Message as far as the sound events of a broken or half-read stream tell it; None where they tell nothing."""
+    message: dict[str, Any] = {}
+    blocks: dict[int, dict[str, Any]] = {}
+    for data in events(raw[: raw.rfind(b"\n") + 1]):
+        try:
+            _take(msgspec.json.decode(data), message, blocks)
+        except (ValueError, TypeError, AttributeError, KeyError):
+            continue
+    if not any(block.get(field) for block in blocks.values() for field in ("text", "thinking", "partial", "name")):
+        return None
+    return {**_whole(message, blocks), "stop_reason": message.get("stop_reason") or "interrupted"}
+
+
+def _take(event: Mapping[str, Any], message: dict[str, Any], blocks: dict[int, dict[str, Any]]) -> None:
+    kind = event.get("type")
+    if kind == "message_start":
+        message.update(event["message"])
+    elif kind == "content_block_start":
+        blocks[number(event, "index")] = dict(event["content_block"])
+    elif kind == "content_block_delta":
+        block, delta = blocks[event["index"]], event["delta"]
+        if delta.get("type") == "input_json_delta":
+            grow(block, "partial", delta["partial_json"])
+        elif field := _GROWING.get(delta.get("type")):
+            grow(block, field, delta[field])
+    elif kind == "message_delta":
+        message["usage"] = {**(message.get("usage") or {}), **(event.get("usage") or {})}
+        message.update(event.get("delta") or {})
+
+
+def _whole(message: dict[str, Any], blocks: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    content = []
+    for index in sorted(blocks):
+        block = dict(blocks[index])
+        partial = block.pop("partial", None)
+        content.append({**block, "input": partial} if partial else block)
+    return {**message, "content": content}
+
+
+def _keep(call: LiveCall, asked: Mapping[str, Any], message: Mapping[str, Any]) -> None:
+    """Remember the arguments of tool calls as they were written: requests send them back as objects."""
+    for tool in assistant_of(message.get("content") or ()).get("tool_calls", ()):
+        if arguments_in(call.episode).get(str(tool["id"])) is None:
+            keep_arguments(call.episode, str(tool["id"]), tool["function"]["arguments"])
+
+
+ENTRIES, BYTES = 100_000, 8 << 20
+"""Most arguments of tool calls, and bytes of all, that are kept of one episode as they were written."""
+_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier", "thinking")
+_PLAIN_TOOL = (None, "custom")
+_FORGOTTEN = (
+    f"The arguments of one episode's tool calls take more than {BYTES >> 20} MiB: the least recently used are "
+    "forgotten. A later prompt may have them in another spelling than the model's."
+)
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_UNANSWERED = {
+    "mcp_servers": "MCP servers that the provider calls",
+    "container": "a container of the provider's",
+    "context_management": "context management by the provider",
+}
+
+
+def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
+    """A Messages request as a chat request: the system text first. Parameters without a counterpart keep their names.
+
+    Raises ValueError for a content that is neither text nor a list of blocks.
+    """
+    known = {*_SAME, "system", "messages", "stop_sequences", "tools", "tool_choice", "output_config", "output_format"}
+    body = {name: asked[name] for name in _SAME if name in asked}
+    body |= {name: value for name, value in asked.items() if name not in known}
+    system = [{"role": "system", "content": text_of(asked["system"])}] if asked.get("system") else []
+    body["messages"] = [*system, *messages_of(asked.get("messages") or (), arguments_in(episode))]
+    body["api"] = "messages"
+    if asked.get("stop_sequences"):
+        body["stop"] = asked["stop_sequences"]
+    if asked.get("tools"):
+        body["tools"] = [_tool(tool) for tool in asked["tools"]]
+    if choice := asked.get("tool_choice"):
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        body["tool_choice"] = _CHOICES.get(choice.get("type"), named)
+        if choice.get("disable_parallel_tool_use"):
+            body["parallel_tool_calls"] = False
+    output = asked.get("output_config") or {}
+    if form := output.get("format") or asked.get("output_format"):
+        schema = {"name": "output", "schema": form.get("schema"), "strict": True}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if output.get("effort"):
+        body["reasoning_effort"] = output["effort"]
+    if (asked.get("thinking") or {}).get("type") == "disabled":
+        body["chat_template_kwargs"] = {"enable_thinking": False}
+    return body
+
+
+def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
+    """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
+    found = [what for field, what in _UNANSWERED.items() if asked.get(field)]
+    found += hosted_tools(chat)
+    unread = [
+        str(part.get("type"))
+        for message in chat["messages"]
+        for part in (message["content"] if isinstance(message["content"], list) else ())
+        if part.get("type") not in ("text", "image_url")
+    ]
+    if unread:
+        found.append(f"blocks of type {', '.join(dict.fromkeys(unread))}")
+    return " and ".join(found)
+
+
+def arguments_in(episode: LiveEpisode) -> BoundedCache[str]:
+    """The arguments of the episode's tool calls as the model wrote them, by the id of the call."""
+    found: BoundedCache[str] | None = episode.notes.get("anthropic")
+    return found if found is not None else episode.notes.setdefault("anthropic", BoundedCache(ENTRIES, BYTES))
+
+
+def keep_arguments(episode: LiveEpisode, name: str, arguments: str) -> None:
+    """Remember arguments as they were written; what is forgotten for them is counted."""
+    for _ in range(arguments_in(episode).put(name, arguments, bytes_of((name, arguments)))):
+        episode.warn("forgotten_arguments", _FORGOTTEN)
+
+
+def messages_of(given: Iterable[Mapping[str, Any]], written: BoundedCache[str]) -> list[dict[str, Any]]:
+    """Messages of blocks as chat messages: results of tools become messages of their own, before the text beside them.
+
+    A block that no chat message can say is kept as it is, as a part of its message's content.
+    """
+    found: list[dict[str, Any]] = []
+    for message in given:
+        blocks = _blocks(message.get("content"))
+        if message.get("role") == "assistant":
+            found.append(assistant_of(blocks, written))
+            continue
+        results = [block for block in blocks if block.get("type") == "tool_result"]
+        found += [
+            {
+                "role": "tool",
+                "tool_call_id": block.get("tool_use_id"),
+                "content": _content(_blocks(block.get("content"))),
+            }
+            for block in results
+        ]
+        others = [block for block in blocks if block.get("type") != "tool_result"]
+        if others or not results:
+            found.append({"role": message.get("role", "user"), "content": _content(others)})
+    return found
+
+
+def assistant_of(blocks: Iterable[Mapping[str, Any]], written: BoundedCache[str] | None = None) -> dict[str, Any]:
+    """The blocks of one assistant turn as a chat message; those that it cannot say are under `items`.
+
+    `written` are arguments of tool calls as they were written, for those that come back as objects.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    others: list[dict[str, Any]] = []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "text":
+            message["content"] = (message["content"] or "") + (block.get("text") or "")
+        elif kind == "thinking":
+            message["reasoning_content"] = message.get("reasoning_content", "") + (block.get("thinking") or "")
+        elif kind == "tool_use":
+            known = None if written is None else written.get(str(block.get("id")))
+            text = _arguments(block.get("input"), known)
+            call = {
+                "id": block.get("id"),
+                "type": "function",
+                "function": {"name": block.get("name"), "arguments": text},
+            }
+            message.setdefault("tool_calls", []).append(call)
+        elif kind != "redacted_thinking":
+            others.append(dict(block))
+    if others:
+        message["items"] = others
+    return message
+
+
+def _arguments(given: Any, written: str | None) -> str:
+    if isinstance(given, str):
+        return given
+    if written is not None and msgspec.json.decode(written) == given:
+        return written
+    return msgspec.json.encode(given or {}).decode()
+
+
+def _blocks(content: Any) -> list[Mapping[str, Any]]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise ValueError("a content is neither text nor a list of blocks")
+    return content
+
+
+def _content(blocks: list[Mapping[str, Any]]) -> Any:
+    """A content in chat form: text where it is one block of text or none, else a list of parts."""
+    parts = [_part(block) for block in blocks]
+    if not parts:
+        return ""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
+
+
+def _part(block: Mapping[str, Any]) -> dict[str, Any]:
+    if block.get("type") == "text":
+        return {"type": "text", "text": block.get("text") or ""}
+    source = block.get("source") or {}
+    if block.get("type") == "image" and source.get("type") == "base64":
+        return {
+            "type": "image_url",
+            "image_url": {"url": f"data:{source.get('media_type')};base64,{source.get('data')}"},
+        }
+    if block.get("type") == "image" and source.get("type") == "url":
+        return {"type": "image_url", "image_url": {"url": source.get("url")}}
+    return {**block, "type": str(block.get("type"))}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in _PLAIN_TOOL:
+        return dict(tool)
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+    }
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+MESSAGES = Form(
+    name="messages",
+    path="/messages",
+    chat=chat_of,
+    unsupported_reason=unsupported_reason,
+    body=message_of,
+    events=to_events,
+    answer=answer_of,
+    stream=from_events,
+    part=part_of_events,
+    keep=_keep,
+)
+"""The interface at /v1/messages."""

@@ -1,0 +1,165 @@
+"""AutoGen: who makes a call, by the object that holds the model client.
+
+Inside an episode, what an agent or a team's manager reads as its `_model_client` is a proxy that names its owner while
+a request is made. Outside, and in whatever else is done with it, it is the client itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from autogen_core import BaseAgent
+from autogen_core.models import ChatCompletionClient, CreateResult
+
+from cotune.integrations.apps.agent_state import AgentState
+from cotune.integrations.apps.autogen.lineage import Lineage
+from cotune.integrations.apps.autogen.scopes import NAME, AutogenScope, Names
+from cotune.integrations.apps.patching import step_inside
+from cotune.recording.context import called_by, current_episode, innermost
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveEpisode
+from cotune.records.ids import new_id
+
+
+def lineage_of(episode: LiveEpisode) -> Lineage:
+    """Which call of an episode an answer is from."""
+    lineage: Lineage = episode.notes.setdefault(NAME, Lineage())
+    return lineage
+
+
+class AgentClient:
+    """Stands for a model client inside an episode, on behalf of its owner; in everything else it is that client."""
+
+    __slots__ = ("_cotune_client", "_cotune_owner")
+
+    def __init__(self, client: Any, owner: Any) -> None:
+        object.__setattr__(self, "_cotune_client", client)
+        object.__setattr__(self, "_cotune_owner", owner)
+
+    async def create(self, messages: Any, *args: Any, **options: Any) -> Any:
+        """Ask the client for an answer, in the owner's name."""
+        episode = current_episode.get()
+        if episode is None:
+            return await self._cotune_client.create(messages, *args, **options)
+        caller = _caller(episode, self._cotune_owner, messages)
+        try:
+            with called_by(caller):
+                result = await self._cotune_client.create(messages, *args, **options)
+        finally:
+            caller.done = True
+        _has_answered(episode, self._cotune_owner, caller, result)
+        return result
+
+    async def create_stream(self, messages: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        """Ask the client for a streamed answer, in the owner's name at each step."""
+        source = self._cotune_client.create_stream(messages, *args, **options)
+        episode = current_episode.get()
+        caller = CallerContext("app", NAME) if episode is None else _caller(episode, self._cotune_owner, messages)
+        async with aclosing(step_inside(lambda: called_by(caller), source)) as parts:
+            try:
+                async for part in parts:
+                    if episode is not None and isinstance(part, CreateResult):
+                        _has_answered(episode, self._cotune_owner, caller, part)
+                    yield part
+            finally:
+                caller.done = True
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._cotune_client)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cotune_client, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._cotune_client, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._cotune_client, name)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._cotune_client == unwrapped(other))
+
+    def __hash__(self) -> int:
+        return hash(self._cotune_client)
+
+    def __repr__(self) -> str:
+        return repr(self._cotune_client)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._cotune_client.__reduce_ex__(protocol)
+
+
+def unwrapped(value: Any) -> Any:
+    """The client itself, of a proxy."""
+    return object.__getattribute__(value, "_cotune_client") if type(value) is AgentClient else value
+
+
+class ClientAttribute:
+    """The attribute `_model_client`, as a proxy inside an episode; stored in the object as ever."""
+
+    def __get__(self, owner: Any, cls: type) -> Any:
+        if owner is None:
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute '_model_client'")
+        held = vars(owner)
+        found = held["_model_client"] if "_model_client" in held else self._of_class(owner)
+        if current_episode.get() is None or not isinstance(found, ChatCompletionClient):
+            return found
+        return AgentClient(found, owner)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        vars(owner)["_model_client"] = unwrapped(value)
+
+    def __delete__(self, owner: Any) -> None:
+        if vars(owner).pop("_model_client", self) is self:
+            raise AttributeError("_model_client")
+
+    def _of_class(self, owner: Any) -> Any:
+        for cls in type(owner).__mro__:
+            found = cls.__dict__.get("_model_client", self)
+            if not isinstance(found, ClientAttribute):
+                return found
+        raise AttributeError(f"{type(owner).__name__!r} object has no attribute '_model_client'")
+
+
+def _caller(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
+    scope = innermost(AutogenScope)
+    try:
+        own = scope.of(owner) if scope else None
+        role = own.role if own else _name(owner, scope.names if scope else None)
+        thread = getattr(owner, "_message_thread", None)
+        received = tuple(thread or ()) if thread is not None else (own.received if own else ())
+        state = AgentState(owner, scope.team if scope else None, received, tuple(messages))
+        earlier = [message.to_model_message() for message in thread or () if hasattr(message, "to_model_message")]
+        read = lineage_of(episode).read([*earlier, *messages])
+        return CallerContext(role, NAME, state=state, read=read, output=new_id())
+    except Exception as error:  # noqa: BLE001
+        episode.warn("autogen", "The AutoGen integration could not tell what a call reads.", error)
+        return CallerContext(str(getattr(owner, "name", "app")), NAME)
+
+
+def _name(owner: Any, names: Names | None) -> str:
+    """The role of an object that makes a call outside any scope of its own."""
+    if isinstance(owner, BaseAgent):
+        return str(owner.id.type)
+    return names.of(owner, owner.name) if names else str(owner.name)
+
+
+def _has_answered(episode: LiveEpisode, owner: Any, caller: CallerContext, result: Any) -> None:
+    """After a call: what its answer says, for the calls that will read it."""
+    if not caller.calls:
+        episode.warn(
+            "unseen_call",
+            f"A model client answered role {caller.role!r} without a call that can be recorded: from a cache or by a "
+            "client of its own. Switch the cache off while recording.",
+        )
+    if caller.output is None or not caller.calls:
+        return
+    source = getattr(owner, "name", None) or getattr(owner, "_name", "")
+    lineage_of(episode).add(str(source), getattr(result, "content", None), caller.output)
+    scope = innermost(AutogenScope)
+    own = scope.of(owner) if scope else None
+    if own is not None:
+        own.last_output = caller.output

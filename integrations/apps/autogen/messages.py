@@ -1,0 +1,139 @@
+"""AutoGen's messages, tools and results in OpenAI form, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from autogen_core import FunctionCall
+from autogen_core.models import (
+    AssistantMessage,
+    CreateResult,
+    FunctionExecutionResultMessage,
+    RequestUsage,
+    SystemMessage,
+    UserMessage,
+)
+
+from cotune.json_values import plain_json
+from cotune.records.answers import Answer, counts
+from cotune.records.structs import Candidate
+
+_FINISH = {"stop": "stop", "length": "length", "content_filter": "content_filter", "tool_calls": "function_calls"}
+
+
+def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model client was called with, as the body of a chat request."""
+    choice = options.get("tool_choice", "auto")
+    tools = [tool if isinstance(tool, Mapping) else tool.schema for tool in options.get("tools") or ()]
+    body = {
+        "model": _model(client),
+        "messages": [part for message in messages for part in _message(message)],
+        "tools": [{"type": "function", "function": dict(schema)} for schema in tools],
+        "tool_choice": choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}},
+        "response_format": _response_format(options.get("json_output")),
+        "stream": options.get("stream"),
+        **(options.get("extra_create_args") or {}),
+    }
+    if not body["tools"]:
+        del body["tools"], body["tool_choice"]
+    return {key: plain_json(value) for key, value in body.items() if value is not None}
+
+
+def result_of(answer: Answer) -> CreateResult:
+    """The chosen candidate as what `create` returns; text beside function calls is its thought."""
+    candidate = answer.candidates[answer.chosen]
+    text = str(candidate.message.get("content") or "")
+    calls = [
+        FunctionCall(
+            id=str(tool.get("id") or f"call_{i}"),
+            name=tool["function"]["name"],
+            arguments=tool["function"]["arguments"],
+        )
+        for i, tool in enumerate(candidate.tool_calls)
+    ]
+    thought = candidate.message.get("reasoning_content") or (text if calls else None) or None
+    return CreateResult(
+        finish_reason="function_calls" if calls else _FINISH.get(candidate.finish_reason, "unknown"),  # type: ignore[arg-type]
+        content=calls or text,
+        usage=RequestUsage(answer.usage.prompt_tokens, len(candidate.token_ids) or answer.usage.completion_tokens),
+        cached=False,
+        thought=thought,
+    )
+
+
+def answer_of_result(result: Any) -> Answer:
+    """What a model client returned, as an answer. Raises ValueError when it is no result."""
+    if not isinstance(result, CreateResult):
+        raise ValueError(f"no CreateResult but {type(result).__name__}")
+    if isinstance(result.content, str):
+        message: dict[str, Any] = {"role": "assistant", "content": result.content}
+        if result.thought:
+            message["reasoning_content"] = result.thought
+    else:
+        message = {"role": "assistant", "content": result.thought, "tool_calls": [_call(c) for c in result.content]}
+    finish: Any = result.finish_reason
+    if finish in ("function_calls", "unknown"):
+        finish = "tool_calls" if finish == "function_calls" else "stop"
+    candidate = Candidate(
+        index=0,
+        text=str(message["content"] or ""),
+        message=message,
+        finish_reason=finish,
+    )
+    usage = {name: getattr(result.usage, name, None) for name in ("prompt_tokens", "completion_tokens")}
+    return Answer(candidates=(candidate,), usage=counts(usage, *usage))
+
+
+def part_of(texts: Sequence[str]) -> Answer | None:
+    """What a stream that was not read to its end held so far."""
+    if not texts:
+        return None
+    message = {"role": "assistant", "content": "".join(texts)}
+    cut = Candidate(index=0, text=message["content"], message=message, finish_reason="interrupted")
+    return Answer(candidates=(cut,))
+
+
+def _message(message: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(message, SystemMessage):
+        yield {"role": "system", "content": message.content}
+    elif isinstance(message, UserMessage):
+        content: Any = message.content
+        if not isinstance(content, str):
+            content = [
+                {"type": "text", "text": p} if isinstance(p, str) else dict(p.to_openai_format()) for p in content
+            ]
+        yield {"role": "user", "name": message.source, "content": content}
+    elif isinstance(message, AssistantMessage):
+        if isinstance(message.content, str):
+            yield {"role": "assistant", "content": message.content}
+        else:
+            yield {
+                "role": "assistant",
+                "content": message.thought,
+                "tool_calls": [_call(call) for call in message.content],
+            }
+    elif isinstance(message, FunctionExecutionResultMessage):
+        for result in message.content:
+            yield {"role": "tool", "tool_call_id": result.call_id, "content": result.content}
+    else:
+        raise TypeError(f"not an LLM message: {type(message).__name__}")
+
+
+def _call(call: FunctionCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _response_format(wanted: Any) -> dict[str, Any] | None:
+    if not wanted:
+        return None
+    if wanted is True:
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": wanted.__name__, "schema": wanted.model_json_schema()}}
+
+
+def _model(client: Any) -> str:
+    """The name of the model as far as the client tells it, else the name of its class."""
+    arguments = getattr(client, "_create_args", None)
+    found = arguments.get("model") if isinstance(arguments, Mapping) else getattr(client, "model", None)
+    return found if isinstance(found, str) else type(client).__name__

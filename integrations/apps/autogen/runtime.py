@@ -1,0 +1,155 @@
+"""AutoGen's core: agents that a runtime hands messages to, each in a scope of its own, named by the type of the agent.
+
+A runtime may have been started anywhere, before any episode: a message carries the episode that it was sent in. The
+messages of agentchat's teams belong to the episode of their team, whose id is the key of its members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+from autogen_core import BaseAgent, SingleThreadedAgentRuntime
+from autogen_core.tools import BaseStreamTool, BaseTool
+
+from cotune.integrations.apps.autogen.clients import ClientAttribute, lineage_of
+from cotune.integrations.apps.autogen.scopes import AutogenScope, open_scope, stepped
+from cotune.integrations.apps.patching import record_tools, replace_method
+from cotune.integrations.versions import missing_hook
+from cotune.recording.app_parts import Part, Parts
+from cotune.recording.context import current_episode, entered, recording
+from cotune.recording.recorder import LiveEpisode
+
+_HOOKS = (
+    (BaseAgent, "on_message"),
+    (SingleThreadedAgentRuntime, "send_message"),
+    (SingleThreadedAgentRuntime, "publish_message"),
+    (BaseTool, "run_json"),
+    (BaseStreamTool, "run_json_stream"),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Running:
+    """A team at work in an episode; `scope_of` gives the scope of one of its members."""
+
+    episode: LiveEpisode
+    scope_of: Callable[[Any], AutogenScope]
+
+
+_OF_TEAM = re.compile("_[0-9a-f]{8}-[0-9a-f]{4}-")
+"""In the type of a member of agentchat's teams."""
+_STOPPED = "_cotune_stopped"
+running: dict[str, Running] = {}
+"""By team id."""
+_carried: WeakValueDictionary[str, LiveEpisode] = WeakValueDictionary()
+"""By message id: the episode that it was sent in."""
+
+
+def install() -> None:
+    """Hook agents, the runtime and tools. Raises UnsupportedVersion where a hook is missing."""
+    for cls, name in _HOOKS:
+        if name not in cls.__dict__:
+            raise missing_hook("autogen-core", f"{cls.__name__}.{name}")
+    logging.getLogger(BaseAgent.__module__.partition(".")[0]).addFilter(_is_news)
+    BaseAgent._model_client = ClientAttribute()  # type: ignore[attr-defined]
+    replace_method(BaseAgent, "on_message", _on_message)
+    replace_method(SingleThreadedAgentRuntime, "send_message", _sent)
+    replace_method(SingleThreadedAgentRuntime, "publish_message", _sent)
+    record_tools(BaseTool, "run")
+    replace_method(BaseTool, "run_json", _tool)
+    replace_method(BaseStreamTool, "run_json_stream", _tool_stream)
+
+
+def _sent(original: Any) -> Any:
+    async def send(self: Any, *args: Any, message_id: str | None = None, **options: Any) -> Any:
+        episode = current_episode.get()
+        if episode is not None:
+            message_id = message_id or str(uuid.uuid4())
+            _carried[message_id] = episode
+        return await original(self, *args, message_id=message_id, **options)
+
+    return send
+
+
+def _on_message(original: Any) -> Any:
+    async def on_message(self: Any, message: Any, ctx: Any) -> Any:
+        team = running.get(self.id.key)
+        if team is not None:
+            with recording(team.episode), entered(team.scope_of(self)), _marked(team.episode):
+                return await original(self, message, ctx)
+        episode = _carried.get(ctx.message_id) or current_episode.get()
+        if episode is None:
+            return await original(self, message, ctx)
+        if episode.parts is not None:
+            _report_parts(episode.parts, self)
+        with recording(episode), entered(open_scope(self, self.id.type)), _marked(episode):
+            return await original(self, message, ctx)
+
+    return on_message
+
+
+def _report_parts(parts: Parts, agent: Any) -> None:
+    """That an agent works, and which types its runtime knows."""
+    parts.enter(agent.id.type)
+    runtime = agent.runtime
+    types = getattr(runtime, "_agent_factories", ())
+    parts.add(Part(name, "agent type", type(runtime).__name__, name) for name in types if not _OF_TEAM.search(name))
+
+
+@contextmanager
+def _marked(episode: LiveEpisode) -> Iterator[None]:
+    """Mark the cancellation of an episode that has been stopped, by Ctrl-C or its time-out: whoever stopped it says so,
+    and the runtime would log it with its traceback for each message that was handled."""
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if episode.interrupted:
+            error.__dict__[_STOPPED] = True
+        raise
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not getattr(error, _STOPPED, False)
+
+
+def _tool(original: Any) -> Any:
+    async def run_json(self: Any, args: Any, *rest: Any, **options: Any) -> Any:
+        episode = current_episode.get()
+        if episode is None:
+            return await original(self, args, *rest, **options)
+        scope = open_scope(self, self.name, part=True)
+        with entered(scope):
+            result = await original(self, args, *rest, **options)
+        _has_returned(episode, scope, rest, options)
+        return result
+
+    return run_json
+
+
+def _tool_stream(original: Any) -> Any:
+    def run_json_stream(self: Any, args: Any, *rest: Any, **options: Any) -> Any:
+        episode = current_episode.get()
+        source = original(self, args, *rest, **options)
+        if episode is None:
+            return source
+        scope = open_scope(self, self.name, part=True)
+        return stepped(scope, source, lambda _: _has_returned(episode, scope, rest, options))
+
+    return run_json_stream
+
+
+def _has_returned(episode: LiveEpisode, scope: AutogenScope, rest: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """A tool's result names the last call of the agents that ran in it."""
+    call_id = options.get("call_id") or (rest[1] if len(rest) > 1 else None)
+    if call_id and scope.last_output:
+        lineage_of(episode).answered(call_id, scope.last_output)
+        scope.last_output = None

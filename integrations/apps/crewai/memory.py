@@ -1,0 +1,22 @@
+"""CrewAI's memory asks a model of its own accord: what it asks is no agent's turn."""
+
+from __future__ import annotations
+
+from crewai.memory.unified_memory import Memory
+
+from cotune.integrations.apps.crewai.scopes import at_work, part_scope
+from cotune.integrations.apps.patching import inside
+from cotune.integrations.versions import missing_hook
+
+_METHODS = ("remember", "remember_many", "extract_memories", "recall")
+"""The asynchronous ones call these in a thread."""
+
+
+def install() -> None:
+    """Give what the memory asks the role `memory`."""
+    for name in _METHODS:
+        original = Memory.__dict__.get(name)
+        if original is None:
+            raise missing_hook("crewai", f"Memory.{name}")
+        asked = inside(original, lambda *args, **kwargs: at_work(part_scope("memory", inside=False)))
+        type.__setattr__(Memory, name, asked)

@@ -1,0 +1,112 @@
+"""CrewAI's messages, tools and results in OpenAI form, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from cotune.json_values import plain_json
+from cotune.records.answers import MALFORMED, Answer
+from cotune.records.structs import Candidate, Usage
+
+_PARTS = ("role", "content", "tool_calls", "tool_call_id", "name")
+_OPTIONS = ("temperature", "top_p", "max_tokens", "seed", "frequency_penalty", "presence_penalty", "n")
+
+
+def request_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model's `call` was called with, as the body of a chat request."""
+    messages = asked.get("messages") or []
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    body = {
+        "model": model.model,
+        "messages": [{k: plain_json(m[k]) for k in _PARTS if m.get(k) is not None} for m in messages],
+        "tools": [plain_json(tool) for tool in asked.get("tools") or ()],
+        "stream": bool(model._effective_stream()),
+        "stop": list(model.stop_sequences) or None,
+        "response_format": _schema(asked.get("response_model")),
+        **{name: getattr(model, name, None) for name in _OPTIONS},
+    }
+    return {key: value for key, value in body.items() if value is not None}
+
+
+def answer_of(value: Any) -> Answer:
+    """What a model's `call` returned, as an answer. Raises ValueError when it is nothing."""
+    if value is None or value == "" or value == []:
+        raise ValueError(f"the model returned {value!r}")
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    if isinstance(value, list):
+        broken = []
+        message["tool_calls"] = []
+        for i, one in enumerate(value):
+            try:
+                message["tool_calls"].append(_tool_call(i, one))
+            except (TypeError, AttributeError, ValueError):
+                broken.append(repr(one))
+        if broken:
+            message[MALFORMED] = {"tool_calls": broken}
+    elif isinstance(value, BaseModel):
+        message["content"] = value.model_dump_json()
+    else:
+        message["content"] = value if isinstance(value, str) else json.dumps(plain_json(value))
+    finish = "tool_calls" if "tool_calls" in message else "stop"
+    candidate = Candidate(index=0, text=message["content"] or "", message=message, finish_reason=finish)
+    return Answer(candidates=(candidate,), usage=Usage(0, 0))
+
+
+def returned(model: Any, answer: Answer, asked: Mapping[str, Any]) -> Any:
+    """The chosen candidate as what `call` returns: a text, a parsed object, tool calls, or what a tool returned."""
+    candidate = answer.candidates[answer.chosen]
+    functions = asked.get("available_functions")
+    if candidate.tool_calls and functions:
+        result = _run_tool(model, candidate.tool_calls[0], functions, asked)
+        if result is not None:
+            return result
+    elif candidate.tool_calls:
+        return [dict(tool) for tool in candidate.tool_calls]
+    text = candidate.message.get("content") or ""
+    wanted = asked.get("response_model")
+    return model._validate_structured_output(text, wanted) if wanted is not None else text
+
+
+def _run_tool(model: Any, tool: Mapping[str, Any], functions: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
+    function = tool["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        arguments = {}
+    return model._handle_tool_execution(
+        function_name=function["name"],
+        function_args=arguments,
+        available_functions=functions,
+        from_task=asked.get("from_task"),
+        from_agent=asked.get("from_agent"),
+    )
+
+
+def _tool_call(index: int, value: Any) -> dict[str, Any]:
+    """A tool call of any provider: OpenAI's objects and dicts, or a name with arguments."""
+    plain = value.model_dump() if isinstance(value, BaseModel) else value
+    raw = plain if isinstance(plain, Mapping) else {k: getattr(value, k, None) for k in ("id", "function", "name")}
+    function = raw.get("function") or raw
+    given: Any
+    if isinstance(function, Mapping):
+        name = function.get("name")
+        given = next((function[k] for k in ("arguments", "input", "args") if function.get(k) is not None), {})
+    else:
+        name, given = function.name, function.arguments
+    arguments = given if isinstance(given, str) else json.dumps(plain_json(given or {}))
+    return {
+        "id": str(raw.get("id") or raw.get("toolUseId") or f"call_{index}"),
+        "type": "function",
+        "function": {"name": str(name), "arguments": arguments},
+    }
+
+
+def _schema(model: Any) -> dict[str, Any] | None:
+    if model is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": model.__name__, "schema": model.model_json_schema()}}

@@ -1,0 +1,135 @@
+"""LangChain's messages, tools and results in OpenAI form, and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from langchain_core.exceptions import OutputParserException
+from langchain_core.messages import AIMessage, AIMessageChunk, convert_to_openai_messages
+from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, parse_tool_call
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from cotune.errors import error_text
+from cotune.json_values import plain_json
+from cotune.recording.recorder import LiveCall
+from cotune.records.answers import MALFORMED, Answer, counts
+from cotune.records.structs import Candidate
+
+
+def request_of(
+    model: Any, messages: Sequence[Any], stop: Sequence[str] | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a model's method was called with, as the body of a chat request."""
+    facts = model._get_ls_params(stop=list(stop) if stop else None)
+    body = {
+        "model": facts.get("ls_model_name") or type(model).__name__,
+        "messages": plain_json(convert_to_openai_messages(messages)),
+        "temperature": facts.get("ls_temperature"),
+        "max_tokens": facts.get("ls_max_tokens"),
+        "stop": list(stop) if stop else None,
+        **{key: plain_json(value) for key, value in options.items() if key != "tools"},
+        "tools": [plain_json(_tool(tool)) for tool in options.get("tools") or ()],
+    }
+    return {key: value for key, value in body.items() if value is not None}
+
+
+def result_of(call: LiveCall, answer: Answer) -> ChatResult:
+    """The chosen candidate as what `_generate` returns."""
+    candidate = answer.candidates[answer.chosen]
+    calls, invalid = [], []
+    for raw in candidate.tool_calls:
+        try:
+            calls.append(parse_tool_call(dict(raw), return_id=True))
+        except OutputParserException as error:
+            invalid.append(make_invalid_tool_call(dict(raw), str(error)))
+    message = AIMessage(
+        tool_calls=[c for c in calls if c],
+        invalid_tool_calls=invalid,
+        **_common(call, answer, candidate),
+    )
+    return ChatResult(generations=[ChatGeneration(message=message, generation_info=_facts(call, candidate))])
+
+
+def chunk_of(call: LiveCall, answer: Answer) -> ChatGenerationChunk:
+    """The chosen candidate as the one chunk of a stream."""
+    candidate = answer.candidates[answer.chosen]
+    message = AIMessageChunk(
+        tool_call_chunks=[
+            {
+                "name": tool["function"]["name"],
+                "args": tool["function"]["arguments"],
+                "id": tool.get("id"),
+                "index": i,
+                "type": "tool_call_chunk",
+            }
+            for i, tool in enumerate(candidate.tool_calls)
+        ],
+        **_common(call, answer, candidate),
+        chunk_position="last",
+    )
+    return ChatGenerationChunk(message=message, generation_info=_facts(call, candidate))
+
+
+def answer_of_result(result: ChatResult | list[ChatGenerationChunk]) -> Answer:
+    """What a model returned, or streamed, as an answer. Raises ValueError when there is nothing in it."""
+    if isinstance(result, list):
+        if not result:
+            raise ValueError("an empty stream")
+        try:
+            generations: Sequence[Any] = [result[0] if len(result) == 1 else result[0] + result[1:]]
+        except Exception as broken:  # noqa: BLE001 - chunks that LangChain itself cannot put together
+            return _unmerged(result, broken)
+    else:
+        generations = result.generations
+    if not generations:
+        raise ValueError("no generations")
+    return Answer(
+        candidates=tuple(_candidate(i, g) for i, g in enumerate(generations)),
+        usage=counts(getattr(generations[0].message, "usage_metadata", None), "input_tokens", "output_tokens"),
+    )
+
+
+def _unmerged(chunks: Sequence[Any], broken: Exception) -> Answer:
+    text = "".join(part for chunk in chunks if isinstance(part := chunk.message.content, str))
+    message = {"role": "assistant", "content": text, MALFORMED: {"stream": error_text(broken)}}
+    return Answer(candidates=(Candidate(index=0, text=text, message=message),))
+
+
+def _candidate(index: int, generation: Any) -> Candidate:
+    answer = generation.message
+    try:
+        message, text = plain_json(convert_to_openai_messages(answer)), str(answer.text)
+    except Exception as broken:  # noqa: BLE001 - a message that LangChain itself cannot read
+        text = answer.content if isinstance(getattr(answer, "content", None), str) else ""
+        message = {"role": "assistant", "content": text, MALFORMED: {"message": f"{type(broken).__name__}: {answer!r}"}}
+    tables = (getattr(answer, "response_metadata", None), generation.generation_info)
+    facts = {key: value for table in tables if isinstance(table, Mapping) for key, value in table.items()}
+    finish = facts.get("finish_reason") or facts.get("stop_reason")
+    if not isinstance(finish, str):
+        finish = "tool_calls" if message.get("tool_calls") else "stop"
+    return Candidate(index=index, text=text, message=message, finish_reason=finish)
+
+
+def _common(call: LiveCall, answer: Answer, candidate: Candidate) -> dict[str, Any]:
+    """What a message and a chunk have alike."""
+    read, written = answer.usage.prompt_tokens, len(candidate.token_ids)
+    more = {k: v for k, v in candidate.message.items() if k not in ("role", "content", "tool_calls") and v is not None}
+    return {
+        "content": candidate.message.get("content") or "",
+        "additional_kwargs": more,
+        "usage_metadata": {"input_tokens": read, "output_tokens": written, "total_tokens": read + written},
+        "response_metadata": _facts(call, candidate),
+    }
+
+
+def _facts(call: LiveCall, candidate: Candidate) -> dict[str, Any]:
+    return {"finish_reason": candidate.finish_reason, "model_name": call.model}
+
+
+def _tool(tool: Any) -> Any:
+    with contextlib.suppress(ValueError, TypeError):
+        return convert_to_openai_tool(tool)
+    return tool

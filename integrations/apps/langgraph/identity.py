@@ -1,0 +1,216 @@
+"""LangGraph and LangChain: who makes a call, from the tree of runs that their callback managers report.
+
+A role is the path of the nodes around the call, from the innermost named agent or the outermost graph. Nodes that
+prebuilt agents bring along (`model`, `agent`, `tools`) give way to the name of their agent or of the node around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from uuid import uuid4
+
+from langchain_core.runnables.config import var_child_runnable_config
+
+from cotune.integrations.apps.langchain.callbacks import on_end, on_start
+from cotune.integrations.apps.langchain.middleware import current_middleware
+from cotune.integrations.apps.langgraph.graphs import starting
+from cotune.integrations.apps.langgraph.run_tree import GraphRun, is_nameless, nameless, nodes_of, role_of
+from cotune.recording.app_parts import Part, Parts
+from cotune.recording.context import current_caller, current_episode, current_scope, scope_finders
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveEpisode
+from cotune.recording.shared_roles import place_here
+
+NAME = "langgraph"
+_MESSAGE_ID = len("lc_run--") + 36
+"""Length of the part of a message id that names the run; a number follows it in some versions of the message."""
+
+
+class _Runs:
+    """Runs in progress of one episode, who makes its model calls in flight, and message ids that name no run.
+
+    Runs go by the integer of their UUID: the hash of a UUID itself is a Python function, asked for at every look.
+    """
+
+    __slots__ = ("callers", "outputs", "runs")
+
+    def __init__(self) -> None:
+        self.runs: dict[int, GraphRun] = {}
+        self.callers: dict[int, CallerContext] = {}
+        self.outputs: dict[str, str] = {}
+        """Output ids of calls, by the message id that a provider gave the answer."""
+
+
+def install() -> None:
+    """Follow the runs inside episodes; find the node of calls that no model announces. Raises UnsupportedVersion."""
+    on_start("on_chain_start", _chain_starts)
+    on_start("on_tool_start", _tool_starts)
+    on_start("on_retriever_start", _retriever_starts)
+    on_start("on_chat_model_start", _model_starts)
+    for kind in ("chain", "tool", "retriever"):
+        on_end(f"on_{kind}_end", _run_ends)
+        on_end(f"on_{kind}_error", _run_ends)
+    on_end("on_llm_end", _model_ends)
+    on_end("on_llm_error", _done)
+    scope_finders.append(_node_scope)
+
+
+def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
+    """Run a compiled graph on an input, each time as a thread of its own; None for what is no compiled graph."""
+    if isinstance(app, type) or not hasattr(app, "ainvoke") or not hasattr(app, "get_state"):
+        return None
+
+    def run(given: Any) -> Awaitable[Any]:
+        thread = {"thread_id": str(uuid4())}
+        # LangGraph adds the id to the metadata itself, but into a ChainMap that is slow at every merge.
+        awaited: Awaitable[Any] = app.ainvoke(given, {"configurable": thread, "metadata": dict(thread)})
+        return awaited
+
+    return run
+
+
+def _runs(episode: LiveEpisode) -> _Runs:
+    runs: _Runs = episode.notes.get(NAME) or episode.notes.setdefault(NAME, _Runs())
+    return runs
+
+
+def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    known = _runs(episode)
+    graph = starting.get()
+    if graph is not None:
+        starting.set(None)
+    inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+    name = kwargs.get("name") if graph is None else graph.name
+    started = known.runs[run.run_id.int] = GraphRun.chain(
+        _parent(known, run), name, run.metadata, inputs, current_middleware.get()
+    )
+    if graph is not None and started.parent is None and is_nameless(graph.name):
+        started.nameless = (graph, place_here())
+    if episode.parts is not None:
+        _report_parts(episode.parts, started, graph)
+
+
+def _report_parts(parts: Parts, run: GraphRun, graph: Any) -> None:
+    if run.kind == "node":
+        parts.enter(role_of(run))
+    if graph is not None:
+        parts.add(Part(role, "node", graph.name, name) for role, name in nodes_of(graph, run))
+
+
+def _tool_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    known = _runs(episode)
+    serialized = args[0] if args else kwargs.get("serialized")
+    name = kwargs.get("name") or (serialized or {}).get("name")
+    known.runs[run.run_id.int] = GraphRun.tool(_parent(known, run), name, run.metadata, current_middleware.get())
+
+
+def _retriever_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    known = _runs(episode)
+    known.runs[run.run_id.int] = GraphRun.chain(_parent(known, run), "", run.metadata, None, current_middleware.get())
+
+
+def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    _runs(episode).runs.pop(run.run_id.int, None)
+
+
+def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    known = _runs(episode)
+    made = GraphRun.model(_parent(known, run), run.metadata, current_middleware.get())
+    read = []
+    for message in args[1][0]:
+        name = message.id
+        if name and name.startswith("lc_run--"):
+            read.append(name[:_MESSAGE_ID])
+        elif name and name in known.outputs:
+            read.append(known.outputs[name])
+    output = f"lc_run--{run.run_id}"
+    caller = _entered_within(made)
+    if caller is None:
+        caller = CallerContext(role_of(made), NAME, state=made.state, read=tuple(read), output=output)
+        caller.nameless = nameless(made)
+    else:
+        caller.read, caller.output = (*caller.read, *read), output
+    caller.checkpoint = _checkpoint(var_child_runnable_config.get())
+    known.callers[run.run_id.int] = caller
+    current_caller.set(caller)
+
+
+def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    caller = _done(episode, run, args, kwargs)
+    if caller is None:
+        return
+    response = args[0] if args else kwargs["response"]
+    for generation in response.generations[0]:
+        name = getattr(getattr(generation, "message", None), "id", None)
+        if name and not name.startswith("lc_run--"):
+            _runs(episode).outputs[name] = str(caller.output)
+    if not caller.calls:
+        episode.warn(
+            "unseen_call",
+            f"A chat model answered role {caller.role!r} without a call that can be recorded: from LangChain's cache "
+            "or by a client of its own. Switch the cache off while recording.",
+        )
+
+
+def _done(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallerContext | None:
+    # Where a model runs in a context of its own, resetting the ContextVar would be lost.
+    caller: CallerContext | None = _runs(episode).callers.pop(run.run_id.int, None)
+    if caller is not None:
+        caller.done = True
+    return caller
+
+
+def _parent(known: _Runs, run: Any) -> GraphRun | None:
+    """The run that a new one belongs to: the one it names, or where the application replaced its callbacks, the one
+    whose code runs here."""
+    named = known.runs.get(run.parent_run_id.int) if run.parent_run_id else None
+    return named or _here(known, var_child_runnable_config.get())
+
+
+def _here(known: _Runs, config: Any) -> GraphRun | None:
+    """The run whose code runs here."""
+    run_id = getattr((config or {}).get("callbacks"), "parent_run_id", None)
+    return known.runs.get(run_id.int) if run_id else None
+
+
+def _node_scope() -> CallerContext | None:
+    """The node around a call that no chat model announces: the plain SDK, or a model called in a tool."""
+    episode = current_episode.get()
+    config = var_child_runnable_config.get()
+    if episode is None or not config:
+        return None
+    run = GraphRun.model(_here(_runs(episode), config), config.get("metadata") or {}, current_middleware.get())
+    role = role_of(run)
+    if role == "app":
+        return None
+    found = CallerContext(role, NAME, state=run.state, scope_id=_node_of(run), checkpoint=_checkpoint(config))
+    found.nameless = nameless(run)
+    return found
+
+
+def _checkpoint(config: Any) -> tuple[str, str, str] | None:
+    """Thread, checkpoint of the outermost graph, and namespace of the node whose code runs here."""
+    known = (config or {}).get("configurable") or {}
+    checkpoint = (known.get("checkpoint_map") or {}).get("")
+    if not checkpoint or not known.get("__pregel_checkpointer") or not known.get("thread_id"):
+        return None
+    return str(known["thread_id"]), checkpoint, str(known.get("checkpoint_ns") or "")
+
+
+def _entered_within(run: GraphRun) -> CallerContext | None:
+    """Who is at work in a scope of another framework (a crew's agent) that was entered inside a model call's node."""
+    scope = current_scope.get()
+    if scope is None:
+        return None
+    here, node = _node_scope(), _node_of(run)
+    if (here.scope_id if here else None) != node or node not in (None, scope.found):
+        return None
+    return scope.caller()
+
+
+def _node_of(run: GraphRun | None) -> str | None:
+    """The innermost execution of a node around a run, by its namespace."""
+    while run is not None and run.kind != "node":
+        run = run.parent
+    return run.space if run else None

@@ -1,0 +1,136 @@
+"""The OpenAI Agents SDK: each turn's model names its agent, and a model that a tool calls is the tool's.
+
+Requests are recorded and answered on the wire, by the OpenAI SDK's integration. The SDK's own tracing is not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from cotune.integrations.apps.agent_state import AgentState
+from cotune.integrations.apps.patching import inside, step_inside
+from cotune.integrations.versions import missing_hook
+from cotune.recording.app_parts import Part, Parts
+from cotune.recording.context import Scope, called_by, current_episode, entered
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveEpisode
+
+NAME = "openai-agents"
+_INVOKE = ("_invoke_function_tool_with_metadata", "invoke_function_tool")
+"""What runs a function tool, by the SDK's age: the newer first."""
+
+
+@dataclass(slots=True, eq=False)
+class ToolScope(Scope):
+    """A function tool at work, which may call a model itself."""
+
+    agent: Any
+    name: str
+
+    def caller(self) -> CallerContext:
+        return CallerContext(f"{_name(self.agent)}/{self.name}", NAME, state=AgentState(self.agent))
+
+
+def install() -> None:
+    """Hook the run loop's models and tools. Raises UnsupportedVersion where a hook is missing."""
+    from agents.run_internal import run_loop, tool_execution
+
+    if not callable(getattr(run_loop, "get_model", None)):
+        raise missing_hook(NAME, "run_loop.get_model")
+    invoke = next((name for name in _INVOKE if callable(getattr(tool_execution, name, None))), None)
+    if invoke is None:
+        raise missing_hook(NAME, f"tool_execution.{_INVOKE[-1]}")
+    run_loop.get_model = _get_model(run_loop.get_model)
+    setattr(tool_execution, invoke, _invoked(getattr(tool_execution, invoke)))
+
+
+def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
+    """Run an agent on an input; None for what is no agent, such as an object of another package named `agents`."""
+    if "agents.run_internal" not in sys.modules:
+        return None
+    from agents import Agent, Runner
+
+    return functools.partial(Runner.run, app) if isinstance(app, Agent) else None
+
+
+class AgentModel:
+    """Stands for a model inside an episode, on behalf of an agent; in everything else it is that model."""
+
+    __slots__ = ("_cotune_agent", "_cotune_model")
+
+    def __init__(self, model: Any, agent: Any) -> None:
+        self._cotune_model = model
+        self._cotune_agent = agent
+
+    async def get_response(self, *args: Any, **options: Any) -> Any:
+        """Ask the model, in the agent's name."""
+        caller = _caller(self._cotune_agent)
+        with called_by(caller):
+            response = await self._cotune_model.get_response(*args, **options)
+        _has_answered(caller)
+        return response
+
+    async def stream_response(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        """Ask the model for a stream, in the agent's name at each step."""
+        caller = _caller(self._cotune_agent)
+        source = self._cotune_model.stream_response(*args, **options)
+        async with aclosing(step_inside(lambda: called_by(caller), source)) as events:
+            async for event in events:
+                yield event
+        _has_answered(caller)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._cotune_model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cotune_model, name)
+
+
+def _get_model(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_model(agent: Any, *args: Any, **options: Any) -> Any:
+        model, episode = original(agent, *args, **options), current_episode.get()
+        if episode is None:
+            return model
+        if episode.parts is not None:
+            _report_parts(episode.parts, agent)
+        return AgentModel(model, agent)
+
+    return get_model
+
+
+def _report_parts(parts: Parts, agent: Any) -> None:
+    """That an agent works, and which ones it may hand over to."""
+    name = _name(agent)
+    parts.enter(name)
+    others = [str(getattr(other, "agent_name", None) or _name(other)) for other in getattr(agent, "handoffs", ())]
+    parts.add(Part(other, "agent", name, other) for other in others)
+
+
+def _invoked(original: Any) -> Any:
+    def context(*, function_tool: Any, context: Any, **_: Any) -> AbstractContextManager[None]:
+        return entered(ToolScope(getattr(context, "agent", None), function_tool.name))
+
+    return inside(original, context)
+
+
+def _caller(agent: Any) -> CallerContext:
+    return CallerContext(_name(agent), NAME, state=AgentState(agent))
+
+
+def _name(agent: Any) -> str:
+    return str(getattr(agent, "name", None) or "app")
+
+
+def _has_answered(caller: CallerContext) -> None:
+    caller.done = True
+    episode: LiveEpisode | None = current_episode.get()
+    if episode is not None and not caller.calls:
+        text = f"A model answered agent {caller.role!r} without a request of the OpenAI SDK: that is not recorded."
+        episode.warn("unseen_call", text)

@@ -1,0 +1,283 @@
+"""Chat completions in OpenAI form, whole and as server-sent events: an answer as one, and one as an answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from itertools import starmap
+from typing import Any
+
+import msgspec
+
+from cotune.errors import SamplerError
+from cotune.integrations.apps.openai.token_logprobs import shown_of, token_logprobs
+from cotune.recording.recorder import LiveCall
+from cotune.records.answers import MALFORMED, Answer, counts
+from cotune.records.structs import Candidate
+
+
+def completion_of(call: LiveCall, answer: Answer) -> dict[str, Any]:
+    """The body for an answer: the chosen candidate first, then others up to the `n` that the application asked for.
+
+    The model name is the one asked for. Raises SamplerError when there are fewer candidates than `n`.
+    """
+    shown = _choices(call, answer)
+    completion = {
+        "id": f"chatcmpl-{call.id}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": call.model,
+        "choices": [_choice(call, i, candidate) for i, candidate in enumerate(shown)],
+        "usage": _usage(answer, shown),
+    }
+    if call.params.get("return_token_ids"):
+        completion["prompt_token_ids"] = list(answer.prompt_ids)
+    return completion
+
+
+def _choices(call: LiveCall, answer: Answer) -> list[Candidate]:
+    """The chosen candidate, then others up to the `n` that was asked for. Raises SamplerError when there are fewer."""
+    asked = int(call.params.get("n") or 1)
+    if len(answer.candidates) < asked:
+        raise SamplerError(
+            f"The application asked for n = {asked} choices and {len(answer.candidates)} were sampled.",
+            "Ask for fewer choices.",
+        )
+    others = [c for c in answer.candidates if c.index != answer.candidates[answer.chosen].index]
+    return [answer.candidates[answer.chosen], *others][:asked]
+
+
+def _choice(call: LiveCall, index: int, candidate: Candidate) -> dict[str, Any]:
+    message = {"role": "assistant", "content": None, **candidate.message}
+    choice = {"index": index, "message": message, "finish_reason": candidate.finish_reason, "logprobs": None}
+    if call.params.get("logprobs"):
+        choice["logprobs"] = {"content": token_logprobs(candidate), "refusal": None}
+    if call.params.get("return_token_ids"):
+        choice["token_ids"] = list(candidate.token_ids)
+    return choice
+
+
+def _usage(answer: Answer, shown: list[Candidate]) -> dict[str, int]:
+    """Counts as the application would pay for them: only of the choices it gets."""
+    completion = sum(len(c.token_ids) for c in shown) or answer.usage.completion_tokens
+    prompt = answer.usage.prompt_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def answer_of(completion: Any) -> Answer:
+    """The answer in a provider's body, with token ids and log-probabilities where it has them (as vLLM does).
+
+    What is mistyped in it is left to the recorder. Raises ValueError when the body has no list of choices.
+    """
+    choices = completion.get("choices") if isinstance(completion, dict) else None
+    if not choices or not isinstance(choices, list):
+        raise ValueError("no choices")
+    return Answer(
+        candidates=tuple(starmap(_candidate, enumerate(choices))),
+        prompt_ids=several(completion.get("prompt_token_ids")),
+        usage=counts(completion.get("usage"), "prompt_tokens", "completion_tokens"),
+    )
+
+
+def several(value: Any) -> tuple[Any, ...]:
+    """The items of a list; what is none is one item, so that the recorder refuses it."""
+    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+
+
+def _candidate(index: int, choice: Any) -> Candidate:
+    message = choice.get("message") if isinstance(choice, dict) else None
+    if not isinstance(message, dict):
+        return Candidate(index=index, text="", message={MALFORMED: {"choice": choice}})
+    content = message.get("content")
+    token_ids = several(choice.get("token_ids"))
+    given = choice.get("logprobs") or {}
+    items = several(given.get("content")) if isinstance(given, dict) else (given,)
+    logprobs: Any = tuple([item.get("logprob") if isinstance(item, dict) else None for item in items])
+    return Candidate(
+        index=index,
+        text=content if isinstance(content, str) else "",
+        message={key: value for key, value in message.items() if value is not None or key == "content"},
+        token_ids=token_ids,
+        logprobs=logprobs if not token_ids or len(token_ids) == len(logprobs) else (),
+        finish_reason=choice.get("finish_reason") or "stop",
+        shown=shown_of(items, token_ids),
+    )
+
+
+DONE = b"data: [DONE]\n\n"
+MOST_PARTS = 4096
+"""Choices of a stream, and tool calls of a choice, are numbered below it; a higher number is a fault of the sender."""
+
+
+def to_stream(completion: Mapping[str, Any], *, usage: bool) -> bytes:
+    """The events of a `chat.completion` object; `usage` adds the chunk that `stream_options.include_usage` asks for."""
+    base = {
+        "id": completion["id"],
+        "object": "chat.completion.chunk",
+        "created": completion["created"],
+        "model": completion["model"],
+    }
+    made = [{**base, "choices": [part]} for choice in completion["choices"] for part in _parts(choice)]
+    if "prompt_token_ids" in completion:
+        made[0]["prompt_token_ids"] = completion["prompt_token_ids"]
+    if usage:
+        made.append({**base, "choices": [], "usage": completion.get("usage")})
+    return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in made) + DONE
+
+
+def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    index, message = choice["index"], choice["message"]
+    first = {"role": "assistant", "content": "" if message.get("content") is not None else None}
+    yield {"index": index, "delta": first, "finish_reason": None}
+    fields = {k: v for k, v in message.items() if k not in ("role", "tool_calls") and v is not None}
+    extra = {k: choice[k] for k in ("logprobs", "token_ids") if choice.get(k) is not None}
+    if fields or extra:
+        yield {"index": index, "delta": fields, "finish_reason": None, **extra}
+    for position, tool in enumerate(message.get("tool_calls") or []):
+        yield {"index": index, "delta": {"tool_calls": [{"index": position, **tool}]}, "finish_reason": None}
+    yield {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}
+
+
+def from_stream(raw: bytes) -> dict[str, Any] | None:
+    """The completion that a stream of events adds up to; None when it was not read to its end.
+
+    Raises ValueError for events that are not JSON, and for an error event.
+    """
+    completion: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    done = False
+    for data in events(raw):
+        if data == b"[DONE]":
+            done = True
+            break
+        _take(_decode(data), completion, choices)
+    finished = bool(choices) and all(choice["finish_reason"] for choice in choices.values())
+    if not (done or finished):
+        return None
+    completion["choices"] = [_whole(choices[index]) for index in sorted(choices)]
+    return completion
+
+
+def part_of_stream(raw: bytes) -> dict[str, Any] | None:
+    """The completion as far as the sound events of a broken or half-read stream tell it; None where they tell nothing.
+
+    A choice without its end has the finish reason `interrupted`.
+    """
+    completion: dict[str, Any] = {}
+    choices: dict[int, dict[str, Any]] = {}
+    for data in events(raw[: raw.rfind(b"\n") + 1]):
+        try:
+            _take(_decode(data), completion, choices)
+        except (ValueError, TypeError, AttributeError, KeyError):
+            continue
+    if not any(len(choice["message"]) > 2 or choice["message"]["content"] for choice in choices.values()):
+        return None
+    completion["choices"] = [
+        {**_whole(choices[index]), "finish_reason": choices[index]["finish_reason"] or "interrupted"}
+        for index in sorted(choices)
+    ]
+    return completion
+
+
+def events(raw: bytes) -> Iterator[bytes]:
+    """The data of each event of a stream that has one line of it."""
+    for line in raw.replace(b"\r\n", b"\n").split(b"\n"):
+        if line.startswith(b"data:"):
+            yield line[5:].strip()
+
+
+def grow(fields: dict[str, Any], name: str, more: Any) -> None:
+    """Append to a text. Raises TypeError for what is none."""
+    text = fields.pop(name, None)  # with one reference left, Python appends in place: a stream costs its length
+    if text is None:
+        text = more
+    elif isinstance(more, str):
+        text += more
+    fields[name] = text
+    if not isinstance(more, str):
+        raise TypeError(f"{name} is of type {type(more).__name__}")
+
+
+def number(part: Mapping[str, Any], name: str) -> int:
+    """The index in a part of a stream, 0 where there is none. Raises ValueError for what is none."""
+    index = part.get(name) or 0
+    if type(index) is not int or not 0 <= index < MOST_PARTS:
+        raise ValueError(f"{name} is {str(index)[:20]}, no whole number below {MOST_PARTS}")
+    return index
+
+
+def _take(event: Mapping[str, Any], completion: dict[str, Any], choices: dict[int, dict[str, Any]]) -> None:
+    for key in ("id", "model", "created", "usage", "prompt_token_ids"):
+        if event.get(key) is not None:
+            completion[key] = event[key]
+    for part in event.get("choices") or []:
+        index = number(part, "index")
+        empty = {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
+        _add(choices.setdefault(index, empty), part)
+
+
+def _decode(data: bytes) -> dict[str, Any]:
+    event = msgspec.json.decode(data)
+    if not isinstance(event, dict):
+        raise ValueError(f"event {event!r} is no object")
+    if event.get("error"):
+        raise ValueError(f"error event: {event['error']}")
+    return event
+
+
+def _whole(choice: dict[str, Any]) -> dict[str, Any]:
+    """The choice with its tool calls in a list: while it grows they are by number, of which a stream may skip some."""
+    tools = choice["message"].get("tool_calls")
+    if tools is not None:
+        choice["message"]["tool_calls"] = [tools[position] for position in sorted(tools)]
+    return choice
+
+
+def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
+    choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
+    if part.get("token_ids"):
+        choice.setdefault("token_ids", []).extend(part["token_ids"])
+    if part.get("logprobs"):
+        content = choice.setdefault("logprobs", {"content": []})["content"]
+        content.extend(part["logprobs"].get("content") or [])
+    message = choice["message"]
+    for key, value in (part.get("delta") or {}).items():
+        if key == "tool_calls":
+            for tool in value or []:
+                _add_tool(message.setdefault("tool_calls", {}), tool)
+        elif key == "content" and not isinstance(value, str | list | None):
+            raise TypeError(f"content is of type {type(value).__name__}")
+        elif value is not None and key != "role":
+            _join(message, key, value)
+
+
+def _join(fields: dict[str, Any], key: str, more: Any) -> None:
+    """Let a field grow: texts and lists are appended, objects field by field; any other value replaces.
+
+    Raises TypeError for what would replace a text.
+    """
+    so_far = fields.get(key)
+    if so_far and isinstance(so_far, str):
+        grow(fields, key, more)
+    elif isinstance(so_far, list) and isinstance(more, list):
+        so_far.extend(more)
+    elif isinstance(so_far, dict) and isinstance(more, dict):
+        for name, value in more.items():
+            if value is not None:
+                _join(so_far, name, value)
+    else:
+        fields[key] = more
+
+
+def _add_tool(tools: dict[int, dict[str, Any]], part: Mapping[str, Any]) -> None:
+    if part.get("index") is not None:
+        position = number(part, "index")
+    else:  # some providers number no calls: an id begins one
+        position = max(tools, default=-1) + (1 if part.get("id") or not tools else 0)
+    function = part.get("function") or {}
+    if position not in tools:
+        tools[position] = {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
+    tool = tools[position]
+    tool["id"] = part.get("id") or tool["id"]
+    for name in ("name", "arguments"):
+        grow(tool["function"], name, function.get(name) or "")

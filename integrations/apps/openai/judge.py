@@ -1,0 +1,278 @@
+"""A judge: a model that ranks candidates of one prompt, or episodes of one task, where no function can score them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from cotune.errors import ConfigError, JudgeError, SamplerError
+from cotune.integrations.apps.openai.judge_endpoint import Endpoint, Limits, Passing
+from cotune.judging.episodes import FinishedEpisode, Ranking
+from cotune.judging.ledger import Ledger, run_folder
+from cotune.judging.question import AGAIN, Question, Unusable, question, values
+from cotune.judging.shown import shown_message, shown_messages, shown_tools
+from cotune.recording.context import judging
+from cotune.recording.model_calls import ask_async
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveCall, LiveEpisode
+from cotune.records.ids import address, canonical
+from cotune.records.structs import Candidate
+from cotune.sampling.scoring import Call
+
+log = logging.getLogger("cotune")
+
+Ask = Callable[[Mapping[str, Any]], Awaitable[str]]
+"""Answers a chat request with a text; raises Passing or JudgeError."""
+
+
+class Judge(Ranking):
+    """Ranks siblings with a model, in one request for all of them: a scorer for `@solve.scorer(role, group=True)`, or,
+    for the episodes of a task, a judge for `@solve.judge`.
+
+    The reward of each, named `name`, is the share of its siblings that it is better than, equal ones counted half: 1
+    for the best, 0 for the last. Episodes that the policy failed are siblings too, and all others are better. Equal
+    answers get equal rewards without being told apart. An answer that cannot be used, and a request that fails or takes
+    too long, is asked again once; else the siblings get no reward and are left out, counted. Answers are kept by
+    content in the run folder, and never asked for twice.
+
+    ```python
+    rubric = "Prefer the reply that answers the question, then the shorter one."
+    solve.scorer("writer", group=True)(cotune.Judge(model="gpt-4o-mini", rubric=rubric, max_calls=1000))
+    ```
+    """
+
+    def __init__(
+        self,
+        *,
+        rubric: str,
+        model: str | None = None,
+        role: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        name: str = "judge",
+        passes: int = 1,
+        seed: int = 0,
+        max_calls: int | None = None,
+        max_cost: float | None = None,
+        price: tuple[float, float] | None = None,
+        concurrency: int = 8,
+        timeout: float = 60.0,
+        max_tokens: int = 1024,
+        params: Mapping[str, Any] | None = None,
+        reason: bool = True,
+        structured: bool = True,
+        folder: str | Path | None = None,
+    ) -> None:
+        """Either `model`, at an OpenAI-compatible endpoint, or `role`, played by a policy of the run.
+
+        Args:
+            rubric: what makes an answer better than another, in words.
+            model: name of the model at `base_url`; like `api_key` that is the OpenAI SDK's own where it is None.
+            role: name of a role: its requests are calls of the episode, or of one of their own where it judges whole
+                episodes, recorded and, with a policy, trained like any.
+            name: of the reward.
+            passes: requests per group: the second shows the siblings in reversed order, and so on in pairs; rewards are
+                their mean.
+            seed: of the order in which siblings are shown.
+            max_calls: most requests of a run.
+            max_cost: most that a run's requests may cost, at `price`. A request that could pass it is not sent.
+            price: of a million prompt tokens and of a million completion tokens.
+            concurrency: most requests at once, in each process.
+            timeout: seconds until a request counts as failed.
+            max_tokens: most tokens of an answer.
+            params: more of the request, such as `reasoning_effort`, or another `temperature` than 0.
+            reason: whether the judge says why before it ranks, which helps most models and costs a sentence.
+            structured: whether a JSON schema is asked for (`response_format`); some endpoints know none.
+            folder: where answers and costs are kept, to share them between runs; without it the run's own folder, or
+                this object's memory outside a run.
+
+        Raises ConfigError for what does not fit.
+        """
+        _check(rubric, model, role, price, max_cost)
+        for field, number in {"passes": passes, "max_tokens": max_tokens}.items():
+            if number < 1:
+                raise ConfigError(f"Judge.{field}", number, "1 or more")
+        if role is not None and (max_calls, max_cost, price, base_url, api_key) != (None,) * 5:
+            fields = "max_calls, max_cost, price, base_url and api_key"
+            raise ConfigError("Judge.role", role, f"given without {fields}: a policy of the run answers")
+        self.rubric = rubric
+        self.model = model
+        self.role = role
+        self.name = name
+        self.passes = passes
+        self.seed = seed
+        self._body = {"model": model or role, "temperature": 0, "max_tokens": max_tokens, **(params or {})}
+        if "max_completion_tokens" in self._body:
+            del self._body["max_tokens"]
+        self._reason = reason
+        self._structured = structured
+        self._folder = None if folder is None else Path(folder).absolute()
+        self._memory = Ledger(None)
+        self._place = base_url
+        self.key = f"{name}:{model or role}:{address(canonical([base_url, rubric]))[:8]}"
+        """What its answers and costs are kept under."""
+        limits = Limits(
+            max_calls=max_calls,
+            max_cost=max_cost,
+            price=price or (0.0, 0.0),
+            concurrency=concurrency,
+            timeout=timeout,
+        )
+        self._endpoint = Endpoint(self.key, str(self), base_url, api_key, limits)
+
+    def __str__(self) -> str:
+        return f"The judge {self.model or self.role}"
+
+    @overload
+    async def __call__(
+        self, of: Sequence[Candidate], call: Call, task: Any, /
+    ) -> Sequence[Mapping[str, float] | None]: ...
+    @overload
+    async def __call__(self, of: Sequence[FinishedEpisode], task: Any, /) -> Sequence[Mapping[str, float] | None]: ...
+    async def __call__(self, of: Sequence[Any], *about: Any) -> Sequence[Mapping[str, float] | None]:
+        """Rewards of candidates of a call, or of episodes of a task; none for a single one. Raises JudgeError."""
+        if len(about) == 2:
+            return await self._of_siblings(of, about[0])
+        shared, entries = canonical(about[0]).decode(), [episode.transcript for episode in of]
+        return await self._judged(shared, entries, "attempts at one task", judging.get())
+
+    async def _of_siblings(self, candidates: Sequence[Candidate], call: Call) -> Sequence[Mapping[str, float] | None]:
+        shared = "\n\n".join(filter(None, [shown_messages(call.messages), shown_tools(call.tools)]))
+        entries = [shown_message(candidate.message or {"content": candidate.text}) for candidate in candidates]
+        what = "answers to one request"
+        live = call.episode if isinstance(call, LiveCall) else None
+        return await self._judged(shared, entries, what, live)
+
+    async def _judged(
+        self, shared: str, entries: Sequence[str], what: str, episode: LiveEpisode | None
+    ) -> Sequence[Mapping[str, float] | None]:
+        if episode is not None and episode.offline:
+            return await self._made_up(shared, entries, what, episode)
+        return await self._rewards(shared, entries, what, self._ask(episode))
+
+    async def _rewards(
+        self, shared: str, entries: Sequence[str], what: str, ask: Ask
+    ) -> Sequence[Mapping[str, float] | None]:
+        if len(entries) < 2:
+            return [None] * len(entries)
+        distinct = list(dict.fromkeys(entries))
+        if len(distinct) == 1:
+            return [{self.name: 0.5}] * len(entries)
+        questions = [self._question(shared, distinct, what, turn) for turn in range(self.passes)]
+        found = await asyncio.gather(*(self._tiers(asked, ask) for asked in questions), return_exceptions=True)
+        places = [[i for i, entry in enumerate(entries) if entry == other] for other in distinct]
+        ranked = []
+        for tiers in found:
+            if isinstance(tiers, BaseException):
+                self._ledger.count(self.key, "dropped")
+                raise tiers
+            ranked.append(values([[i for entry in tier for i in places[entry]] for tier in tiers]))
+        return [{self.name: sum(of) / self.passes} for of in zip(*ranked, strict=True)]
+
+    async def _tiers(self, asked: Question, ask: Ask) -> list[list[int]]:
+        """What the judge says of a question; from what it has said before, where it has. Raises JudgeError."""
+        ledger = self._ledger
+        body = self._request(asked)
+        key = address(canonical([self._place, body]))
+        kept = ledger.answer(key) if self.role is None else None
+        if kept is not None:
+            ledger.count(self.key, "cached")
+            return asked.tiers(kept)
+        fault = ""
+        for attempt in range(2):
+            if attempt:
+                ledger.count(self.key, "asked_again")
+            try:
+                text = await ask(body)
+                tiers = asked.tiers(text)
+            except Passing as error:
+                fault = str(error)
+            except Unusable as error:
+                fault = f"its answer cannot be used: {error}"
+                correction = {"role": "user", "content": AGAIN.format(fault=error)}
+                body["messages"] = [*asked.messages, {"role": "assistant", "content": text}, correction]
+            else:
+                if self.role is None:
+                    ledger.keep(key, self.key, asked.answer(tiers))
+                return tiers
+        raise JudgeError(f"{self} was asked twice in vain: {fault}.", "See docs/how-to/judges.md.")
+
+    def _ask(self, episode: LiveEpisode | None) -> Ask:
+        if self.role is None:
+            ledger = self._ledger
+            return lambda body: self._endpoint.ask(body, ledger)
+        if episode is None or episode.responder is None:
+            raise JudgeError(
+                f"{self} is a role of the run, and there is no run whose policy plays it.",
+                "Give it a model and base_url: `cotune serve` serves a run's policies.",
+            )
+        return lambda body: self._ask_role(episode, body)
+
+    async def _ask_role(self, episode: LiveEpisode, body: Mapping[str, Any]) -> str:
+        """Ask the policy of the judge's role: a call of the episode, recorded like any."""
+        assert self.role is not None
+        made = episode.start(CallerContext(self.role, "judge", given=True), body)
+        try:
+            answer = await ask_async(made)
+        except SamplerError as error:
+            raise JudgeError(f"{self} gave no answer: {error}") from error
+        if answer is None:
+            made.fail("error", "no policy plays the judge")
+            raise JudgeError(
+                f"{self} is a role that is left to the application's provider.",
+                "Give it a policy, or a model instead of a role.",
+            )
+        return answer.candidates[answer.chosen].text
+
+    async def _made_up(
+        self, shared: str, entries: Sequence[str], what: str, episode: LiveEpisode
+    ) -> Sequence[Mapping[str, float] | None]:
+        """Rewards in a dry run, which contacts nobody: the calls of a role are made, and what they say is ignored."""
+        if len(entries) < 2:
+            return [None] * len(entries)
+        if self.role is not None:
+            asked = self._question(shared, list(dict.fromkeys(entries)), what, 0)
+            await self._ask_role(episode, self._request(asked))
+        order = random.Random(address(shared.encode())).sample(range(len(entries)), len(entries))
+        return [{self.name: value} for value in values([[i] for i in order])]
+
+    def _question(self, shared: str, entries: Sequence[str], what: str, turn: int) -> Question:
+        return question(self.rubric, shared, entries, what=what, seed=self.seed, turn=turn, reason=self._reason)
+
+    def _request(self, asked: Question) -> dict[str, Any]:
+        form = {"response_format": asked.response_format(reason=self._reason)} if self._structured else {}
+        return {**self._body, "messages": asked.messages, **form}
+
+    @property
+    def _ledger(self) -> Ledger:
+        folder = self._folder or run_folder.get()
+        if folder is None:
+            return self._memory
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            if folder != self._folder:
+                log.warning(
+                    "%s is not shared with this machine: a judge keeps answers and caps of its own here.", folder
+                )
+        return Ledger(folder)
+
+
+def _check(
+    rubric: str,
+    model: str | None,
+    role: str | None,
+    price: tuple[float, float] | None,
+    max_cost: float | None,
+) -> None:
+    if not isinstance(rubric, str) or not rubric.strip():
+        raise ConfigError("Judge.rubric", rubric, "a text that says what makes an answer better")
+    if (model is None) == (role is None):
+        raise ConfigError("Judge.model", model, "given where role is not", "Name a model, or a role of the run.")
+    if price is not None and (len(price) != 2 or not all(number >= 0 for number in price)):
+        raise ConfigError("Judge.price", price, "prices of a million prompt and completion tokens, such as (0.15, 0.6)")
+    if max_cost is not None and price is None:
+        raise ConfigError("Judge.max_cost", max_cost, "given with price", "For example: price=(0.15, 0.6).")

@@ -1,0 +1,271 @@
+"""Response objects of the Responses API, whole and as events: an answer as one, and one as an answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.apps.openai.completions import events, grow, number, several
+from cotune.integrations.apps.openai.responses import messages_of, readable, text_of
+from cotune.integrations.apps.openai.token_logprobs import shown_of, token_logprobs
+from cotune.recording.recorder import LiveCall
+from cotune.records.answers import MALFORMED, Answer, counts
+from cotune.records.structs import Candidate, ShownToken
+from cotune.sampling.request_params import asks_logprobs
+
+_ECHOED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+"""Fields of a request that its response repeats, with what they are where the request leaves them out."""
+_READ = ("message", "function_call", "reasoning")
+
+
+class ProviderFailed(Exception):
+    """The provider says, in a well-formed answer, that it has none."""
+
+
+def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The Response object of an answer's chosen candidate, under the model name that was asked for."""
+    candidate = answer.candidates[answer.chosen]
+    cut = candidate.finish_reason == "length"
+    given = {k: default if asked.get(k) is None else asked[k] for k, default in _ECHOED.items()}
+    response = {
+        "id": f"resp_{call.id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        **given,
+        "model": call.model,
+        "output": _output(call, candidate, asked),
+        "usage": _usage(answer, candidate),
+    }
+    if asked.get("return_token_ids"):
+        response["prompt_token_ids"] = list(answer.prompt_ids)
+        response["token_ids"] = list(candidate.token_ids)
+    return response
+
+
+def _output(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    message, name = candidate.message, f"{call.id}_{candidate.index}"
+    items: list[dict[str, Any]] = []
+    if message.get("reasoning_content"):
+        summary = [{"type": "summary_text", "text": message["reasoning_content"]}]
+        items.append({"id": f"rs_{name}", "type": "reasoning", "summary": summary, "status": "completed"})
+    text = text_of(message.get("content"))
+    if text or not candidate.tool_calls:
+        part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
+        if asks_logprobs(asked):
+            part["logprobs"] = token_logprobs(candidate)
+        status = "incomplete" if candidate.finish_reason == "length" else "completed"
+        item = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]}
+        items.append(item)
+    for position, tool in enumerate(candidate.tool_calls):
+        function = tool["function"]
+        items.append(
+            {
+                "id": f"fc_{name}_{position}",
+                "type": "function_call",
+                "call_id": tool.get("id"),
+                "name": function["name"],
+                "arguments": function["arguments"],
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _usage(answer: Answer, candidate: Candidate) -> dict[str, Any]:
+    read, written = answer.usage.prompt_tokens, len(candidate.token_ids) or answer.usage.completion_tokens
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": read + written,
+    }
+
+
+def answer_of(response: Any) -> Answer:
+    """The answer in a Response object. Items that only a provider makes are kept under `items` of the message.
+
+    Raises ValueError when it has no output, ProviderFailed when it says that it failed or has not begun.
+    """
+    if not isinstance(response, Mapping) or not isinstance(response.get("output"), list):
+        raise ValueError("no output")
+    _require_end(response)
+    sound, broken = readable(response["output"])
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    for turn in messages_of(item for item in sound if item.get("type") in _READ):
+        for key, value in turn.items():
+            if key != "role" and value is not None:
+                message[key] = value if message.get(key) is None else message[key] + value
+    others = [item for item in sound if item.get("type") not in _READ]
+    if others:
+        message["items"] = others
+    if broken:
+        message[MALFORMED] = {"output": broken}
+    candidate = Candidate(
+        index=0,
+        text=message["content"] or "",
+        message=message,
+        token_ids=several(response.get("token_ids")),
+        finish_reason=_finish(response, message),
+        shown=_shown(sound),
+    )
+    return Answer(
+        candidates=(candidate,),
+        prompt_ids=several(response.get("prompt_token_ids")),
+        usage=counts(response.get("usage"), "input_tokens", "output_tokens"),
+    )
+
+
+def _shown(items: Sequence[Mapping[str, Any]]) -> tuple[ShownToken, ...] | None:
+    texts = [part for item in items if isinstance(parts := item.get("content"), list) for part in parts]
+    told = [part.get("logprobs") for part in texts if isinstance(part, Mapping)]
+    return shown_of([token for tokens in told if isinstance(tokens, list) for token in tokens])
+
+
+def _require_end(response: Mapping[str, Any]) -> None:
+    status = response.get("status")
+    if status in ("failed", "cancelled"):
+        error = response.get("error") or {}
+        reason = f"{error.get('code')}: {error.get('message')}" if isinstance(error, Mapping) else error
+        raise ProviderFailed(f"the response {status}: {reason}")
+    if status in ("queued", "in_progress"):
+        raise ProviderFailed(f"the response is {status}: it is made in the background, and its answer is not recorded")
+
+
+def _finish(response: Mapping[str, Any], message: Mapping[str, Any]) -> str:
+    if response.get("status") == "interrupted":
+        return "interrupted"
+    if response.get("status") == "incomplete":
+        details = response.get("incomplete_details")
+        filtered = isinstance(details, Mapping) and details.get("reason") == "content_filter"
+        return "content_filter" if filtered else "length"
+    return "tool_calls" if message.get("tool_calls") else "stop"
+
+
+_LAST = ("response.completed", "response.incomplete", "response.failed")
+
+
+def to_events(response: Mapping[str, Any]) -> bytes:
+    """The events that a provider sends for a response, in its order: item by item, part by part."""
+    begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    last = f"response.{response['status']}"
+    made: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": begun}),
+        ("response.in_progress", {"response": begun}),
+    ]
+    for index, item in enumerate(response["output"]):
+        made += ((kind, {"output_index": index, **event}) for kind, event in _item(item))
+    made.append((last, {"response": response}))
+    return b"".join(_event(kind, number, event) for number, (kind, event) in enumerate(made))
+
+
+def _event(kind: str, number: int, event: Mapping[str, Any]) -> bytes:
+    body = msgspec.json.encode({"type": kind, "sequence_number": number, **event})
+    return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+
+
+def _item(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    field, empty = _GROWING[item["type"]]
+    yield "response.output_item.added", {"item": {**item, "status": "in_progress", field: empty}}
+    yield from ((kind, {"item_id": item["id"], **event}) for kind, event in _CONTENT[item["type"]](item))
+    yield "response.output_item.done", {"item": item}
+
+
+def _text(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for at, part in enumerate(item["content"]):
+        where, logprobs = {"content_index": at}, part.get("logprobs") or []
+        yield "response.content_part.added", {**where, "part": {**part, "text": "", "logprobs": []}}
+        yield "response.output_text.delta", {**where, "delta": part["text"], "logprobs": logprobs}
+        yield "response.output_text.done", {**where, "text": part["text"], "logprobs": logprobs}
+        yield "response.content_part.done", {**where, "part": part}
+
+
+def _arguments(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "response.function_call_arguments.delta", {"delta": item["arguments"]}
+    yield "response.function_call_arguments.done", {"name": item["name"], "arguments": item["arguments"]}
+
+
+def _reasoning(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for at, part in enumerate(item["summary"]):
+        where = {"summary_index": at}
+        yield "response.reasoning_summary_part.added", {**where, "part": {**part, "text": ""}}
+        yield "response.reasoning_summary_text.delta", {**where, "delta": part["text"]}
+        yield "response.reasoning_summary_text.done", {**where, "text": part["text"]}
+        yield "response.reasoning_summary_part.done", {**where, "part": part}
+
+
+_CONTENT = {"message": _text, "function_call": _arguments, "reasoning": _reasoning}
+_GROWING: dict[str, tuple[str, Any]] = {
+    "message": ("content", []),
+    "function_call": ("arguments", ""),
+    "reasoning": ("summary", []),
+}
+"""By type of an item: what its events fill in, and what that is before the first."""
+
+
+def from_events(raw: bytes) -> dict[str, Any] | None:
+    """The response that a stream of events ended with; None when it was not read to its end.
+
+    Raises ValueError for an event that is not JSON, ProviderFailed for an error event.
+    """
+    for data in events(raw):
+        event = msgspec.json.decode(data) if data != b"[DONE]" else {}
+        if event.get("type") == "error" or event.get("error"):
+            raise ProviderFailed(f"error event: {event.get('error') or event.get('message')}")
+        if event.get("type") in _LAST:
+            response: dict[str, Any] = event["response"]
+            return response
+    return None
+
+
+def part_of_events(raw: bytes) -> dict[str, Any] | None:
+    """The response as far as the sound events of a broken or half-read stream tell it; None where they tell nothing.
+
+    Its status is `interrupted`.
+    """
+    items: dict[int, dict[str, Any]] = {}
+    for data in events(raw[: raw.rfind(b"\n") + 1]):
+        try:
+            _take(msgspec.json.decode(data), items)
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError):
+            continue
+    output = [items[index] for index in sorted(items)]
+    has_content = any(item.get("content") or item.get("arguments") or item.get("summary") for item in output)
+    return {"status": "interrupted", "output": output} if has_content else None
+
+
+def _take(event: Mapping[str, Any], items: dict[int, dict[str, Any]]) -> None:
+    kind = event.get("type")
+    if kind in ("response.output_item.added", "response.output_item.done"):
+        items[number(event, "output_index")] = dict(event["item"])
+    elif kind == "response.content_part.added":
+        items[event["output_index"]].setdefault("content", []).append(dict(event["part"]))
+    elif kind == "response.reasoning_summary_part.added":
+        items[event["output_index"]].setdefault("summary", []).append(dict(event["part"]))
+    elif kind == "response.output_text.delta":
+        grow(items[event["output_index"]]["content"][event["content_index"]], "text", event["delta"])
+    elif kind == "response.reasoning_summary_text.delta":
+        grow(items[event["output_index"]]["summary"][event["summary_index"]], "text", event["delta"])
+    elif kind == "response.function_call_arguments.delta":
+        grow(items[event["output_index"]], "arguments", event["delta"])

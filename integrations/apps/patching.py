@@ -1,0 +1,161 @@
+"""Replacing methods of a framework's classes, those there are and those to come; and driving its streams."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from cotune.recording.context import current_episode
+from cotune.recording.model_calls import ask, ask_async, end_call, observed
+from cotune.recording.recorder import LiveCall
+from cotune.records.answers import Answer
+from cotune.replay.tools import framework_tool
+
+_WRAPPED = "__cotune__"
+
+
+def each_subclass(base: Any, wrap: Callable[[Any], None]) -> None:
+    """Apply `wrap` to a class and all its subclasses, those there are and those to come."""
+    for cls in [base, *_subclasses(base)]:
+        wrap(cls)
+    own = base.__dict__.get("__init_subclass__")
+
+    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
+        if own is None:
+            super(base, cls).__init_subclass__(**kwargs)
+        else:
+            own.__get__(None, cls)(**kwargs)
+        wrap(cls)
+
+    base.__init_subclass__ = classmethod(init_subclass)
+
+
+def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Wrap a method that the class itself defines and does not leave abstract, once."""
+    original = cls.__dict__.get(name)
+    if callable(original) and not hasattr(original, _WRAPPED) and not getattr(original, "__isabstractmethod__", False):
+        wrapped = functools.wraps(original)(wrapper(original))
+        setattr(wrapped, _WRAPPED, True)
+        setattr(cls, name, wrapped)
+
+
+def record_tools(base: Any, *names: str, without: Sequence[str] = ()) -> None:
+    """Wrap these methods of all classes of tools below `base`, those there are and those to come: what they return is
+    recorded, and given again in a replay, where the episode records tools. `without` are arguments that belong to the
+    run and not to the use."""
+
+    def wrap(cls: Any) -> None:
+        for name in names if cls is not base else ():
+            replace_method(cls, name, framework_tool(*without))
+
+    each_subclass(base, wrap)
+
+
+def cache_left_aside() -> bool:
+    """Whether a cache of the application's is neither read nor written here: what a policy (or a dry run) answers is a
+    sample of one version, which neither another sample nor the application's own later runs may get. It is counted."""
+    episode = current_episode.get()
+    if episode is None or episode.responder is None:
+        return False
+    episode.warn(
+        "unused_cache", "The application caches answers: where policies answer, that cache is neither read nor written."
+    )
+    return True
+
+
+def unless_left_aside(original: Any) -> Any:
+    """`original`, a method of a cache that reads or writes, which gives None where the cache is left aside."""
+
+    def use(self: Any, *args: Any, **options: Any) -> Any:
+        return None if cache_left_aside() else original(self, *args, **options)
+
+    return use
+
+
+def inside(original: Any, context: Callable[..., AbstractContextManager[Any] | None]) -> Any:
+    """`original`, a plain or an async function, which in an episode runs in what `context` gives for its arguments, if
+    anything."""
+
+    def entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
+        found = None if current_episode.get() is None else context(*args, **kwargs)
+        return nullcontext() if found is None else found
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with entered(args, kwargs):
+            return original(*args, **kwargs)
+
+    @functools.wraps(original)
+    async def run_async(*args: Any, **kwargs: Any) -> Any:
+        with entered(args, kwargs):
+            return await original(*args, **kwargs)
+
+    return run_async if inspect.iscoroutinefunction(original) else run
+
+
+def recorded(
+    original: Any,
+    awaited: bool,
+    opened: Callable[..., LiveCall | None],
+    result_of: Callable[..., Any],
+    answer_of: Callable[[Any], Answer],
+) -> Any:
+    """`original`, a method of a model, answered by the episode's responder, or observed; `awaited` is it if async.
+
+    `opened` opens the call for the method's arguments (None: it is not recorded here), `result_of(call, answer, ...)`
+    is what the method returns for an answer, `answer_of` reads what the model itself returned.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        call = opened(*args, **kwargs)
+        if call is None:
+            return original(*args, **kwargs)
+        if (found := ask(call)) is not None:
+            return result_of(call, found, *args, **kwargs)
+        with observed(call):
+            result = original(*args, **kwargs)
+        end_call(call, result, answer_of)
+        return result
+
+    async def run_async(*args: Any, **kwargs: Any) -> Any:
+        call = opened(*args, **kwargs)
+        if call is None:
+            return await original(*args, **kwargs)
+        if (found := await ask_async(call)) is not None:
+            return result_of(call, found, *args, **kwargs)
+        with observed(call):
+            result = await original(*args, **kwargs)
+        end_call(call, result, answer_of)
+        return result
+
+    return run_async if awaited else run
+
+
+def _subclasses(cls: Any) -> Iterator[Any]:
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from _subclasses(sub)
+
+
+async def step_inside(
+    context: Callable[[], AbstractContextManager[None]],
+    source: AsyncIterator[Any],
+    seen: Callable[[Any], None] = lambda item: None,
+) -> AsyncGenerator[Any, None]:
+    """The items of `source`, each step of which runs inside a new `context()`; `seen` gets each item first."""
+    try:
+        while True:
+            with context():
+                try:
+                    item = await anext(source)
+                except StopAsyncIteration:
+                    return
+            seen(item)
+            yield item
+    finally:
+        if hasattr(source, "aclose"):
+            with context():
+                await source.aclose()

@@ -1,0 +1,306 @@
+"""One sampler over several engines: prefix affinity, retries, restarts, and the same versions on all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cotune.errors import CotuneError, RequestRefused, SamplerError, SampleTimeout, SyncError
+from cotune.integrations.cluster.router import limits
+from cotune.integrations.cluster.router.profiling import begin_traces, end_traces
+from cotune.integrations.cluster.router.queue import Queue, Request
+from cotune.integrations.cluster.router.replica import Engine, Make, Replica, TakenOut, describe
+from cotune.integrations.cluster.router.validate import validate_completions
+from cotune.integrations.models.engine_sampler import LoopSampler
+from cotune.integrations.models.served_versions import Version
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
+from cotune.step_profile import Trace
+
+_ENDS = {SampleTimeout: "late", RequestRefused: "refused", asyncio.CancelledError: "cancelled"}
+"""Counters of requests that were not answered, by what was raised; all else is "failed"."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """What a version is made of."""
+
+    weights: Weights
+    lora: LoraSpec | None
+
+
+class NoEngine(Exception):
+    """No engine is healthy at this moment."""
+
+
+class Failed(Exception):
+    """An engine failed a request. `kind` is the counter, `error` what the engine itself raised, if anything."""
+
+    def __init__(self, kind: str, reason: str, error: Exception | None = None) -> None:
+        self.kind = kind
+        self.error = error
+        super().__init__(reason)
+
+
+class RoutedSampler(LoopSampler):
+    """The `Sampler` protocol over replicas of one engine; made by `open`.
+
+    For a whole cluster `start_sampler` hosts one in an actor: all processes then share one view of load and health.
+
+    A request goes to the engine that has seen its prefix, unless others are much less loaded. An engine that dies,
+    hangs or answers garbage is taken out and started anew, with everything that is published, before it takes requests
+    again; what it was working on is given to others, with the same policy version. The weights of all live versions
+    are kept here for that.
+    """
+
+    def __init__(
+        self, makes: Sequence[Make], min_healthy: int, max_restarts: int, health_timeout: float, vocabulary: int | None
+    ) -> None:
+        super().__init__()
+        self.counters: Counter[str] = Counter()
+        self._vocabulary = vocabulary
+        self._replicas = [
+            Replica(
+                f"engine-{i}", make, self._versions, self.counters, self._changed,
+                max_restarts=max_restarts, health_timeout=health_timeout,
+            )
+            for i, make in enumerate(makes)
+        ]  # fmt: skip
+        self._queue = Queue(self._replicas, min_healthy, self.counters)
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._traced: dict[Engine, str] = {}
+
+    @classmethod
+    async def open(
+        cls,
+        makes: Sequence[Make],
+        *,
+        min_healthy: int = 1,
+        max_restarts: int = 3,
+        health_timeout: float = 60.0,
+        vocabulary: int | None = None,
+    ) -> RoutedSampler:
+        """Start one engine with each of `makes`, an async function without arguments that opens a Sampler, and wait
+        until each has started or failed to, and enough are healthy.
+
+        The same function starts the engine's successors, `max_restarts` at most. Requests wait while fewer than
+        `min_healthy` engines are well; one that does not answer a health check within `health_timeout` seconds is not.
+        `vocabulary` is the number of token ids: ids outside it are garbage (None: not checked). Raises ConfigError when
+        an engine's configuration is wrong, EngineLost when too few can be started.
+        """
+        router = cls(makes, min_healthy, max_restarts, health_timeout, vocabulary)
+        return await router._opened(router._open())
+
+    async def _open(self) -> None:
+        self._supervisors = [asyncio.create_task(replica.supervise()) for replica in self._replicas]
+        await self._queue.until(self._begun)
+        await self._queue.floor()
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        """Draw `n` candidates, together on one engine.
+
+        Raises RequestRefused, SampleTimeout, EngineLost when too few engines are left, and SamplerError that lists the
+        attempts when none succeeded.
+        """
+        self.counters["requests"] += 1
+        try:
+            answer = await super().sample(prompt_token_ids, n, params, policy)
+        except BaseException as error:
+            self.counters[next((end for kind, end in _ENDS.items() if isinstance(error, kind)), "failed")] += 1
+            raise
+        self.counters["answered"] += 1
+        return answer
+
+    async def sleep(self) -> None:
+        """Let all engines sleep; one that fails to is taken out and started anew."""
+        await self._run(self._on_all(Engine.sleep), to_its_end=True)
+
+    async def wake(self) -> None:
+        """Wake all engines; one whose weights are not what they were is taken out and started anew."""
+        await self._run(self._on_all(Engine.wake), to_its_end=True)
+
+    async def _info(self) -> SamplerInfo:
+        """What every engine serves once it is healthy; the shortest of their context lengths."""
+        self._queue.check()
+        names = Counter(replica.info.name for replica in self._replicas if replica.info is not None)
+        return SamplerInfo(
+            name=f"router over {', '.join(f'{count} {name}' for name, count in names.items())}",
+            max_model_len=self.max_model_len,
+            served=self._versions.served(),
+            counters=self.counters.copy(),
+        )
+
+    async def _begin_trace(self) -> None:
+        self._traced = await begin_traces(self._queue.healthy())
+
+    async def _end_trace(self) -> list[Trace]:
+        return await end_traces(self._queue.healthy(), self._traced)
+
+    async def _close(self) -> None:
+        for replica in self._replicas:
+            replica.close()
+        for task in self._supervisors:
+            task.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        await asyncio.gather(*(replica.end() for replica in self._replicas))
+
+    async def _generate(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
+    ) -> list[Completion]:
+        """Give the request to one engine after another until one answers."""
+        # The caller's time-out counts from when the request came.
+        request = Request(tuple(prompt), n, msgspec.structs.replace(params, timeout=None), policy)
+        failures: list[tuple[Engine, Failed]] = []
+        while len(failures) < limits.ATTEMPTS:
+            engine = await self._queue.place(request)
+            self.counters["retried"] += bool(failures)
+            try:
+                answer = await self._attempt(engine, request)
+            except Failed as failure:
+                self.counters[failure.kind] += 1
+                failures.append((engine, failure))
+                request.tried.add(engine)
+                _refuse_if_two_agree(request, failures)
+            else:
+                engine.answered()
+                _count_faults(failures)
+                return answer
+            finally:
+                self._queue.leave(request, engine)
+        _count_faults(failures)
+        attempts = "; ".join(f"{engine.name}: {failure}" for engine, failure in failures)
+        raise SamplerError(
+            f"{request.policy} was not answered in {len(failures)} attempts: {attempts}.", "Read the engines' logs."
+        )
+
+    async def _attempt(self, engine: Engine, request: Request) -> list[Completion]:
+        """One engine's answer, if it is one. Raises Failed, RequestRefused."""
+        work = engine.sampler.sample(request.prompt, request.n, request.params, request.policy)
+        try:
+            answer = await engine.within(limits.REQUEST_SECONDS, work)
+        except TakenOut as gone:
+            self._queue.check()
+            raise Failed("died", str(gone)) from None
+        except Exception as error:
+            wrong = await engine.probe()
+            if wrong is not None:
+                raise Failed("died", f"{describe(error)} ({wrong})") from None
+            if isinstance(error, RequestRefused):
+                raise
+            if isinstance(error, TimeoutError | SampleTimeout):
+                raise Failed("timeouts", f"no answer within {limits.REQUEST_SECONDS:g} s") from None
+            raise Failed("errors", describe(error), error) from None
+        wrong = validate_completions(answer, request.n, request.params.max_tokens, self._vocabulary)
+        if wrong is not None:
+            raise Failed("garbage", f"garbage, {wrong}")
+        return answer
+
+    async def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
+        """Serve `policy` on all engines, and on those that are started later.
+
+        Raises SyncError when an engine answers with another fingerprint or alone refuses, RequestRefused when all
+        refuse, EngineLost.
+        """
+        own = keep(weights)
+        while True:
+            await self._queue.floor()
+            try:
+                return await super()._publish(policy, own, lora)
+            except NoEngine:
+                continue
+
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
+        version = Version(policy, await asyncio.to_thread(fingerprint, weights), Artifact(weights, lora))
+        engines = self._queue.healthy()
+        outcomes = await asyncio.gather(*(self._publish_to(engine, version) for engine in engines))
+        found = [(e, error) for e, error in zip(engines, outcomes, strict=True) if e.healthy]
+        errors = {e.name: error for e, error in found if error is not None}
+        if found and not errors:
+            return version
+        has_it = [e for e, error in found if error is None or isinstance(error, SyncError)]
+        await asyncio.gather(*(engine.retire(version) for engine in has_it))
+        raise _unpublished(version, errors, everywhere=not has_it) if errors else NoEngine
+
+    async def _unload(self, version: Version) -> None:
+        await asyncio.gather(*(engine.retire(version) for engine in self._queue.healthy()))
+
+    async def _drop(self, version: Version) -> None:
+        async with self._versions.lock:
+            await super()._drop(version)
+
+    async def _publish_to(self, engine: Engine, version: Version) -> CotuneError | None:
+        """Why a healthy engine does not serve the version; None when it does, or was taken out meanwhile."""
+        try:
+            arrived = await engine.publish(version)
+        except TakenOut:
+            return None
+        except TimeoutError as error:
+            engine.fail("unhealthy", f"{version.policy} could not be published: {describe(error)}")
+            return None
+        except Exception as error:  # noqa: BLE001
+            await engine.probe()
+            return error if isinstance(error, CotuneError) else SamplerError(describe(error))
+        return None if arrived == version.fingerprint else SyncError(f"it arrived with fingerprint {arrived}")
+
+    async def _on_all(self, deed: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+        async with self._versions.lock:
+            await asyncio.gather(*map(deed, self._queue.healthy()))
+
+    def _begun(self) -> bool:
+        """Every engine's first start is over."""
+        refused = next((replica.refused for replica in self._replicas if replica.refused), None)
+        if refused is not None:
+            raise refused
+        return all(replica.state != "starting" for replica in self._replicas)
+
+    def _changed(self) -> None:
+        lengths = [replica.info.max_model_len for replica in self._replicas if replica.info is not None]
+        self.max_model_len = min(lengths, default=0)
+        self._queue.changed()
+
+
+def _count_faults(failures: Sequence[tuple[Engine, Failed]]) -> None:
+    """The request was not to blame: another engine could serve it, or nobody could say."""
+    for engine, failure in failures:
+        if failure.kind != "died":
+            engine.fault(f"{failure} ({failure.kind})")
+
+
+def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, Failed]]) -> None:
+    """Two healthy engines that raise an error: it is the request's own. Raises RequestRefused."""
+    erring = [(engine, failure.error) for engine, failure in failures if failure.error is not None]
+    if len({engine for engine, _ in erring}) < 2:
+        return
+    error = erring[-1][1]
+    if isinstance(error, CotuneError):
+        raise RequestRefused(error.cause, error.remedy) from error
+    raise RequestRefused(
+        f"{request.policy} cannot be asked for this: {describe(erring[-1][1])}.",
+        "Every engine that was asked raises it, and is healthy otherwise.",
+    ) from error
+
+
+def _unpublished(version: Version, errors: Mapping[str, CotuneError], everywhere: bool) -> CotuneError:
+    """What stands against serving a version, by engine; `everywhere`: no engine has taken it."""
+    if everywhere:
+        return next(iter(errors.values()))
+    reasons = "; ".join(f"{name}: {error.cause}" for name, error in errors.items())
+    return SyncError(
+        f"{version.policy} with fingerprint {version.fingerprint} is not served by all engines, so by none: {reasons}.",
+        "Read the logs of the engines named.",
+    )
+
+
+def keep(weights: Weights) -> dict[str, npt.NDArray[Any]]:
+    """Weights that stay as they are now: arrays are copied, unless they are read-only, as Ray hands them over."""
+    return {name: np.array(array) if array.flags.writeable else array for name, array in weights.items()}

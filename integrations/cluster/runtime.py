@@ -1,0 +1,183 @@
+"""Ray, started here or joined: one per process, which leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cotune.errors import ConfigError
+from cotune.integrations.cluster.temp_dir import owned_folder
+from cotune.integrations.versions import require
+
+START_SECONDS = 120
+"""How long Ray's own processes may take to start; on a busy machine they need over a minute."""
+
+REACH_SECONDS = 5.0
+"""How long the address of a cluster may take to answer."""
+
+_BEFORE_RAY = {
+    "RAY_raylet_start_wait_time_s": str(START_SECONDS),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    "RAY_worker_niceness": "0",
+}
+"""What Ray reads from the environment before it starts: patience, no telemetry, no idle workers, GPUs hidden from
+workers that ask for none, and actors that get the same share of the CPUs as the process that waits for them (Ray's own
+niceness of 15 lets anything else on the machine starve them)."""
+
+_LONGEST_FOLDER = 24
+"""Ray puts sockets of up to 80 more characters under its folder; the system takes 107 in all."""
+
+
+@contextmanager
+def open_ray(
+    address: str | None = None, *, num_cpus: float | None = None, env: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Start Ray here (`address` None or "local") or join the cluster at `address`; leave it in the end. Gives its
+    address.
+
+    A Ray that this process already has is used, and is left running, unless another `address` is asked for.
+    `num_cpus` is how many a local Ray gives out (default: those of the machine), `env` the environment of all its
+    workers. Open it in a thread that lives as long as Ray is needed: a local Ray ends with it. Raises ConfigError when
+    Ray is missing, does not start or is not at the address; UnsupportedVersion.
+    """
+    ray = _ray()
+    local = address in (None, "local")
+    if ray.is_initialized():
+        yield _joined(ray, address)
+        return
+    if not local:
+        _check_reachable(str(address))
+        _use_token()
+    arguments: dict[str, Any] = {"address": address or "local", "namespace": "cotune", "logging_level": "error"}
+    if env:
+        arguments["runtime_env"] = {"env_vars": dict(env)}
+    with ExitStack() as stack:
+        if local:
+            folder = stack.enter_context(owned_folder(_parent(), "cotune-ray"))
+            arguments |= {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": str(folder)}
+        stack.enter_context(_signals())
+        _start(ray, arguments)
+        try:
+            yield ray.get_runtime_context().gcs_address
+        finally:
+            ray.shutdown()
+
+
+def _ray() -> Any:
+    for name, value in _BEFORE_RAY.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("cluster", "ray", "an installed Ray", "pip install 'cotune[ray]'.") from error
+    require("ray")
+    return ray
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "cluster.address", address, f"local, auto, or HOST:PORT of a running Ray ({error})",
+            "Start one with ray start --head, or correct the address.",
+        ) from None  # fmt: skip
+
+
+def _use_token() -> None:
+    """Send the token that Ray keeps for this user: `ray start` asks for it if there is one, `ray.init` sends none."""
+    try:
+        from ray._private.authentication import authentication_token_setup as tokens
+    except ImportError:
+        return  # a Ray without tokens
+    logger = logging.getLogger(tokens.__name__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    finally:
+        logger.setLevel(level)
+
+
+def _start(ray: Any, arguments: Mapping[str, Any]) -> None:
+    before = _sigterm()
+    try:
+        ray.init(**arguments)
+    except Exception as error:
+        ray.shutdown()
+        raise ConfigError(
+            "cluster",
+            arguments["address"],
+            f"local, or the address of a running Ray ({type(error).__name__}: {error})",
+            "Check the address, or look at the machine's load and memory.",
+        ) from error
+    finally:
+        _handle_sigterm(before)
+
+
+def _joined(ray: Any, address: str | None) -> str:
+    running: str = ray.get_runtime_context().gcs_address
+    if address not in (None, "local", "auto", running):
+        raise ConfigError("cluster", address, f"{running}, where this process already is", "Use one Ray per process.")
+    return running
+
+
+def _parent() -> Path:
+    usual = Path(tempfile.gettempdir())
+    return usual if len(str(usual)) <= _LONGEST_FOLDER else Path("/tmp")
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM ends this process through its `finally` blocks, unless the application handles it otherwise."""
+    before = _sigterm()
+    if before is signal.SIG_DFL:
+        _handle_sigterm(_leave)
+    try:
+        yield
+    finally:
+        _handle_sigterm(before)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _sigterm() -> Any:
+    return signal.getsignal(signal.SIGTERM)
+
+
+def _handle_sigterm(handler: Any) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+_WITNESS = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1] + chr(10))"
+
+
+@contextmanager
+def crash_notice(text: str) -> Iterator[None]:
+    """Print `text` to stderr if this process ends while the block runs: by SIGKILL, for want of memory, or by Ray,
+    which ends a process at once when it loses its node."""
+    command = [sys.executable, "-I", "-S", "-c", _WITNESS, text]
+    witness = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        witness.communicate(b"all is well")

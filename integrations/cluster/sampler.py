@@ -1,0 +1,86 @@
+"""Any sampler in a Ray actor, and the `Sampler` protocol over its handle from every process of the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from cotune.errors import SamplerError
+from cotune.integrations.apps.activation import NO_ACTIVATION
+from cotune.integrations.cluster.process import Host, ProcessGone, RayProcess
+from cotune.integrations.models.engine_sampler import CalledSampler
+
+
+class SamplerActor(Host):
+    """The host of one sampler, by the name of its process."""
+
+
+class RaySampler(CalledSampler):
+    """The `Sampler` protocol over a sampler in a process of the cluster; made by `start_sampler`.
+
+    It can be pickled: every process of the cluster that has one samples from the same engine. Raises SamplerError when
+    the process is gone; errors that the sampler raises there arrive as themselves.
+    """
+
+    def __init__(self, process: RayProcess) -> None:
+        self._process = process
+        self._closed = False
+
+    async def sleep(self) -> None:
+        """As of the sampler in the actor, which must be able to."""
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def aclose(self) -> None:
+        """Close the sampler in its process and end that; pending requests fail with SamplerError."""
+        if not self._closed:
+            self._closed = True
+            await self._process.aclose()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        from ray.exceptions import RayTaskError
+
+        self._check_open()
+        try:
+            return await self._process.call(method, *arguments)
+        except RayTaskError as error:
+            raise SamplerError(f"The sampler failed in its actor: {error}", "Read the error above.") from error
+        except ProcessGone as gone:
+            self._check_open()
+            raise _lost(gone) from gone
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SamplerError("The sampler was closed.", "Open a new one.")
+
+
+async def start_sampler(
+    factory: str,
+    kwargs: Mapping[str, Any],
+    *,
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+    env: Mapping[str, str] | None = None,
+) -> RaySampler:
+    """Start a process that hosts the sampler which `factory` makes, and wait until it serves: see `RayProcess`.
+
+    `factory` is an async function; `env` is set in the process before anything is imported. Raises what the factory
+    raises, ConfigError when `factory` cannot be imported, SamplerError when the process dies.
+    """
+    runtime_env = {"env_vars": {**NO_ACTIVATION, **(env or {})}}
+    process = RayProcess(factory, kwargs, cpus=num_cpus, gpus=num_gpus, runtime_env=runtime_env, host=SamplerActor)
+    try:
+        await process.start()
+    except ProcessGone as gone:
+        raise _lost(gone) from gone
+    except BaseException:
+        await asyncio.shield(process.kill())
+        raise
+    return RaySampler(process)
+
+
+def _lost(gone: ProcessGone) -> SamplerError:
+    return SamplerError(f"The sampler's engine is gone: {gone.cause}.", "Read the actor's log, then open a new one.")

@@ -1,0 +1,1 @@
+"""Other tools that cotune hands data to and takes it from."""

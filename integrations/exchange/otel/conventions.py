@@ -1,0 +1,177 @@
+"""What an LLM span says: kind, agent, model, parameters, messages, tools.
+
+Two conventions are read: OpenTelemetry's for GenAI (as attributes, as JSON text in them, and as the event
+`gen_ai.client.inference.operation.details`), and OpenInference's `llm.*`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from cotune.integrations.exchange.otel import names
+from cotune.integrations.exchange.otel.messages import as_text, decoded, from_parts, tool_call
+from cotune.integrations.exchange.otel.spans import Span
+from cotune.records.answers import MOST
+
+Kind = Literal["workflow", "agent", "chat", "tool", "other"]
+
+_OPERATIONS: dict[str, Kind] = {
+    names.WORKFLOW: "workflow",
+    names.AGENT: "agent",
+    names.TOOL: "tool",
+    names.CHAT: "chat",
+    "generate_content": "chat",
+    "text_completion": "chat",
+}
+_OPENINFERENCE: dict[str, Kind] = {"LLM": "chat", "AGENT": "agent", "TOOL": "tool"}
+_DETAILS = "gen_ai.client.inference.operation.details"
+
+
+def kind_of(span: Span) -> Kind:
+    """What a span stands for."""
+    operation = span.attributes.get(names.OPERATION)
+    if operation is not None:
+        return _OPERATIONS.get(str(operation), "other")
+    return _OPENINFERENCE.get(str(span.attributes.get(names.SPAN_KIND)).upper(), "other")
+
+
+def agent_of(span: Span) -> str | None:
+    """The agent that a span names: itself an agent's, or a node's of a graph."""
+    keys = (names.ROLE, names.AGENT_NAME, "agent.name")
+    named = next((span.attributes[key] for key in keys if span.attributes.get(key)), None)
+    if not named and kind_of(span) == "agent":
+        named = span.name
+    if not named:
+        metadata = decoded(span.attributes.get("metadata"))
+        named = metadata.get("langgraph_node") if isinstance(metadata, Mapping) else None
+    return str(named) if named else None
+
+
+def model_of(found: Mapping[str, Any]) -> str:
+    return str(_first(found, names.REQUEST_MODEL, "llm.model_name", "gen_ai.response.model") or "")
+
+
+def params_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Request parameters in OpenAI form."""
+    given = decoded(found.get("llm.invocation_parameters"))
+    params = {k: v for k, v in mapping(given).items() if k not in ("model", "messages", "tools")}
+    params |= {name: found[key] for name, key in names.PARAMS.items() if found.get(key) is not None}
+    if found.get(names.OUTPUT_TYPE) == "json":
+        params.setdefault("response_format", {"type": "json_object"})
+    return params
+
+
+def usage_of(found: Mapping[str, Any]) -> tuple[int, int]:
+    """Prompt and completion tokens; 0 where a span does not say."""
+    prompt = _first(found, names.INPUT_TOKENS, "llm.token_count.prompt")
+    completion = _first(found, names.OUTPUT_TOKENS, "llm.token_count.completion")
+    return whole(prompt), whole(completion)
+
+
+def whole(value: Any) -> int:
+    """A count or number as a span says it; 0 for what is none."""
+    try:
+        found = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+    return found if 0 <= found < MOST else 0
+
+
+def finish_reasons(found: Mapping[str, Any]) -> list[str]:
+    reasons = found.get(names.FINISH_REASONS)
+    return [str(reason) for reason in reasons] if isinstance(reasons, Sequence) and not isinstance(reasons, str) else []
+
+
+def messages_of(span: Span, left_out: Counter[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages of the request and of the answer, in OpenAI form; an answer's may carry a `finish_reason`."""
+    for found in (span.attributes, *(event.attributes for event in span.events if event.name == _DETAILS)):
+        if names.INPUT_MESSAGES in found or names.OUTPUT_MESSAGES in found:
+            return _request(found, left_out), _answer(found, left_out)
+    request = [_openinference(one) for one in _items(span.attributes, "llm.input_messages")]
+    return request, [_openinference(one) for one in _items(span.attributes, "llm.output_messages")]
+
+
+def tools_of(found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Tool definitions in OpenAI form, None where there are none."""
+    given = decoded(found.get(names.TOOL_DEFINITIONS))
+    if not isinstance(given, list):
+        given = [one.get("tool.json_schema") for one in _items(found, "llm.tools")]
+    known = [one for one in map(mapping, map(decoded, given)) if one]
+    tools = [
+        _tool(one) if "function" not in one and one.get("type", "function") == "function" else dict(one)
+        for one in known
+    ]
+    return tools or None
+
+
+def _tool(definition: Mapping[str, Any]) -> dict[str, Any]:
+    function = {k: v for k, v in definition.items() if k != "type" and v is not None}
+    return {"type": "function", "function": function}
+
+
+def _request(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
+    system = decoded(found.get(names.SYSTEM_INSTRUCTIONS))
+    messages = from_parts({"role": "system", "parts": _as_list(system)}, left_out) if system else []
+    for message in _readable(found.get(names.INPUT_MESSAGES), left_out):
+        messages += from_parts(message, left_out)
+    return messages
+
+
+def _answer(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
+    messages = []
+    for message in _readable(found.get(names.OUTPUT_MESSAGES), left_out):
+        made = from_parts({"role": "assistant", **message}, left_out)[0]
+        reason = message.get("finish_reason")
+        messages.append({**made, "finish_reason": reason} if reason else made)
+    return messages
+
+
+def _readable(given: Any, left_out: Counter[str]) -> list[Mapping[str, Any]]:
+    messages = _as_list(decoded(given))
+    readable = [message for message in messages if isinstance(message, Mapping)]
+    if len(readable) < len(messages):
+        left_out["message_not_readable"] += len(messages) - len(readable)
+    return readable
+
+
+def _openinference(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose fields are attributes with dotted, numbered names."""
+    message: dict[str, Any] = {
+        "role": str(fields.get("message.role") or "user"),
+        "content": fields.get("message.content"),
+    }
+    if message["content"] is None and (contents := _items(fields, "message.contents")):
+        texts = [str(part.get("message_content.text") or "") for part in contents]
+        message["content"] = "\n".join(text for text in texts if text)
+    message |= {name: fields[key] for name in ("tool_call_id", "name") if fields.get(key := f"message.{name}")}
+    calls = [
+        tool_call(*(call.get(f"tool_call.{key}") for key in ("id", "function.name", "function.arguments")))
+        for call in _items(fields, "message.tool_calls")
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _items(found: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
+    """Attributes `prefix.N.rest`, by N: each as a mapping of its rests."""
+    items: dict[int, dict[str, Any]] = {}
+    for key, value in found.items():
+        if key.startswith(f"{prefix}."):
+            number, _, rest = key[len(prefix) + 1 :].partition(".")
+            if number.isdigit():
+                items.setdefault(int(number), {})[rest] = value
+    return [items[number] for number in sorted(items)]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [{"role": "user", "content": as_text(value)}]
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """What is a mapping as it is, anything else as an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _first(found: Mapping[str, Any], *keys: str) -> Any:
+    return next((found[key] for key in keys if found.get(key) is not None), None)

@@ -1,0 +1,69 @@
+"""Spans in files of several tools: OTLP/JSON, and what Phoenix and Langfuse export as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.integrations.exchange.otel.langfuse import Observations
+from cotune.integrations.exchange.otel.otlp_json import spans_in
+from cotune.integrations.exchange.otel.phoenix import is_row, span_of
+from cotune.integrations.exchange.otel.spans import Span
+
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_ACCEPTED = "OTLP/JSON with spans (resourceSpans / scopeSpans / spans), spans of Phoenix, or observations of Langfuse"
+
+
+def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
+    """The spans in a file: one JSON value, a list of them, an API's page (`{"data": [...]}`), or one value per line.
+
+    What is neither is counted in `left_out`. Raises ConfigError for a file that holds no span at all.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError("file", str(path), "a file of OTLP/JSON", "For example: a collector's file exporter.")
+    found = 0
+    langfuse = Observations(left_out)
+    for value in _values(path.read_bytes(), left_out):
+        if is_row(value):
+            spans = iter([span_of(value)])
+        elif (requested := spans_in(value)) is not None:
+            spans = requested
+        else:
+            spans = iter(())
+            if not langfuse.add(value):
+                left_out["not_otlp"] += 1
+        for span in spans:
+            found += 1
+            yield span
+    for span in langfuse.spans():
+        found += 1
+        yield span
+    if not found:
+        raise ConfigError("file", str(path), _ACCEPTED)
+
+
+def _values(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]:
+    """The JSON objects in a file, those of lists and pages one by one."""
+    try:
+        values = [msgspec.json.decode(raw)]
+    except _NOT_JSON:
+        values = []
+        for line in raw.splitlines():
+            if line.strip():
+                try:
+                    values.append(msgspec.json.decode(line))
+                except _NOT_JSON:
+                    left_out["line_not_json"] += 1
+    for value in values:
+        page = value.get("data") if isinstance(value, Mapping) else None
+        for one in page if isinstance(page, list) else value if isinstance(value, list) else [value]:
+            if isinstance(one, Mapping):
+                yield one
+            else:
+                left_out["not_otlp"] += 1

@@ -1,0 +1,267 @@
+"""Traces of other tools as records: to be looked at, scored, and used for supervised fine-tuning."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.exchange.otel import names
+from cotune.integrations.exchange.otel.conventions import (
+    agent_of,
+    finish_reasons,
+    kind_of,
+    messages_of,
+    model_of,
+    params_of,
+    tools_of,
+    usage_of,
+    whole,
+)
+from cotune.integrations.exchange.otel.files import read
+from cotune.integrations.exchange.otel.messages import decoded
+from cotune.integrations.exchange.otel.spans import Span
+from cotune.recording.call_records import CallRecords
+from cotune.recording.pending_call import CallerContext, PendingCall
+from cotune.recording.recorder import Sink
+from cotune.records.answers import Answer
+from cotune.records.ids import ulid
+from cotune.records.structs import (
+    CallRecord,
+    CallStatus,
+    Candidate,
+    Episode,
+    EpisodeStatus,
+    PolicyRef,
+    Record,
+    RewardRecord,
+    Task,
+    Usage,
+    candidate_id,
+)
+from cotune.storage.outcomes import metric
+
+_UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError, struct.error)
+"""What reading a span raises that says something else than its convention."""
+_ATTEMPTS = 100
+"""Failed requests before a call that are recorded at most; a span has their number alone."""
+_STATUSES = ("ok", "error", "timeout", "cancelled", "malformed")
+_REASONS = {"tool_call": "tool_calls", "max_tokens": "length", "end_turn": "stop"}
+
+
+class Imported(msgspec.Struct, frozen=True, kw_only=True):
+    """What an import made of a file, and how often something could not be mapped."""
+
+    spans: int
+    episodes: int
+    calls: int
+    without_tokens: int = 0
+    """Calls of which the file has no token ids or no log-probabilities: nothing for a policy gradient."""
+    left_out: Mapping[str, int]
+
+
+def import_file(path: str | Path, sink: Sink, *, phase: str = "import") -> Imported:
+    """Write the LLM calls of a file (OTLP/JSON, or an export of Phoenix or Langfuse) as records.
+
+    `phase` is that of episodes which name none.
+
+    An episode is a workflow's span, or else the whole trace; a role is the nearest agent or graph node around a call.
+    Reading the same file again writes the same ids. Raises ConfigError for a file without spans.
+    """
+    left_out: Counter[str] = Counter()
+    spans = list(read(path, left_out))
+    traces: dict[str, list[Span]] = {}
+    for span in spans:
+        traces.setdefault(span.trace, []).append(span)
+    episodes = calls = bare = 0
+    for trace in traces.values():
+        for root, chats in _episodes(trace, left_out):
+            records = _Reading(root, chats, {span.id: span for span in trace}, phase, left_out).records()
+            sink.write(records)
+            made = [record for record in records if isinstance(record, CallRecord)]
+            episodes, calls = episodes + 1, calls + len(made)
+            bare += sum(not _has_tokens(call) for call in made)
+    return Imported(spans=len(spans), episodes=episodes, calls=calls, without_tokens=bare, left_out=dict(left_out))
+
+
+def _has_tokens(call: CallRecord) -> bool:
+    return call.prompt is not None and all(c.token_ids and c.logprobs for c in call.candidates)
+
+
+def _episodes(trace: Sequence[Span], left_out: Counter[str]) -> Iterable[tuple[Span, list[Span]]]:
+    """Chat spans by the span that is their episode: the innermost workflow around them, else the outermost span."""
+    known = {span.id: span for span in trace}
+    found: dict[str, list[Span]] = {span.id: [] for span in trace if kind_of(span) == "workflow"}
+    for span in trace:
+        kind = kind_of(span)
+        if kind == "chat":
+            around = _around(span, known)
+            root = next((s for s in around if kind_of(s) == "workflow"), around[-1] if around else span)
+            found.setdefault(root.id, []).append(span)
+        elif kind == "other":
+            left_out[f"span:{span.attributes.get(names.OPERATION) or 'not_llm'}"] += 1
+    return [(known[id], chats) for id, chats in found.items()]
+
+
+def _around(span: Span, known: Mapping[str, Span]) -> list[Span]:
+    """The spans around one, innermost first."""
+    found: list[Span] = []
+    seen = {span.id}
+    while span.parent is not None and span.parent in known and span.parent not in seen:
+        span = known[span.parent]
+        seen.add(span.id)
+        found.append(span)
+    return found
+
+
+class _Reading:
+    """One episode in the making."""
+
+    def __init__(
+        self, root: Span, chats: Sequence[Span], known: Mapping[str, Span], phase: str, left_out: Counter[str]
+    ) -> None:
+        self.root = root
+        self.chats = sorted(chats, key=lambda span: (whole(span.attributes.get(names.STEP)), span.start))
+        self.known = known
+        self.phase = phase
+        self.left_out = left_out
+        self.id = str(root.attributes.get(names.EPISODE) or _ulid(root))
+        self.ids = {chat.id: str(chat.attributes.get(names.CALL) or _ulid(chat)) for chat in self.chats}
+        self.calls = 0
+        self.turns: Counter[str] = Counter()
+        self.made = CallRecords(None, nullcontext(), lambda kind, text: left_out.update([kind]))
+        self.rewards: list[RewardRecord] = []
+
+    def records(self) -> list[Record]:
+        """Messages before the calls that refer to them, the episode last."""
+        made: list[Record] = []
+        for chat in self.chats:
+            try:
+                made += self._call(self.calls, chat)
+                self.calls += 1
+            except _UNREADABLE:
+                self.left_out["call_not_readable"] += 1
+        self._rewards(self.root, self.id)
+        return [*made, *self.rewards, self._episode()]
+
+    def _episode(self) -> Episode:
+        found = self.root.attributes
+        own = kind_of(self.root) == "workflow"
+        ends = [self.root.end, *(chat.end for chat in self.chats)]
+        given = decoded(found.get(names.METRICS))
+        metrics = {str(name): metric(value) for name, value in given.items()} if isinstance(given, dict) else {}
+        self.left_out.update("metric_not_a_number" for value in metrics.values() if value is None)
+        status: EpisodeStatus = "ok" if self.root.failed is None else "error"
+        if (known := found.get(names.STATUS)) in ("cancelled", "abandoned"):
+            status = known
+        task = Task(id=str(found.get(names.TASK) or self.root.trace), input=decoded(found.get(names.TASK_INPUT)))
+        return Episode(
+            id=self.id,
+            task=task,
+            workflow=str(found.get(names.WORKFLOW_NAME) or self.root.name if own else self.root.name),
+            phase=str(found.get(names.PHASE) or self.phase),
+            training_step=None if found.get(names.TRAINING_STEP) is None else whole(found[names.TRAINING_STEP]),
+            rollout=whole(found.get(names.ROLLOUT)),
+            status=status,
+            error=self.root.failed,
+            started=self.root.start / 1e9,
+            latency=(max(ends) - self.root.start) / 1e9,
+            calls=self.calls,
+            metrics={name: value for name, value in metrics.items() if value is not None},
+        )
+
+    def _call(self, step: int, chat: Span) -> list[Record]:
+        found = chat.attributes
+        role = next((name for s in [chat, *_around(chat, self.known)] if (name := agent_of(s))), "app")
+        turn, self.turns[role] = self.turns[role], self.turns[role] + 1
+        asked, answers = messages_of(chat, self.left_out)
+        if not asked:
+            self.left_out["call_without_messages"] += 1
+        candidates = self._candidates(chat, answers)
+        caller = CallerContext(role, str(found.get(names.INTEGRATION) or "opentelemetry"))
+        body = {**params_of(found), "messages": asked, "tools": tools_of(found), "model": model_of(found)}
+        body["stream"] = bool(found.get(names.REQUEST_STREAM))
+        call = PendingCall(self.id, caller, step, turn, body)
+        call.id, call.started = self.ids[chat.id], chat.start / 1e9
+        call.attempts = ["unknown"] * min(whole(found.get(names.ATTEMPTS)), _ATTEMPTS)
+        linked = tuple(self.ids[link] for link in chat.links if link in self.ids)
+        call.parents = linked or self.made.outputs.read_by((), call.messages)
+        answer = Answer(
+            candidates=candidates,
+            chosen=_chosen(found, len(candidates)),
+            prompt_ids=tuple(found.get(names.PROMPT_IDS) or ()),
+            policy=_policy(found),
+            usage=Usage(*usage_of(found)),
+        )
+        status = self._status(chat)
+        error = None if status == "ok" else chat.failed or "no answer was recorded"
+        *others, made = self.made.ended(call, answer, status, error)
+        assert isinstance(made, CallRecord)
+        self._rewards(chat, call.id)
+        return [*others, msgspec.structs.replace(made, latency=(chat.end - chat.start) / 1e9)]
+
+    def _candidates(self, chat: Span, answers: Sequence[Mapping[str, Any]]) -> tuple[Candidate, ...]:
+        reasons = finish_reasons(chat.attributes)
+        sampled = decoded(chat.attributes.get(names.SAMPLED)) or []
+        made = []
+        for index, message in enumerate(answers):
+            own = reasons[index] if index < len(reasons) else "stop"
+            reason = str(message.get("finish_reason") or own)
+            ids = sampled[index] if index < len(sampled) else {}
+            body = {key: value for key, value in message.items() if key != "finish_reason"}
+            content = body.get("content")
+            made.append(
+                Candidate(
+                    index=index,
+                    text=content if isinstance(content, str) else "",
+                    message={**body, "role": "assistant"},
+                    token_ids=tuple(ids.get("token_ids") or ()),
+                    logprobs=tuple(ids.get("logprobs") or ()),
+                    finish_reason=_REASONS.get(reason, reason),
+                )
+            )
+        return tuple(made)
+
+    def _status(self, chat: Span) -> CallStatus:
+        """As recorded; else by the span's own status. A call without content but without error ended well."""
+        recorded = chat.attributes.get(names.STATUS)
+        if recorded in _STATUSES:
+            return recorded
+        if chat.failed is None:
+            return "ok"
+        kind = str(chat.attributes.get(names.ERROR_TYPE) or "").lower()
+        return "timeout" if "timeout" in kind else "cancelled" if "cancel" in kind else "error"
+
+    def _rewards(self, span: Span, target: str) -> None:
+        for event in span.events:
+            name, value = (event.attributes.get(key) for key in (names.EVALUATION_NAME, names.EVALUATION_VALUE))
+            if event.name != names.EVALUATION:
+                continue
+            if name is None or not isinstance(value, int | float):
+                self.left_out["evaluation_without_score"] += 1
+                continue
+            index = event.attributes.get(names.CANDIDATE)
+            own = target if target == self.id else candidate_id(target, whole(index))
+            self.rewards.append(RewardRecord(own, str(name), float(value), event.at / 1e9))
+
+
+def _policy(found: Mapping[str, Any]) -> PolicyRef | None:
+    name = found.get(names.POLICY)
+    return PolicyRef(str(name), whole(found.get(names.POLICY_VERSION))) if name else None
+
+
+def _chosen(found: Mapping[str, Any], candidates: int) -> int:
+    chosen = found.get(names.CHOSEN)
+    return chosen if isinstance(chosen, int) and 0 <= chosen < candidates else 0
+
+
+def _ulid(span: Span) -> str:
+    """An id that sorts by the span's start and is the same each time."""
+    digest = hashlib.blake2b(f"{span.trace} {span.id}".encode(), digest_size=10).digest()
+    return ulid((span.start // 1_000_000 & (1 << 48) - 1) << 80 | int.from_bytes(digest, "big"))

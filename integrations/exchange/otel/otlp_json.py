@@ -1,0 +1,174 @@
+"""OTLP in its JSON form, as collectors write and read it: spans to `resourceSpans` and back."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.exchange.otel.spans import Span, SpanEvent
+
+SCOPE = "cotune"
+_KINDS = {"internal": 1, "client": 3}
+_FAILED = 2
+_HEX = re.compile(r"[0-9a-fA-F]+")
+
+
+def encode(spans: Iterable[Span], service: str) -> bytes:
+    """One line: an export request with these spans."""
+    resource = {"attributes": _attributes({"service.name": service})}
+    body = {"resource": resource, "scopeSpans": [{"scope": {"name": SCOPE}, "spans": [_span(s) for s in spans]}]}
+    return msgspec.json.encode({"resourceSpans": [body]})
+
+
+def spans_in(value: Mapping[str, Any]) -> Iterator[Span] | None:
+    """The spans of an export request, of a trace as MLflow's API gives it (an object with `spans`), or of a single span
+    alone; None for anything else."""
+    trace = value.get("trace") or value
+    if _get(value, "startTimeUnixNano", "start_time_unix_nano") is not None:
+        return iter([_decode(value)])
+    if "resourceSpans" in trace or "resource_spans" in trace:
+        return _of_request(trace)
+    spans = _list(trace, "spans")
+    return map(_decode, spans) if spans else None
+
+
+def _of_request(request: Mapping[str, Any]) -> Iterator[Span]:
+    for resource in _list(request, "resourceSpans", "resource_spans"):
+        for scope in _list(resource, "scopeSpans", "scope_spans"):
+            yield from map(_decode, _list(scope, "spans"))
+
+
+def _list(value: Any, *keys: str) -> list[Any]:
+    """The first of these keys that is there, as a list of objects."""
+    for key in keys:
+        if isinstance(value, Mapping) and isinstance(value.get(key), list):
+            return [one for one in value[key] if isinstance(one, Mapping)]
+    return []
+
+
+def _span(span: Span) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "traceId": span.trace,
+        "spanId": span.id,
+        "name": span.name,
+        "kind": _KINDS[span.kind],
+        "startTimeUnixNano": str(span.start),
+        "endTimeUnixNano": str(span.end),
+        "attributes": _attributes(span.attributes),
+        "status": {} if span.failed is None else {"code": _FAILED, "message": span.failed},
+    }
+    if span.parent is not None:
+        made["parentSpanId"] = span.parent
+    if span.events:
+        made["events"] = [
+            {"name": e.name, "timeUnixNano": str(e.at), "attributes": _attributes(e.attributes)} for e in span.events
+        ]
+    if span.links:
+        made["links"] = [{"traceId": span.trace, "spanId": link} for link in span.links]
+    return made
+
+
+def _attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _value(value)} for key, value in values.items()]
+
+
+def _value(value: Any) -> dict[str, Any]:
+    match value:
+        case bool():
+            return {"boolValue": value}
+        case int():
+            return {"intValue": str(value)}
+        case float():
+            return {"doubleValue": value}
+        case str():
+            return {"stringValue": value}
+        case Mapping():
+            return {"kvlistValue": {"values": _attributes(value)}}
+        case None:
+            return {}
+    return {"arrayValue": {"values": [_value(one) for one in value]}}
+
+
+def _decode(span: Mapping[str, Any]) -> Span:
+    status = span.get("status")
+    status = status if isinstance(status, Mapping) else {}
+    failed = status.get("code") in (_FAILED, "STATUS_CODE_ERROR")
+    start = _int(_get(span, "startTimeUnixNano", "start_time_unix_nano"))
+    return Span(
+        trace=_id(_get(span, "traceId", "trace_id"), 32),
+        id=_id(_get(span, "spanId", "span_id"), 16),
+        parent=_id(_get(span, "parentSpanId", "parent_span_id"), 16) or None,
+        name=str(span.get("name") or ""),
+        kind="client" if span.get("kind") in (3, "SPAN_KIND_CLIENT") else "internal",
+        start=start,
+        end=_int(_get(span, "endTimeUnixNano", "end_time_unix_nano")) or start,
+        attributes=_read_attributes(span.get("attributes")),
+        events=tuple(
+            SpanEvent(
+                str(e.get("name") or ""),
+                _int(_get(e, "timeUnixNano", "time_unix_nano")),
+                _read_attributes(e.get("attributes")),
+            )
+            for e in _list(span, "events")
+        ),
+        links=tuple(_id(_get(link, "spanId", "span_id"), 16) for link in _list(span, "links")),
+        failed=str(status.get("message") or "error") if failed else None,
+    )
+
+
+def _get(value: Mapping[str, Any], *keys: str) -> Any:
+    return next((value[key] for key in keys if value.get(key) is not None), None)
+
+
+def _read_attributes(given: Any) -> dict[str, Any]:
+    """Attributes as a plain mapping, from OTLP's list of pairs or from a mapping that some tools write."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    pairs = given if isinstance(given, Sequence) else ()
+    return {str(p.get("key")): _read_value(p.get("value")) for p in pairs if isinstance(p, Mapping)}
+
+
+def _read_value(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    for key, found in value.items():
+        if found is None:  # Phoenix writes all alternatives, one of them with a value
+            continue
+        match key.replace("_", "").lower():
+            case "intvalue":
+                return _int(found)
+            case "arrayvalue":
+                return [_read_value(one) for one in _values(found) or ()]
+            case "kvlistvalue":
+                return _read_attributes(_values(found))
+            case "stringvalue" | "doublevalue" | "boolvalue" | "bytesvalue":
+                return found
+    return None
+
+
+def _values(found: Any) -> list[Any] | None:
+    values = found.get("values") if isinstance(found, Mapping) else None
+    return values if isinstance(values, list) else None
+
+
+def _int(value: Any) -> int:
+    try:
+        return int(value or 0)
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def _id(value: Any, length: int) -> str:
+    """An id as lower-case hex; protobuf's own JSON form has base 64."""
+    text = str(value or "")
+    if len(text) == length and _HEX.fullmatch(text):
+        return text.lower()
+    try:
+        return base64.b64decode(text, validate=True).hex()
+    except (binascii.Error, ValueError):
+        return text

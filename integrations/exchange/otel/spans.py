@@ -1,0 +1,308 @@
+"""Recorded episodes as spans: the workflow, in it a span per agent turn, in that the chat call and the tools it led to.
+
+Ids follow from those of the records, so exporting twice gives the same spans.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.errors import RecordError
+from cotune.integrations.exchange.otel import names
+from cotune.integrations.exchange.otel.messages import as_text, to_parts, tool_definition
+from cotune.records.ids import address
+from cotune.records.structs import CallRecord, Episode, candidate_id
+from cotune.storage.protocol import Store
+
+Kind = Literal["internal", "client"]
+
+
+class SpanEvent(msgspec.Struct, frozen=True):
+    """Something that happened in a span, at a time in nanoseconds."""
+
+    name: str
+    at: int
+    attributes: Mapping[str, Any]
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """A span as OpenTelemetry has it; ids are lower-case hex, times nanoseconds since 1970. `failed` is None where the
+    status is unset, else the description of the error. `links` are span ids of the same trace."""
+
+    trace: str
+    id: str
+    parent: str | None
+    name: str
+    kind: Kind = "internal"
+    start: int
+    end: int
+    attributes: Mapping[str, Any]
+    events: tuple[SpanEvent, ...] = ()
+    links: tuple[str, ...] = ()
+    failed: str | None = None
+
+
+class Detail(msgspec.Struct, frozen=True):
+    """What goes along beyond structure, times and counts: `content` (messages, tools, errors as text) and `tokens`
+    (token ids, log-probabilities, policy versions). Neither does unless asked for."""
+
+    content: bool = False
+    tokens: bool = False
+
+
+STRUCTURE = Detail()
+"""Neither content nor tokens."""
+
+
+def episode_spans(
+    store: Store, episode: Episode, detail: Detail = STRUCTURE, left_out: Counter[str] | None = None
+) -> list[Span]:
+    """The spans of a recorded episode, the workflow's first. What has no place in them is counted in `left_out`."""
+    return list(_Episode(store, episode, detail, Counter() if left_out is None else left_out).spans())
+
+
+class _Episode:
+    def __init__(self, store: Store, episode: Episode, detail: Detail, left_out: Counter[str]) -> None:
+        self.store = store
+        self.episode = episode
+        self.detail = detail
+        self.left_out = left_out
+        self.calls = store.calls(episode.id)
+        self.messages = {call.id: self._bodies(call) for call in self.calls}
+        targets = [candidate_id(call.id, c.index) for call in self.calls for c in call.candidates]
+        self.rewards = store.rewards([episode.id, *targets])
+        self.trace = address(episode.id.encode())
+        self.root = _span_id(episode.id, "workflow")
+
+    def spans(self) -> Iterator[Span]:
+        yield self._workflow()
+        for place, call in enumerate(self.calls):
+            tools = list(self._tools(place, call))
+            yield self._agent(call, max([_end(call), *(tool.end for tool in tools)]))
+            yield self._chat(call)
+            yield from tools
+
+    def _workflow(self) -> Span:
+        episode = self.episode
+        attributes: dict[str, Any] = {
+            names.OPERATION: names.WORKFLOW,
+            names.SPAN_KIND: "CHAIN",
+            names.WORKFLOW_NAME: episode.workflow,
+            names.CONVERSATION: episode.id,
+            names.EPISODE: episode.id,
+            names.TASK: episode.task.id,
+            names.PHASE: episode.phase,
+            names.ROLLOUT: episode.rollout,
+            names.STATUS: episode.status,
+        }
+        if episode.training_step is not None:
+            attributes[names.TRAINING_STEP] = episode.training_step
+        if episode.metrics:
+            attributes[names.METRICS] = as_text(episode.metrics)
+        if self.detail.content:
+            attributes[names.TASK_INPUT] = attributes[names.INPUT_VALUE] = as_text(episode.task.input)
+        end = _nanoseconds(episode.started + episode.latency)
+        return Span(
+            trace=self.trace,
+            id=self.root,
+            parent=None,
+            name=f"{names.WORKFLOW} {episode.workflow}",
+            start=_nanoseconds(episode.started),
+            end=end,
+            attributes=self._failed(attributes, episode.status),
+            events=tuple(_evaluations(self.rewards.get(episode.id) or {}, end)),
+            failed=self._error(episode.status, episode.error),
+        )
+
+    def _agent(self, call: CallRecord, end: int) -> Span:
+        attributes = {
+            names.OPERATION: names.AGENT,
+            names.AGENT_NAME: call.role,
+            names.CONVERSATION: self.episode.id,
+            names.ROLE: call.role,
+            names.TURN: call.turn,
+        }
+        return Span(
+            trace=self.trace,
+            id=_span_id(call.id, "agent"),
+            parent=self.root,
+            name=f"{names.AGENT} {call.role}",
+            start=_nanoseconds(call.started),
+            end=end,
+            attributes=attributes,
+        )
+
+    def _chat(self, call: CallRecord) -> Span:
+        events = [
+            event
+            for candidate in call.candidates
+            for event in _evaluations(
+                self.rewards.get(candidate_id(call.id, candidate.index)) or {}, _end(call), candidate.index
+            )
+        ]
+        return Span(
+            trace=self.trace,
+            id=_span_id(call.id, "chat"),
+            parent=_span_id(call.id, "agent"),
+            name=f"{names.CHAT} {call.model}".rstrip(),
+            kind="client",
+            start=_nanoseconds(call.started),
+            end=_end(call),
+            attributes=self._failed(self._chat_attributes(call), call.status),
+            events=tuple(events),
+            links=tuple(_span_id(parent, "chat") for parent in call.parents),
+            failed=self._error(call.status, call.error),
+        )
+
+    def _chat_attributes(self, call: CallRecord) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            names.OPERATION: names.CHAT,
+            names.PROVIDER: "cotune" if call.policy else "openai",
+            names.REQUEST_MODEL: call.model,
+            names.AGENT_NAME: call.role,
+            names.CONVERSATION: self.episode.id,
+            names.CALL: call.id,
+            names.ROLE: call.role,
+            names.STEP: call.step,
+            names.TURN: call.turn,
+            names.STATUS: call.status,
+            names.INTEGRATION: call.integration,
+            names.CANDIDATES: len(call.candidates),
+            names.INPUT_TOKENS: call.usage.prompt_tokens,
+            names.OUTPUT_TOKENS: call.usage.completion_tokens,
+        }
+        found |= {name: value for name, value in _request(call.params) if value is not None}
+        if call.streamed:
+            found[names.REQUEST_STREAM] = True
+        if call.chosen is not None:
+            found[names.CHOSEN] = call.chosen
+            found[names.FINISH_REASONS] = [candidate.finish_reason for candidate in call.candidates]
+        if call.parents:
+            found[names.PARENTS] = list(call.parents)
+        if call.attempts:
+            found[names.ATTEMPTS] = len(call.attempts)
+        if self.detail.content:
+            found |= self._content(call)
+        if self.detail.tokens:
+            found |= self._tokens(call)
+        return found
+
+    def _content(self, call: CallRecord) -> dict[str, Any]:
+        found = {names.INPUT_MESSAGES: as_text([to_parts(m, self.left_out) for m in self.messages[call.id]])}
+        if call.candidates:
+            answers = [
+                {**to_parts(c.message, self.left_out), "role": "assistant", "finish_reason": c.finish_reason}
+                for c in call.candidates
+            ]
+            found[names.OUTPUT_MESSAGES] = as_text(answers)
+        if call.tools:
+            found[names.TOOL_DEFINITIONS] = as_text([tool_definition(tool) for tool in self._body(call.tools) or ()])
+        return found
+
+    def _tokens(self, call: CallRecord) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if call.policy is not None:
+            found |= {names.POLICY: call.policy.name, names.POLICY_VERSION: call.policy.version}
+        if call.prompt is not None:
+            try:
+                found[names.PROMPT_IDS] = list(self.store.token_ids(call.prompt))
+            except RecordError:
+                self.left_out["prompt_not_stored"] += 1
+        if any(c.token_ids for c in call.candidates):
+            sampled = [{"token_ids": c.token_ids, "logprobs": c.logprobs} for c in call.candidates]
+            found[names.SAMPLED] = as_text(sampled)
+        return found
+
+    def _tools(self, place: int, call: CallRecord) -> Iterator[Span]:
+        """The tools that the chosen answer called, known by the tool messages of a later call."""
+        called = [] if call.chosen is None else call.candidates[call.chosen].tool_calls
+        for tool in called:
+            function = tool.get("function") or {}
+            found = self._result(place, tool.get("id"))
+            if found is None:
+                self.left_out["tool_without_result"] += 1
+                continue
+            reader, result = found
+            attributes = {
+                names.OPERATION: names.TOOL,
+                names.TOOL_NAME: str(function.get("name")),
+                names.TOOL_TYPE: "function",
+                names.TOOL_CALL_ID: str(tool.get("id")),
+                names.AGENT_NAME: call.role,
+            }
+            if self.detail.content:
+                attributes[names.TOOL_ARGUMENTS] = as_text(function.get("arguments"))
+                attributes[names.TOOL_RESULT] = as_text(result.get("content"))
+            yield Span(
+                trace=self.trace,
+                id=_span_id(call.id, f"tool {tool.get('id')}"),
+                parent=_span_id(call.id, "agent"),
+                name=f"{names.TOOL} {function.get('name')}",
+                start=_end(call),
+                end=max(_end(call), _nanoseconds(reader.started)),
+                attributes=attributes,
+            )
+
+    def _result(self, place: int, id: Any) -> tuple[CallRecord, Mapping[str, Any]] | None:
+        for later in self.calls[place + 1 :]:
+            for message in self.messages[later.id]:
+                if message.get("role") == "tool" and message.get("tool_call_id") == id and id is not None:
+                    return later, message
+        return None
+
+    def _failed(self, attributes: dict[str, Any], status: str) -> dict[str, Any]:
+        return attributes if status == "ok" else {**attributes, names.ERROR_TYPE: status}
+
+    def _error(self, status: str, error: str | None) -> str | None:
+        """An error's text may quote messages, so it goes along with them only."""
+        if status == "ok":
+            return None
+        return (error or status) if self.detail.content else status
+
+    def _bodies(self, call: CallRecord) -> list[Mapping[str, Any]]:
+        return [body for body in map(self._body, call.messages) if isinstance(body, Mapping)]
+
+    def _body(self, id: str) -> Any:
+        try:
+            return self.store.message(id)
+        except RecordError:
+            self.left_out["lost_message"] += 1
+            return None
+
+
+def _request(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, attribute in names.PARAMS.items():
+        value = params.get(name)
+        if name == "max_tokens" and value is None:
+            value = params.get("max_completion_tokens")
+        if name == "stop" and isinstance(value, str):
+            value = [value]
+        yield attribute, value
+    asked = params.get("response_format")
+    if isinstance(asked, Mapping):
+        yield names.OUTPUT_TYPE, "json" if str(asked.get("type")).startswith("json") else "text"
+
+
+def _evaluations(rewards: Mapping[str, float], at: int, candidate: int | None = None) -> Iterator[SpanEvent]:
+    for name, value in rewards.items():
+        attributes = {names.EVALUATION_NAME: name, names.EVALUATION_VALUE: value}
+        yield SpanEvent(
+            names.EVALUATION, at, attributes if candidate is None else {**attributes, names.CANDIDATE: candidate}
+        )
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e6) * 1000
+
+
+def _end(call: CallRecord) -> int:
+    return _nanoseconds(call.started + call.latency)
+
+
+def _span_id(id: str, kind: str) -> str:
+    return hashlib.blake2b(f"{id} {kind}".encode(), digest_size=8).hexdigest()

@@ -1,0 +1,79 @@
+"""Recorded answers as token ids: what a model would have to write, by its own chat template, to give them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cotune.errors import SamplerError
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.chat.token_reuse import text_of
+from cotune.integrations.models.chat.tool_formats import split_reasoning
+
+
+class EncodedAnswer(NamedTuple):
+    """Token ids of a prompt and of the answer to it, its end token included."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    dropped_reasoning: bool = False
+    """Whether the recorded answer has reasoning that the template does not show."""
+
+
+def encode_answer(
+    chat: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    answer: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+) -> EncodedAnswer | str:
+    """The ids of a prompt and its answer (messages in OpenAI form), or the reason why the template cannot express them.
+
+    unrenderable: it refuses the messages. empty_answer: no text and no tool call. inexpressible: it does not go on from
+    the prompt with the answer, or what it writes is not read back as the answer (a tool call that it does not show, a
+    text with marks of its own). `options` are variables for the template.
+    """
+    if not _said(answer) or answer.get("function_call"):
+        return "inexpressible" if answer.get("function_call") else "empty_answer"
+    try:
+        prompt = chat.render(messages, tools, options=options)
+        opened = chat.transcript(messages, tools, options=options, generation=True)
+        whole = chat.transcript([*messages, answer], tools, options=options)
+    except (SamplerError, TypeError, AttributeError):
+        return "unrenderable"
+    if not whole.startswith(opened):
+        return "inexpressible"
+    ids = _ended(chat, whole[len(opened) :])
+    _, read, _ = chat.parse(ids, prompt=prompt, tools=tools)
+    if _said(read) != _said(answer):
+        return "inexpressible"
+    dropped = bool(_reasoning(answer)) and not _reasoning(read)
+    return EncodedAnswer(tuple(prompt), tuple(ids), dropped)
+
+
+def _ended(chat: ChatTemplate, text: str) -> list[int]:
+    """The ids of an answer up to its first end token; with one where the template writes none."""
+    ids = chat.tokenizer.encode(text, add_special_tokens=False)
+    end = next((place for place, token in enumerate(ids) if token in chat.end_token_ids), None)
+    return [*ids, chat.end_token_ids[0]] if end is None else ids[: end + 1]
+
+
+def _said(message: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
+    """Text and tool calls of an answer, in a form to compare; None where it has neither."""
+    text = split_reasoning(text_of(message.get("content")))[1].strip()
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    calls = tuple(json.dumps([f.get("name"), _object(f.get("arguments"))], sort_keys=True) for f in functions)
+    return (text, calls) if text or calls else None
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    own = message.get("reasoning_content") or message.get("reasoning")
+    return own if isinstance(own, str) else split_reasoning(text_of(message.get("content")))[0]
+
+
+def _object(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+    except ValueError:
+        return arguments

@@ -1,0 +1,171 @@
+"""Grammars over token ids, by llguidance: which tokens may come next, as packed bits, for sampler and learner alike."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cotune.errors import RequestRefused, SamplerError
+from cotune.integrations.models.chat.grammar_trial import Trials, reason
+from cotune.integrations.models.chat.grammar_worker import opened
+from cotune.runtime.bounded_cache import BoundedCache
+from cotune.runtime.memory import process_memory
+
+Bits = npt.NDArray[np.int32]
+"""Allowed tokens of one position: bit i % 32 of word i // 32 is token i."""
+
+COMPILED, COMPILED_BYTES = 128, 512 << 20
+"""Most compiled grammars, and bytes of all of them, that are kept."""
+
+
+class Matcher:
+    """Follows one reply through its grammar. `words` is the length of the bits of a position."""
+
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher = matcher
+        self.words = words
+
+    def allowed(self, into: Bits) -> None:
+        """Write the tokens that may come next; only the end token once the grammar is complete."""
+        self._matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
+
+    def consume(self, token: int) -> bool:
+        """Go on by a token; False where the grammar does not allow it. After the grammar's end nothing changes."""
+        return self._matcher.is_stopped() or self._matcher.consume_token(token)
+
+
+class Grammars:
+    """The grammars of one tokenizer, each compiled once. Safe to use from several threads.
+
+    A grammar is Lark text as llguidance reads it (`reply_grammar` writes it). `vocabulary` is the number of logits.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self._source = tokenizer
+        self._vocabulary = max(vocabulary, len(tokenizer))
+        self._tokenizer: Any = None
+        self._trials: Trials | None = None
+        self._compiled: BoundedCache[Any] = BoundedCache(COMPILED, COMPILED_BYTES)
+        self._lock = threading.Lock()
+        self.words = -(-self._vocabulary // 32)
+        """int32 words that hold the bits of all tokens."""
+
+    def start(self, grammar: str) -> Matcher:
+        """A matcher at the beginning of a reply. Raises RequestRefused for a grammar that cannot be compiled.
+
+        Only for grammars that were tried (`trials`): others may end the process.
+        """
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is None:
+                before = process_memory()
+                found = self._compile(grammar)
+                self._compiled.put(grammar, found, max(process_memory() - before, len(grammar)))
+            return Matcher(found.deep_copy(), self.words)
+
+    @property
+    def trials(self) -> Trials:
+        """What tries the grammars of this tokenizer. Raises SamplerError for one that llguidance cannot read."""
+        with self._lock:
+            self._opened()
+            assert self._trials is not None
+            return self._trials
+
+    def open(self) -> None:
+        """Read the tokenizer now: it takes seconds, in which no other Python code of the process runs.
+
+        Raises SamplerError for one that llguidance cannot read.
+        """
+        self.trials.open()
+
+    def special(self, token: int) -> bool:
+        """Whether a token stands outside of text: a grammar names it by its id."""
+        with self._lock:
+            return self._opened().is_special_token(token)
+
+    def raw(self, token: int) -> bytes:
+        """What a token writes: a part of a character as it is, a special token by its name."""
+        with self._lock:
+            found: bytes = self._opened().decode_bytes([token])
+        return found
+
+    def replay(self, grammar: str, token_ids: Sequence[int]) -> Bits:
+        """Bits [tokens, words] of what was allowed where each token of a reply was drawn.
+
+        Raises SamplerError where the grammar does not allow the reply.
+        """
+        matcher = self.start(grammar)
+        bits = np.empty((len(token_ids), self.words), np.int32)
+        for position, token in enumerate(token_ids):
+            matcher.allowed(bits[position])
+            if not bits[position, token // 32] >> (token % 32) & 1 or not matcher.consume(token):
+                raise SamplerError(
+                    f"Token {token} at position {position} of a reply is not what its grammar allows.",
+                    "Sampler and learner need the same tokenizer and the same version of llguidance.",
+                )
+        return bits
+
+    def _compile(self, grammar: str) -> Any:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._opened(), LLMatcher.grammar_from_lark(grammar), log_level=0)
+        if matcher.is_error():
+            raise RequestRefused(
+                f"The form that the request asks for cannot be enforced: {reason(matcher.get_error())}.",
+                "Take this out of the schema, or ask for plain text and check the reply.",
+            )
+        return matcher
+
+    def _opened(self) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer, described = _open(self._source, self._vocabulary)
+            self._trials = Trials(described)
+        return self._tokenizer
+
+
+def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
+    """The tokenizer as llguidance knows it, and its description. Raises SamplerError for one that it cannot read."""
+    described: dict[str, Any] = {"vocabulary": vocabulary, "eos": tokenizer.eos_token_id}
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    first = "it is not a fast one"
+    try:
+        if fast is not None:
+            fast = copy.copy(fast)
+            fast.no_padding()
+            fast.no_truncation()
+            described["json"] = fast.to_str()
+            return opened(described), described
+    except ImportError as error:
+        raise SamplerError(
+            "Structured output needs llguidance, which is not installed.", "pip install 'cotune[train]'"
+        ) from error
+    except ValueError as error:
+        first = str(error).splitlines()[0]
+        del described["json"]
+    try:
+        described.update(_plain(tokenizer))
+        return opened(described, lambda text: tokenizer.encode(text, add_special_tokens=False)), described
+    except ValueError as error:
+        raise SamplerError(
+            f"Structured output does not know this tokenizer: {first}; {error}.", "Use a model with a fast tokenizer."
+        ) from error
+
+
+def _plain(tokenizer: Any) -> dict[str, Any]:
+    """A tokenizer whose text is its tokens' texts one after the other, by these. Raises ValueError for any other."""
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    special = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder})
+    texts = [decode([i]) for i in range(len(tokenizer))]
+    plain = [i for i in range(len(tokenizer)) if i not in special]
+    if decode(plain) != "".join(texts[i] for i in plain):
+        raise ValueError("the text of several tokens is not the tokens' texts one after the other")
+    return {"tokens": texts, "special": special, "bos": tokenizer.bos_token_id}

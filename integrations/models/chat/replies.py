@@ -1,0 +1,109 @@
+"""Sampled ids back to assistant messages: reasoning, tool calls and text, as one model writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cotune.integrations.models.chat.tool_formats import (
+    HERMES,
+    REASONING,
+    ToolFormat,
+    is_call,
+    split_reasoning,
+    tool_call,
+)
+
+Tools = Sequence[Mapping[str, Any]]
+TAIL = 16
+"""Last tokens of a prompt in which the mark stands that opens or closes reasoning."""
+
+
+class Replies:
+    """Reads the replies of one model, by the tokenizer's own `response_template` where it has one.
+
+    `format` is how tool calls are written, None where that is not known. `refused` is called for a reply that cannot
+    be read as a whole. Safe to use from several threads.
+    """
+
+    def __init__(
+        self, tokenizer: Any, ends: Sequence[int], format: ToolFormat | None, refused: Callable[[], object]
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.format = format
+        self._ends = ends
+        self._refused = refused
+        marks = (*REASONING, *(format or HERMES).marks)
+        kept = {tokenizer.convert_tokens_to_ids(mark) for mark in marks}
+        self._dropped = (set(tokenizer.all_special_ids) | set(ends)) - kept
+
+    def parse(
+        self, token_ids: Sequence[int], stop: Sequence[str], prompt: Sequence[int], tools: Tools
+    ) -> tuple[str, dict[str, Any], str]:
+        """As `ChatTemplate.parse`."""
+        text = _until(self.decode([t for t in token_ids if t not in self._dropped]), stop)
+        if self.template:
+            marked = _until(self.decode([t for t in token_ids if t not in self._ends]), stop)
+            message = self._by_template(marked, self.decode(prompt), tools)
+            if message is None:
+                return text, {"role": "assistant", "content": text}, "malformed"
+            return text, message, _finish(message, HERMES)
+        reader = self.format or HERMES
+        reasoning, rest = split_reasoning(text, opened=self.opened(prompt))
+        try:
+            content, calls = reader.read(rest, tools) if tools or reader is HERMES else (rest, [])
+        except (ValueError, KeyError, TypeError):
+            self._refused()
+            return text, {"role": "assistant", "content": rest} | _thought(reasoning), "malformed"
+        message = {"role": "assistant", "content": (content.strip() or None) if calls else content}
+        if calls:
+            message["tool_calls"] = [tool_call(c) for c in calls]
+        message |= _thought(reasoning)
+        return text, message, _finish(message, reader)
+
+    def opened(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends with the mark that opens reasoning."""
+        return self.tail(prompt).endswith(REASONING[0])
+
+    def tail(self, prompt: Sequence[int]) -> str:
+        """The end of a prompt, without white space after it."""
+        return self.decode(prompt[-TAIL:]).rstrip()
+
+    @property
+    def template(self) -> Any:
+        """The tokenizer's own response template."""
+        return getattr(self.tokenizer, "response_template", None)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _by_template(self, reply: str, prompt: str, tools: Tools) -> dict[str, Any] | None:
+        try:
+            found = self.tokenizer.parse_response(reply, prefix=prompt, tools=list(tools))
+        except (ValueError, KeyError, TypeError):
+            self._refused()
+            return None
+        message: dict[str, Any] = {"role": "assistant", "content": found.get("content") or ""}
+        message |= _thought(found.get("reasoning_content") or found.get("thinking") or "")
+        calls = [c.get("function", c) for c in found.get("tool_calls") or []]
+        if not all(is_call(c) for c in calls):
+            self._refused()
+            return None
+        if calls:
+            message["tool_calls"] = [tool_call(c) for c in calls]
+        return message
+
+
+def _thought(reasoning: str) -> dict[str, Any]:
+    return {"reasoning_content": reasoning} if reasoning else {}
+
+
+def _finish(message: Mapping[str, Any], reader: ToolFormat) -> str:
+    if reader.unread(message.get("content") or ""):
+        return "malformed"
+    return "tool_calls" if message.get("tool_calls") else "stop"
+
+
+def _until(text: str, stop: Sequence[str]) -> str:
+    return text[: min((at for mark in stop if mark and (at := text.find(mark)) >= 0), default=len(text))]

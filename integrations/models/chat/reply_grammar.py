@@ -1,0 +1,247 @@
+"""What a request says about the form of its reply, as one grammar: JSON, tool calls, or text without calls."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cotune.errors import RequestRefused
+from cotune.integrations.models.chat.grammar_trial import Trials
+from cotune.integrations.models.chat.tool_formats import TOOL_CALL, call_grammar
+from cotune.sampling.request_params import GUIDED, fixes_form, form_type, function_of
+
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""As `json.dumps` or compact: a model cannot fill its reply with white space."""
+
+DEPTH = 100
+"""How deep a schema may be nested; the library reads little more."""
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """How the replies of one chat format are written, in the terms of a grammar.
+
+    `call` gives what follows the mark that opens a tool call, from the function's name and the grammar of its
+    arguments. `token` is the id of a mark that stands outside of text, None for one that is text. `think` are the
+    marks of reasoning, None where replies have none; `thinking` says that the prompt has opened it. `ends` are end
+    tokens beside the tokenizer's own. `supports` says whether a grammar of its own can be made of a schema.
+    """
+
+    call_mark: str
+    call: Callable[[str, str], str]
+    token: Callable[[str], int | None]
+    supports: Callable[[str], bool]
+    think: tuple[str, str] | None = None
+    thinking: bool = False
+    ends: Sequence[int] = field(default=())
+
+    def mark(self, text: str) -> str:
+        """A mark as a grammar names it."""
+        token = self.token(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, syntax: Syntax) -> str:
+    """Lark text of the replies that a request in OpenAI form allows.
+
+    Raises RequestRefused for a form that there is not. A schema that cannot be enforced is refused when the grammar
+    is compiled.
+    """
+    form = _form(body)
+    choice, allowed = _choice(body, list(tools or ()))
+    several = body.get("parallel_tool_calls") is not False
+    rules: list[str] = []
+    if choice == "required":
+        reply = r"call (/\n?/ call)*" if several else "call"
+    elif form and allowed:
+        reply = rf"{form} | call (/\n?/ call)*" if several else f"{form} | call"
+    elif form:
+        reply = form
+    elif allowed:
+        reply = "(before body)* text" if several else "text | before body"
+        rules += _before(syntax)
+    else:
+        reply = "text"
+    if reply.startswith("call") or "| call" in reply:
+        rules.append(f"call: {syntax.mark(syntax.call_mark)} body")
+    if allowed:
+        rules.append("body: " + " | ".join(_call(tool, syntax, forced=choice == "required") for tool in allowed))
+    if "text" in reply.split():
+        rules += _text(syntax)
+    thought = _thought(syntax)
+    end = f" ({' | '.join(f'<[{token}]>' for token in syntax.ends)})?" if syntax.ends else ""
+    start = "start: " + ("thought " if thought and syntax.thinking else "thought? " if thought else "") + f"reply{end}"
+    return "\n".join(["%llguidance {}", start, f"reply: {reply}", *rules, *thought, ""])
+
+
+def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    """Why no grammar can be made of a request, whatever the model; "" where one can, or none is asked for.
+
+    Without llguidance the schema itself is not looked at.
+    """
+    if not fixes_form(body, tools):
+        return ""
+    fault = _trials().fault if importlib.util.find_spec("llguidance") else lambda grammar: ""
+    plain = Syntax(
+        call_mark=TOOL_CALL[0],
+        call=lambda name, arguments: call_grammar(name, arguments, lambda mark: None),
+        token=lambda mark: None,
+        supports=lambda grammar: not fault(grammar),
+    )
+    try:
+        error = fault(reply_grammar(body, tools, plain))
+    except RequestRefused as refused:
+        return refused.cause
+    return f"The form that the request asks for cannot be enforced: {error}." if error else ""
+
+
+@functools.cache
+def _trials() -> Trials:
+    return Trials(None)
+
+
+def json_grammar(schema: Mapping[str, Any] | bool) -> str:
+    """The grammar of the JSON that a schema allows, written without free white space.
+
+    Objects whose schema says nothing of further properties get none, unless schemas are combined with `allOf`.
+    Raises RequestRefused for one that is nested too deeply.
+    """
+    if _deeper(schema, DEPTH):
+        raise RequestRefused(
+            f"The form that the request asks for cannot be enforced: its schema is nested more than {DEPTH} deep.",
+            "Use $defs and $ref, or ask for plain text and check the reply.",
+        )
+    closed = schema if "allOf" in json.dumps(schema) else _closed(schema)
+    style = {"x-guidance": JSON_STYLE}
+    return "%json " + json.dumps({**closed, **style} if isinstance(closed, Mapping) else {"allOf": [closed], **style})
+
+
+def _form(body: Mapping[str, Any]) -> str:
+    if (name := next((name for name in GUIDED if body.get(name) is not None), None)) is not None:
+        raise RequestRefused(f"{name} was asked for.", "Ask for the form as response_format, or by a tool.")
+    kind = form_type(body)
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return json_grammar(ANY_OBJECT)
+    if kind != "json_schema":
+        raise RequestRefused(f"A response_format of type {kind!r} was asked for.", "text, json_object or json_schema.")
+    given = body["response_format"].get("json_schema")
+    schema = given.get("schema") if isinstance(given, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise RequestRefused("The response_format has no schema.", 'Give it as {"json_schema": {"schema": {...}}}.')
+    return json_grammar(schema)
+
+
+def _choice(body: Mapping[str, Any], tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
+    """("none", "auto" or "required", the tools that may be called)."""
+    asked = body.get("tool_choice") or "auto"
+    if isinstance(asked, Mapping) and asked.get("type") == "allowed_tools":
+        given = asked.get("allowed_tools") or asked
+        names = [_name(tool) for tool in given.get("tools") or ()]
+        return _mode(given.get("mode") or "auto", _named(names, tools))
+    if isinstance(asked, Mapping):
+        return _mode("required", _named([_name(asked)], tools))
+    return _mode(str(asked), tools)
+
+
+def _mode(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
+    mode = "required" if mode == "any" else mode
+    if mode not in ("none", "auto", "required"):
+        raise RequestRefused(f"tool_choice = {mode!r} was asked for.", "It is none, auto, required or a function.")
+    if mode == "required" and not tools:
+        raise RequestRefused("tool_choice asks for a call, and the request has no tools.", "Send the tools with it.")
+    return mode, [] if mode == "none" else tools
+
+
+def _named(names: Sequence[str], tools: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    known = {_name(tool): tool for tool in tools}
+    for name in names:
+        if name not in known:
+            raise RequestRefused(
+                f"tool_choice names {name!r}, which is none of the request's tools: {sorted(known)}.",
+                "Name a tool that the request sends.",
+            )
+    return [known[name] for name in names]
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    return str(function_of(tool).get("name") or tool.get("name"))
+
+
+def _call(tool: Mapping[str, Any], syntax: Syntax, *, forced: bool) -> str:
+    """One function's call: its schema where it is strict, or is the only way to answer and can be enforced."""
+    function = function_of(tool)
+    schema = function.get("parameters") or ANY_OBJECT
+    if function.get("strict"):
+        return syntax.call(_name(tool), json_grammar(schema))
+    if forced and not _deeper(schema, DEPTH) and syntax.supports(f"start: {json_grammar(schema)}"):
+        return syntax.call(_name(tool), json_grammar(schema))
+    return syntax.call(_name(tool), json_grammar(ANY_OBJECT))
+
+
+def _before(syntax: Syntax) -> list[str]:
+    """Text up to a call, its mark included."""
+    if syntax.token(syntax.call_mark) is None:
+        return [f"before[lazy]: /(.|\\n)*{_regex(syntax.call_mark)}/"]
+    return [f"before: ANYTHING {syntax.mark(syntax.call_mark)}"]
+
+
+def _text(syntax: Syntax) -> list[str]:
+    """Text in which no call begins. Tokens that stand outside of text are not part of it in any case."""
+    if syntax.token(syntax.call_mark) is not None:
+        return ["text: ANYTHING", "ANYTHING: /(.|\\n)*/"]
+    return ["text: TEXT", f"TEXT: /(.|\\n)*/ & ~/(.|\\n)*{_regex(syntax.call_mark)}(.|\\n)*/"]
+
+
+def _thought(syntax: Syntax) -> list[str]:
+    if syntax.think is None:
+        return []
+    opening, closing = syntax.think
+    opened = "" if syntax.thinking else syntax.mark(opening) + " "
+    if syntax.token(closing) is None:
+        return [f"thought: {opened}thinking /\\n{{0,2}}/", f"thinking[lazy]: /(.|\\n)*{_regex(closing)}/"]
+    return [f"thought: {opened}THINKING {syntax.mark(closing)} /\\n{{0,2}}/", "THINKING: /(.|\\n)*/"]
+
+
+def _regex(text: str) -> str:
+    return re.escape(text).replace("/", "\\/")
+
+
+def _deeper(value: Any, most: int) -> bool:
+    """Whether a JSON value is nested more than `most` deep."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            part
+            for one in level
+            if isinstance(one, Mapping | list)
+            for part in (one.values() if isinstance(one, Mapping) else one)
+        ]
+    return bool(level)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with `additionalProperties` false wherever an object names its properties and says nothing else."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {
+        key: value if key in ("enum", "const", "default", "examples") else _closed(value)
+        for key, value in schema.items()
+    }
+    open_ended = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+    if (
+        isinstance(schema.get("properties"), Mapping)
+        and schema.get("type") == "object"
+        and not any(k in schema for k in open_ended)
+    ):
+        found["additionalProperties"] = False
+    return found

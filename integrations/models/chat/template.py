@@ -1,0 +1,392 @@
+"""Chat requests to token ids and sampled ids back to assistant messages, by the tokenizer of a model folder."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError, PromptTooLong, RequestRefused, SamplerError
+from cotune.integrations.models.chat.content import SEEING, for_template
+from cotune.integrations.models.chat.grammar import Grammars
+from cotune.integrations.models.chat.replies import Replies
+from cotune.integrations.models.chat.reply_grammar import Syntax, reply_grammar
+from cotune.integrations.models.chat.time_limit import TookTooLong, time_limit
+from cotune.integrations.models.chat.token_reuse import EarlierIds, Messages
+from cotune.integrations.models.chat.tool_formats import (
+    AUTO,
+    HERMES,
+    REASONING,
+    VLLM,
+    ToolFormat,
+    Tools,
+    recognised,
+    shown_by,
+    spelled_by,
+    tool_format,
+)
+from cotune.integrations.models.folder.folder import loading, reading
+from cotune.integrations.models.folder.kinds import sees_images
+from cotune.integrations.models.folder.vision import ImageInputs
+from cotune.records.ids import pack_ids, unpack_ids
+from cotune.records.images import holds_images, images_of
+from cotune.runtime.bounded_cache import BoundedCache
+from cotune.sampling.protocol import TokenBytes
+
+log = logging.getLogger("cotune")
+
+Options = Mapping[str, Any]
+"""Variables for a chat template, by name."""
+_QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+
+class ChatTemplate:
+    """The chat template, tokenizer and reply parser of one model: a `ChatFormat` for every sampler.
+
+    Replies are parsed by the tokenizer's own `response_template` where it has one. Else `<think>` becomes
+    `reasoning_content`, and tool calls are read in the format `tools`: one of `tool_formats`, or "auto" for the one in
+    which the chat template writes a call. `images` is of a model that sees them. Safe to use from several threads.
+    """
+
+    def __init__(
+        self, tokenizer: Any, end_token_ids: Sequence[int], *, tools: str = AUTO, images: ImageInputs | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._images = images
+        self._in_parts = False
+        if images is not None:  # such templates may read texts from parts only
+            with contextlib.suppress(SamplerError):
+                self._in_parts = _PROBE not in self._template([{"role": "user", "content": _PROBE}], None, {})
+        self.end_token_ids = tuple(end_token_ids)
+        self.counts: Counter[str] = Counter()
+        """Prompts by how their ids came about: "rendered", "extended" (earlier ids reused), "respelled" (those of
+        them in which the template spells a reply in another way), "diverged" (earlier ids were given, and the prompt
+        does not go on from them), "cached"; those whose tools the template leaves out: "unshown_tools". Replies that
+        the tokenizer's response template refuses: "unparsed", their text is kept as it is."""
+        self._rendered: BoundedCache[tuple[str, bytes]] = BoundedCache(PROMPTS, PROMPT_BYTES)
+        self._lock = threading.Lock()
+        self._encoder = msgspec.json.Encoder()
+        self.spelled: str | None = None
+        """How the chat template writes the call of a tool, where it shows one."""
+        self.tool_format = self._recognised() if tools == AUTO else tool_format(tools, tokenizer)
+        """How tool calls are written; None where the template writes them in no form that is known."""
+        self._replies = Replies(tokenizer, self.end_token_ids, self.tool_format, lambda: self._count("unparsed"))
+        self._grammars = Grammars(tokenizer, len(tokenizer))
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+
+    @classmethod
+    def load(cls, model: str | Path, tools: str = AUTO) -> ChatTemplate:
+        """Load from a model folder or hub id. Raises ConfigError when there is none, no chat template or one that does
+        not end, and for a format of tool calls that is unknown."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        path = Path(model)
+        if path.exists() and not (path / "config.json").exists():
+            raise ConfigError("model", str(model), "a folder with config.json, tokenizer and weights", _REMEDY)
+        with reading(model):
+            tokenizer = AutoTokenizer.from_pretrained(str(model), **loading())
+            config = AutoConfig.from_pretrained(str(model), **loading())
+            ends = end_token_ids(str(model), config, tokenizer)
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "model",
+                str(model),
+                "a model whose tokenizer has a chat template",
+                "Use an instruct model, or put a chat_template.jinja into the folder.",
+            )
+        made = cls(tokenizer, ends, tools=tools, images=ImageInputs(str(model)) if sees_images(config) else None)
+        try:
+            made._template([{"role": "user", "content": "hi"}], None, {})
+        except SamplerError as error:  # any other cause may be of this message alone
+            if isinstance(error.__cause__, TookTooLong):
+                allowed = f"a model whose chat template renders a message within {PATIENCE:g} s"
+                raise ConfigError("model", str(model), allowed, "Repair its chat_template.jinja.") from None
+        if made.tool_format is None and not made._replies.template:
+            log.warning("%s Calls with tools are refused. %s", made._unknown(), _NAME_IT)
+        return made
+
+    @classmethod
+    def load_light(cls, model: str | Path, tools: str = AUTO) -> ChatTemplate:
+        """`load`, where transformers finds no torch: a third of the memory and half the time.
+
+        In a process that has transformers or torch already, and for a tool parser of vLLM, it is the plain one.
+        Afterwards transformers is imported anew by whoever asks for it, with torch. Not to be run while another thread
+        imports transformers.
+        """
+        if "transformers" in sys.modules or "torch" in sys.modules or tools.startswith(VLLM):
+            return cls.load(model, tools)
+        with _without_torch():
+            return cls.load(model, tools)
+
+    def render(
+        self,
+        messages: Messages,
+        tools: Tools | None,
+        *,
+        earlier: Sequence[Sequence[int]] = (),
+        most: int | None = None,
+        options: Options | None = None,
+    ) -> list[int]:
+        """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered.
+
+        A prompt of more than `most` tokens is refused (PromptTooLong) and not kept; one whose text is far too long for
+        them, before it is tokenized.
+
+        `earlier` are token paths (prompt, or prompt and reply) of the same role. The longest one that the new prompt
+        goes on from is kept id for id, and only the rest is tokenized. Where a message says what an earlier reply
+        said, the prompt goes on from the reply as the model wrote it, however the template would spell it. `options`
+        are variables for the template.
+        """
+        if tools and self.tool_format is None and not self._replies.template:
+            raise SamplerError(self._unknown(), _NAME_IT)
+        if tools and not self.shows_tools:
+            self._leaves_out_tools()
+        options = options or {}
+        text, ids = self._render(messages, tools, options, most)
+        if not earlier:
+            return ids
+
+        def parse(prompt: Sequence[int], reply: Sequence[int]) -> Mapping[str, Any]:
+            return self.parse(reply, prompt=prompt, tools=tools)[1]
+
+        known = EarlierIds(earlier, self._replies.decode, parse, self.end_token_ids)
+        kept, rest = known.longest(text)
+        if len(kept) < len(known.paths[0]):
+            spelled = self._spelled(messages, tools, options, known, text)
+            if spelled is not None and len(other := known.longest(spelled)[0]) > len(kept):
+                self.counts["respelled"] += 1
+                kept, rest = other, known.longest(spelled)[1]
+        if not kept:
+            self.counts["diverged"] += 1
+            return ids
+        self.counts["extended"] += 1
+        return [*kept, *self._encode(rest)]
+
+    def transcript(
+        self, messages: Messages, tools: Tools | None, *, options: Options | None = None, generation: bool = False
+    ) -> str:
+        """A conversation as the template writes it, ready for a reply with `generation`. Raises SamplerError."""
+        return self._template(messages, tools, options or {}, generation=generation)
+
+    def _spelled(
+        self, messages: Messages, tools: Tools | None, options: Options, known: EarlierIds, canonical: str
+    ) -> str | None:
+        # A template that refuses a call without its mark, and messages of another form than OpenAI's.
+        with contextlib.suppress(SamplerError, TypeError, AttributeError):
+            return known.spelled(messages, lambda chat: self._template(chat, tools, options), canonical)
+        return None
+
+    def open_grammars(self) -> None:
+        """Do now what the first request with a fixed form or log-probabilities would have all others wait for."""
+        with contextlib.suppress(SamplerError):  # that request says it
+            self._grammars.open()
+
+    def token_bytes(self, token_ids: Sequence[int]) -> list[TokenBytes]:
+        """What each token writes, one by one: several may make one character."""
+        grammars = self._grammars
+        try:
+            return [TokenBytes(grammars.raw(id), grammars.special(id)) for id in token_ids]
+        except SamplerError:  # a tokenizer that llguidance does not know
+            marks = {*self.tokenizer.all_special_ids, *self.end_token_ids}
+            return [TokenBytes(self._replies.decode([id]).encode(), id in marks) for id in token_ids]
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        prompt: Sequence[int] = (),
+        tools: Tools | None = None,
+    ) -> tuple[str, dict[str, Any], str]:
+        """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
+
+        `prompt` is what the reply goes on from: some templates open the reasoning there. `tools` are those offered.
+        End tokens and everything from the first stop string on are not part of the text. A tool call that cannot be
+        read stays in the text, and the reason is "malformed", also where others beside it could be read. A reply that
+        ends within its reasoning has no content.
+        """
+        return self._replies.parse(token_ids, stop, prompt, tools or ())
+
+    def _unknown(self) -> str:
+        return f"The model's chat template writes tool calls as {self.spelled!r}, a form that is not known."
+
+    def _recognised(self) -> ToolFormat | None:
+        """The format in which the chat template writes tool calls; Hermes where it shows none."""
+
+        def template(messages: list[dict[str, Any]], generation: bool) -> str:
+            return self._template(messages, None, {}, generation=generation)
+
+        try:
+            self.spelled = spelled_by(template, [self.tokenizer.decode([end]) for end in self.end_token_ids])
+        except SamplerError:  # a template that refuses calls
+            return HERMES
+        return HERMES if self.spelled is None else recognised(self.spelled)
+
+    @functools.cached_property
+    def shows_tools(self) -> bool:
+        """Whether a prompt tells the model of the tools that a request offers."""
+        try:
+            return shown_by(lambda chat, tools: self._template(chat, tools, {}))
+        except SamplerError:  # a template that refuses tools says so for each request that has some
+            return True
+
+    def _leaves_out_tools(self) -> None:
+        self._count("unshown_tools")
+        if self.counts["unshown_tools"] == 1:
+            log.warning("%s %s", UNSHOWN_TOOLS, SHOW_TOOLS)
+
+    def images(self, messages: Messages) -> tuple[bytes, ...]:
+        """The encoded images of messages that have some, in order. Raises RequestRefused where the model sees none, or
+        an image does not come with its bytes."""
+        if self._images is None:
+            raise RequestRefused("The policy's model sees no images.", SEEING)
+        return images_of(messages)
+
+    @property
+    def image_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that stand for images in a prompt."""
+        return self._images.token_ids if self._images is not None else ()
+
+    def reads(self, option: str) -> bool:
+        """Whether the template knows a variable of this name."""
+        return option in str(self.tokenizer.chat_template)
+
+    def grammar(self, asked: Mapping[str, Any], tools: Tools | None, prompt: Sequence[int]) -> str:
+        """The grammar of the replies that a request in OpenAI form allows (`reply_grammar`). Raises RequestRefused."""
+        found = reply_grammar(asked, tools, self._syntax(prompt))
+        self._grammars.trials.check(found)
+        return found
+
+    def _syntax(self, prompt: Sequence[int]) -> Syntax:
+        """How replies to a prompt are written. It may have opened their reasoning, or closed it."""
+        tail, format = self._replies.tail(prompt), self.tool_format or HERMES
+        reasons = REASONING[0] in str(self.tokenizer.chat_template) and not tail.endswith(REASONING[1])
+        return Syntax(
+            call_mark=format.marks[0] if format.marks else _NO_MARK,
+            call=lambda name, arguments: format.call(name, arguments, self._token),
+            token=self._token,
+            supports=lambda grammar: not self._grammars.trials.fault(grammar),
+            think=REASONING if reasons else None,
+            thinking=tail.endswith(REASONING[0]),
+            ends=[token for token in self.end_token_ids if token != self.tokenizer.eos_token_id],
+        )
+
+    def _token(self, mark: str) -> int | None:
+        ids = self._encode(mark)
+        return ids[0] if len(ids) == 1 and self._grammars.special(ids[0]) else None
+
+    def _render(
+        self, messages: Messages, tools: Tools | None, options: Options, most: int | None
+    ) -> tuple[str, list[int]]:
+        try:
+            key = hashlib.blake2b(self._encoder.encode((messages, tools, options)), digest_size=16).digest()
+        except (TypeError, ValueError) as error:
+            raise SamplerError(f"The messages are not JSON: {error}.", "Pass plain OpenAI messages.") from error
+        if (known := self._rendered.get(key)) is not None:
+            self._count("cached")
+            text, ids = known[0], list(unpack_ids(known[1]))
+        else:
+            text = self._template(messages, tools, options)
+            if most is not None and len(text) > most * self._longest_token:
+                raise _too_long(f"{len(text)} characters", most)
+            ids = self._encode(text)
+            self._count("rendered")
+        if most is not None and len(ids) > most:
+            raise _too_long(f"{len(ids)} tokens", most)
+        if known is None:
+            self._rendered.put(key, (text, pack_ids(ids)), 4 * (len(text) + len(ids)) + _OVERHEAD)
+        return text, ids
+
+    def _count(self, how: str) -> None:
+        with self._lock:
+            self.counts[how] += 1
+
+    def _template(self, messages: Messages, tools: Tools | None, options: Options, *, generation: bool = True) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            images = self.images(messages) if holds_images(messages) else ()
+            parts = bool(images) or self._in_parts
+            chat, shown = [for_template(m, parts=parts) for m in messages], list(tools) if tools else None
+            with time_limit(PATIENCE):
+                text: str = self.tokenizer.apply_chat_template(
+                    chat, tools=shown, add_generation_prompt=generation, tokenize=False, **options
+                )
+            return self._images.expanded(text, images) if images and self._images else text
+        except TookTooLong as error:
+            raise SamplerError(
+                f"The chat template did not end within {PATIENCE:g} s.", "Repair the model's chat_template.jinja."
+            ) from error
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise SamplerError(
+                f"The chat template cannot render these messages: {_first_line(error)}.",
+                "Check roles and their order against the model's chat template.",
+            ) from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+
+PATIENCE = 10.0
+"""Seconds that a chat template has for one prompt."""
+_PROBE = "hello"
+_NAME_IT = "Name the format as tool_format: vllm:NAME is any tool parser of vLLM."
+_NO_MARK = "\0"
+"""Where a format marks no call: what no reply contains."""
+PROMPTS, PROMPT_BYTES = 2048, 32 << 20
+"""Most prompts, and bytes of all of them, that are kept as rendered."""
+_OVERHEAD = 400
+"""Bytes of a kept prompt beside its text and ids, about."""
+UNSHOWN_TOOLS = "The model's chat template shows no tools, so the model does not know of those that requests offer."
+SHOW_TOOLS = (
+    "Use a model whose template shows them, or describe them in the prompt, with calls as "
+    '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
+)
+_REMEDY = "Check the path or id given as --model."
+
+
+def end_token_ids(model: str, config: Any, tokenizer: Any) -> list[int]:
+    """Ids that end a reply: of the generation config, the model config and the tokenizer, without repeats."""
+    from transformers import GenerationConfig
+
+    sources = [config.get_text_config().eos_token_id, tokenizer.eos_token_id]
+    with contextlib.suppress(OSError):  # a folder without generation_config.json
+        sources.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
+    ids = [i for s in sources if s is not None for i in (s if isinstance(s, list) else [s])]
+    return list(dict.fromkeys(ids))
+
+
+def _too_long(size: str, most: int) -> PromptTooLong:
+    return PromptTooLong(
+        f"The prompt has {size}; the model takes {most + 1} tokens with the reply.", "Send a shorter conversation."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    quiet = os.environ.get(_QUIET)
+    os.environ[_QUIET] = "1"  # transformers would say that it found no torch
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's own word for "not to be found"
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+        os.environ.pop(_QUIET)
+        if quiet is not None:
+            os.environ[_QUIET] = quiet
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+            del sys.modules[name]

@@ -1,0 +1,267 @@
+"""Models and adapters as folders in Hugging Face form: found, read as weights, written with new weights."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cotune.errors import ConfigError
+from cotune.integrations.models.folder.gguf import find_gguf, unpack_gguf
+from cotune.integrations.models.folder.kinds import auto_class, sees_images
+from cotune.near_names import did_you_mean, near_names
+from cotune.records.policies import LoraSpec
+from cotune.sampling.protocol import Weights
+
+TRUST = "COTUNE_TRUST_REMOTE_CODE"
+"""Environment variable that `--trust-remote-code` sets: "1" lets code that a model folder brings along run."""
+_NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def locate_model(model: str | Path) -> Path:
+    """Folder of a model: the path itself, what a GGUF file unpacks to, or the local snapshot of a Hugging Face id
+    (fetched where it is missing).
+
+    Raises ConfigError when neither exists, for weights that are no safetensors, and for a model that needs code of its
+    own where that is not allowed.
+    """
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return _checked(path.resolve())
+    if (path / "run.json").is_file():
+        raise _no_model(model, "it is a run folder", f"Export it first: cotune export {model} --to adapters/")
+    if (path / "roles.json").is_file():
+        raise _no_model(model, "it is an export", "Name the base model that it was trained on, or use cotune serve.")
+    if (path / "adapter_config.json").is_file():
+        whole = f"the export, {path.parent}" if (path.parent / "roles.json").is_file() else "its base model"
+        raise _no_model(model, "it is an adapter", f"Name {whole}.")
+    if (file := find_gguf(path)) is not None:
+        return unpack_gguf(file)
+    if path.exists():
+        raise _no_model(model, "it has none", "Correct the path.")
+    if not _may_be_id(str(model)):
+        raise _no_model(model, "there is no such folder", f"{_near(path)} An id has the form owner/name.".strip())
+    from huggingface_hub import snapshot_download
+
+    try:
+        return _checked(Path(snapshot_download(str(model), allow_patterns=_NEEDED)))
+    except (OSError, ValueError) as error:
+        remedy = "Correct the id, or fetch the model where there is a network (`hf download`) and name its folder."
+        allowed = f"a model folder, or a Hugging Face id that can be fetched ({_cause(error)})"
+        raise ConfigError("model", str(model), allowed, remedy) from None
+
+
+def locate_base(model: str | Path) -> Path:
+    """`locate_model` for the base of a run or an export, which may have been moved since."""
+    try:
+        return locate_model(model)
+    except ConfigError as error:
+        remedy = f"{error.remedy} Where it was moved, --model says where it is now."
+        raise ConfigError("model", error.value, error.allowed, remedy) from None
+
+
+def loading() -> dict[str, Any]:
+    """Arguments of every `from_pretrained`: nobody is ever asked on the terminal."""
+    return {"trust_remote_code": os.environ.get(TRUST) == "1"}
+
+
+def loading_weights() -> dict[str, Any]:
+    """The same for a model with its weights, which are never read from a pickle."""
+    return {**loading(), "use_safetensors": True}
+
+
+@contextlib.contextmanager
+def reading(model: str | Path) -> Iterator[None]:
+    """Whatever breaks while the files of a model are read becomes a ConfigError that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        allowed = f"a model folder or hub id ({_cause(error)})"
+        raise ConfigError("model", str(model), allowed, "Check --model.") from error
+
+
+def _checked(folder: Path) -> Path:
+    bins = sorted(path.name for path in folder.glob("*.bin"))
+    if bins and not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            "model",
+            str(folder),
+            f"a model with its weights in *.safetensors ({bins[0]} is a pickle, which may run code when read)",
+            "Convert it where you trust it: model.save_pretrained(FOLDER) writes safetensors.",
+        )
+    own = None if loading()["trust_remote_code"] else _own_code(folder)
+    if own:
+        raise ConfigError(
+            "model",
+            str(folder),
+            f"a model that transformers knows; this one runs code of its own ({own})",
+            "Read that code, then allow it with --trust-remote-code.",
+        )
+    return folder
+
+
+def _own_code(folder: Path) -> str | None:
+    """The code (`auto_map`) without which a model or its tokenizer cannot be loaded; None where transformers has it."""
+    config, tokenizer = _settings(folder / "config.json"), _settings(folder / "tokenizer_config.json")
+    if not config.get("auto_map") and not tokenizer.get("auto_map"):
+        return None
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING_NAMES:
+        return f"auto_map of config.json: {config['auto_map']}"
+    known = tokenizer_class_from_name(str(tokenizer.get("tokenizer_class"))) is not None
+    if "AutoTokenizer" in (tokenizer.get("auto_map") or ()) and not known:
+        return f"auto_map of tokenizer_config.json: {tokenizer['auto_map']}"
+    return None
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes()) if file.is_file() else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        allowed = f"a model folder whose {file.name} is a JSON object"
+        raise ConfigError("model", str(file.parent), allowed, "Fetch it again.")
+    return found
+
+
+def _no_model(model: str | Path, why: str, remedy: str) -> ConfigError:
+    return ConfigError("model", str(model), f"a model folder with a config.json or a GGUF file; {why}", remedy)
+
+
+def _may_be_id(model: str) -> bool:
+    """Whether a name that is no folder can be a Hugging Face id: of the form owner/name, where no folder `owner` is."""
+    owner, _, name = model.partition("/")
+    return bool(owner and name) and "/" not in name and owner[0] not in ".~" and not Path(owner).is_dir()
+
+
+def _near(path: Path) -> str:
+    """The folder that may have been meant."""
+    try:
+        here = [entry.name for entry in path.absolute().parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return ""
+    return did_you_mean([str(path.with_name(near)) for near in near_names(path.name, here, most=1)])
+
+
+def _cause(error: Exception) -> str:
+    first = str(error).partition("\n")[0].strip().rstrip(".")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def read_parameters(folder: Path) -> Weights:
+    """All parameters of a model folder as fp32 arrays under their names in the model."""
+    return {name: tensor.detach().numpy() for name, tensor in _model(folder).named_parameters()}
+
+
+def write_model(base: Path, weights: Weights, to: Path) -> None:
+    """Write `base` with these parameters, in fp32, with its tokenizer and chat template.
+
+    Raises ConfigError when the weights are not all the parameters of the base.
+    """
+    import torch
+
+    model = _model(base)
+    parameters = dict(model.named_parameters())
+    if odd := sorted(parameters.keys() ^ weights.keys()):
+        raise ConfigError(
+            "weights", odd[0], f"the {len(parameters)} parameters of {base}", "Name the right base model."
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name], dtype=np.float32)))
+    _save(model, base, to)
+
+
+def write_merged(base: Path, weights: Weights, lora: LoraSpec, to: Path) -> Weights:
+    """Write `base` with an adapter added to its weights, W + (alpha / rank) * B A, as `write_model` does; return its
+    parameters. Raises ConfigError when the adapter is of another model."""
+    import torch
+
+    model = _model(base)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, a in weights.items():
+            if not name.endswith(_LORA_A):
+                continue
+            layer = name.removesuffix(_LORA_A)
+            target = layer.removeprefix("base_model.model.") + ".weight"
+            if target not in parameters:
+                raise ConfigError("weights", name, f"an adapter of {base}", "Name the right base model.")
+            delta = lora.scale * (np.asarray(weights[f"{layer}.lora_B.weight"], np.float32) @ np.asarray(a, np.float32))
+            parameters[target].add_(torch.from_numpy(delta))
+    _save(model, base, to)
+    return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+
+
+def folder_sees_images(folder: Path) -> bool:
+    """Whether the model in a folder reads images beside text. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    with reading(folder):
+        return sees_images(AutoConfig.from_pretrained(folder, **loading()))
+
+
+def _model(base: Path) -> Any:
+    import torch
+    from transformers import AutoConfig
+
+    with reading(base):
+        kind = auto_class(AutoConfig.from_pretrained(base, **loading()))
+        return kind.from_pretrained(base, dtype=torch.float32, **loading_weights())
+
+
+def _save(model: Any, base: Path, to: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model.save_pretrained(to)
+    AutoTokenizer.from_pretrained(base, **loading()).save_pretrained(to)
+    for name in _PROCESSOR:
+        if (base / name).is_file():
+            shutil.copyfile(base / name, to / name)
+
+
+_PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""How a model that sees images takes them."""
+
+
+_LORA_A = ".lora_A.weight"
+
+
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def write_adapter(folder: Path, weights: Weights, lora: LoraSpec, base: str) -> None:
+    """Write an adapter over the model `base` into an existing folder, in fp32."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
+    write_tensors(folder, {name: np.asarray(array, np.float32) for name, array in weights.items()})
+
+
+def write_tensors(folder: Path, weights: Weights) -> None:
+    """Write weights alone, as they are."""
+    from safetensors.numpy import save_file
+
+    tensors = {name: np.ascontiguousarray(array) for name, array in weights.items()}
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})

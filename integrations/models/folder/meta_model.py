@@ -1,0 +1,79 @@
+"""A model without its weights: names and shapes that published weights must fit, before an engine is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cotune.errors import RequestRefused, SamplerError
+from cotune.integrations.models.folder.folder import loading, locate_model, reading
+from cotune.integrations.models.folder.kinds import auto_class
+from cotune.records.policies import ALL_LINEAR, LoraSpec
+from cotune.records.structs import PolicyRef
+from cotune.sampling.protocol import Weights
+
+
+class ModelSkeleton:
+    """A transformers causal LM on torch's meta device: it takes no memory."""
+
+    def __init__(self, model: str | Path) -> None:
+        """Raises ConfigError when there is no such model."""
+        import torch
+        from transformers import AutoConfig
+
+        self.folder = locate_model(model)
+        with reading(self.folder), torch.device("meta"):
+            config = AutoConfig.from_pretrained(self.folder, **loading())
+            self._model = auto_class(config).from_config(config, **loading())
+
+    def check(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> None:
+        """Raises RequestRefused for weights that are not finite, or do not fit, with the name of the first."""
+        check_finite(policy, weights)
+        if lora is None:
+            check_full(self._model, weights)
+        else:
+            from cotune.integrations.models.transformers.lora import read_adapter
+
+            try:
+                read_adapter(weights, lora, self._model)
+            except SamplerError as error:
+                raise RequestRefused(error.cause, error.remedy) from None
+
+    def empty_adapter(self, rank: int) -> Weights:
+        """An adapter that changes nothing. Raises RequestRefused for a model without the usual modules."""
+        for name, module in self._model.named_modules():
+            if name.rpartition(".")[2] in ALL_LINEAR:
+                stem = f"base_model.model.{name}"
+                return {
+                    f"{stem}.lora_A.weight": np.zeros((rank, module.in_features), np.float32),
+                    f"{stem}.lora_B.weight": np.zeros((module.out_features, rank), np.float32),
+                }
+        raise RequestRefused(f"{self.folder} has none of the modules {ALL_LINEAR}.", "Use another model.")
+
+
+def check_finite(policy: PolicyRef, weights: Weights) -> None:
+    """Raises RequestRefused that names the first tensor which is not finite."""
+    for name, array in weights.items():
+        if not np.isfinite(array).all():
+            raise RequestRefused(f"{policy} has values that are not finite, first in {name}.", "Do not publish it.")
+
+
+def check_full(model: Any, weights: Weights) -> None:
+    """Raises RequestRefused unless the weights are all parameters of a model, by their names."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    given = {id(own[name]) for name in weights if name in own}
+    unknown = sorted(set(weights) - set(own))
+    missing = sorted(name for name, parameter in own.items() if id(parameter) not in given)
+    if unknown or missing:
+        raise RequestRefused(
+            f"The weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}.",
+            "Publish all parameters of the sampler's own model, by their names.",
+        )
+    for name, array in weights.items():
+        if tuple(array.shape) != tuple(own[name].shape):
+            raise RequestRefused(
+                f"{name} has shape {tuple(array.shape)}; the model's is {tuple(own[name].shape)}.",
+                "Publish weights that were trained from the sampler's own model.",
+            )

@@ -1,0 +1,209 @@
+"""Models written as GGUF files, which llama.cpp, Ollama and LM Studio read, by llama.cpp's own package `gguf`.
+
+Names, order and rows are those of llama.cpp's convert_hf_to_gguf.py (its LlamaModel, Qwen2Model and Qwen3Model).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from cotune.errors import ConfigError
+from cotune.integrations.models.folder.folder import loading, reading
+from cotune.integrations.models.folder.gguf import slowed_positions
+
+Precision = Literal["f16", "bf16", "f32", "q8_0"]
+"""How the matrices of a GGUF file are stored; vectors are always in fp32."""
+_ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+"""`model_type` of a config.json -> `gguf.MODEL_ARCH`."""
+_ROPE = ("default", "llama3")
+_LETTERS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SPLITS: dict[str, tuple[str, ...]] = {
+    "gpt-2": (_LETTERS,),
+    "smollm": (r"\p{N}", _LETTERS),
+    "llama-bpe": (_WORDS + r"\p{N}{1,3}" + _TAIL,),
+    "qwen2": (_WORDS + r"\p{N}" + _TAIL,),
+}
+"""Name of a byte-level tokenizer in llama.cpp -> the expressions by which it splits text (its llama-vocab.cpp)."""
+_KEEPS_WHOLE = {"llama-bpe"}
+"""Those that take a piece which is a token as it is, without merges."""
+_TOLD_APART = "It's 3 or 33, 12345x\n\n  We'LL see… d'Été 9ème, naïve? (no)\t\tif x:\n    y += 1 ✅ 东西 \r\n...!\n"
+_REMEDY = "Use --merge and then convert_hf_to_gguf.py of llama.cpp, which knows more models."
+
+
+def check_gguf(model: Path) -> None:
+    """Raises ConfigError for a model folder that cannot be written as GGUF here, naming what is in the way."""
+    _checked(model)
+
+
+def _checked(model: Path) -> tuple[Any, str]:
+    """The configuration, and llama.cpp's name of the way in which the tokenizer splits text."""
+    from transformers import AutoConfig
+
+    with reading(model):
+        config = AutoConfig.from_pretrained(model, **loading())
+    if config.model_type not in _ARCHITECTURES:
+        raise _refused(model, f"a model of type {', '.join(_ARCHITECTURES)}; this one is {config.model_type}")
+    rope = config.rope_parameters["rope_type"]
+    if rope not in _ROPE:
+        raise _refused(model, f"a model with rope_type {' or '.join(_ROPE)}; this one has {rope}")
+    if _slides(config):
+        raise _refused(model, "a model without sliding windows of attention")
+    if config.hidden_act != "silu":
+        raise _refused(model, f"a model with hidden_act silu; this one has {config.hidden_act}")
+    return config, _split_name(model)
+
+
+def write_gguf(model: Path, file: Path, precision: Precision, *, name: str, base: str) -> None:
+    """Write a model folder as one GGUF file, with tokenizer, chat template and metadata.
+
+    `name` is the model's, `base` that of the model it was trained from. A matrix whose rows are not whole blocks of 32
+    is in f16 where `precision` is q8_0. One tensor at a time is in memory. Raises ConfigError as `check_gguf`.
+    """
+    import gguf
+
+    config, split = _checked(model)
+    arch = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch])
+    try:
+        _add_settings(writer, config, precision, name, base)
+        _add_tokenizer(writer, model, config.vocab_size, split)
+        for long, shape, _ in _tensors(model, config):
+            short, kind = names.get_name(long, try_suffixes=(".weight", ".bias")) or long, _kind(shape, precision)
+            stored = gguf.quant_shape_to_byte_shape(shape, kind) if kind.name in ("BF16", "Q8_0") else shape
+            dtype = np.dtype({"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8))
+            writer.add_tensor_info(short, stored, dtype, int(np.prod(stored)) * dtype.itemsize, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for _, shape, array in _tensors(model, config):
+            writer.write_tensor_data(gguf.quantize(array(), _kind(shape, precision)))
+    finally:
+        writer.close()
+
+
+def _refused(model: Path, allowed: str) -> ConfigError:
+    return ConfigError("gguf", str(model), allowed, _REMEDY)
+
+
+def _slides(config: Any) -> bool:
+    if config.model_type == "mistral":
+        return config.sliding_window is not None
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def _split_name(model: Path) -> str:
+    """Name in llama.cpp of how the tokenizer splits text, found by what it makes of a text that tells them apart."""
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        raise _refused(model, "a model with a tokenizer.json")
+    settings = json.loads(file.read_bytes())
+    inner, before = settings["model"], settings["normalizer"]
+    splitter = Tokenizer.from_file(str(file)).pre_tokenizer
+    if inner["type"] != "BPE" or not inner["merges"] or splitter is None or (before and before["type"] != "NFC"):
+        raise _refused(model, f"a model with a byte-level BPE tokenizer; this one's is {inner['type']}")
+    found = splitter.pre_tokenize_str(_TOLD_APART)
+    for name, expressions in _SPLITS.items():
+        parts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        known = pre_tokenizers.Sequence([*parts, bytes_]).pre_tokenize_str(_TOLD_APART)
+        whole = bool(inner.get("ignore_merges")) == (name in _KEEPS_WHOLE)
+        if whole and [piece for piece, _ in known] == [piece for piece, _ in found]:
+            return name
+    raise _refused(model, f"a model whose tokenizer splits text as {', '.join(_SPLITS)} (names of llama.cpp) does")
+
+
+def _add_settings(writer: Any, config: Any, precision: Precision, name: str, base: str) -> None:
+    import gguf
+
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(name)
+    writer.add_base_model_count(1)
+    writer.add_base_model_name(0, base)
+    writer.add_file_type({"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}[precision])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(_head(config))
+    writer.add_value_length(_head(config))
+    writer.add_rope_dimension_count(_head(config))
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _head(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _add_tokenizer(writer: Any, model: Path, size: int, split: str) -> None:
+    import gguf
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, **loading())
+    texts = {number: text for text, number in tokenizer.get_vocab().items()}
+    added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
+    kinds = {None: gguf.TokenType.NORMAL, True: gguf.TokenType.CONTROL, False: gguf.TokenType.USER_DEFINED}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list([texts.get(number, f"[PAD{number}]") for number in range(size)])
+    writer.add_token_types(
+        [kinds[added.get(number)] if number in texts else gguf.TokenType.UNUSED for number in range(size)]
+    )
+    special = gguf.SpecialVocab(model, load_merges=True, n_vocab=size)
+    ids = tokenizer("a")["input_ids"]  # what it really adds, whichever of its files says so
+    special.add_special_token = {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1] == tokenizer.eos_token_id}
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _kind(shape: Sequence[int], precision: Precision) -> Any:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[precision.upper()]
+    if len(shape) == 1:
+        return gguf.GGMLQuantizationType.F32
+    return gguf.GGMLQuantizationType.F16 if precision == "q8_0" and shape[-1] % 32 else kind
+
+
+def _tensors(model: Path, config: Any) -> Iterator[tuple[str, Sequence[int], Callable[[], np.ndarray]]]:
+    """Name, shape and reader of each tensor of a model folder, rows in llama.cpp's order; and those that only a GGUF
+    has."""
+    from safetensors import safe_open
+
+    for path in sorted(model.glob("*.safetensors")):
+        with safe_open(path, "np") as file:
+            for name in file.keys():  # noqa: SIM118, it is no mapping
+                if name == "lm_head.weight" and config.tie_word_embeddings:
+                    continue
+                yield (
+                    name,
+                    file.get_slice(name).get_shape(),
+                    partial(_ordered, file, name, config),
+                )
+    if config.rope_parameters["rope_type"] == "llama3":
+        factors = slowed_positions(config)
+        yield "rope_freqs.weight", factors.shape, lambda: factors
+
+
+def _ordered(file: Any, name: str, config: Any) -> np.ndarray:
+    """A tensor, the rows of queries and keys as llama.cpp's LLAMA has them for its own form of rotary positions."""
+    array = np.ascontiguousarray(file.get_tensor(name), np.float32)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if heads is None or _ARCHITECTURES[config.model_type] != "LLAMA":
+        return array
+    pairs = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(array.shape))

@@ -1,0 +1,63 @@
+"""A sampler for each policy, as one: for engines that hold the full weights of one policy only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from cotune.errors import RequestRefused
+from cotune.integrations.models.engine_sampler import CalledSampler
+from cotune.records.structs import PolicyRef
+from cotune.sampling.protocol import Sampler, SamplerInfo
+
+
+class PolicySampler(CalledSampler):
+    """The `Sampler` protocol over one sampler per policy name, and perhaps one for the rest.
+
+    It can be pickled where they can. `aclose` closes all of them.
+    """
+
+    def __init__(self, samplers: Mapping[str, Sampler], rest: Sampler | None = None) -> None:
+        self._samplers = dict(samplers)
+        self._rest = rest
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        if method == "info":
+            return await self._joint_info()
+        if method in ("begin_trace", "end_trace"):
+            found = await asyncio.gather(*(getattr(sampler, method)() for sampler in self._all()))
+            return [trace for traces in found for trace in traces or ()]
+        policy = next(argument for argument in arguments if isinstance(argument, PolicyRef))
+        return await getattr(self._of(policy), method)(*arguments)
+
+    async def _joint_info(self) -> SamplerInfo:
+        """All that is served; the shortest context length; counters summed."""
+        infos = await asyncio.gather(*(sampler.info() for sampler in self._all()))
+        counters: Counter[str] = Counter()
+        for info in infos:
+            counters.update(info.counters)
+        return SamplerInfo(
+            name="; ".join(info.name for info in infos),
+            max_model_len=min(info.max_model_len for info in infos),
+            served={key: value for info in infos for key, value in info.served.items()},
+            counters=counters,
+        )
+
+    async def aclose(self) -> None:
+        """Close all samplers, also when one fails to. Safe to call twice."""
+        ended = await asyncio.gather(*(sampler.aclose() for sampler in self._all()), return_exceptions=True)
+        for error in ended:
+            if isinstance(error, BaseException):
+                raise error
+
+    def _all(self) -> list[Sampler]:
+        return [*self._samplers.values(), *([self._rest] if self._rest is not None else [])]
+
+    def _of(self, policy: PolicyRef) -> Sampler:
+        sampler = self._samplers.get(policy.name, self._rest)
+        if sampler is None:
+            names = ", ".join(sorted(self._samplers))
+            raise RequestRefused(f"{policy} has no engine; there are engines for {names}.", "Correct the name.")
+        return sampler

@@ -1,0 +1,198 @@
+"""Draws the next token of every row of a batch, each with its own parameters and random stream, once a grammar, token
+biases and penalties have changed its logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cotune.integrations.models.chat.grammar import Grammars, Matcher
+from cotune.sampling.protocol import SamplingParams
+
+
+def is_shaped(params: SamplingParams) -> bool:
+    """Whether anything but temperature and truncation changes the distribution."""
+    plain = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    return not plain or bool(params.logit_bias or params.grammar)
+
+
+class Shaped:
+    """One row: where its reply stands in its grammar, and how often it has said each token."""
+
+    def __init__(self, prompt: Sequence[int], params: SamplingParams, grammars: Grammars | None) -> None:
+        self.matcher: Matcher | None = grammars.start(params.grammar) if grammars and params.grammar else None
+        self.bias = params.logit_bias
+        self.repetition = params.repetition_penalty
+        self.frequency = params.frequency_penalty
+        self.presence = params.presence_penalty
+        self._counts: Counter[int] = Counter()
+        self._prompt = frozenset(prompt) if self.repetition != 1.0 else frozenset()
+
+    def consume(self, token: int) -> None:
+        """Go on by the token that was drawn."""
+        self._counts[token] += 1
+        if self.matcher is not None:
+            self.matcher.consume(token)
+
+    def change(self, logits: Tensor) -> None:
+        """Apply biases and penalties to the logits [vocabulary] of this row, in place."""
+        if self.bias:
+            biased = [token for token, _ in self.bias]
+            logits[biased] += torch.tensor([v for _, v in self.bias], dtype=logits.dtype, device=logits.device)
+        if self.repetition != 1.0 and (said := sorted(self._prompt | set(self._counts))):
+            value = logits[said]
+            logits[said] = torch.where(value > 0, value / self.repetition, value * self.repetition)
+        if (self.frequency or self.presence) and self._counts:
+            tokens, counts = list(self._counts), list(self._counts.values())
+            penalty = self.frequency * torch.tensor(counts, dtype=torch.float32) + self.presence
+            logits[tokens] -= penalty.to(logits)
+
+
+def shape(logits: Tensor, rows: Sequence[Shaped | None]) -> None:
+    """Change `logits` [rows, vocabulary] in place, each row by its own; what a grammar forbids becomes -inf."""
+    matchers = {i: row.matcher for i, row in enumerate(rows) if row is not None and row.matcher is not None}
+    if matchers:
+        bits = np.empty((len(matchers), next(iter(matchers.values())).words), np.int32)
+        for at, matcher in enumerate(matchers.values()):
+            matcher.allowed(bits[at])
+        allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        forbidden = torch.from_numpy(allowed == 0).to(logits.device)
+        if len(matchers) == len(rows):
+            logits.masked_fill_(forbidden, -torch.inf)
+        else:
+            index = torch.tensor(list(matchers), device=logits.device)
+            logits[index] = logits[index].masked_fill(forbidden, -torch.inf)
+    for i, row in enumerate(rows):
+        if row is not None:
+            row.change(logits[i])
+
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+
+BLOCK = 64
+
+
+class RowParams(NamedTuple):
+    """Sampling parameters by row, in tensors [rows, 1]; None where no row needs it."""
+
+    temperature: Tensor
+    """1 for greedy rows, whose log-probabilities are the model's own."""
+    greedy: Tensor | None
+    all_greedy: bool
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None = None
+    top: npt.NDArray[np.int64] | None = None
+    """How many of the likeliest tokens are told, [rows]."""
+
+    def rows(self, which: slice | Tensor) -> RowParams:
+        """The parameters of some rows, which tell of no other tokens than those drawn."""
+        parts = (None if t is None else t[which] for t in (self.greedy, self.top_k, self.top_p, self.min_p))
+        greedy, top_k, top_p, min_p = parts
+        return RowParams(self.temperature[which], greedy, self.all_greedy, top_k, top_p, min_p)
+
+
+def streams(seed: int, n: int) -> npt.NDArray[np.uint64]:
+    """One random stream per candidate of a request."""
+    root = _mix(np.array([seed % 2**64], np.uint64))
+    return _mix(root ^ (np.arange(n, dtype=np.uint64) * _GAMMA))
+
+
+def uniforms(stream: npt.NDArray[np.uint64], position: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]:
+    """The number in [0, 1) of each stream at a token position: a function of nothing else (splitmix64)."""
+    bits = _mix(stream + (position.astype(np.uint64) + np.uint64(1)) * _GAMMA)
+    return ((bits >> np.uint64(41)).astype(np.float64) * 2.0**-23).astype(np.float32)
+
+
+def draw(logits: Tensor, uniform: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
+    """Token ids [rows] and their log-probabilities [rows], fp32, under the distribution drawn from.
+
+    `logits` [rows, vocabulary], `uniform` [rows, 1] in [0, 1). Inverse transform sampling: the first token whose
+    cumulative probability exceeds `uniform`, found by block and then within it.
+    """
+    if params.all_greedy:
+        x = logits.float()
+        best, token = x.max(dim=-1)
+        return token, best - torch.logsumexp(x, dim=-1)
+    weight, greedy = _weights(logits, params)
+    blocks = weight.view(len(logits), -1, BLOCK)
+    sums = blocks.sum(dim=-1)
+    block, rest = _search(sums, uniform * sums.sum(dim=-1, keepdim=True))
+    within, _ = _search(blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0], rest)
+    token = block * BLOCK + within
+    if greedy is not None:
+        token = torch.where(params.greedy, greedy, token)
+    logprob = torch.log(weight.gather(1, token) / sums.sum(dim=-1, keepdim=True))
+    return token.squeeze(1), logprob.squeeze(1)
+
+
+def likeliest(logits: Tensor, params: RowParams, most: int) -> tuple[Tensor, Tensor]:
+    """The `most` likeliest tokens of each row and their log-probabilities, [rows, most], as `draw` reckons them; -inf
+    where fewer can be drawn."""
+    most = min(most, logits.shape[1])
+    if params.all_greedy:
+        x = logits.float()
+        best, token = x.topk(most, dim=-1)
+        return token, best - torch.logsumexp(x, dim=-1, keepdim=True)
+    weight, _ = _weights(logits, params)
+    total = weight.view(len(logits), -1, BLOCK).sum(dim=-1).sum(dim=-1, keepdim=True)
+    best, token = weight[:, : logits.shape[1]].topk(most, dim=-1)
+    return token, torch.log(best / total)
+
+
+def _weights(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor | None]:
+    """What each token is drawn by, fp32 with zeros up to whole blocks, and the likeliest tokens [rows, 1] where some
+    rows are greedy."""
+    rows, size = logits.shape
+    weight = logits.new_zeros((rows, -(-size // BLOCK) * BLOCK), dtype=torch.float32)
+    x = torch.div(logits, params.temperature, out=weight[:, :size])
+    if params.min_p is not None:
+        least = x.amax(dim=-1, keepdim=True) + params.min_p.log()
+        x.masked_fill_(x < least, -torch.inf)
+    if params.top_k is not None or params.top_p is not None:
+        x.copy_(truncate(x, params.top_k, params.top_p))
+    greedy = None if params.greedy is None else x.argmax(dim=-1, keepdim=True)
+    x.sub_(x.amax(dim=-1, keepdim=True)).exp_()
+    return weight, greedy
+
+
+def _search(weight: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
+    """First column by row at which the cumulative weight exceeds the threshold, and the threshold left within it.
+
+    Rounding never leads to a column of weight zero: the threshold is kept in [0, total), and such a column stands where
+    the greatest before it does, as a GPU, which adds in another order, rounds its sums up and down.
+    """
+    cumulative = weight.cumsum(dim=-1).masked_fill_(weight == 0, 0.0).cummax(dim=-1).values
+    threshold = threshold.clamp(min=0).minimum(cumulative[:, -1:] * (1 - 2.0**-23))
+    column = torch.searchsorted(cumulative, threshold, right=True)
+    return column, threshold - (cumulative.gather(1, column) - weight.gather(1, column))
+
+
+def truncate(x: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """Set what top-k and then top-p leave out to -inf. `top_k` [rows, 1] (0: all), `top_p` [rows, 1] (1: all). The
+    likeliest token always stays."""
+    ordered, index = x.sort(dim=-1, descending=True)
+    if top_k is not None:
+        rank = torch.arange(x.shape[-1], device=x.device)
+        ordered = ordered.masked_fill((rank >= top_k) & (top_k > 0), -torch.inf)
+    if top_p is not None:
+        p = ordered.softmax(dim=-1)
+        before = p.cumsum(dim=-1) - p
+        before[..., 0] = -1.0
+        ordered = ordered.masked_fill((before >= top_p) & (top_p < 1), -torch.inf)
+    return torch.empty_like(x).scatter_(1, index, ordered)
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    with np.errstate(over="ignore"):
+        z = (z ^ (z >> _SHIFTS[0])) * _MIX[0]
+        z = (z ^ (z >> _SHIFTS[1])) * _MIX[1]
+    return z ^ (z >> _SHIFTS[2])

@@ -1,0 +1,313 @@
+"""The engine of the in-process sampler: one thread that owns the models and decodes everything that was asked for."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import queue
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cotune.errors import ConfigError, SamplerError
+from cotune.integrations.models.engine_sampler import room_after
+from cotune.integrations.models.folder.folder import loading, loading_weights, reading
+from cotune.integrations.models.folder.kinds import auto_class, sees_images
+from cotune.integrations.models.folder.meta_model import check_finite, check_full
+from cotune.integrations.models.folder.vision import ImageInputs
+from cotune.integrations.models.served_versions import Version, Versions
+from cotune.integrations.models.torch_trace import Tracer
+from cotune.integrations.models.transformers.batch import BASE, Batch
+from cotune.integrations.models.transformers.cache import attention_only
+from cotune.integrations.models.transformers.lora import read_adapter
+from cotune.integrations.models.transformers.prefixes import PrefixCache
+from cotune.integrations.models.transformers.rows import Job
+from cotune.integrations.models.transformers.wire import PREFIX_PART, Answer, Command, ModelSource
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
+from cotune.runtime.memory import machine_memory
+from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
+LARGE = 16_000_000
+"""Parameters from which on passes are divided among threads by default."""
+
+
+class DecodingEngine:
+    """Runs in one thread. `submit` may be called from any; `emit` receives all replies of one round at once."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        end_token_ids: Sequence[int],
+        source: ModelSource,
+        emit: Callable[[list[Answer]], None],
+    ) -> None:
+        if not attention_only(model.config.get_text_config()):
+            raise SamplerError(
+                f"The in-process sampler cannot serve {type(model).__name__}: not all its layers are full or sliding "
+                "attention.",
+                "Serve it with vLLM.",
+            )
+        self.source = source
+        self.threads = usual_threads(model.num_parameters()) if source.threads is None else source.threads
+        self.max_model_len: int = getattr(model.config.get_text_config(), "max_position_embeddings", 1 << 20)
+        self._emit = emit
+        self._ends = tuple(end_token_ids)
+        self._tokenizer = tokenizer
+        self.prefixes = PrefixCache(_prefix_bytes(model.device) if source.prefix_cache is None else source.prefix_cache)
+        self._tracer = Tracer(model.device)
+        path = source.model if isinstance(source.model, str) else model.config.name_or_path
+        self._images = ImageInputs(path) if sees_images(model.config) else None
+        self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes, self._tracer, self._images)
+        self._batches = [self._base]
+        self._waiting: dict[Batch, deque[Job]] = {self._base: deque()}
+        self._versions = Versions((self._base, BASE))
+        """Their targets are a batch and the number of the adapter in it."""
+        self._jobs: dict[int, tuple[Job, Version]] = {}
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._replies: list[Answer] = []
+        self._kinds = itertools.count(1)
+
+    def submit(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    def run(self) -> None:
+        """Serve until Close. Raises what made the engine unable to go on."""
+        torch.set_num_threads(self.threads)
+        while self._receive():
+            for batch in self._batches:
+                self._finish(self._admit(batch))
+                if batch.rows:
+                    self._finish(batch.step())
+            self._flush()
+
+    def _receive(self) -> bool:
+        """Handle all commands that are there; wait for one when there is nothing to decode. False after Close."""
+        wait = not self._jobs
+        while True:
+            try:
+                command = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if command.method == "close":
+                return False
+            self._handle(command)
+            if not self._jobs and self._inbox.empty():
+                self._flush()
+                wait = True
+
+    def _handle(self, command: Command) -> None:
+        deeds: dict[str, Callable[..., Any]] = {
+            "publish": self._publish,
+            "retire": self._retire,
+            "info": self._info,
+            "begin_trace": self._tracer.begin,
+            "end_trace": lambda: [self._tracer.end()],
+        }
+        try:
+            if command.method == "sample":
+                self._start(command.id, *command.arguments)
+            elif command.method == "cancel":
+                self._cancel(command.id)
+            else:
+                self._replies.append(Answer(command.id, deeds[command.method](*command.arguments)))
+        except SamplerError as error:
+            self._replies.append(Answer(command.id, refused=(error.cause, error.remedy)))
+
+    def _start(self, id: int, prompt: tuple[int, ...], n: int, params: SamplingParams, policy: PolicyRef) -> None:
+        version = self._versions.locate(policy)
+        batch, kind = version.target
+        room = room_after(len(prompt), self.max_model_len)
+        if not 1 <= n <= self.source.max_batch_rows or params.max_tokens < 1:
+            raise SamplerError(
+                f"n = {n} and max_tokens = {params.max_tokens} were asked for; n may be 1 to "
+                f"{self.source.max_batch_rows}, max_tokens at least 1.",
+                "Ask for fewer candidates, or open the sampler with a larger max_batch_rows.",
+            )
+        if params.stop and self._tokenizer is None:
+            raise SamplerError("Stop strings need a tokenizer, and the sampler has none.", "Open it with a tokenizer.")
+        if params.grammar:
+            if batch.grammars is None:
+                raise SamplerError(
+                    "A grammar needs a tokenizer, and the sampler has none.", "Open it with a tokenizer."
+                )
+            batch.grammars.start(params.grammar)
+        if unknown := [token for token, _ in params.logit_bias if not 0 <= token < batch.vocabulary]:
+            raise SamplerError(
+                f"logit_bias names the token {unknown[0]}; the model has 0 to {batch.vocabulary - 1}.",
+                "Name tokens of the model that answers, by their ids.",
+            )
+        if params.images:
+            if self._images is None:
+                raise SamplerError("The model sees no images.", "Open the sampler with one that does.")
+            self._images.of(batch.model, prompt, params.images)  # refused here, and not in the midst of others' work
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
+        job = Job(id, prompt, n, params, kind, min(params.max_tokens, room), seed)
+        self._jobs[job.id] = job, version
+        self._waiting[batch].append(job)
+        version.running += 1
+
+    def _admit(self, batch: Batch) -> list[Job]:
+        """Move as many waiting jobs into the batch as fit, in order of arrival."""
+        jobs: list[Job] = []
+        waiting = self._waiting[batch]
+        rows, span, width = batch.alive, batch.span, 0
+        most = min(self.source.max_batch_tokens, batch.room()) if waiting else 0
+        while waiting:
+            job = waiting[0]
+            rows += job.n
+            span = max(span, len(job.prompt) + job.limit)
+            width = max(width, len(job.prompt))
+            fits = rows <= self.source.max_batch_rows and rows * span <= most
+            if (batch.rows or jobs) and not fits:
+                break
+            if jobs and (len(jobs) + 1) * width > PREFILL_TOKENS:
+                break
+            jobs.append(waiting.popleft())
+        return batch.admit(jobs) if jobs else []
+
+    def _finish(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._replies.append(Answer(job.id, [c for c in job.done if c is not None]))
+            self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        _, version = self._jobs.pop(job.id)
+        if self._versions.left(version):
+            self._drop(version)
+
+    def _cancel(self, id: int) -> None:
+        if id not in self._jobs:
+            return
+        job, version = self._jobs[id]
+        batch, _ = version.target
+        if job in self._waiting[batch]:
+            self._waiting[batch].remove(job)
+        else:
+            batch.cancel(job)
+        self._forget(job)
+
+    def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
+        if (known := self._versions.known(policy, weights)) is not None:
+            return known
+        with self._tracer.span("load"):
+            target = self._open(policy, weights, lora)
+            for older in self._versions.all():
+                if older.policy.name == policy.name:
+                    self.prefixes.drop(older.target)
+            version = Version(policy, fingerprint(weights), target)
+        self._versions.add(version)
+        return version.fingerprint
+
+    def _open(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> tuple[Batch, int]:
+        """A batch of its own for all weights of a model, or an adapter in that of the base."""
+        check_finite(policy, weights)
+        if lora is None:
+            batch = Batch(self._copy(weights), self._ends, self._tokenizer, self.prefixes, self._tracer, self._images)
+            self._batches.append(batch)
+            self._waiting[batch] = deque()
+            return batch, BASE
+        adapter, kind = read_adapter(weights, lora, self._base.model), next(self._kinds)
+        self._base.add_adapter(kind, adapter)
+        return self._base, kind
+
+    def _copy(self, weights: Weights) -> Any:
+        """A model of its own with these weights."""
+        check_full(self._base.model, weights)
+        with self._base.lora.removed():
+            model = copy.deepcopy(self._base.model)
+        own = dict(model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            for name, array in weights.items():
+                own[name].copy_(torch.as_tensor(array))
+        return model
+
+    def _retire(self, policy: PolicyRef) -> None:
+        version = self._versions.retire(policy)
+        if not version.running:
+            self._drop(version)
+
+    def _drop(self, version: Version) -> None:
+        self._versions.forget(version)
+        batch, kind = version.target
+        self.prefixes.drop(version.target)
+        if batch is self._base:
+            batch.lora.remove(kind)
+        else:
+            self._batches.remove(batch)
+            del self._waiting[batch]
+
+    def _info(self) -> SamplerInfo:
+        return SamplerInfo(name="transformers", max_model_len=self.max_model_len, served=self._versions.served())
+
+    def _flush(self) -> None:
+        if self._replies:
+            replies, self._replies = self._replies, []
+            self._emit(replies)
+
+
+def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingEngine:
+    """Load the model and its tokenizer. Raises ConfigError when there is no such model."""
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    if source.threads is not None:
+        torch.set_num_threads(source.threads)
+    model, tokenizer = source.model, source.tokenizer
+    if isinstance(model, str):
+        disable_progress_bar()
+        device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = source.dtype or ("float32" if device == "cpu" else "bfloat16")
+        with reading(source.model):
+            kind = auto_class(AutoConfig.from_pretrained(source.model, **loading()))
+            model = kind.from_pretrained(source.model, dtype=getattr(torch, dtype), **loading_weights())
+            model = _moved(model, device)
+            if tokenizer is None and not _bare(source.model):
+                tokenizer = AutoTokenizer.from_pretrained(source.model, **loading())
+    ends = source.end_token_ids
+    if ends is None:
+        ends = ids_of(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))
+    return DecodingEngine(model, tokenizer, ends, source, emit)
+
+
+def _moved(model: Any, device: str) -> Any:
+    """Raises ConfigError for a device that is not there."""
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
+        allowed = f"a torch device of this machine ({str(error).partition(chr(10))[0]})"
+        raise ConfigError("device", device, allowed, "Take cpu, or a GPU that torch can use.") from None
+
+
+def usual_threads(parameters: int) -> int:
+    """CPU threads for a model of so many parameters: those of torch, which are the cores that are there unless it was
+    told otherwise, where passes are long enough to divide."""
+    return torch.get_num_threads() if parameters >= LARGE else 1
+
+
+def _prefix_bytes(device: torch.device) -> int:
+    """What known prefixes may take unless it is said."""
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else machine_memory()[1]
+    return total // PREFIX_PART
+
+
+def ids_of(*values: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Distinct ids of settings that hold one id, several or none."""
+    ids = [i for v in values if v is not None for i in (v if isinstance(v, Sequence) else [v])]
+    return tuple(dict.fromkeys(ids))
+
+
+def _bare(model: str) -> bool:
+    """A folder with weights alone: enough for token ids, but not for stop strings."""
+    folder = Path(model)
+    return folder.is_dir() and not any(folder.glob("tokenizer*"))

@@ -1,0 +1,218 @@
+"""Where the engine runs: a process of its own, or a thread of the application."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from cotune.errors import ConfigError, SamplerError
+from cotune.integrations.models.transformers.wire import Answer, Command, ModelSource, receive, send
+from cotune.runtime.interrupts import interrupts_held
+from cotune.runtime.openmp import spin_briefly
+
+log = logging.getLogger(__name__)
+
+Receive = Callable[[list[Answer]], None]
+Fail = Callable[[SamplerError], None]
+
+START_SECONDS = 600.0
+"""How long a process may take to load its model."""
+
+_LOADING = threading.Lock()
+"""transformers loads a model under settings of the whole process: two at once spoil each other."""
+
+
+CLOSE = Command("close")
+
+
+class Starting:
+    """The start of a host, which may take minutes. Once nobody waits for it, its process is ended."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._abandoned = False
+        self._lock = threading.Lock()
+
+    def begun(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._process = process
+            if self._abandoned:
+                process.kill()
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._abandoned = True
+            if self._process is not None:
+                self._process.kill()
+
+
+class ThreadHost:
+    """The engine in a thread of this process. `send` never blocks; `receive` and `fail` are called in that thread."""
+
+    def __init__(self, source: ModelSource, receive: Receive, fail: Fail, starting: Starting) -> None:
+        from cotune.integrations.models.transformers.engine import load
+
+        with _LOADING:
+            self._engine = load(source, receive)
+        self._fail = fail
+        self._thread = threading.Thread(target=self._run, name="cotune-sampler", daemon=True)
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        self._engine.submit(command)
+
+    def close(self) -> None:
+        self._engine.submit(CLOSE)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._engine.run()
+        except BaseException as error:
+            log.exception("The sampler's engine failed.")
+            self._fail(_gone(f"{type(error).__name__}: {error}"))
+
+
+class ProcessHost:
+    """As `ThreadHost`, with the engine in a process of its own.
+
+    A writer and a reader thread keep the pipe away from event loops. The process is a fresh interpreter that imports
+    nothing of the application, and ends with it.
+    """
+
+    def __init__(self, source: ModelSource, receive: Receive, fail: Fail, starting: Starting) -> None:
+        self._receive = receive
+        self._fail = fail
+        self._closing = False
+        self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        ours, theirs = socket.socketpair()
+        fd = theirs.fileno()
+        environment = dict(os.environ)
+        spin_briefly(environment)
+        with interrupts_held():  # Ctrl-C is the application's to handle; it closes the pipe
+            self._process = subprocess.Popen([sys.executable, "-m", __name__, str(fd)], pass_fds=[fd], env=environment)
+        theirs.close()
+        self._pipe = Connection(ours.detach())
+        starting.begun(self._process)
+        self._start(source)
+        self._threads = [threading.Thread(target=t, daemon=True) for t in (self._write, self._read)]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, command: Command) -> None:
+        self._outbox.put(command)
+
+    def close(self) -> None:
+        self._closing = True
+        self.send(CLOSE)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread in self._threads:
+            thread.join()
+        self._pipe.close()
+
+    def _start(self, source: ModelSource) -> None:
+        try:
+            self._pipe.send(source)
+            if not self._pipe.poll(START_SECONDS):
+                self._process.kill()
+                raise SamplerError(f"The sampler did not start in {START_SECONDS} s.", "Look at the machine's load.")
+            problem = self._pipe.recv()
+        except (EOFError, OSError):
+            raise _gone(f"its process ended with code {self._process.wait()} while starting") from None
+        if problem is not None:
+            self._process.wait()
+            kind, *fields = problem
+            raise ConfigError(*fields) if kind == "config" else SamplerError(*fields)
+
+    def _write(self) -> None:
+        try:
+            while True:
+                commands = [self._outbox.get()]
+                while not self._outbox.empty():
+                    commands.append(self._outbox.get())
+                send(self._pipe, commands)
+                if CLOSE in commands:
+                    return
+        except OSError:
+            return  # the process is gone: the reader reports it
+
+    def _read(self) -> None:
+        try:
+            while True:
+                replies = receive(self._pipe)
+                gone = next((reply.refused for reply in replies if not reply.id), None)
+                if gone is not None:
+                    self._fail(SamplerError(*gone))
+                    break
+                self._receive(replies)
+        except (EOFError, OSError):
+            self._process.wait()
+        if not self._closing:
+            self._fail(_gone(f"its process ended with code {self._process.returncode}"))
+        self._outbox.put(CLOSE)  # lets the writer end
+
+
+def serve(pipe: Connection) -> None:
+    """Body of the sampler's process."""
+    threading.Thread(target=_end_with_application, args=(pipe.fileno(),), daemon=True).start()
+    try:
+        source = pipe.recv()
+    except (EOFError, OSError):
+        return  # the application has ended before all of it was sent
+    from cotune.integrations.models.transformers.engine import load
+
+    try:
+        engine = load(source, lambda replies: send(pipe, replies))
+    except ConfigError as error:
+        pipe.send(("config", error.field, error.value, error.allowed, error.remedy))
+        return
+    except SamplerError as error:
+        pipe.send(("sampler", error.cause, error.remedy))
+        return
+    pipe.send(None)
+    threading.Thread(target=_feed, args=(pipe, engine), daemon=True).start()
+    try:
+        engine.run()
+    except BaseException as error:
+        gone = _gone(f"{type(error).__name__}: {error}")
+        send(pipe, [Answer(0, refused=(gone.cause, gone.remedy))])
+        raise
+
+
+def _end_with_application(pipe: int) -> None:
+    """End this process once the other end of the pipe is closed, whatever it is doing."""
+    poll = select.poll()
+    poll.register(pipe, 0)  # tells of the end alone
+    poll.poll()
+    os._exit(0)
+
+
+def _feed(pipe: Connection, engine: Any) -> None:
+    """Hand commands from the pipe to the engine, until the application is gone."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            for command in receive(pipe):
+                engine.submit(command)
+
+
+def _gone(reason: str) -> SamplerError:
+    return SamplerError(f"The sampler's engine is gone: {reason}.", "Read the error, then open a new sampler.")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(ConnectionError, EOFError):  # the application has ended meanwhile
+        serve(Connection(int(sys.argv[1])))

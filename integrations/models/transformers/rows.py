@@ -1,0 +1,116 @@
+"""What the engine knows of its requests, and of each row of a batch outside the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cotune.integrations.models.chat.grammar import Grammars
+from cotune.integrations.models.transformers.draw import Shaped, is_shaped, streams
+from cotune.sampling.protocol import Completion, SamplingParams, TopTokens
+
+
+class Source(NamedTuple):
+    """A prompt to prefill, after the kind of its rows, and the encoded images that its image tokens stand for."""
+
+    kind: int
+    prompt: tuple[int, ...]
+    images: tuple[bytes, ...]
+
+
+@dataclass(eq=False)
+class Job:
+    """One request inside the engine. `kind` is the number of its adapter, `limit` the most tokens per candidate.
+    `top` are the likeliest tokens of each place so far, by candidate; empty where they are not asked for."""
+
+    id: int
+    prompt: tuple[int, ...]
+    n: int
+    params: SamplingParams
+    kind: int
+    limit: int
+    seed: int
+    done: list[Completion | None] = field(default_factory=list)
+    open: int = 0
+    top: list[list[TopTokens]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.top = [[] for _ in range(self.n)] if self.params.top_logprobs else []
+        self.done = [None] * self.n
+        self.open = self.n
+
+    @property
+    def source(self) -> Source:
+        """What is prefilled for it."""
+        return Source(self.kind, self.prompt, self.params.images)
+
+
+class Rows:
+    """State of each row outside the model, as arrays over a capacity that grows. `count` tokens are drawn so far."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, npt.NDArray[Any]] = {
+            "job": np.empty(0, object),
+            "candidate": np.empty(0, np.int64),
+            "kind": np.empty(0, np.int64),
+            "stream": np.empty(0, np.uint64),
+            "count": np.empty(0, np.int64),
+            "limit": np.empty(0, np.int64),
+            "span": np.empty(0, np.int64),
+            "alive": np.empty(0, bool),
+            "watched": np.empty(0, bool),
+            "shaped": np.empty(0, object),
+            "temperature": np.empty(0, np.float32),
+            "top_k": np.empty(0, np.int64),
+            "top_p": np.empty(0, np.float32),
+            "min_p": np.empty(0, np.float32),
+            "top": np.empty(0, np.int64),
+            "token": np.empty((0, 32), np.int64),
+            "logprob": np.empty((0, 32), np.float32),
+        }
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self.columns[name]
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Let `rows` rows of `tokens` tokens fit."""
+        for name, old in self.columns.items():
+            shape = list(old.shape)
+            if rows > shape[0]:
+                shape[0] = max(rows, 2 * shape[0])
+            if len(shape) == 2 and tokens > shape[1]:
+                shape[1] = max(tokens, 2 * shape[1])
+            if tuple(shape) != old.shape:
+                new = np.zeros(shape, old.dtype)
+                new[tuple(slice(0, n) for n in old.shape)] = old
+                self.columns[name] = new
+
+    def move(self, to: npt.NDArray[np.int64], source: npt.NDArray[np.int64]) -> None:
+        for column in self.columns.values():
+            column[to] = column[source]
+
+    def put(self, at: npt.NDArray[np.int64], job: Job, grammars: Grammars | None) -> None:
+        """Start the candidates of a job in these rows."""
+        p = job.params
+        values = {
+            "job": job,
+            "candidate": np.arange(job.n),
+            "kind": job.kind,
+            "stream": streams(job.seed, job.n),
+            "count": 0,
+            "limit": job.limit,
+            "span": len(job.prompt) + job.limit,
+            "alive": True,
+            "watched": bool(p.stop),
+            "shaped": [Shaped(job.prompt, p, grammars) if is_shaped(p) else None for _ in at],
+            "temperature": p.temperature,
+            "top_k": p.top_k if p.temperature > 0 else 0,
+            "top_p": p.top_p if p.temperature > 0 else 1.0,
+            "min_p": p.min_p if p.temperature > 0 else 0.0,
+            "top": p.top_logprobs,
+        }
+        for name, value in values.items():
+            self.columns[name][at] = value

@@ -1,0 +1,156 @@
+"""The in-process sampler: a transformers model on CPU or one GPU behind the `Sampler` protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.integrations.models.engine_sampler import CalledSampler
+from cotune.integrations.models.transformers.host import ProcessHost, Starting, ThreadHost
+from cotune.integrations.models.transformers.wire import Answer, Command, ModelSource
+
+
+class TransformersSampler(CalledSampler):
+    """Any transformers causal LM as a `Sampler`; made by `open`.
+
+    The engine lives in a process or a thread of its own and takes requests from every event loop and thread.
+    """
+
+    def __init__(self) -> None:
+        self._host: ProcessHost | ThreadHost | None = None
+        self._ids = itertools.count(1)
+        self._pending: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._broken: SamplerError | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        model: str | Path | Any,
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        threads: int | None = None,
+        max_batch_rows: int = 1024,
+        max_batch_tokens: int = 1 << 22,
+        host: Literal["process", "thread"] = "process",
+        tokenizer: Any = None,
+        end_token_ids: Sequence[int] | None = None,
+        prefix_cache: int | None = None,
+    ) -> TransformersSampler:
+        """Load a model folder or hub id and start serving it; a loaded model is served by a thread only.
+
+        `device` is "cpu" or "cuda" (default: a GPU where there is one), `dtype` a torch name (default: float32 on
+        CPU, bfloat16 on GPU), `threads` those on the CPU (default: torch's, the cores that are there; one for a small
+        model). `max_batch_rows` sequences are decoded at once at most, with at most `max_batch_tokens` key/value
+        columns in all. Prompts go on from the keys and values of earlier ones that began alike, of which
+        `prefix_cache` bytes are kept (0: none; default: 1/32 of the memory of the machine, or of the GPU). Raises
+        ConfigError for a model that cannot be loaded.
+        """
+        if prefix_cache is not None and prefix_cache < 0:
+            raise ConfigError("prefix_cache", prefix_cache, "a number of bytes, or 0 for none")
+        if host not in ("process", "thread"):
+            raise ConfigError("host", host, "process or thread")
+        if host == "process" and not isinstance(model, str | Path):
+            raise ConfigError("host", host, "thread, for a model that is already loaded", "Pass the model's folder.")
+        if isinstance(model, Path) or (isinstance(model, str) and Path(model).is_absolute()):
+            _check_folder(Path(model))
+        source = ModelSource(
+            model=str(model) if isinstance(model, Path) else model,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            max_batch_rows=max_batch_rows,
+            max_batch_tokens=max_batch_tokens,
+            tokenizer=tokenizer,
+            end_token_ids=None if end_token_ids is None else tuple(end_token_ids),
+            prefix_cache=prefix_cache,
+        )
+        sampler = cls()
+        kind = ProcessHost if host == "process" else ThreadHost
+        starting = Starting()
+        try:
+            await asyncio.to_thread(sampler._start, kind, source, starting)
+        except asyncio.CancelledError:
+            starting.abandon()
+            sampler._abandon()
+            raise
+        return sampler
+
+    async def aclose(self) -> None:
+        """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
+        self._fail(SamplerError("The sampler was closed.", "Open a new one."))
+        if self._host is not None:
+            await asyncio.to_thread(self._host.close)
+
+    @property
+    def broken(self) -> SamplerError | None:
+        """Why the engine answers no more; None while it does."""
+        return self._broken
+
+    def _start(self, kind: type[ProcessHost | ThreadHost], source: ModelSource, starting: Starting) -> None:
+        host = kind(source, self._receive, self._fail, starting)
+        with self._lock:
+            self._host = host
+            abandoned = self._broken is not None
+        if abandoned:
+            host.close()
+
+    def _abandon(self) -> None:
+        """Nobody waits for it to open any more: end what has started, or will."""
+        self._fail(SamplerError("The sampler was closed.", "Open a new one."))
+        with self._lock:
+            host = self._host
+        if host is not None:
+            threading.Thread(target=host.close, daemon=True).start()
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        id = next(self._ids)
+        answer: Future[Any] = Future()
+        with self._lock:
+            if self._broken is not None:
+                raise SamplerError(self._broken.cause, self._broken.remedy)
+            self._pending[id] = answer
+        assert self._host is not None
+        self._host.send(Command(method, id, arguments))
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            with self._lock:
+                unanswered = self._pending.pop(id, None)
+            if unanswered is not None and method == "sample":
+                self._host.send(Command("cancel", id))
+            raise
+
+    def _receive(self, replies: Sequence[Answer]) -> None:
+        with self._lock:
+            answers = [self._pending.pop(reply.id, None) for reply in replies]
+        for reply, answer in zip(replies, answers, strict=True):
+            if answer is None or not answer.set_running_or_notify_cancel():
+                continue
+            if reply.refused is not None:
+                answer.set_exception(RequestRefused(*reply.refused))
+            else:
+                answer.set_result(reply.value)
+
+    def _fail(self, error: SamplerError) -> None:
+        """The engine is gone: fail what is pending and everything after. The first reason stays."""
+        with self._lock:
+            if self._broken is None:
+                self._broken = error
+            pending = list(self._pending.values())
+            self._pending.clear()
+        for answer in pending:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(SamplerError(error.cause, error.remedy))
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").exists():
+        raise ConfigError("model", str(folder), "a folder with config.json and weights, or a hub id", "Check --model.")

@@ -1,0 +1,104 @@
+"""Adapters as PEFT folders that vLLM loads: in shared memory where it has room, else on disk."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+
+from cotune.errors import SamplerError
+from cotune.integrations.cluster.temp_dir import goes_with, owned_folder
+from cotune.integrations.models.folder import folder as model_folder
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
+from cotune.sampling.protocol import Weights
+
+SHARED_MEMORY = Path("/dev/shm")
+_OF_VLLM = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
+
+
+class SharedFolders:
+    """Folders that engine and publisher both see; removed with `close`, or after the owner was killed.
+
+    `parent` is where they go (default: /dev/shm where it has twice the room that is needed, else the temporary folder).
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        self._parent = parent
+        self._made: dict[Path, Path] = {}
+        self._owned = ExitStack()
+
+    def make(self, name: str, size: int) -> Path:
+        """A fresh folder for `size` bytes."""
+        parent = self._parent or (SHARED_MEMORY if _free(SHARED_MEMORY) > 2 * size else Path(tempfile.gettempdir()))
+        folder = self._in(parent) / quote(name, safe="@#")
+        folder.mkdir()
+        return folder
+
+    def adopt(self, files: Sequence[Path]) -> None:
+        """Remove these files too, in the end or after this process was killed."""
+        if files:
+            goes_with(self._in(self._parent or SHARED_MEMORY), files)
+
+    def _in(self, parent: Path) -> Path:
+        if parent not in self._made:
+            self._made[parent] = self._owned.enter_context(owned_folder(parent, "cotune-weights"))
+        return self._made[parent]
+
+    def remove(self, name: str) -> None:
+        for parent in self._made.values():
+            shutil.rmtree(parent / quote(name, safe="@#"), ignore_errors=True)
+
+    def close(self) -> None:
+        self._owned.close()
+        self._made.clear()
+
+
+def write_shared(folders: SharedFolders, name: str, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Path:
+    """Write an adapter in PEFT's form, or full weights, into a fresh folder. Raises SamplerError when the disk or
+    shared memory is full."""
+    folder = folders.make(name, sum(array.nbytes for array in weights.values()))
+    try:
+        if lora is None:
+            model_folder.write_tensors(folder, weights)
+        else:
+            modules = tuple({_module(key) for key in weights})
+            model_folder.write_adapter(folder, weights, msgspec.structs.replace(lora, targets=modules), "")
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise SamplerError(f"{policy} cannot be written to {folder}: {error}.", "Free space there.") from error
+    return folder
+
+
+def read_weights(folder: Path) -> Weights:
+    """What stands in a folder, as the engine reads it: arrays by name."""
+    from safetensors.numpy import load_file
+
+    return load_file(folder / model_folder.ADAPTER_FILE)
+
+
+def _module(name: str) -> str:
+    """`q_proj` of `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`."""
+    return name.split(".lora_")[0].rsplit(".", 1)[-1]
+
+
+def _free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free if folder.is_dir() else 0
+
+
+def left_in_shared_memory() -> list[Path]:
+    """Files in shared memory that vLLM's processes hold; it leaves them there when it is killed."""
+    import psutil  # type: ignore[import-untyped]
+
+    files = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            files |= {Path(m.path) for m in process.memory_maps() if m.path.startswith(_OF_VLLM)}
+        except psutil.Error:
+            continue
+    return sorted(files)

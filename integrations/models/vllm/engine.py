@@ -1,0 +1,399 @@
+"""vLLM behind the `Sampler` protocol, in this process's charge: many adapters, or one policy's full weights."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.integrations.apps.activation import NO_ACTIVATION
+from cotune.integrations.models.engine_sampler import LoopSampler
+from cotune.integrations.models.folder.meta_model import ModelSkeleton
+from cotune.integrations.models.served_versions import BASE, Version
+from cotune.integrations.models.vllm.adapters import SharedFolders, left_in_shared_memory, write_shared
+from cotune.integrations.models.vllm.device import check_gpu, on_gpu
+from cotune.integrations.models.vllm.images import image_prompt
+from cotune.integrations.models.vllm.requests import python_completion, python_params
+from cotune.integrations.versions import require
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
+from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights
+from cotune.step_profile import Trace
+
+log = logging.getLogger(__name__)
+
+_WORKER = "cotune.integrations.models.vllm.worker.CotuneWorker"
+_BACKEND = "cotune-folder"
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+CLOSE_SECONDS = 20.0
+"""How long vLLM's processes may take to end by themselves."""
+
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    **NO_ACTIVATION,  # for vLLM's processes, which import our worker
+}
+# Small helpers of vLLM's sampler are compiled at the first request, which takes a minute and gains nothing on a CPU.
+_ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+
+_REOPEN = "Read vLLM's log, then open a new sampler."
+
+
+def slots(policies: int, staleness: int) -> int:
+    """How many adapters an engine must hold: every policy in all versions that may be sampled from, and a new one."""
+    return policies * (staleness + 1) + 1
+
+
+def prepare() -> None:
+    """Set what vLLM reads from the environment. Raises ConfigError without vLLM, UnsupportedVersion."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("sampler", "vllm", "an installed vLLM", "See docs/how-to/vllm.md for how to install it.")
+    require("vllm")
+
+
+class VllmSampler(LoopSampler):
+    """vLLM's AsyncLLM as a `Sampler`; made by `open`. The engine runs in processes of its own."""
+
+    name = "vllm"
+
+    def __init__(self, skeleton: ModelSkeleton, full: bool, adapters: int, rank: int, sleeps: bool = False) -> None:
+        super().__init__()
+        self._skeleton = skeleton
+        self._full = full
+        self._slots = adapters
+        self._rank = rank
+        self._sleeps = sleeps
+        self._asleep: str | None = None
+        """Digest of the weights that went to sleep."""
+        self._folders = SharedFolders()
+        self._requests_made = itertools.count(1)
+        self._adapters_made = itertools.count(1)
+        self._replaced: set[PolicyRef] = set()
+        self._llm: Any = None
+
+    @classmethod
+    async def open(
+        cls,
+        model: str | Path,
+        *,
+        weights: Literal["lora", "full"] = "lora",
+        policies: int = 4,
+        staleness: int = 1,
+        max_lora_rank: int = 16,
+        sleeps: bool = False,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> VllmSampler:
+        """Start an engine on a model folder or hub id and wait until it serves.
+
+        An engine serves adapters over the base (`weights` "lora"), as many as `policies` whose versions may be
+        `staleness` steps apart need, of up to `max_lora_rank`; or one version of one policy's full weights ("full").
+        With `sleeps` it can `sleep` and `wake`, for a learner on the same GPU; on a CPU, where there is no memory to
+        give, it only pauses. `engine_args` are vLLM's own (`tensor_parallel_size`, `gpu_memory_utilization`,
+        `max_model_len`, ...). Raises ConfigError for a model or arguments that vLLM does not take, UnsupportedVersion,
+        SamplerError when it does not start.
+        """
+        if weights not in ("lora", "full"):
+            raise ConfigError("weights", weights, "lora or full")
+        if max_lora_rank > _RANKS[-1]:
+            raise ConfigError("max_lora_rank", max_lora_rank, f"up to {_RANKS[-1]}", "Train adapters of a lower rank.")
+        prepare()
+        skeleton = await asyncio.to_thread(ModelSkeleton, model)
+        adapters = slots(policies, staleness)
+        rank = next(r for r in _RANKS if r >= max_lora_rank)
+        sampler = cls(skeleton, weights == "full", adapters, rank, sleeps)
+        return await sampler._opened(sampler._open(dict(engine_args or {})))
+
+    async def _open(self, engine_args: dict[str, Any]) -> None:
+        check_gpu()
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1) > 1:
+            # Inside a Ray actor vLLM might take Ray for its own workers; they belong to this actor's GPUs.
+            engine_args.setdefault("distributed_executor_backend", "mp")
+        try:
+            arguments = AsyncEngineArgs(**{**self._arguments(), **engine_args})
+        except TypeError as error:
+            raise ConfigError("engine_args", engine_args, "vLLM's engine arguments", f"{error}.") from error
+        try:
+            self._llm = AsyncLLM.from_engine_args(arguments)
+            self.max_model_len = self._llm.model_config.max_model_len
+            await self._generate([1], 1, SamplingParams(max_tokens=1), BASE, None)  # compiles kernels
+            self._folders.adopt(await asyncio.to_thread(left_in_shared_memory))
+            if self._full:
+                from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+        except Exception as error:
+            raise SamplerError(f"vLLM did not start: {_reason(error)}.", "Read vLLM's log above.") from error
+        kind = "the full weights of one policy" if self._full else f"up to {self._slots} adapters of rank {self._rank}"
+        log.info("vLLM serves %s, %s.", self._skeleton.folder, kind)
+
+    def _arguments(self) -> dict[str, Any]:
+        cpu = not on_gpu()
+        for name, value in (_ON_CPU if cpu else {}).items():
+            os.environ.setdefault(name, value)
+        common = {
+            "model": str(self._skeleton.folder),
+            "dtype": "float32" if cpu else "bfloat16",
+            "enforce_eager": cpu,
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "worker_extension_cls": _WORKER,
+            # The one whose grammars the learner makes again from what was recorded.
+            "structured_outputs_config": {"backend": "guidance"},
+        }
+        if cpu:
+            # A seeded request whose prompt is computed in parts kills the engine: CPU generators have no offset.
+            common["enable_chunked_prefill"] = False
+        elif self._sleeps:
+            common["enable_sleep_mode"] = True
+        if self._full:
+            return {**common, "weight_transfer_config": {"backend": _BACKEND}}
+        return {
+            **common,
+            "enable_lora": True,
+            # The last slot stays empty: on CPUs, vLLM gives requests of the base what stands in it.
+            "max_loras": self._slots + 1,
+            "max_cpu_loras": self._slots + 1,
+            "max_lora_rank": self._rank,
+        }
+
+    async def _generate(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
+    ) -> list[Completion]:
+        from vllm.exceptions import VLLMClientError
+        from vllm.inputs.engine import tokens_input
+
+        id = str(next(self._requests_made))
+        asked = tokens_input(list(prompt))
+        if params.images:
+            asked = await image_prompt(self._llm.renderer, prompt, params.images)
+        answer = self._llm.generate(asked, python_params(n, params), id, lora_request=target)
+        final: Any = None
+        try:
+            async for output in answer:
+                final = output
+        except (VLLMClientError, ValueError) as error:
+            raise RequestRefused(f"vLLM refused a request: {error}.", "Correct the request.") from error
+        except Exception as error:
+            raise self._failed(error) from error
+        outputs = sorted(final.outputs, key=lambda output: output.index)
+        return [python_completion(output, params.top_logprobs) for output in outputs]
+
+    def _locate(self, policy: PolicyRef) -> Version:
+        held = next((version.policy for version in self._versions.all()), None) if self._full else None
+        if held is not None and held != policy:
+            raise RequestRefused(
+                f"{policy} is not served: the engine holds the full weights of {held}, and of no other version.",
+                "Sample from the version that was published last.",
+            )
+        return super()._locate(policy)
+
+    async def _retire(self, policy: PolicyRef) -> None:
+        if policy in self._replaced:
+            self._replaced.discard(policy)  # its successor took its place already
+        else:
+            await super()._retire(policy)
+
+    async def _load(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> Version:
+        self._skeleton.check(policy, weights, lora)
+        if lora is None:
+            return await self._load_full(policy, weights)
+        if self._full:
+            raise RequestRefused(
+                f"{policy} is an adapter, and this engine serves full weights.", 'Open one with weights="lora".'
+            )
+        if lora.rank > self._rank:
+            raise RequestRefused(
+                f"{policy} has rank {lora.rank}; the engine takes adapters of up to {self._rank}.",
+                "Open it with a larger max_lora_rank.",
+            )
+        await self._room()
+        number = next(self._adapters_made)
+        # vLLM keeps cached prefixes by adapter name: one that comes back after it was retired must have another.
+        name = f"{policy}#{number}"
+        folder = await asyncio.to_thread(write_shared, self._folders, name, policy, weights, lora)
+        return await self._add(policy, name, number, folder)
+
+    async def _add(self, policy: PolicyRef, name: str, number: int, folder: Path) -> Version:
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest(name, number, str(folder))
+        try:
+            await self._llm.add_lora(request)
+            return Version(policy, _same(await self._ask("cotune_adapter", number, str(folder))), request)
+        except Exception as error:
+            self._folders.remove(name)
+            failed = self._failed(error)
+            if self._broken is None:
+                await self._llm.remove_lora(number)
+            raise failed from error
+
+    async def _room(self) -> None:
+        """Wait for a slot that a retired version still holds. Raises SamplerError when all are in use."""
+        while len(held := self._versions.all()) >= self._slots:
+            if not any(version.retired for version in held):
+                raise RequestRefused(
+                    f"The engine has room for {self._slots} adapters, and serves {sorted(self._versions.served())}.",
+                    "Retire versions that are not sampled from any more, or open it with more policies or staleness.",
+                )
+            self._freed.clear()
+            await self._freed.wait()
+
+    async def _load_full(self, policy: PolicyRef, weights: Weights) -> Version:
+        if not self._full:
+            raise RequestRefused(
+                f"{policy} has full weights, and this engine serves adapters over its base.",
+                'Open one with weights="full" for each policy that is trained in full.',
+            )
+        others = [version.policy for version in self._versions.all() if version.policy.name != policy.name]
+        if others:
+            raise RequestRefused(
+                f"The engine serves {others[0]}: vLLM holds the full weights of one policy at a time.",
+                "Open an engine for each policy that is trained in full.",
+            )
+        folder = await asyncio.to_thread(write_shared, self._folders, str(policy), policy, weights, None)
+        try:
+            await self._drained()
+            await self._replace(folder)
+            return Version(policy, _same(await self._ask("cotune_weights")))
+        except Exception as error:
+            lost = SamplerError(
+                f"{policy} arrived in part only, and the engine's weights are lost: {_reason(error)}.", _REOPEN
+            )
+            self._fail(lost)
+            raise lost from error
+        finally:
+            self._folders.remove(str(policy))
+
+    async def _drained(self) -> None:
+        """Refuse the version that is served, the base at first, and wait until nobody uses it."""
+        self._replaced |= {version.policy for version in self._versions.all()}
+        old = self._versions.clear()
+        while any(version.running for version in old):
+            await asyncio.sleep(0.01)
+
+    async def _replace(self, folder: Path) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.pause_generation(mode="wait", clear_cache=True)
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(folder)}))
+        await self._llm.finish_weight_update()
+        await self._llm.reset_prefix_cache()
+        await self._llm.resume_generation()
+
+    async def sleep(self) -> None:
+        """Finish what runs, then free the GPU until `wake`; requests meanwhile wait. Raises SamplerError."""
+        await self._run(self._sleep(), to_its_end=True)
+
+    async def wake(self) -> None:
+        """Take the GPU back. Raises SamplerError, and serves nothing more, when the weights are other ones now."""
+        await self._run(self._wake(), to_its_end=True)
+
+    async def _sleep(self) -> None:
+        if not self._sleeps:
+            raise RequestRefused("This engine cannot sleep.", "Open it with sleeps=True.")
+        if self._asleep is not None:
+            return
+        try:
+            digest = await self._digest()
+            if on_gpu():
+                await self._llm.sleep(level=1, mode="wait")  # level 2 would drop the base weights
+            else:
+                await self._llm.pause_generation(mode="wait", clear_cache=True)
+        except Exception as error:
+            raise self._failed(error) from error
+        self._asleep = digest
+
+    async def _wake(self) -> None:
+        if self._asleep is None:
+            return
+        try:
+            if on_gpu():
+                await self._llm.wake_up(tags=["weights"])
+            digest = await self._digest()
+            if digest == self._asleep and on_gpu():
+                await self._llm.wake_up(tags=["kv_cache"])
+            elif digest == self._asleep:
+                await self._llm.resume_generation()
+        except Exception as error:
+            raise self._failed(error) from error
+        if digest != self._asleep:
+            lost = SamplerError(f"The engine woke with other weights: {digest} instead of {self._asleep}.", _REOPEN)
+            self._fail(lost)
+            raise lost
+        self._asleep = None
+
+    async def _digest(self) -> str:
+        """Of the weights of all workers, of which each has its own part where they compute together."""
+        return " ".join(await self._ask("cotune_model"))
+
+    async def _info(self) -> SamplerInfo:
+        try:
+            await self._llm.is_paused()  # a way through the engine's own loop: it answers only while it lives
+        except Exception as error:
+            raise self._failed(error) from error
+        return await super()._info()
+
+    async def _begin_trace(self) -> None:
+        await self._ask("cotune_begin_trace")
+
+    async def _end_trace(self) -> list[Trace]:
+        """Of workers that compute together the first one's."""
+        first, *_ = await self._ask("cotune_end_trace")
+        return [msgspec.json.decode(first, type=Trace)]
+
+    async def _unload(self, version: Version) -> None:
+        if version.target is not None:
+            await self._llm.remove_lora(version.target.lora_int_id)
+            self._folders.remove(version.target.lora_name)
+
+    async def _ask(self, method: str, *arguments: Any) -> list[str]:
+        return await self._llm.collective_rpc(method, args=arguments)
+
+    async def _close(self) -> None:
+        if self._llm is not None:
+            if self._llm.output_handler is not None:  # which would log the end of the engine as a failure
+                self._llm.output_handler.cancel()
+            await asyncio.to_thread(self._llm.shutdown, CLOSE_SECONDS)
+        self._folders.close()
+
+    def _failed(self, error: Exception) -> SamplerError:
+        """What a failure of vLLM's is to the caller; a dead engine stays dead."""
+        if self._llm.errored:
+            gone = SamplerError(f"The sampler's engine is gone: {_reason(error)}.", _REOPEN)
+            self._fail(gone)
+            return gone
+        return SamplerError(f"vLLM failed: {_reason(error)}.", "Read vLLM's log.")
+
+
+def _same(answers: Sequence[str]) -> str:
+    """What all workers of the engine say."""
+    if len(set(answers)) != 1:
+        raise RuntimeError(f"the engine's workers hold different weights: {sorted(set(answers))}")
+    return answers[0]
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what an error, or else its cause, says."""
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    if not text and error.__cause__ is not None:
+        return _reason(error.__cause__)
+    return f"{type(error).__name__}: {text}".rstrip(": .")

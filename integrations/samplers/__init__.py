@@ -1,1 +1,0 @@
-"""Samplers: the in-process one on transformers, and vLLM."""

@@ -1,0 +1,1 @@
+"""Servers: HTTP, the gateway, the viewer."""

@@ -1,0 +1,314 @@
+"""The episodes of a gateway, opened and ended over HTTP or attached by a workflow, and the calls of each."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from cotune.errors import RecordError
+from cotune.integrations.apps.openai.forms import Form
+from cotune.integrations.web.gateway.address import Identity
+from cotune.integrations.web.gateway.exchange import Exchange
+from cotune.integrations.web.gateway.settings import GatewayConfig
+from cotune.integrations.web.http.bodies import aside
+from cotune.integrations.web.http.requests import RequestError
+from cotune.recording.pending_call import CallerContext
+from cotune.recording.recorder import LiveCall, LiveEpisode, Sink
+from cotune.records.ids import message_id
+from cotune.records.structs import Episode, RewardRecord, Task
+
+log = logging.getLogger("cotune.gateway")
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Rewards = Annotated[dict[Name, float | bool], msgspec.Meta(max_length=1000)]
+"""Named numbers; true is 1, and false 0."""
+IMPLICIT_SECONDS = 600.0
+"""How long an implicit episode takes new calls; then the next one does, so that a gateway that runs for weeks stays
+small."""
+IMPLICIT = "implicit"
+"""Workflow and task id of calls that name no open episode."""
+PAUSE = 300.0
+"""Seconds without a call after which an episode that the gateway opened itself ends, where no pause is set."""
+MOST_OPEN = 10_000
+"""Episodes that are open at once."""
+
+
+class OpenEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /cotune/episodes."""
+
+    task: Any
+    workflow: Name = "gateway"
+    rollout: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    phase: Name = "trace"
+    training_step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+
+
+class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /cotune/episodes/{id}/end."""
+
+    rewards: Rewards = {}
+    metrics: Rewards = {}
+    status: Literal["ok", "error", "cancelled"] = "ok"
+    error: Annotated[str, msgspec.Meta(max_length=10_000)] | None = None
+
+
+class Episodes:
+    """Open episodes by id, and the exchanges of each. All on the gateway's event loop.
+
+    Without a `sink`, as inside a workflow's process, episodes can only be attached and other calls are not recorded.
+    """
+
+    def __init__(self, sink: Sink | None, config: GatewayConfig) -> None:
+        self.sink = sink
+        self.config = config
+        self.open: dict[str, LiveEpisode] = {}
+        self.counts: Counter[str] = Counter()
+        """Calls recorded, `unattributed` calls, rewards, and episodes by how they ended."""
+        self.failures: Counter[str] = Counter()
+        """Calls that did not end well, by status."""
+        self.warnings: Counter[str] = Counter()
+        self._attached: set[str] = set()
+        self._exchanges: dict[str, set[Exchange]] = {}
+        self._gone: dict[str, None] = {}
+        """Attached episodes that have ended, the latest ones: policies may have played them, so no provider may."""
+        self._sessions: dict[Hashable, LiveEpisode] = {}
+        """Episodes that the gateway opened itself, by what they are known by."""
+        self._session_keys: dict[str, Hashable] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def start(self, given: OpenEpisode, task: Task) -> LiveEpisode:
+        """Open an episode of a task. Raises RequestError when too many are open, or none can be recorded here."""
+        if self.sink is None:
+            raise RequestError(404, "The workflow that runs here opens its episodes itself.", code="not_recording")
+        if len(self.open) >= MOST_OPEN:
+            text = f"{MOST_OPEN} episodes are open: end some first."
+            raise RequestError(429, text, code="too_many_episodes", headers={"retry-after": "1"})
+        return self._new(task, given)
+
+    def attach(self, episode: LiveEpisode) -> None:
+        """Take the calls of an episode that something else opened and will end."""
+        self.open[episode.id] = episode
+        self._attached.add(episode.id)
+
+    async def detach(self, episode_id: str) -> None:
+        """Settle the calls of an attached episode that have their answer; it takes no more."""
+        await self._whole(episode_id)
+        self._detach(episode_id)
+
+    def _detach(self, episode_id: str) -> None:
+        if self.open.pop(episode_id, None) is not None:
+            self._attached.discard(episode_id)
+            self._settle(episode_id)
+            self._gone[episode_id] = None
+            if len(self._gone) > MOST_OPEN:
+                del self._gone[next(iter(self._gone))]
+
+    async def end(self, episode_id: str, given: EndEpisode) -> Episode:
+        """End an open episode. Raises RequestError (404, 409) when it is not open here."""
+        if episode_id in self._attached:
+            raise RequestError(409, "The workflow that opened this episode ends it.", code="attached")
+        await self._whole(episode_id)
+        if episode_id not in self.open:
+            raise RequestError(404, f"No episode {episode_id} is open.", param="id", code="unknown_episode")
+        episode = self._leave(episode_id)
+        record = await asyncio.to_thread(_end, episode, given)  # which may wait for large calls that are being recorded
+        self._count(episode, given)
+        return record
+
+    def reward(self, target: str, rewards: Mapping[str, float]) -> None:
+        """Record rewards of an episode or a candidate, before or after the end of its episode."""
+        if self.sink is None:
+            raise RequestError(404, "The workflow that runs here rewards its episodes itself.", code="not_recording")
+        now = time.time()
+        self.sink.write([RewardRecord(target, name, float(value), now) for name, value in rewards.items()])
+        self.counts["rewards"] += len(rewards)
+
+    async def exchange(
+        self, who: Identity, form: Form, asked: dict[str, Any], session: tuple[Hashable, str] | None, size: int
+    ) -> Exchange | None:
+        """The exchange of a call, a request of `size` bytes; None where it cannot be recorded.
+
+        `session` is what its episode is known by, where it names none. Raises RequestError (409) where its episode has
+        ended.
+        """
+        episode = self._session(*session) if session and self.sink is not None else self._episode(who)
+        if episode is None:
+            return None
+        call = await aside(size, functools.partial(_started, episode, who, form, asked))
+        exchange = Exchange(call, form, asked, size, self.config.limits, self._ended)
+        if episode.id not in self.open:  # it has ended meanwhile, and the call with it
+            await exchange.fail("cancelled", "the episode ended before the call did")
+            raise RequestError(409, f"The episode {episode.id} has ended.", code="episode_ended")
+        self._exchanges.setdefault(episode.id, set()).add(exchange)
+        return exchange
+
+    def health(self) -> dict[str, Any]:
+        """What is open and what was counted."""
+        warnings, failures = self.warnings.copy(), self.failures.copy()
+        for episode in self.open.values():
+            warnings.update(episode.warnings)
+            failures.update(episode.failures)
+        return {
+            "open_episodes": len(self.open),
+            "open_calls": sum(map(len, self._exchanges.values())),
+            "records": dict(self.counts),
+            "failures": dict(failures),
+            "warnings": dict(warnings),
+        }
+
+    def close(self) -> None:
+        """End all that is open: orphaned episodes as cancelled."""
+        for episode_id in list(self._attached):
+            self._detach(episode_id)
+        for episode_id in list(self.open):
+            stopped = EndEpisode(status="cancelled", error="the gateway stopped before the episode ended")
+            self._close(episode_id, EndEpisode() if episode_id in self._session_keys else stopped)
+
+    def warn(self, kind: str, text: str) -> None:
+        """Count something that the user should know about; say each kind once."""
+        self.warnings[kind] += 1
+        if self.warnings[kind] == 1:
+            log.warning("%s", text)
+
+    def _episode(self, who: Identity) -> LiveEpisode | None:
+        if who.episode is not None and who.episode in self.open:
+            return self.open[who.episode]
+        if who.episode in self._gone:
+            raise RequestError(409, f"The episode {who.episode} has ended.", code="episode_ended")
+        self.counts["unattributed"] += 1
+        instead = "It is not recorded." if self.sink is None else "It is recorded under an implicit episode."
+        if who.episode is not None:
+            self.warn("late_call", f"A call names the episode {who.episode}, which is not open. {instead}")
+        else:
+            self.warn("no_episode", f"A call names no episode. {instead}")
+        if self.sink is None:
+            return None
+        return self._session((IMPLICIT, time.monotonic() // IMPLICIT_SECONDS), None)
+
+    def _new(self, task: Task, given: OpenEpisode) -> LiveEpisode:
+        assert self.sink is not None
+        episode = LiveEpisode(
+            self.sink,
+            task,
+            workflow=given.workflow,
+            rollout=given.rollout,
+            phase=given.phase,
+            training_step=given.training_step,
+            redactors=self.config.redactors,
+            roles=self.config.roles,
+        )
+        self.open[episode.id] = episode
+        return episode
+
+    def _close(self, episode_id: str, given: EndEpisode) -> None:
+        self._settle(episode_id)
+        episode = self._leave(episode_id)
+        _end(episode, given)
+        self._count(episode, given)
+
+    def _leave(self, episode_id: str) -> LiveEpisode:
+        """Forget an episode, which takes no more calls."""
+        episode = self.open.pop(episode_id)
+        if episode_id in self._session_keys:
+            del self._sessions[self._session_keys.pop(episode_id)]
+            self._stop_timer(episode_id)
+        self.counts["calls"] += len(self._exchanges.pop(episode_id, ()))
+        return episode
+
+    def _count(self, episode: LiveEpisode, given: EndEpisode) -> None:
+        self.warnings.update(episode.warnings)
+        self.failures.update(episode.failures)
+        self.counts[f"episodes_{given.status}"] += 1
+
+    async def _whole(self, episode_id: str) -> None:
+        """End the calls that have their answer, without holding up others."""
+        for exchange in list(self._exchanges.get(episode_id, ())):
+            await exchange.whole()
+
+    def _settle(self, episode_id: str) -> None:
+        """End the calls that have their answer; the others end with their episode."""
+        for exchange in list(self._exchanges.get(episode_id, ())):
+            if exchange.finish():
+                self._ended(exchange)
+
+    def _ended(self, exchange: Exchange) -> None:
+        episode_id = exchange.call.episode.id
+        mine = self._exchanges.get(episode_id)
+        if mine is None or exchange not in mine:
+            return
+        mine.discard(exchange)
+        self.counts["calls"] += 1
+        if not mine:
+            del self._exchanges[episode_id]
+            if episode_id in self._session_keys:
+                self._begin_pause(episode_id)
+
+    def _session(self, key: Hashable, task: str | None) -> LiveEpisode:
+        """The episode that is open for a key, or a new one; without a task that of calls which belong to none, which no
+        limit refuses."""
+        found = self._sessions.get(key)
+        if found is None:
+            if task is not None:
+                found = self.start(OpenEpisode(None), task_of({"id": task}))
+            else:
+                found = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
+            self._sessions[key] = found
+            self._session_keys[found.id] = key
+            if isinstance(key, asyncio.Future):
+                key.add_done_callback(lambda closed: self._pause_over(found.id))
+        self._begin_pause(found.id)
+        return found
+
+    def _begin_pause(self, episode_id: str) -> None:
+        """End a session's episode after a pause without a call; that of a connection with the connection, and after a
+        pause only where one is set."""
+        self._stop_timer(episode_id)
+        key, idle = self._session_keys[episode_id], self.config.split.idle
+        if isinstance(key, asyncio.Future) and key.done():
+            self._pause_over(episode_id)
+        elif idle is not None or not isinstance(key, asyncio.Future):
+            loop = asyncio.get_running_loop()
+            self._timers[episode_id] = loop.call_later(idle or PAUSE, self._pause_over, episode_id)
+
+    def _stop_timer(self, episode_id: str) -> None:
+        if (timer := self._timers.pop(episode_id, None)) is not None:
+            timer.cancel()
+
+    def _pause_over(self, episode_id: str) -> None:
+        if episode_id in self._session_keys and episode_id not in self._exchanges:
+            self._close(episode_id, EndEpisode())
+
+
+def task_of(value: Any) -> Task:
+    """The task of any JSON value: an object's `id` names it, else its content does."""
+    if isinstance(value, Mapping) and value.get("id") is not None:
+        return Task(id=str(value["id"]), input=value)
+    return Task(id=message_id({"task": value})[:12], input=value)
+
+
+def _end(episode: LiveEpisode, given: EndEpisode) -> Episode:
+    rewards, metrics = ({name: float(x) for name, x in some.items()} for some in (given.rewards, given.metrics))
+    return episode.end(given.status, rewards=rewards, metrics=metrics, error=given.error)
+
+
+def _started(episode: LiveEpisode, who: Identity, form: Form, asked: dict[str, Any]) -> LiveCall:
+    """The call of a request. Raises RequestError."""
+    caller = CallerContext(who.role, "gateway", read=who.parents, given=who.named)
+    try:
+        chat = form.chat(asked, episode)
+        unsupported_reason = form.unsupported_reason(asked, chat, episode)
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+        raise RequestError(400, f"The request cannot be read: {error}.", code="invalid_value") from None
+    try:
+        call = episode.start(caller, chat)
+    except RecordError as error:
+        raise RequestError(409, str(error), code="episode_ended") from None
+    call.caller.output, call.unsupported_reason = call.id, unsupported_reason
+    return call

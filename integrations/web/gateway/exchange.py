@@ -1,0 +1,190 @@
+"""One call through the gateway: its request as far as the record needs it, and a copy of its answer for the record."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from cotune.integrations.apps.openai.forms import Form, finish, part_of
+from cotune.integrations.web.gateway.settings import Limits
+from cotune.integrations.web.http.bodies import MOST_MESSAGES, aside, decoded, json_values
+from cotune.integrations.web.http.requests import RequestError, invalid_value
+from cotune.recording.recorder import LiveCall
+from cotune.records.answers import Answer
+from cotune.records.structs import CallStatus
+
+T = TypeVar("T")
+_Objects = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+
+
+class _Request(msgspec.Struct, kw_only=True):
+    """What must be well-formed in any call, so that it can be recorded."""
+
+    model: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class _Messages(_Request, kw_only=True):
+    messages: _Objects
+    system: str | list[Any] | None = None
+
+
+class _Response(_Request, kw_only=True):
+    input: str | _Objects | None = None
+    instructions: str | list[Any] | None = None
+
+
+def read_call(form: Form, raw: bytes, coding: str, limits: Limits) -> dict[str, Any]:
+    """The body of a call. Raises RequestError (400, 413, 415) that names the field or limit for one that cannot be
+    recorded."""
+    body = decoded(inflated(raw, coding, limits.body, "--max-body"), dict[str, Any], limits.values)
+    try:
+        msgspec.convert(body, _Response if form.name == "responses" else _Messages)
+    except msgspec.ValidationError as error:
+        raise invalid_value(error) from None
+    return body
+
+
+def inflated(raw: bytes, coding: str, limit: int, setting: str, whole: bool = True) -> bytes:
+    """A body without its content coding.
+
+    Raises RequestError for one that is broken (400; also for one that is cut off, if it has to be `whole`), unknown
+    (415) or of more than `limit` bytes, which `setting` sets (413).
+    """
+    coding = coding.strip().lower()
+    if coding in ("", "identity"):
+        return raw
+    if coding != "gzip":
+        message = f"The body's Content-Encoding {coding[:40]!r} cannot be read; gzip can."
+        raise RequestError(415, message, code="unsupported_encoding")
+    found = zlib.decompressobj(31)
+    try:
+        text = found.decompress(raw, limit + 1)
+        if len(text) <= limit and whole and not found.eof:
+            raise zlib.error("it ends early")
+    except zlib.error as error:
+        raise RequestError(400, f"The body is not gzip: {error}.", code="invalid_encoding") from None
+    if len(text) > limit:
+        message = f"The body is larger than {limit} bytes once it is unpacked: {setting} sets the limit."
+        raise RequestError(413, message, code="body_too_large")
+    return text
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A call in flight. All on the gateway's event loop, but for what takes long of large ones (`aside`)."""
+
+    call: LiveCall
+    form: Form
+    asked: Mapping[str, Any]
+    asked_bytes: int
+    limits: Limits
+    _ended: Callable[[Exchange], None]
+    _chunks: list[bytes] = field(default_factory=list)
+    size: int = 0
+    _kind: str = ""
+    _coding: str = ""
+    answering: bool = False
+    """Whether an answer that is no error is on its way."""
+    refusal: str = ""
+    """What the provider answered instead, where that is an error."""
+    _outage: bool = True
+
+    def begins(self, kind: str, coding: str) -> None:
+        """An answer that is no error begins: its content type and content coding."""
+        self._kind, self._coding = kind, coding
+        self.answering = True
+
+    def add(self, chunk: bytes) -> None:
+        """Keep a copy of what passes."""
+        self.size += len(chunk)
+        if self.size <= self.limits.answer:
+            self._chunks.append(chunk)
+        else:
+            self._chunks.clear()
+
+    def over(self) -> None:
+        """The call has ended otherwise."""
+        self._ended(self)
+
+    def refuse(self, cause: str, *, outage: bool) -> None:
+        """The provider answers with an error, which passes; the call ends with it."""
+        self.refusal, self._outage = cause, outage
+
+    async def fail(self, status: CallStatus, text: str, *, outage: bool = True) -> None:
+        """End the call as failed."""
+        await self._aside(lambda: self.call.fail(status, text, outage=outage))
+        self._ended(self)
+
+    async def settle(self, status: CallStatus, text: str) -> None:
+        """End the call with the answer as it came; where that is not a whole one, as `status` for the reason `text`."""
+        await self._aside(lambda: self._settle(status, text))
+        self._ended(self)
+
+    def settle_now(self, status: CallStatus, text: str) -> None:
+        """The same at once, however long it takes."""
+        self._settle(status, text)
+        self._ended(self)
+
+    async def whole(self) -> None:
+        """End the call if what has passed is a whole answer."""
+        if await self._aside(self.finish):
+            self._ended(self)
+
+    def finish(self) -> bool:
+        """End the call if what has passed is a whole answer, also if it is broken in itself; whether it has ended."""
+        if self.call.ended:
+            return True
+        if self.refusal:
+            self.call.fail("error", self.refusal, outage=self._outage)
+            return True
+        if not self.answering:
+            return False
+        if self.size > self.limits.answer:
+            text = (
+                f"the answer has more than the {self.limits.answer} bytes that are kept for the record (--max-answer)"
+            )
+            self.call.fail("malformed", text)
+            return True
+        try:
+            raw = self._raw(whole=not self._streamed)
+        except RequestError as broken:
+            if broken.status != 400:
+                self.call.fail("malformed", broken.message)
+            return broken.status != 400
+        # The events of a stream are read one by one, and so take no more than their bytes.
+        if not self._streamed and (found := json_values(raw, self.limits.values)) > self.limits.values:
+            text = (
+                f"the answer holds {found} JSON values, more than the {self.limits.values} that are read (--max-values)"
+            )
+            self.call.fail("malformed", text)
+            return True
+        return finish(self.call, self.form, self.asked, raw, self._streamed)
+
+    def _settle(self, status: CallStatus, text: str) -> None:
+        if not self.finish():
+            self.call.fail(status, text, self._part())
+
+    async def _aside(self, work: Callable[[], T]) -> T:
+        return await aside(self.asked_bytes + self.size, work)
+
+    @property
+    def _streamed(self) -> bool:
+        return self.call.streamed and "text/event-stream" in self._kind
+
+    def _part(self) -> Answer | None:
+        if self.size > self.limits.answer:
+            return None
+        try:
+            return part_of(self.form, self._raw(whole=False), self._streamed)
+        except RequestError:
+            return None
+
+    def _raw(self, whole: bool) -> bytes:
+        return inflated(b"".join(self._chunks), self._coding, self.limits.answer, "--max-answer", whole)

@@ -1,0 +1,235 @@
+"""Requests through the gateway as an ASGI application: forwarded as they are, with calls recorded along the way."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from http.client import responses
+from typing import Any
+
+from multidict import CIMultiDict
+from starlette.types import Receive, Scope, Send
+
+from cotune.errors import error_text
+from cotune.integrations.apps.openai.chat_request import check_sampling
+from cotune.integrations.apps.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form
+from cotune.integrations.web.gateway.address import Address, identity
+from cotune.integrations.web.gateway.episodes import Episodes
+from cotune.integrations.web.gateway.exchange import Exchange, read_call
+from cotune.integrations.web.gateway.settings import GatewayConfig
+from cotune.integrations.web.gateway.upstream import Upstream, UpstreamError, forwarded
+from cotune.integrations.web.http.bodies import INLINE, aside
+from cotune.integrations.web.http.requests import (
+    Access,
+    ClientGone,
+    RequestError,
+    header,
+    json_bytes,
+    read_any,
+    read_body,
+    unless_gone,
+)
+from cotune.recording.model_calls import answer, failed
+from cotune.records.blame import refusal
+
+KEYS = (b"authorization", b"x-api-key")
+"""Headers that carry a client's API key."""
+
+
+@dataclass
+class _Passage:
+    """One request on its way: what has been sent of its answer, and the call that it belongs to."""
+
+    scope: Scope
+    address: Address
+    receive: Receive
+    _send: Send
+    started: bool = False
+    done: bool = False
+    exchange: Exchange | None = None
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def body(self, chunk: bytes, more: bool = True) -> None:
+        self.done = not more
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+
+class Proxy:
+    """Answers requests to the interfaces of OpenAI and Anthropic. `counts` tells requests by outcome."""
+
+    def __init__(self, config: GatewayConfig, episodes: Episodes, access: Access) -> None:
+        self.upstream = Upstream(config.upstream, config.key)
+        self.anthropic = Upstream(config.anthropic, config.anthropic_key) if config.anthropic else self.upstream
+        self.episodes = episodes
+        self.access = access
+        self.limits = config.limits
+        self.role_header = config.role_header
+        self.in_flight = 0
+        self.counts: Counter[str] = Counter()
+
+    async def __call__(self, address: Address, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. What breaks off after its first byte is left incomplete, so that the client sees it."""
+        self.access.check(scope)
+        if self.in_flight >= self.limits.in_flight:
+            raise RequestError(
+                429,
+                f"{self.limits.in_flight} requests are in flight already.",
+                code="too_many_requests",
+                headers={"retry-after": "1"},
+            )
+        passage = _Passage(scope, address, receive, send)
+        self.in_flight += 1
+        try:
+            await self._guarded(passage)
+            self.counts["passed"] += 1
+        except RequestError as error:
+            if passage.started:
+                self.counts["broken_off"] += 1
+                return
+            raise error
+        finally:
+            self.in_flight -= 1
+
+    async def _guarded(self, passage: _Passage) -> None:
+        """Turn what interrupts a request into the end of its call and an answer that names the cause."""
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                await self._pass(passage)
+            if (exchange := passage.exchange) is not None and (exchange.answering or exchange.refusal):
+                await exchange.settle("malformed", f"the answer is not whole, after {exchange.size} bytes")
+        except ClientGone:
+            self.counts["disconnected"] += 1
+            await self._interrupted(passage, "cancelled", "the client went away")
+        except TimeoutError:
+            text = f"The request took longer than the gateway's {self.limits.seconds:g} seconds."
+            await self._interrupted(passage, "timeout", text)
+            raise RequestError(504, text, code="timeout") from None
+        except UpstreamError as error:
+            text = f"The provider's answer broke off: {error}" if passage.started else f"The provider failed: {error}"
+            await self._interrupted(passage, "error", text)
+            raise RequestError(502, text, code="upstream_failed") from None
+        except RequestError as error:
+            await self._interrupted(passage, "error", error.message)
+            raise
+        except asyncio.CancelledError:
+            if passage.exchange is not None and passage.exchange.call.ended and not passage.done:
+                asyncio.current_task().uncancel()  # type: ignore[union-attr]
+                text = "The episode ended before the call did."
+                raise RequestError(409, text, code="episode_ended", headers={"x-should-retry": "false"}) from None
+            if passage.exchange is not None:
+                passage.exchange.settle_now("cancelled", "the gateway stopped")
+            raise
+
+    async def _interrupted(self, passage: _Passage, status: Any, text: str) -> None:
+        exchange = passage.exchange
+        if exchange is None:
+            return
+        if exchange.answering:
+            text = f"{text}, after {exchange.size} bytes of the answer"
+        if exchange.call.streamed or exchange.refusal or status == "cancelled":
+            await exchange.settle(status, text)
+        else:  # a client that reads no stream has nothing of an answer that breaks off, however much of it came
+            await exchange.fail(status, text)
+
+    async def _pass(self, passage: _Passage) -> None:
+        scope, address = passage.scope, passage.address
+        own_key = any(self.access.given(scope, name) for name in KEYS)
+        headers = self._provider(scope, address).request_headers(scope["headers"], own_key)
+        if address.form is not None and scope["method"] == "POST":
+            raw = await read_body(scope, passage.receive, self.limits.body)
+            coding = header(scope, b"content-encoding").decode("latin-1")
+            packed = INLINE if coding else 0  # nobody knows how large it is
+            asked = await aside(packed + len(raw), functools.partial(read_call, address.form, raw, coding, self.limits))
+            await self._open(passage, address.form, asked, packed + len(raw))
+        elif scope["method"] == "POST":
+            raw = await read_body(scope, passage.receive, self.limits.body)
+            if address.tail == TEXT_COMPLETIONS.strip("/"):
+                named = identity(scope, address).episode or ""
+                (self.episodes.open.get(named) or self.episodes).warn(*TEXT_COMPLETION)
+        else:
+            raw = await read_any(scope, passage.receive, self.limits.body)
+        await unless_gone(passage.receive, functools.partial(self._answer, passage, headers, raw))
+
+    def _provider(self, scope: Scope, address: Address) -> Upstream:
+        """The provider of a request: Anthropic's clients say which version of its interface they speak."""
+        theirs = address.tail.startswith("messages") or header(scope, b"anthropic-version")
+        return self.anthropic if theirs else self.upstream
+
+    async def _open(self, passage: _Passage, form: Form, asked: dict[str, Any], size: int) -> None:
+        scope = passage.scope
+        who = identity(scope, passage.address, self.role_header)
+        session = self.episodes.config.split.of(scope) if who.episode is None else None
+        found = self.episodes.open.get(who.episode or "")
+        if found is not None and found.responder is not None:
+            check_sampling(asked)
+        passage.exchange = await self.episodes.exchange(who, form, asked, session, size)
+        if passage.exchange is not None:
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+            passage.exchange.call.cancel = functools.partial(loop.call_soon_threadsafe, task.cancel)
+
+    async def _answer(self, passage: _Passage, headers: CIMultiDict[str], raw: bytes) -> None:
+        exchange = passage.exchange
+        played = exchange is not None and exchange.call.episode.responder is not None and await self._played(passage)
+        if not played:
+            await self._forward(passage, headers, raw)
+
+    async def _played(self, passage: _Passage) -> bool:
+        """Answer by the episode's policies; False where its provider answers the role."""
+        exchange = passage.exchange
+        assert exchange is not None
+        call = exchange.call
+        stop = call.cancel
+        try:
+            found = await answer(call)
+            if found is None:
+                call.cancel = stop
+                return False
+            body = exchange.form.body(call, found, exchange.asked)
+        except Exception as error:  # noqa: BLE001
+            text = error_text(error)
+            status = failed(call, error)
+            exchange.over()
+            raise RequestError(status, text, code="cotune", headers={"x-should-retry": "false"}) from None
+        exchange.form.keep(call, exchange.asked, body)
+        call.finish(found)
+        exchange.over()
+        if call.streamed:
+            content, kind = exchange.form.events(body, exchange.asked), b"text/event-stream; charset=utf-8"
+        else:
+            content, kind = json_bytes(body), b"application/json"
+        length = str(len(content)).encode()
+        fields = [(b"content-type", kind), (b"content-length", length), (b"x-should-retry", b"false")]
+        await passage.start(200, [*fields, *_names(exchange)])
+        await passage.body(content, more=False)
+        return True
+
+    async def _forward(self, passage: _Passage, headers: CIMultiDict[str], raw: bytes) -> None:
+        """Pass the request on and its answer back, byte by byte as it arrives."""
+        scope, address, exchange = passage.scope, passage.address, passage.exchange
+        upstream, method, query = self._provider(scope, address), scope["method"], scope["query_string"]
+        async with upstream.send(method, address.tail, query, headers, raw) as reply:
+            fields = forwarded(((name.lower(), value) for name, value in reply.raw_headers), ())
+            if exchange is not None:
+                fields += _names(exchange)
+                if 200 <= reply.status < 300:
+                    exchange.begins(reply.headers.get("content-type", ""), reply.headers.get("content-encoding", ""))
+                else:
+                    cause = f"HTTP {reply.status} {responses.get(reply.status, '')}".strip()
+                    exchange.refuse(cause, outage=not refusal(reply.status))
+            await passage.start(reply.status, fields)
+            async for chunk in reply.content.iter_any():
+                if exchange is not None and exchange.answering:
+                    exchange.add(chunk)
+                await passage.body(chunk)
+        await passage.body(b"", more=False)
+
+
+def _names(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    call = exchange.call
+    return [(b"x-cotune-call", call.id.encode()), (b"x-cotune-episode", call.episode.id.encode())]

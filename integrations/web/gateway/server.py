@@ -1,0 +1,291 @@
+"""The gateway: an OpenAI-compatible endpoint between an application in any language and its provider, which records.
+
+`running_gateway` and `serve` run one for other processes; `gateway` gives a workflow the address of one for an
+application that it runs as another process, whose calls are then answered like the workflow's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import contextvars
+import functools
+import os
+import re
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+from urllib.parse import quote
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cotune.errors import CotuneError, WorkflowError
+from cotune.integrations.web.gateway.address import address_of
+from cotune.integrations.web.gateway.episodes import EndEpisode, Episodes, OpenEpisode, Rewards, task_of
+from cotune.integrations.web.gateway.proxy import KEYS, Proxy
+from cotune.integrations.web.gateway.settings import GatewayConfig, Limits
+from cotune.integrations.web.http.bodies import aside, decoded
+from cotune.integrations.web.http.requests import (
+    Access,
+    RequestError,
+    application,
+    json_response,
+    read_body,
+    refusal,
+)
+from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
+from cotune.recording.context import current_episode
+from cotune.recording.recorder import LiveEpisode
+from cotune.storage.sqlite_store import SqliteStore
+
+_TOKENS = (b"x-cotune-token", *KEYS)
+
+
+class Gateway:
+    """The ASGI application of one gateway, with what it forwards to and records into."""
+
+    def __init__(self, config: GatewayConfig, store: SqliteStore | None) -> None:
+        access = Access(config.token, _TOKENS)
+        self.loop = asyncio.get_running_loop()
+        self.store = store
+        self.episodes = Episodes(store, config)
+        self.proxy = Proxy(config, self.episodes, access)
+        self._control = control_app(self.episodes, self.proxy, access, store, config.limits)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"The gateway takes HTTP requests, not {scope['type']!r}.")
+        try:
+            address = address_of(scope)
+            if address is None:
+                await self._control(scope, receive, send)
+            else:
+                await self.proxy(address, scope, receive, send)
+        except RequestError as error:
+            self.proxy.counts[f"refused_{error.status}"] += 1
+            await refusal(error)(scope, receive, send)
+
+    def attach(self, episode: LiveEpisode) -> None:
+        """`Episodes.attach`, from another thread."""
+
+        async def run() -> None:
+            self.episodes.attach(episode)
+
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result()
+
+    def detach(self, episode: LiveEpisode) -> None:
+        """`Episodes.detach`, from another thread."""
+        asyncio.run_coroutine_threadsafe(self.episodes.detach(episode.id), self.loop).result()
+
+    async def close(self) -> None:
+        """End what is open and close the connections to the provider; the store stays open."""
+        self.episodes.close()
+        for upstream in (self.proxy.upstream, self.proxy.anthropic):
+            await upstream.close()
+
+
+def running_gateway(
+    config: GatewayConfig, records: str | Path | None, *, host: str = "127.0.0.1", port: int = 0
+) -> AbstractContextManager[RunningServer[Gateway]]:
+    """Run a gateway in a background thread; `records` is a folder or a records file, None records nothing by itself.
+
+    Raises ConfigError, RunError when it cannot start.
+    """
+
+    @contextlib.asynccontextmanager
+    async def opening() -> AsyncIterator[tuple[ASGIApp, Gateway]]:
+        store = None if records is None else _opened(Path(records))
+        try:
+            made = Gateway(config, store)
+            try:
+                yield made, made
+            finally:
+                await made.close()
+        finally:
+            if store is not None:
+                store.close()
+
+    return running(
+        opening,
+        host=host,
+        port=port,
+        token=config.token,
+        name="cotune-gateway",
+        date_header=False,
+        seconds=config.limits.seconds,
+    )
+
+
+def serve(config: GatewayConfig, records: str | Path, say: Callable[[str], None], *, host: str, port: int) -> None:
+    """Run a gateway until Ctrl-C, SIGTERM or SIGHUP."""
+    with stopped_by_signals(), running_gateway(config, records, host=host, port=port) as found:
+        say(f"Gateway at {found.url}/v1 for {config.upstream}")
+        if config.anthropic:
+            say(f"Anthropic's interface at {found.url} for {config.anthropic}")
+        say(f"Records: {found.opened.store.path}")  # type: ignore[union-attr]
+        say("Ctrl-C stops it.")
+        found.wait()
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The address of an episode on this process's gateway, for an application in another process."""
+
+    origin: str
+    episode: str
+
+    @property
+    def url(self) -> str:
+        """Base URL for OpenAI clients. Their role is what the header X-Cotune-Role or baggage says, else `app`."""
+        return f"{self.origin}/e/{self.episode}/v1"
+
+    def role_url(self, role: str) -> str:
+        """Base URL for clients that play `role`."""
+        return f"{self.origin}/e/{self.episode}/r/{quote(role, safe='')}/v1"
+
+
+@contextlib.contextmanager
+def gateway(upstream: str | None = None) -> Iterator[Gate]:
+    """The gateway of this process, for the episode that runs here; use it inside a workflow.
+
+    Its calls are recorded in the episode and answered by whatever answers the episode's other calls; those that no
+    policy answers go to `upstream` (without it, to the environment's OPENAI_BASE_URL, else the OpenAI API; those of
+    Anthropic's interface to its ANTHROPIC_BASE_URL, else Anthropic's API). One server per provider runs in a background
+    thread, on loopback, for the life of the process. Raises WorkflowError outside an episode.
+
+    ```python
+    @cotune.workflow
+    def solve(task):
+        with cotune.gateway() as gate:
+            environment = {**os.environ, "PLANNER_URL": gate.role_url("planner")}
+            answer = subprocess.check_output(["node", "app.mjs", task["question"]], env=environment, text=True)
+        return answer.strip() == task["answer"]
+    ```
+    """
+    episode = current_episode.get()
+    if episode is None:
+        raise WorkflowError(
+            "gateway() was used where no episode runs.",
+            "Use it inside a @cotune.workflow function that cotune runs; elsewhere start `cotune gateway`.",
+        )
+    anthropic = (os.environ.get("ANTHROPIC_BASE_URL") or "https://api.anthropic.com").rstrip("/") + "/v1"
+    openai = os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+    found = _shared(GatewayConfig(upstream=upstream or openai, anthropic=upstream or anthropic))
+    made = found.opened
+    made.attach(episode)
+    episode.gateway = found.url
+    try:
+        yield Gate(found.url, episode.id)
+    finally:
+        made.detach(episode)
+
+
+_opening = threading.Lock()
+_running: dict[GatewayConfig, RunningServer[Gateway]] = {}
+
+
+def _shared(config: GatewayConfig) -> RunningServer[Gateway]:
+    """The gateway of this process for its providers, started when it is first used and stopped at exit."""
+    with _opening:
+        if config not in _running:
+            stack = contextlib.ExitStack()
+            # In an empty context: the server's thread outlives the episode that happens to start it.
+            start = functools.partial(stack.enter_context, running_gateway(config, None))
+            _running[config] = contextvars.Context().run(start)
+            atexit.register(stack.close)
+        return _running[config]
+
+
+def _opened(records: Path) -> SqliteStore:
+    if not records.suffix:
+        records.mkdir(parents=True, exist_ok=True)
+    return SqliteStore.open(records)
+
+
+T = TypeVar("T")
+_TARGET = re.compile(r"([0-9A-HJKMNP-TV-Z]{26})(?:\.(\d{1,4}))?")
+
+
+class GiveRewards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /cotune/rewards: `target` is an episode id, or a call id and the index of a candidate."""
+
+    target: str
+    rewards: Annotated[Rewards, msgspec.Meta(min_length=1)]
+
+
+def control_app(
+    episodes: Episodes, proxy: Proxy, access: Access, store: SqliteStore | None, limits: Limits
+) -> Starlette:
+    """The Starlette application for all that is not an OpenAI interface."""
+
+    async def body(request: Request, kind: type[T]) -> T:
+        access.check(request.scope)
+        raw = await read_body(request.scope, request.receive, limits.body)
+        return await aside(len(raw), lambda: decoded(raw, kind, limits.values))
+
+    async def open_(request: Request) -> Response:
+        given = await body(request, OpenEpisode)
+        task = await asyncio.to_thread(task_of, given.task)
+        episode = episodes.start(given, task)
+        base = f"{request.base_url}e/{episode.id}"
+        opened = {"id": episode.id, "task": episode.task.id, "base_url": f"{base}/v1", "roles_url": f"{base}/r"}
+        return json_response(opened, 201)
+
+    async def end(request: Request) -> Response:
+        record = await episodes.end(request.path_params["id"], await body(request, EndEpisode))
+        return json_response({"id": record.id, "status": record.status, "calls": record.calls})
+
+    async def reward(request: Request) -> Response:
+        given = await body(request, GiveRewards)
+        await _check_target(given.target, episodes, store)
+        episodes.reward(given.target, given.rewards)
+        return json_response({"target": given.target, "rewards": given.rewards})
+
+    async def health(request: Request) -> Response:
+        access.check_local(request.scope)
+        stored = {"lost": store.lost, "refused": store.refused} if store is not None else {}
+        counts = {"requests": proxy.counts, "in_flight": proxy.in_flight}
+        return json_response({"status": "ok", **counts, **episodes.health(), **stored})
+
+    return application(
+        [
+            Route("/cotune/episodes", open_, methods=["POST"]),
+            Route("/cotune/episodes/{id}/end", end, methods=["POST"]),
+            Route("/cotune/rewards", reward, methods=["POST"]),
+            Route("/health", health),
+        ],
+    )
+
+
+async def _check_target(target: str, episodes: Episodes, store: SqliteStore | None) -> None:
+    """Raises RequestError for a target that is not an id (400) or not recorded (404)."""
+    found = _TARGET.fullmatch(target)
+    if found is None:
+        text = "A target is an episode id, or CALL.INDEX for a candidate."
+        raise RequestError(400, text, param="target", code="invalid_value")
+    if store is None or (found[2] is None and target in episodes.open):
+        return
+    try:
+        known = await asyncio.to_thread(_known, store, found[1], None if found[2] is None else int(found[2]))
+    except CotuneError as error:
+        raise RequestError(503, f"The records cannot be read: {error}", code="store_failed") from None
+    if not known:
+        raise RequestError(404, f"Nothing is recorded under {target}.", param="target", code="unknown_target")
+
+
+def _known(store: SqliteStore, target: str, candidate: int | None) -> bool:
+    store.flush()
+    if candidate is None:
+        return bool(store.rows("SELECT 1 FROM episodes WHERE id = ?", (target,)))
+    rows = store.rows("SELECT episode FROM calls WHERE id = ?", (target,))
+    calls = [call for (episode,) in rows for call in store.calls(episode) if call.id == target]
+    return any(candidate < len(call.candidates) for call in calls)

@@ -1,0 +1,97 @@
+"""How a gateway is set up: where it forwards to, who may use it, its bounds, and how it tells roles and episodes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from starlette.types import Scope
+
+from cotune.errors import ConfigError
+from cotune.integrations.web.http.bodies import MAX_BODY, MAX_VALUES, check_positive
+from cotune.integrations.web.http.requests import header
+from cotune.recording.redaction import Redactor
+from cotune.recording.role_functions import RolesFunction
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one gateway: bytes and JSON values of a body, bytes of an answer that are kept for the record, requests
+    in flight, and seconds from a request's start to its end."""
+
+    body: int = MAX_BODY
+    in_flight: int = 512
+    seconds: float = 600.0
+    values: int = MAX_VALUES
+    answer: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        check_positive(
+            max_body=self.body,
+            max_inflight=self.in_flight,
+            timeout=self.seconds,
+            max_values=self.values,
+            max_answer=self.answer,
+        )
+
+
+@dataclass(frozen=True)
+class Split:
+    """How calls that name no episode are divided into episodes; not at all where everything is left out."""
+
+    by: Literal["connection"] | None = None
+    """connection: an episode for each connection of a client, until it is closed."""
+    header: str = ""
+    """Name of a header that the application sends anyway: an episode for each of its values."""
+    idle: float | None = None
+    """Seconds without a call after which an episode ends; without `by` and `header`, one episode at a time."""
+
+    def __post_init__(self) -> None:
+        if self.idle is not None and not 0 < self.idle < math.inf:
+            raise ConfigError("episode_idle", self.idle, "a number of seconds above 0")
+        if self.by and self.header:
+            raise ConfigError("episode_by", self.by, "one of --episode-by and --episode-header")
+
+    def of(self, scope: Scope) -> tuple[Hashable, str] | None:
+        """What a request's episode is known by, and its task's id; None where its calls are not divided."""
+        if self.by == "connection":
+            connection = scope.get("cotune.connection")
+            return None if connection is None else (connection, "connection")
+        if self.header:
+            value = header(scope, self.header.lower().encode()).decode("latin-1")[:200]
+            return (value, value) if value else None
+        return None if self.idle is None else ("", "gateway")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """What a gateway forwards to and how it records. Raises ConfigError for a provider that is no base URL."""
+
+    upstream: str
+    """Base URL of the provider."""
+    key: str | None = None
+    """The provider's key, for clients that send `token` as theirs."""
+    anthropic: str | None = None
+    """Base URL of the provider of Anthropic's interface, where that is another."""
+    anthropic_key: str | None = None
+    token: str | None = None
+    limits: Limits = Limits()
+    redactors: Sequence[Redactor] = ()
+    roles: RolesFunction | None = None
+    """Names the roles of calls that do not name theirs."""
+    role_header: str = ""
+    """A header of the application's own that says the role."""
+    split: Split = Split()
+
+    def __post_init__(self) -> None:
+        for url in filter(None, (self.upstream, self.anthropic)):
+            with contextlib.suppress(ValueError):
+                parts = urlsplit(url)
+                if parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0:
+                    continue
+            remedy = "For example: --upstream https://api.openai.com/v1"
+            raise ConfigError("upstream", url, "the base URL of an OpenAI-compatible API", remedy)

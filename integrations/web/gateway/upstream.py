@@ -1,0 +1,168 @@
+"""The provider behind the gateway: requests forwarded with aiohttp, answers as the bytes that arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from cotune.integrations.web.gateway.address import without_own_members
+from cotune.integrations.web.http.requests import RequestError
+
+Fields = list[tuple[bytes, bytes]]
+
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
+)
+_OURS = frozenset((b"host", b"content-length", b"expect", b"accept-encoding"))
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_CONNECT = 30
+_AUTOMATIC = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+class UpstreamError(Exception):
+    """The provider could not be reached, or its answer broke off."""
+
+
+MOST_INTERIM = 100
+"""Interim answers (such as 100 Continue) before the answer itself."""
+
+
+class _Answer(aiohttp.ClientResponse):
+    """An answer of which no number of interim ones comes before: aiohttp reads them without a pause."""
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        protocol, seen = connection.protocol, 0
+        read = protocol.read
+
+        async def bounded() -> Any:
+            nonlocal seen
+            seen += 1
+            if seen > MOST_INTERIM:
+                raise aiohttp.ClientPayloadError(f"it sent more than {MOST_INTERIM} interim answers (1xx)")
+            return await read()
+
+        protocol.read = bounded
+        try:
+            return await super().start(connection)
+        finally:
+            del protocol.read
+
+
+class Upstream:
+    """Forwards to the base URL of a provider."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        """`key` is sent where a client sent the gateway's own token as its key. Opens connections when used."""
+        self.url = url.rstrip("/")
+        self._key = key
+        self._proxy = _proxy_for(self.url)
+        self._session: aiohttp.ClientSession | None = None
+
+    @contextlib.asynccontextmanager
+    async def send(
+        self, method: str, tail: str, query: bytes, headers: CIMultiDict[str], body: bytes
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to a request. Leaving early closes its connection, which cancels the request at the provider.
+
+        Raises UpstreamError when there is no answer, or when it breaks off inside.
+        """
+        url = URL(f"{self.url}/{tail}?{query.decode()}" if query else f"{self.url}/{tail}", encoded=True)
+        with _failures():
+            try:
+                answer = await self._open().request(
+                    method, url, data=body or None, headers=headers, proxy=self._proxy, allow_redirects=False
+                )
+            except ValueError as error:
+                raise RequestError(400, f"A header cannot be forwarded: {error}.", code="invalid_header") from None
+            try:
+                if not 200 <= answer.status < 600:
+                    raise UpstreamError(f"it answered with status {answer.status}")
+                yield answer
+            finally:
+                answer.close() if not answer.content.at_eof() else answer.release()
+
+    def request_headers(self, headers: Iterable[tuple[bytes, bytes]], own_key: bool) -> CIMultiDict[str]:
+        """A client's headers as they are forwarded; with `own_key` its key is replaced by the provider's.
+
+        Raises RequestError (400) for one that cannot be forwarded.
+        """
+        given = list(headers)
+        kept = forwarded(given, _OURS)
+        accepted = any(name == b"accept-encoding" and b"gzip" in value.lower() for name, value in given)
+        kept.append((b"accept-encoding", b"gzip" if accepted else b"identity"))  # the recorder reads no other
+        if own_key:
+            plain = any(name == b"x-api-key" for name, _ in kept)
+            kept = [(name, value) for name, value in kept if name not in (b"authorization", b"x-api-key")]
+            if self._key:
+                key = self._key.encode()
+                kept.append((b"x-api-key", key) if plain else (b"authorization", b"Bearer " + key))
+        return CIMultiDict(_decoded(kept))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                response_class=_Answer,
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=_AUTOMATIC,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT),
+                max_line_size=64 << 10,
+                max_field_size=64 << 10,
+            )
+        return self._session
+
+
+def forwarded(headers: Iterable[tuple[bytes, bytes]], dropped: Iterable[bytes]) -> Fields:
+    """Headers without those that belong to one connection, those in `dropped`, and cotune's own."""
+    given = list(headers)
+    named = {part.strip().lower() for key, value in given if key == b"connection" for part in value.split(b",")}
+    left_out = _HOP_BY_HOP.union(dropped, named)
+    kept: Fields = []
+    for name, value in given:
+        if name in left_out or name.startswith(b"x-cotune-"):
+            continue
+        if name == b"baggage":
+            value = without_own_members(value)
+            if not value.strip():
+                continue
+        if not _CONTROL.search(value):
+            kept.append((name, value))
+    return kept
+
+
+def _proxy_for(url: str) -> str | None:
+    """The proxy that the environment names for a URL, found once: aiohttp would ask a thread for every request."""
+    parts = urlsplit(url)
+    if proxy_bypass(parts.netloc):
+        return None
+    return getproxies().get(parts.scheme)
+
+
+def _decoded(headers: Fields) -> list[tuple[str, str]]:
+    try:
+        return [(name.decode(), value.decode()) for name, value in headers]
+    except UnicodeDecodeError:
+        raise RequestError(400, "A header is not UTF-8.", code="invalid_header") from None
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise UpstreamError(f"{type(error).__name__}: {error}"[:300].rstrip(": ")) from error

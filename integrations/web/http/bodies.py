@@ -1,0 +1,73 @@
+"""Bodies of requests and answers: how large they may be, and reading them without anybody else having to wait."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from cotune.errors import ConfigError
+from cotune.integrations.web.http.requests import RequestError, decode_body
+
+T = TypeVar("T")
+
+MAX_BODY, MAX_VALUES = 16 << 20, 250_000
+MOST_MESSAGES = 10_000
+"""Most messages of one request."""
+INLINE = 32 << 10
+"""Bytes up to which reading takes a few milliseconds, less than a thread's turn may."""
+_large = ThreadPoolExecutor(4, "cotune-large")
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """Most bytes of a body, before and after decompression, and most JSON values in it."""
+
+    bytes: int = MAX_BODY
+    values: int = MAX_VALUES
+
+    def __post_init__(self) -> None:
+        check_positive(max_body=self.bytes, max_values=self.values)
+
+
+def check_positive(**limits: float) -> None:
+    """Raises ConfigError for a limit that is no number above 0, by its flag."""
+    for flag, value in limits.items():
+        if not 0 < value < math.inf:
+            raise ConfigError(flag, value, "a number above 0", "Leave the flag out for the default.")
+
+
+async def aside(size: int, work: Callable[[], T]) -> T:
+    """What `work` returns, whose time grows with `size` (bytes): in a thread where it would hold up the event loop."""
+    if size <= INLINE:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_large, work)
+
+
+def decoded(raw: bytes, kind: type[T], values: int) -> T:
+    """A JSON body as `kind`. Raises RequestError as `decode_body` does, and (413) for more than so many values."""
+    if (found := json_values(raw, values)) > values:
+        text = f"The body holds {found} JSON values; at most {values} are read: --max-values sets the limit."
+        raise RequestError(413, text, code="body_too_large")
+    return decode_body(raw, kind)
+
+
+def json_values(raw: bytes, exact_above: int = 0) -> int:
+    """How many values a JSON text holds, by its marks: each takes memory and time, however short it is.
+
+    Up to `exact_above` it may be too high a number, which costs less: marks within strings count, and empty objects.
+    """
+    most = 1 + sum(raw.count(mark) for mark in (b",", b"[", b"{"))
+    if most <= exact_above:
+        return most
+    text = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    outside = np.bitwise_xor.accumulate(text == ord('"')) == 0
+    opened = ((text == ord("[")) | (text == ord("{"))) & outside
+    empty = opened[:-1] & ((text[1:] == ord("]")) | (text[1:] == ord("}")))
+    commas = np.count_nonzero((text == ord(",")) & outside)
+    return int(1 + commas + np.count_nonzero(opened) - np.count_nonzero(empty))

@@ -1,0 +1,243 @@
+"""Runs an ASGI application on uvicorn, in a thread of its own: start, stop, who may connect, bounds of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from cotune.errors import ConfigError
+from cotune.integrations.web.http.requests import RequestError, is_loopback, json_bytes
+from cotune.runtime.default_threads import grow_threads
+from cotune.runtime.interrupts import ends_as_interrupts
+
+T = TypeVar("T")
+Opening = Callable[[], AbstractAsyncContextManager[tuple[ASGIApp, T]]]
+
+logger = logging.getLogger("cotune.http")
+GRACE = 3
+"""Seconds that requests in flight have left once the server is told to stop."""
+
+
+@dataclass(frozen=True)
+class RunningServer(Generic[T]):
+    """A server that accepts requests at `url` (without a path); `opened` is what was opened with its application."""
+
+    url: str
+    port: int
+    opened: T
+    _ended: threading.Event
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Block until the server stops, or for so long; whether it has stopped."""
+        return self._ended.wait(seconds)
+
+
+@contextlib.contextmanager
+def running(
+    opening: Opening[T],
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    name: str,
+    date_header: bool = True,
+    seconds: float = 60.0,
+) -> Iterator[RunningServer[T]]:
+    """Serve what `opening` opens in the server's loop and closes with it; port 0 takes a free one.
+
+    A request has `seconds` to arrive. Entered once requests are accepted. Raises ConfigError for an address that cannot
+    be had or would be reachable from outside without a `token`, and whatever `opening` raises.
+    """
+    check_access(host, token)
+    listener = _bind(host, port)
+    ready: Future[tuple[uvicorn.Server, T]] = Future()
+    given_up: Future[None] = Future()
+    # Not the thread's own `join`: once that was interrupted, it takes a running thread for an ended one.
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
+                loop = runner.get_loop()
+                grow_threads(loop)
+                task = loop.create_task(_serve(opening, listener, ready, date_header, seconds))
+                given_up.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
+                loop.run_until_complete(task)
+        except BaseException as error:
+            if given_up.done():
+                return
+            if ready.done():
+                logger.exception("The server stopped.")
+                raise
+            ready.set_exception(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        bound = listener.getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        yield RunningServer(f"http://{shown}:{bound}", bound, ready.result()[1], ended)
+    finally:
+        if ready.done():
+            _stop(ready)
+        else:
+            given_up.set_result(None)
+        ended.wait()
+        listener.close()
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Leave the body at Ctrl-C, SIGTERM or SIGHUP, quietly."""
+    with ends_as_interrupts(), contextlib.suppress(KeyboardInterrupt):
+        yield
+
+
+def check_access(host: str, token: str | None) -> None:
+    """Raises ConfigError when the server could be reached from outside without a token."""
+    if token is not None and not token.strip():
+        raise ConfigError("token", token, "a non-empty text", "Leave --token out to serve on loopback without one.")
+    if token is None and not is_loopback(f"[{host}]" if ":" in host else host):
+        raise ConfigError("host", host, "a loopback address, unless there is a token", "Add --token TOKEN.")
+
+
+class _Server(uvicorn.Server):
+    """Says when it accepts requests."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[uvicorn.Server], None]) -> None:
+        super().__init__(config)
+        self._started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._started(self)
+
+
+async def _serve(
+    opening: Opening[T], listener: socket.socket, ready: Future[Any], date_header: bool, seconds: float
+) -> None:
+    async with opening() as (app, opened):
+        config = uvicorn.Config(
+            app,
+            http=functools.partial(BoundedProtocol, seconds),  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=date_header,
+            backlog=2048,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=GRACE,
+        )
+        await _Server(config, lambda server: ready.set_result((server, opened))).serve(sockets=[listener])
+
+
+def _stop(ready: Future[tuple[uvicorn.Server, Any]]) -> None:
+    if ready.exception() is None:
+        ready.result()[0].should_exit = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise ConfigError(
+            "port", f"{host}:{port}", f"an address that can be bound ({reason})", "Choose another."
+        ) from None
+    return listener
+
+
+MAX_HEAD = 64 << 10
+"""Most bytes of a request's line and headers; httptools itself takes any number."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. A request has `seconds` to arrive, from its first byte to its last.
+
+    `scope["cotune.connection"]` is a future that is done once the connection is closed.
+    """
+
+    def __init__(self, seconds: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._seconds = seconds
+        self._closed: asyncio.Future[None] = self.loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        self._head = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        super().connection_lost(exc)
+        self._closed.set_result(None)
+
+    def on_message_begin(self) -> None:
+        self._expect()
+        self._head = 0
+        super().on_message_begin()
+        self.scope["cotune.connection"] = self._closed  # type: ignore[typeddict-unknown-key]
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_message_complete(self) -> None:
+        self._arrived()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", RequestError(400, msg, code="invalid_http"))
+
+    def _expect(self) -> None:
+        self._arrived()
+        self._timer = self.loop.call_later(self._seconds, self._late)
+
+    def _arrived(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()
+        else:
+            error = RequestError(408, "The request did not arrive in time.", code="timeout")
+            self._refuse(b"408 Request Timeout", error)
+
+    def _count(self, size: int) -> None:
+        self._head += size
+        if self._head > MAX_HEAD:
+            raise ValueError(f"the head has more than {MAX_HEAD} bytes")
+
+    def _refuse(self, status: bytes, error: RequestError) -> None:
+        body = json_bytes(error.body())
+        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        self.transport.write(head % (status, len(body)) + body)
+        self.transport.close()

@@ -1,0 +1,255 @@
+"""Curves of a run's metrics, step by step, and of several runs over each other."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.web.viewer.opened import OpenedRun
+from cotune.reading.evaluations import IN_TRAINING
+from cotune.reading.headline import DISTILL, SINGLE
+
+
+class Series(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a chart: `values` by step of the chart, None where there is none. `low` and `high` bound its 95%
+    interval."""
+
+    label: str
+    run: str
+    values: list[float | None]
+    low: list[float | None] | None = None
+    high: list[float | None] | None = None
+
+
+class Chart(msgspec.Struct, frozen=True, kw_only=True):
+    """A chart: the steps on its x axis (from 1) and its lines. `help` says what it tells, `phase` of which episodes."""
+
+    id: str
+    title: str
+    help: str
+    section: str
+    steps: list[int]
+    series: list[Series]
+    percent: bool = False
+    phase: str = "train"
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """A figure by role or policy: its name in metrics.jsonl, its title, and what it tells."""
+
+    name: str
+    title: str
+    help: str
+    percent: bool = False
+
+
+BY_ROLE = (
+    Metric("reward", "Reward", "Mean reward of the role's candidates, as the recipe mixes it. Should rise."),
+    Metric(
+        "group_spread",
+        "Group spread",
+        "Standard deviation of rewards within a group. At 0 there is nothing to compare, and nothing to learn.",
+    ),
+    Metric("zero_variance", "Groups without spread", "Share of groups whose rewards are all equal.", True),
+    Metric(
+        "entropy",
+        "Entropy",
+        "How undecided the policy is, in nats per token. It falls as it learns; near 0 it explores no more.",
+    ),
+    Metric("clip_share", "Clip share", "Share of tokens whose update was bounded by the clip.", True),
+    Metric(
+        "sampler_gap_mean",
+        "Sampler/trainer gap",
+        "Mean |log p of the sampler - log p of the trainer| per token. Should stay near 0: then training is exact.",
+    ),
+    Metric(
+        "masked_share",
+        "Masked share",
+        "Share of tokens that the loss masks, as sampler and trainer disagree on them.",
+        True,
+    ),
+    Metric("kl", "KL", "Distance to the reference policy, in nats per token."),
+    Metric("tokens_mean", "Answer length", "Mean tokens of an answer. A rise without reward is a bad sign."),
+    Metric("prompt_tokens_mean", "Prompt length", "Mean tokens of a prompt."),
+    Metric("truncated", "Cut at the limit", "Share of answers cut at their length limit.", True),
+    Metric("held_out_loss", "Held-out loss", "Loss on records that are not trained on, in nats per token."),
+    Metric("accuracy", "Pairs ranked right", "Share of pairs in which the better answer is the more likely one.", True),
+    Metric("margin", "Margin of pairs", "How much more likely the better answer of a pair is, in nats."),
+)
+TAUGHT = {
+    "kl": Metric(
+        "kl",
+        "Distance from the teacher",
+        "Divergence from the teacher on what the role samples, in nats per token: what is trained. Should fall.",
+    ),
+    "reward": Metric(
+        "reward", "Reward", "Mean reward of the role's candidates. With a teacher nothing is trained on it."
+    ),
+}
+"""Figures that tell something else where roles learn from a teacher."""
+BY_POLICY = (
+    Metric("loss", "Loss", "What the update lowers; its level says little, a jump much."),
+    Metric("grad_norm", "Gradient norm", "Length of the gradient before it is bounded. Spikes are a bad sign."),
+    Metric("lr", "Learning rate", "Of the step's update."),
+)
+_MOST_LEFT_OUT = 6
+
+
+def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
+    """All charts that some of these runs have figures for."""
+    found = [
+        _held_out(runs, "success", "Success on held-out tasks", True),
+        _held_out(runs, "reward", "Reward on held-out tasks", False),
+        *_outcomes(runs, selected=False),
+    ]
+    taught = all(run.config.get("recipe") == DISTILL for run in runs)
+    found += [
+        _by_name(runs, "roles", TAUGHT.get(metric.name, metric) if taught else metric, "Roles") for metric in BY_ROLE
+    ]
+    found += [_by_name(runs, "policies", metric, "Policies") for metric in BY_POLICY]
+    found += _outcomes(runs, selected=True)
+    found += [
+        _table(runs, "seconds", "Seconds by phase", "Where the time of a step goes."),
+        _figure(runs, "tokens_per_s", "Tokens per second", "Sampled tokens of trained roles, over the whole step."),
+        _table(
+            runs,
+            "left_out",
+            "Left out, by reason",
+            "Candidates that were not trained on. The page of groups explains the reasons.",
+            most=_MOST_LEFT_OUT,
+        ),
+        _figure(runs, "failed", "Failed episodes", "Episodes that ended in an error."),
+        _figure(runs, "rows", "Candidates trained on", "Rows of the update."),
+    ]
+    return [chart for chart in found if chart is not None]
+
+
+FIRST = (
+    "Success on held-out tasks", "Reward on held-out tasks", "Held-out loss", "Distance from the teacher", "Reward",
+    "Pairs ranked right", "Entropy", "Loss",
+)  # fmt: skip
+"""Titles of the charts that say most of a run, the most telling first; nothing selected is among them."""
+
+
+def first_charts(found: Sequence[Chart], most: int = 3) -> list[Chart]:
+    """The most telling ones of a run's charts."""
+    return sorted((chart for chart in found if chart.title in FIRST), key=lambda c: FIRST.index(c.title))[:most]
+
+
+def _chart(lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: Any) -> Chart | None:
+    """A chart of lines, each a label, its run and values by step; None where no value is a number."""
+    known = [(label, run, found) for label, run, by_step in lines if (found := _numbers(by_step))]
+    steps = sorted({step for _, _, found in known for step in found})
+    if not steps:
+        return None
+    series = [
+        Series(label=label, run=run.name, values=[found.get(step) for step in steps]) for label, run, found in known
+    ]
+    return Chart(id=_id(about["section"], about["title"]), steps=steps, series=series, **about)
+
+
+def _one_line_each(runs: Sequence[OpenedRun], *keys: str, **about: Any) -> Chart | None:
+    """A chart with one line for each run, of the figure that these keys lead to in a line of its metrics."""
+    several = len(runs) > 1
+    return _chart([(run.name if several else keys[-1], run, _by_step(run, *keys)) for run in runs], **about)
+
+
+def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
+    return {
+        line["step"] + 1: functools.reduce(lambda found, key: found.get(key, {}), keys, line) for line in run.metrics
+    }
+
+
+def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -> Chart | None:
+    text = "One episode for each held-out task, single samples, nothing selected; the band is its 95% interval. Step 0 "
+    about = {"title": title, "help": f"{text}is before training.", "section": "Outcome", "percent": percent}
+    known = {run.name: _held_out_figures(run, name) for run in runs}
+    lines = [(run.name if len(runs) > 1 else name, run, known[run.name][""]) for run in runs]
+    chart = _chart(lines, phase="eval", **about)
+    if chart is None:
+        return None
+    bands = []
+    for series in chart.series:
+        ends = {end: _numbers(known[series.run][end]) for end in ("low", "high")}
+        bounds = {end: [values.get(step) for step in chart.steps] for end, values in ends.items()}
+        bands.append(msgspec.structs.replace(series, **bounds) if all(ends.values()) else series)
+    return msgspec.structs.replace(chart, series=bands)
+
+
+def _held_out_figures(run: OpenedRun, name: str) -> dict[str, dict[int, Any]]:
+    """A held-out figure and the ends of its interval by step; that of step 0 is from before the first one."""
+    found = {end: _by_step(run, "held_out", f"{name}_{end}".rstrip("_")) for end in ("", "low", "high")}
+    first = next((one for one in run.evaluations if one.name.startswith(IN_TRAINING) and one.steps == 0), None)
+    for mode in first.evaluations.values() if first else ():
+        if interval := getattr(mode, name):
+            for end in found:
+                found[end][0] = getattr(interval, end or "mean")
+    return found
+
+
+def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | None]:
+    """Outcomes of training episodes: of single samples, or `selected`, of paths that were chosen among candidates."""
+    by_path: dict[str, list[OpenedRun]] = {}
+    for run in runs:
+        if run.metrics:
+            by_path.setdefault(run.metrics[-1].get("path") or SINGLE, []).append(run)
+    for path, of_path in by_path.items():
+        if (path != SINGLE) != selected:
+            continue
+        names = {name for run in of_path for line in run.metrics for name in line["outcome"]}
+        for name in sorted(names, key=lambda name: (name != "success", name)):
+            yield _chart(
+                [(run.name if len(runs) > 1 else name, run, _by_step(run, "outcome", name)) for run in of_path],
+                title=f"{path.capitalize()}, {name}" if selected else f"{name.capitalize()} in training",
+                help=f"Mean over the step's episodes, of {path}; failed ones count."
+                + (" Not what single samples reach." if selected else ""),
+                section="Selected candidates" if selected else "Outcome",
+                percent=name == "success",
+            )
+
+
+def _by_name(runs: Sequence[OpenedRun], table: str, metric: Metric, section: str) -> Chart | None:
+    lines = []
+    for run in runs:
+        for name in sorted({name for line in run.metrics for name in line.get(table, {})}):
+            label = f"{run.name} · {name}" if len(runs) > 1 else name
+            lines.append((label, run, _by_step(run, table, name, metric.name)))
+    return _unless_zero(_chart(lines, title=metric.title, help=metric.help, section=section, percent=metric.percent))
+
+
+def _table(runs: Sequence[OpenedRun], name: str, title: str, text: str, most: int | None = None) -> Chart | None:
+    lines = []
+    for run in runs:
+        totals: Counter[str] = Counter()
+        for line in run.metrics:
+            totals.update(line.get(name, {}))
+        for key, _ in totals.most_common(most):
+            by_step = {line["step"] + 1: line.get(name, {}).get(key, 0) for line in run.metrics}
+            lines.append((f"{run.name} · {key}" if len(runs) > 1 else key, run, by_step))
+    return _chart(lines, title=title, help=text, section="The run")
+
+
+def _figure(runs: Sequence[OpenedRun], name: str, title: str, text: str) -> Chart | None:
+    return _unless_zero(_one_line_each(runs, name, title=title, help=text, section="The run"))
+
+
+def _unless_zero(chart: Chart | None) -> Chart | None:
+    return chart if chart and any(value for series in chart.series for value in series.values) else None
+
+
+def _numbers(by_step: Mapping[int, Any]) -> dict[int, float]:
+    """Values that a chart can show."""
+    return {
+        step: float(value)
+        for step, value in by_step.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def _id(section: str, title: str) -> str:
+    return "-".join(f"{section} {title}".lower().replace("/", " ").replace(",", "").split())

@@ -1,0 +1,98 @@
+"""The page of a run's evaluations: modes side by side, compared task by task, the tasks that got worse first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from cotune.integrations.web.viewer.opened import OpenedRun
+from cotune.reading.by_task import EvaluatedTask, by_task
+from cotune.reading.causes import causes, shortened
+from cotune.reading.evaluations import IN_TRAINING, StoredEvaluation
+from cotune.reading.headline import compared_modes
+from cotune.storage.episode_filters import COUNTED
+from cotune.tables import plural
+
+PAGE = 100
+"""Tasks of a page."""
+BEFORE = -1
+"""The step under which training records what it evaluates before the first one."""
+MOST_CAUSES = 3
+"""Causes of failed episodes that are shown of a mode; the others are counted."""
+
+
+class ShownEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation with the two modes whose tasks are paired, `total` of them, and one page of these. `episodes` has
+    the id of the first episode of a task in a mode, which `place` shows."""
+
+    evaluation: StoredEvaluation
+    label: str
+    against: str
+    tasks: tuple[EvaluatedTask, ...]
+    total: int
+    failures: Mapping[str, tuple[str, ...]]
+    place: str
+    episodes: Mapping[tuple[str, str], str]
+
+
+def chosen(evaluations: Sequence[StoredEvaluation], name: str) -> StoredEvaluation | None:
+    """The evaluation of this name; else the newest one that has something to compare, else the newest."""
+    named = [one for one in evaluations if one.name == name]
+    compared = [one for one in evaluations if one.comparisons]
+    return next(reversed(named or compared or list(evaluations)), None)
+
+
+def show_evaluation(
+    run: OpenedRun, evaluation: StoredEvaluation, pair: tuple[str, str] | None = None, start: int = 0, size: int = PAGE
+) -> ShownEvaluation:
+    """What to show of an evaluation: `pair` are two of its modes; else those that a headline compares."""
+    modes = evaluation.evaluations
+    pairs = [(one.label, one.against) for one in evaluation.comparisons]
+    usual = compared_modes(evaluation)
+    if pair not in pairs:
+        pair = usual if usual in pairs else pairs[0] if pairs else (next(iter(modes), ""), "")
+    rows = by_task(evaluation, *pair)
+    shown = tuple(rows[start : start + size])
+    return ShownEvaluation(
+        evaluation=evaluation,
+        label=pair[0],
+        against=pair[1],
+        tasks=shown,
+        total=len(rows),
+        failures={name: tuple(_failures(name, mode.failed)) for name, mode in modes.items() if mode.failed},
+        place=records.name if (records := run.records_of(evaluation)) else "",
+        episodes=episodes_of_modes(run, evaluation, [row.task for row in shown]),
+    )
+
+
+def episodes_of_modes(run: OpenedRun, evaluation: StoredEvaluation, tasks: Sequence[str]) -> dict[tuple[str, str], str]:
+    """The first episode of each of these tasks in each mode, by (task, mode); empty where they were not kept."""
+    records = run.records_of(evaluation)
+    if records is None or not tasks:
+        return {}
+    phases = _phases(evaluation)
+    marks = ",".join("?" * len(tasks))
+    found: dict[tuple[str, str], str] = {}
+    for mode, (phase, step) in phases.items():
+        sql = f"""SELECT task, min(id) FROM episodes WHERE phase = ? AND training_step IS ? AND task IN ({marks})
+                  AND {COUNTED} GROUP BY task"""
+        found |= {(str(task), mode): str(id) for task, id in records.rows(sql, (phase, step, *tasks))}
+    return found
+
+
+def _phases(evaluation: StoredEvaluation) -> dict[str, tuple[str, int | None]]:
+    """Phase and training step, as records number it, of each mode's episodes."""
+    if not evaluation.name.startswith(IN_TRAINING):
+        return {mode: (f"eval-{mode}", None) for mode in evaluation.evaluations}
+    now = (evaluation.steps or 0) - 1
+    return {mode: ("eval", now if mode == "trained" else BEFORE) for mode in evaluation.evaluations}
+
+
+def _failures(mode: str, failed: Mapping[str, int]) -> Iterator[str]:
+    """Why episodes of a mode failed, a line for each of the commonest causes."""
+    ranked = sorted(failed.items(), key=lambda item: -item[1])
+    shown, others = shortened(causes((mode, reason, count) for reason, count in ranked), MOST_CAUSES)
+    yield from (f"{plural(cause.count, 'episode')} {cause.text}" for cause in shown)
+    if others:
+        yield others

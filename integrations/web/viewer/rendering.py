@@ -1,0 +1,133 @@
+"""Pages from templates: every value is escaped, numbers are short, and control characters are shown as marks."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterable
+from importlib.resources import files
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import jinja2
+import msgspec
+
+from cotune.integrations.web.viewer.chat import first_line, pretty
+from cotune.reading.now import Now
+from cotune.tables import plural
+from cotune.terminal import harmless
+
+CUT = 4000
+"""Characters of a text that a list shows."""
+HUES = 8
+"""Colours of roles."""
+
+
+def render(template: str, **values: Any) -> str:
+    """A page. A name that a template uses and nobody gave is an error."""
+    return _templates().get_template(template).render(**values)
+
+
+def asset(name: str) -> str:
+    """The text of a file that comes with the viewer."""
+    return files("cotune.integrations.web.viewer").joinpath("static", name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _templates() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("cotune.integrations.web.viewer"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "number": number,
+        "signed": signed,
+        "percent": percent,
+        "plural": plural,
+        "short": short,
+        "duration": duration,
+        "plain": plain,
+        "line": lambda value: plain(first_line(value)),
+        "pretty": lambda value: plain(pretty(value)),
+        "clock": clock,
+        "doing": doing,
+        "builtins": msgspec.to_builtins,
+    }
+    made.globals |= {"address": address, "asset": asset, "cut": CUT}
+    return made
+
+
+def plain(text: object) -> str:
+    """A text in which control characters are marks that can be seen."""
+    return harmless(str(text))
+
+
+def address(*parts: object, **query: object) -> str:
+    """A path on the server, each part quoted; parameters that are empty or None are left out."""
+    path = "/" + "/".join(quote(str(part), safe="") for part in parts)
+    asked = {name: value for name, value in query.items() if value not in ("", None)}
+    return f"{path}?{urlencode(asked)}" if asked else path
+
+
+def number(value: float | None) -> str:
+    """A figure with about three digits that matter, thousands apart."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "nan" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def signed(value: float) -> str:
+    """A figure with its sign."""
+    return f"{value:+.3g}"
+
+
+def percent(value: float | None) -> str:
+    """A share, in percent."""
+    return "–" if value is None else f"{100 * value:.1f}%"
+
+
+def short(value: float) -> str:
+    """A large count: 1.2k, 3.4M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return number(value)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if 0 < seconds < 0.01:
+        return f"{seconds * 1000:.2g} ms"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{minutes:.0f} min" if minutes < 100 else f"{hours:.1f} h"
+
+
+def doing(now: Now | None) -> str:
+    """What a run does at this moment, and how long it goes on; empty where it is not under way."""
+    if now is None:
+        return ""
+    step = f"step {now.step:,} of {now.steps:,}: " if now.step else ""
+    left = now.remaining()
+    return f"{step}{now.text}{'' if left is None else f' · about {duration(left)} to the end'}"
+
+
+def clock(seconds: float) -> str:
+    """A time of this machine's."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "–"
+
+
+def hues(roles: Iterable[str]) -> dict[str, int]:
+    """A colour for each role, by the order of their names."""
+    return {role: place % HUES for place, role in enumerate(sorted(roles))}

@@ -1,0 +1,54 @@
+"""`cotune view`: the pages on loopback, from a thread or until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
+from cotune.integrations.web.viewer.opened import OpenedRun, open_runs
+from cotune.integrations.web.viewer.overview import Prices
+from cotune.integrations.web.viewer.pages import build_app
+from cotune.integrations.web.viewer.rendering import address
+
+
+@contextlib.contextmanager
+def viewing(
+    paths: Iterable[str | Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    prices: Prices | None = None,
+) -> Iterator[RunningServer[list[OpenedRun]]]:
+    """Serve the pages of runs from a background thread; port 0 takes a free one.
+
+    Raises RunError where there is nothing to look at, ConfigError for an address that cannot be had.
+    """
+    runs = open_runs(paths)
+
+    @contextlib.asynccontextmanager
+    async def opening() -> AsyncIterator[tuple[ASGIApp, list[OpenedRun]]]:
+        yield build_app(runs, token, prices), runs
+
+    try:
+        with running(opening, host=host, port=port, token=token, name="cotune-view") as found:
+            yield found
+    finally:
+        for run in runs:
+            run.close()
+
+
+def view(paths: Iterable[str | Path], say: Callable[[str], None], **options: Any) -> None:
+    """Serve until Ctrl-C, SIGTERM or SIGHUP; `options` are those of `viewing`, `say` receives what to show."""
+    with stopped_by_signals(), viewing(paths, **options) as server:
+        token = options.get("token")
+        say(f"Open {server.url}{address(**({'token': token} if token else {}))}")
+        for run in server.opened:
+            say(f"  {run.name}: {run.path} ({run.state})")
+        say("Ctrl-C stops it.")
+        server.wait()

@@ -1,0 +1,174 @@
+"""What a request fixes of its reply, as a grammar: random walks through it are read back by the chat format."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from cotune.errors import RequestRefused, SamplerError
+from cotune.integrations.models.chat import grammar
+from cotune.integrations.models.chat.template import ChatTemplate
+from tests.integrations.tiny_models import tokenizer
+
+USER = {"role": "user", "content": "go"}
+GO = {
+    "type": "function",
+    "function": {
+        "name": "go",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"to": {"enum": ["north", "south"]}, "far": {"$ref": "#/$defs/far"}},
+            "required": ["to", "far"],
+            "$defs": {"far": {"type": "integer", "minimum": 1, "maximum": 3}},
+        },
+    },
+}
+STAY = {"type": "function", "function": {"name": "stay", "parameters": {"type": "object", "uniqueItems": True}}}
+NAMED = {"type": "function", "function": {"name": "go"}}
+POINT = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["x"]}
+FORM = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
+
+
+def chat(template: str = "", **changes: Any) -> ChatTemplate:
+    made = tokenizer()
+    made.chat_template += template
+    return ChatTemplate(made, [2], **changes)
+
+
+def walk(chat: ChatTemplate, asked: dict[str, Any], tools: Any = None, seed: int = 0, first: str = "") -> list[int]:
+    """A reply drawn evenly from what the grammar allows, `first` at its beginning, of at most 400 tokens."""
+    prompt = chat.render([USER], tools)
+    matcher = chat._grammars.start(chat.grammar(asked, tools, prompt))
+    chance, bits, reply = np.random.default_rng(seed), np.empty(matcher.words, np.int32), []
+    forced = chat._encode(first)
+    while len(reply) < 400 and 2 not in reply:
+        matcher.allowed(bits)
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        token = forced[len(reply)] if len(reply) < len(forced) else int(chance.choice(allowed))
+        assert token in allowed, chat.tokenizer.decode([*reply, token])
+        assert matcher.consume(token)
+        reply.append(token)
+    return reply
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_schema_is_kept_and_closed(seed: int) -> None:
+    format = chat()
+    text, message, finish = format.parse(walk(format, {"response_format": FORM}, seed=seed))
+    assert finish == "stop"
+    assert message == {"role": "assistant", "content": text}
+    jsonschema.validate(json.loads(text), {**POINT, "additionalProperties": False})
+
+
+def test_a_json_object() -> None:
+    format = chat()
+    text, _, _ = format.parse(
+        walk(format, {"response_format": {"type": "json_object"}}, first='{"a": [1, {}], "b": null}')
+    )
+    assert json.loads(text) == {"a": [1, {}], "b": None}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("choice", ["required", NAMED, {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}])
+def test_a_forced_call_is_read_and_fits_its_schema(choice: Any, seed: int) -> None:
+    format = chat()
+    asked = {"tool_choice": choice, "parallel_tool_calls": False}
+    first = '<tool_call>\n{"name": "go"' if seed % 2 else ""
+    _, message, finish = format.parse(walk(format, asked, [GO] if choice == "required" else [GO, STAY], seed, first))
+    assert finish == "tool_calls"
+    assert message["content"] is None
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "go"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), GO["function"]["parameters"])
+
+
+def test_strict_tools_leave_text_free_and_hold_calls() -> None:
+    format = chat()
+    reply = walk(format, {}, [GO, STAY], first='Hello.<tool_call>{"name": "go", "arguments": {"to": "n')
+    said = format.tokenizer.decode(reply)
+    assert said.startswith('Hello.<tool_call>{"name": "go", "arguments": {"to": "north"')
+    with pytest.raises(AssertionError):
+        walk(format, {}, [GO, STAY], first='<tool_call>{"name": "go", "arguments": {}')
+    walk(format, {}, [GO, STAY], first='<tool_call>{"name": "stay", "arguments": {}}')
+
+
+def test_one_call_at_most() -> None:
+    format = chat()
+    call = '<tool_call>{"name": "stay", "arguments": {}}</tool_call>'
+    walk(format, {}, [GO, STAY], first=call + call)
+    for asked in ({"parallel_tool_calls": False}, {"parallel_tool_calls": False, "tool_choice": "required"}):
+        walk(format, asked, [GO, STAY], first=call)
+        with pytest.raises(AssertionError):
+            walk(format, asked, [GO, STAY], first=call + call)
+
+
+def test_no_call_where_none_may_be_made() -> None:
+    with pytest.raises(AssertionError):
+        walk(chat(), {"tool_choice": "none"}, [STAY], first="<tool_call>")
+    walk(chat(), {"tool_choice": "none"}, [STAY], first="nothing to call")
+
+
+def test_tools_beside_a_schema_answer_with_either() -> None:
+    for first in ('{"x": 3}', "<tool_call>"):
+        walk(chat(), {"response_format": FORM}, [GO], first=first)
+    with pytest.raises(AssertionError):
+        walk(chat(), {"response_format": FORM}, [GO], first="Sure")
+
+
+def test_reasoning_comes_before_what_is_fixed() -> None:
+    thinks = "{# <think> #}"
+    _, message, _ = chat().parse(walk(chat(thinks), {"response_format": FORM}, first="<think>hm</think>\n\n{"))
+    assert json.loads(message["content"])["x"] in range(10)
+    assert message["reasoning_content"] == "hm"
+    walk(chat(thinks), {"response_format": FORM}, first='{"x"')
+    walk(chat("<think>\n"), {"response_format": FORM}, first='I see</think>{"x"')
+    with pytest.raises(AssertionError):
+        walk(chat("<think></think>"), {"response_format": FORM}, first="<think>")
+
+
+def test_other_end_tokens_end_a_reply_too() -> None:
+    made = tokenizer()
+    other = made.convert_tokens_to_ids("<|pad|>")
+    format = ChatTemplate(made, [2, other])
+    matcher = format._grammars.start(format.grammar({"tool_choice": "none"}, [STAY], [8]))
+    bits = np.empty(matcher.words, np.int32)
+    matcher.allowed(bits)
+    assert bits[0] >> 2 & 1
+    assert bits[0] >> other & 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "tools", "cause"),
+    [
+        ({"response_format": {"type": "xml"}}, None, "'xml'"),
+        ({"response_format": {"type": "json_schema"}}, None, "no schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, None, "not"),
+        ({"guided_choice": ["a", "b"]}, None, "guided_choice"),
+        ({"structured_outputs": {"regex": "a+"}}, None, "structured_outputs"),
+        ({"tool_choice": "required"}, None, "no tools"),
+        ({"tool_choice": "sometimes"}, [GO], "'sometimes'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, [GO], "'fly'.*'go'"),
+        ({}, [{"type": "function", "function": {**STAY["function"], "strict": True}}], "uniqueItems"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name(asked: dict[str, Any], tools: Any, cause: str) -> None:
+    with pytest.raises(RequestRefused, match=cause):
+        chat().grammar(asked, tools, [8])
+
+
+def test_a_tokenizer_that_no_grammar_knows_is_said_by_the_request_not_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unknown(tokenizer: Any, vocabulary: int) -> None:
+        raise SamplerError("Structured output does not know this tokenizer.")
+
+    monkeypatch.setattr(grammar, "_open", unknown)
+    format = chat()
+    format.open_grammars()
+    with pytest.raises(SamplerError, match="does not know this tokenizer"):
+        format.grammar({"response_format": {"type": "json_object"}}, None, [8])

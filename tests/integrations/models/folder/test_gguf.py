@@ -1,0 +1,69 @@
+"""A model in GGUF form is unpacked once, and is then like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cotune.errors import ConfigError
+from cotune.integrations.models.folder.folder import locate_model, read_parameters
+from tests.integrations.models.folder.tiny_gguf import write_gguf
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_file_becomes_a_folder_once(tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, tokenizer = write_gguf(tmp_path / "tiny.gguf")
+    folder = locate_model(tmp_path / "tiny.gguf")
+    assert folder.parent == cache / "cotune" / "models"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"tiny.gguf is unpacked into {folder}: this happens once"
+    ]
+    weights = read_parameters(folder)
+    assert weights.keys() == dict(model.named_parameters()).keys()
+    assert all((weights[name] == tensor.detach().numpy()).all() for name, tensor in model.named_parameters())
+    read = AutoTokenizer.from_pretrained(folder)
+    said = [{"role": "user", "content": "rain and sun: 12"}]
+    assert read.apply_chat_template(said)["input_ids"] == tokenizer.apply_chat_template(said)["input_ids"]
+    assert read.eos_token == "<|im_end|>"
+    ids = torch.tensor([[5, 9, 200, 17]])
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        assert torch.allclose(found, model(ids).logits, atol=1e-5)
+    caplog.clear()
+    assert locate_model(str(tmp_path)) == folder  # the folder that holds the one file
+    assert not caplog.records
+    assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]
+
+
+def test_several_files_in_a_folder_are_named(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=r"one model; the folder holds a\.gguf, b\.gguf\. .*Name the file"):
+        locate_model(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 64, b"not a model at all" * 10])
+def test_a_file_that_is_none(tmp_path: Path, cache: Path, content: bytes) -> None:
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"broken\.gguf.*a GGUF file whose architecture transformers reads"):
+        locate_model(file)
+    assert [*(cache / "cotune" / "models").iterdir()] == []
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"room and rights in .*set XDG_CACHE_HOME"):
+        locate_model(tmp_path / "tiny.gguf")

@@ -1,0 +1,106 @@
+"""The process that an in-process sampler's engine runs in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.runtime.openmp import SPINS
+from tests.integrations import tiny_models
+
+APPLICATION = """
+import os, sys
+from cotune.integrations.models.transformers.host import ProcessHost, Starting
+from cotune.integrations.models.transformers.wire import Command, ModelSource
+
+source = ModelSource({model!r}, None, None, None, 8, 1024, None, (0,))
+host = ProcessHost(source, lambda replies: None, lambda error: None, Starting())
+print(host._process.pid, flush=True)
+sent = {sent!r}
+if sent == "command":
+    host.send(Command("info", 1))
+else:
+    os.write(host._pipe.fileno(), sent)
+os._exit(7)
+"""
+
+
+def test_it_leaves_the_cores_to_others_while_its_threads_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_models.build("qwen3", tmp_path)
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def environment() -> dict[str, str]:
+        sampler = await TransformersSampler.open(tmp_path, host="process")
+        try:
+            return psutil.Process(sampler._host._process.pid).environ()
+        finally:
+            await sampler.aclose()
+
+    assert asyncio.run(environment())["GOMP_SPINCOUNT"] == str(SPINS)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\1\0half of a message"])
+def test_a_host_whose_application_has_ended_ends_without_a_word(sent: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "cotune.integrations.models.transformers.host", str(theirs.fileno())]
+    host = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    theirs.close()
+    ours.sendall(sent)
+    ours.close()
+    said, _ = host.communicate(timeout=300)
+    assert (host.returncode, said) == (0, b"")
+
+
+@pytest.mark.parametrize("sent", [b"\0\0", b"\0\0\1\0half of a message", "command"])
+def test_an_application_that_ends_amid_a_command_ends_the_host_without_a_word(
+    sent: bytes | str, tmp_path: Path
+) -> None:
+    """The application is a process of its own, whose last act is to send a part of a message."""
+    tiny_models.build("qwen3", tmp_path / "model")
+    application = tmp_path / "application.py"
+    application.write_text(APPLICATION.format(model=str(tmp_path / "model"), sent=sent))
+    said = tmp_path / "said"
+    with said.open("w") as file:
+        done = subprocess.run(
+            [sys.executable, application], stdout=subprocess.PIPE, stderr=file, text=True, timeout=300
+        )
+    host = int(done.stdout)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(host).wait(60)
+    assert (done.returncode, psutil.pid_exists(host), said.read_text()) == (7, False, "")
+
+
+def test_ctrl_c_does_not_reach_a_host_that_starts(tmp_path: Path) -> None:
+    tiny_models.build("qwen3", tmp_path)
+    stop = threading.Event()
+
+    def interrupt_children() -> None:
+        while not stop.wait(0.02):
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    if "cotune.integrations.models.transformers.host" in child.cmdline():
+                        child.send_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt_children)
+    thread.start()
+    try:
+        asyncio.run(opened_and_closed(tmp_path))
+    finally:
+        stop.set()
+        thread.join()
+
+
+async def opened_and_closed(model: Path) -> None:
+    sampler = await TransformersSampler.open(model, host="process")
+    await sampler.aclose()

@@ -1,0 +1,156 @@
+"""Runs that sample from a vLLM server that runs already, or learn from its model."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import random
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from peft import PeftModel
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from cotune.adapters.export import TrainedPolicy, write_export
+from cotune.algorithms.samples import TrainRow
+from cotune.errors import ConfigError
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.integrations.models.vllm.teacher import VllmTeacher
+from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner.teacher import LocalTeacher, tokenizer_of
+from cotune.trainer.train import train
+from tests.adapters.test_gguf import LORA, adapter, greedy
+from tests.integrations import tiny_models
+from tests.integrations.models.samplers.vllm_server import vllm_server
+from tests.trainer import worker_app
+from tests.trainer.test_distill import sharpened
+from tests.trainer.tiny_app import TASKS, application, build_base, converse
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("nowhere")]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_base(tmp_path_factory.mktemp("tiny") / "base")
+
+
+@pytest.fixture(scope="module")
+def own_vllm(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with vllm_server(base, tmp_path_factory.mktemp("vllm") / "log") as url:
+        yield url
+
+
+def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(base: Path, own_vllm: str, tmp_path: Path) -> None:
+    weights, lora = adapter(base), msgspec.structs.replace(LORA, alpha=64.0)
+    policy = TrainedPolicy(
+        name="planner", kind="lora", version=1, roles=("planner",), model=str(base), weights=weights, lora=lora
+    )
+    write_export(tmp_path / "out", [policy])
+    folder = tmp_path / "out" / "planner"
+    asked = {"lora_name": "planner", "lora_path": str(folder)}
+    httpx.post(f"{own_vllm}/v1/load_lora_adapter", json=asked, timeout=120).raise_for_status()
+    prompt = [5, 6, 7, 8]
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    expected = greedy(PeftModel.from_pretrained(plain, folder), prompt)[:8]
+    sent = {"model": "planner", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    reply = httpx.post(f"{own_vllm}/v1/completions", json={**sent, "return_token_ids": True}, timeout=120).json()
+    httpx.post(f"{own_vllm}/v1/unload_lora_adapter", json={"lora_name": "planner"}, timeout=120).raise_for_status()
+    assert reply["choices"][0]["token_ids"] == expected
+    assert greedy(AutoModelForCausalLM.from_pretrained(base), prompt)[:8] != expected
+
+
+def run(base: Path, url: str, folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    cluster = {"address": "local", "engine": "vllm-url", "engine_url": url}
+    learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
+    given = {"model": str(base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 8}, "alpha": 0.0, **settings}
+    given |= {"cluster": cluster, "learner": learner}
+    train(worker_app.solve, TASKS, given, run=folder, console=Console(file=io.StringIO()))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_server_scores_as_the_teacher_in_this_process(base: Path, own_vllm: str) -> None:
+    tokenizer = tokenizer_of(str(base))
+    draw = random.Random(0)
+    rows = [
+        TrainRow(
+            id=f"{n}.0",
+            role="a",
+            prompt_ids=tuple(draw.randrange(30) for _ in range(draw.randrange(1, 40))),
+            response_ids=tuple(draw.randrange(30) for _ in range(draw.randrange(1, 20))),
+            logprobs=(),
+            advantage=0.0,
+        )
+        for n in range(40)
+    ]
+    rows.append(msgspec.structs.replace(rows[0], response_ids=(5,) * 300))  # longer than its context
+    served = VllmTeacher(own_vllm, tokenizer)
+    found = served.logprobs(rows)
+    served.close()
+    assert found.pop() is None and served.counters["unscored"] == 1
+    here = LocalTeacher(str(base), LearnerSettings(device="cpu")).logprobs(rows[:-1])
+    np.testing.assert_allclose(np.concatenate(found), np.concatenate(here), atol=1e-4)
+    tiny_models.build("qwen3", other := base.parent / "other")
+    with pytest.raises(ConfigError, match=r"reads the tokens 0 to .* otherwise"):
+        VllmTeacher(own_vllm, tokenizer_of(str(other)))
+
+
+def test_a_run_comes_nearer_to_a_teacher_by_its_address(
+    base: Path, own_vllm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
+    monkeypatch.setattr(TransformersSampler, "open", opened)
+    student = sharpened(build_base(tmp_path / "student", seed=5))
+    given = {"model": str(student), "steps": 4, "tasks_per_step": 3, "plan": {"k": 8}, "policies": "full"}
+    given |= {
+        "recipe": "distill",
+        "distill": {"teacher": f"{own_vllm}/v1"},
+        "learner": {"lr": 2e-3, "device": "cpu"},
+    }
+    train(application(converse), TASKS, given, run=tmp_path / "run", console=Console(file=io.StringIO()))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    gaps = [sum(line["roles"][role]["kl"] for role in ("first", "second")) for line in lines]
+    assert gaps[-1] < 0.8 * gaps[0]
+    for line in lines:
+        assert line["counters"]["teacher.requests"] == line["rows"] == 48
+        assert line["policies"]["first"]["unscored"] == 0.0
+
+
+def test_a_run_trains_adapters_on_a_server_and_leaves_it_as_it_was(
+    ray_runtime: str, base: Path, own_vllm: str, tmp_path: Path
+) -> None:
+    lines = run(base, own_vllm, tmp_path / "run", policies="lora", lora={"rank": 4})
+    assert len(lines) == 2
+    assert all(line["updated"] and not line["failed"] and set(line["staleness"]) == {"0"} for line in lines)
+    with urllib.request.urlopen(f"{own_vllm}/v1/models") as answer:
+        assert [card["id"] for card in json.load(answer)["data"]] == [str(base)]
+    with pytest.raises(ConfigError, match=r"rank 16 .*Start it with .* --max-lora-rank of at least 16"):
+        run(base, own_vllm, tmp_path / "wide", policies="lora", lora={"rank": 16})
+
+
+def test_full_weights_are_refused(ray_runtime: str, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policies = 'full': .* it takes adapters only"):
+        run(base, "http://127.0.0.1:9", tmp_path / "full", policies="full")
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"engine": "vllm-url"}, "engine_url"),
+        ({"engine": "vllm-url", "engine_url": "10.0.0.5:8000"}, "engine_url"),
+        ({"engine": "vllm", "engine_url": "http://10.0.0.5:8000"}, "engine_url"),
+        ({"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000", "engines": 2}, "engines"),
+        ({"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000", "gpus_per_engine": 1}, "gpus_per_engine"),
+    ],
+)
+def test_settings_that_contradict_a_server_are_refused(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"cluster\.{field} = "):
+        ClusterConfig(**settings)

@@ -1,0 +1,43 @@
+"""A vLLM sampler that also tells what is inside its engine, for tests that must look."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.models.vllm.engine import VllmSampler
+from cotune.sampling.protocol import SamplerInfo
+
+_WORKER = {"worker_extension_cls": "tests.integrations.models.samplers.vllm_probe_worker.ProbeWorker"}
+
+
+class Probe(VllmSampler):
+    """`info().counters` holds the adapters in the engine, the requests of its last step, this process, and how many of
+    cotune's finders stand on the path of imports in this process and in the workers."""
+
+    async def _info(self) -> SamplerInfo:
+        loras = set() if self._full else await self._llm.list_loras()
+        (requests,) = await self._ask("cotune_requests")
+        here = sum(type(finder).__module__.startswith("cotune") for finder in sys.meta_path)
+        counters = {"adapters": len(loras), "requests": requests, "pid": os.getpid()}
+        counters["finders"] = here + sum(await self._ask("cotune_finders"))
+        return msgspec.structs.replace(await super()._info(), counters=counters)
+
+
+class Spoiled(Probe):
+    """Its weights change when it has gone to sleep."""
+
+    async def _sleep(self) -> None:
+        await super()._sleep()
+        await self._ask("cotune_spoil")
+
+
+async def open_spoiled(engine_args: dict[str, Any], **arguments: Any) -> Spoiled:
+    return await Spoiled.open(engine_args={**engine_args, **_WORKER}, **arguments)
+
+
+async def open(engine_args: dict[str, Any], **arguments: Any) -> Probe:
+    return await Probe.open(engine_args={**engine_args, **_WORKER}, **arguments)

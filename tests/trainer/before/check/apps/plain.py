@@ -1,0 +1,303 @@
+"""The plain SDK: loops that read text, tools by hand, a history of the module, a person who is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import zlib
+from datetime import date
+from typing import Any
+
+import openai
+
+import cotune
+from tests.trainer.before.check.apps.table import NOT, UNDECIDED, Row, chat, client
+
+
+def reacts() -> Any:
+    """A loop over text in a form that its prompt shows; it raises at its limit."""
+    form = "Answer in this form:\nThought: <what you think>\nFinal Answer: <the answer, a whole number>"
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("solver"):
+            for _ in range(5):
+                found = re.search(r"Final Answer: *(\d+)", (await chat(one["question"], form)).content or "")
+                if found:
+                    return float(found[1])
+        raise RuntimeError("no final answer in five turns")
+
+    return solve
+
+
+def writes_code() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("coder"):
+            reply = await chat(one["question"], "Answer with one block of code, ```python ... ```")
+        found = re.search(r"```python\n(.*?)```", reply.content, re.S)
+        compile(found.group(1), "made", "exec")  # type: ignore[union-attr]
+        return 1.0
+
+    return solve
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add_event",
+            "description": "Add an event to the calendar",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "when": {"type": "string", "description": "ISO day, for example 2024-05-01"},
+                    "minutes": {"type": "string"},
+                },
+                "required": ["when", "minutes"],
+            },
+        },
+    }
+]
+
+
+def keeps_a_calendar() -> Any:
+    """Runs tools itself, by arguments that must be a day and a number."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("assistant"):
+            reply = await chat(one["question"], tools=TOOLS)
+        days = 0
+        for asked in reply.tool_calls or ():
+            given = json.loads(asked.function.arguments)
+            days += date.fromisoformat(given["when"]).day + int(given["minutes"])
+        return float(days)
+
+    return solve
+
+
+def asks_for_yes() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        for _ in range(4):
+            with cotune.role("writer"):
+                draft = await chat(one["question"])
+            with cotune.role("judge"):
+                if (await chat(f"Is it right? {draft.content}")).content.lower().startswith("yes"):
+                    return 1.0
+        raise ValueError("never right")
+
+    return solve
+
+
+HISTORY: list[Any] = []
+
+
+def history_of_the_module() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        HISTORY.append({"role": "user", "content": one["question"]})
+        with cotune.role("bot"):
+            reply = await client().chat.completions.create(model="m", messages=list(HISTORY))
+        HISTORY.append({"role": "assistant", "content": reply.choices[0].message.content})
+        return 1.0
+
+    return solve
+
+
+def asks_a_person() -> Any:
+    @cotune.workflow
+    def solve(one: Any) -> float:
+        with openai.OpenAI(api_key="none") as client, cotune.role("bot"):
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": input("You: ")}])
+        return 1.0
+
+    return solve
+
+
+def returns_nothing() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> Any:
+        with cotune.role("bot"):
+            await chat(one["question"])
+
+    return solve
+
+
+def wants_the_unguessable() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("bot"):
+            text = (await chat("Say the secret of the house.")).content
+        if zlib.crc32(text.encode()) != 7:
+            raise ValueError(f"wrong secret: {text}")
+        return 1.0
+
+    return solve
+
+
+def never_ends() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("bot"):
+            while len((await chat("go on")).content) < 1000:
+                pass
+        return 1.0
+
+    return solve
+
+
+def ends_by_a_word() -> Any:
+    """A word that stands in the code alone."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("bot"):
+            while "plugh" not in (await chat("go on")).content:
+                pass
+        return 1.0
+
+    return solve
+
+
+def labels() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("classifier"):
+            label = (await chat(one["question"], "What is it?")).content.strip()
+        found = re.match(r"^(bug|feature|question)$", label)
+        assert found, label
+        return 1.0
+
+    return solve
+
+
+def triages() -> Any:
+    """Reads JSON of which its prompt shows an example with places to be filled in."""
+    form = 'Answer in JSON: {"urgency": "low|high", "summary": "...", "tags": [{"name": "..."}]}'
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("triage"):
+            found = json.loads((await chat(one["question"], form)).content)
+        with cotune.role({"low": "responder", "high": "escalator"}[found["urgency"]]):
+            await chat(found["summary"] + found["tags"][0]["name"])
+        return 1.0
+
+    return solve
+
+
+def evaluates() -> Any:
+    form = "Evaluate in this form: <evaluation>PASS, NEEDS_IMPROVEMENT, or FAIL</evaluation>"
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("evaluator"):
+            reply = (await chat(one["question"], form)).content
+        verdict = re.search(r"<evaluation>(.*?)</evaluation>", reply).group(1)  # type: ignore[union-attr]
+        return {"PASS": 1.0, "NEEDS_IMPROVEMENT": 0.5, "FAIL": 0.0}[verdict.strip()]
+
+    return solve
+
+
+def extracts() -> Any:
+    """Repeats by itself, and gives up; a sentence lists the keys."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("extractor"):
+            for _ in range(3):
+                reply = await chat("Extract the invoice as JSON with the fields number, total and due.")
+                with contextlib.suppress(ValueError):
+                    return float(json.loads(reply.content)["total"])
+        raise RuntimeError("could not extract")
+
+    return solve
+
+
+def reads_a_table() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("tabulator"):
+            reply = await chat("Give a table of two columns.")
+        rows = [line for line in reply.content.splitlines() if line.startswith("|")]
+        return float(len(rows[2].split("|")) == 4)
+
+    return solve
+
+
+def embeds() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        nowhere = client().with_options(base_url="http://127.0.0.1:9/v1", max_retries=0)
+        with contextlib.suppress(openai.APIConnectionError):
+            await nowhere.embeddings.create(model="e", input=one["question"])
+        with cotune.role("bot"):
+            await chat(one["question"])
+        return 1.0
+
+    return solve
+
+
+BUSY: list[int] = []
+
+
+def alone_only() -> Any:
+    """Something of the module that one episode at a time can use."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        if BUSY:
+            raise RuntimeError("the session is in use")
+        BUSY.append(1)
+        try:
+            with cotune.role("bot"):
+                await chat(one["question"])
+                await chat(one["question"])
+        finally:
+            BUSY.clear()
+        return 1.0
+
+    return solve
+
+
+def grades_by_a_label() -> Any:
+    """It reads a form that its prompt shows in quotes, without a guard."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("grader"):
+            text = (await chat(one["question"], "Grade from 1 to 10. Answer as 'Score: N'.")).content
+        return float(re.search(r"Score:\s*(\d+)", text).group(1)) / 10  # type: ignore[union-attr]
+
+    return solve
+
+
+ROWS = {
+    "grades_by_a_label": Row(grades_by_a_label, {"grader"}, never=["--no-tools"]),
+    "reacts": Row(reacts, {"solver"}),
+    "writes_code": Row(writes_code, {"coder"}),
+    "keeps_a_calendar": Row(keeps_a_calendar, {"assistant"}, never=["fromisoformat"]),
+    "asks_for_yes": Row(asks_for_yes, {"writer", "judge"}),
+    "history_of_the_module": Row(history_of_the_module, {"bot"}, says=[("warns", "outlives an episode")]),
+    "asks_a_person": Row(asks_a_person, set(), NOT, [("blocks", "waits for a person")]),
+    "returns_nothing": Row(
+        returns_nothing, {"bot"}, NOT, [("blocks", "returned None")], ["made-up answer may", "learns from nothing"]
+    ),
+    "wants_the_unguessable": Row(
+        wants_the_unguessable, {"bot"}, UNDECIDED, [("undecided", "cotune train")], ["learns from nothing"]
+    ),
+    "never_ends": Row(
+        never_ends, {"bot"}, UNDECIDED, [("undecided", "did not stop")], ["are not trained on"], {"calls": 8}
+    ),
+    "ends_by_a_word": Row(ends_by_a_word, {"bot"}),
+    "labels": Row(labels, {"classifier"}),
+    "triages": Row(triages, {"triage", "responder", "escalator"}),
+    "evaluates": Row(evaluates, {"evaluator"}),
+    "extracts": Row(extracts, {"extractor"}),
+    "reads_a_table": Row(reads_a_table, {"tabulator"}, UNDECIDED, [("undecided", "IndexError")]),
+    "embeds": Row(embeds, {"bot"}, says=[("note", "embeddings")], never=["a model that cotune does not see"]),
+    "alone_only": Row(alone_only, {"bot"}, NOT, [("blocks", "two episodes")]),
+}

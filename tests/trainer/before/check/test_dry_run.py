@@ -1,0 +1,584 @@
+"""The dry run: what it says of applications that are trainable, and of those that are not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import cotune
+from cotune.cli.main import main
+from cotune.errors import ConfigError
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.trainer.before.check.dry_run import check
+from cotune.trainer.before.check.report import CheckReport, Finding, render
+from cotune.trainer.config.train import TrainConfig, convert
+from tests.integrations.models.folder.tiny_gguf import write_gguf
+from tests.integrations.provider import Provider
+from tests.trainer.tiny_app import TASKS, application, ask, client, converse, letters
+
+GRAPH = """
+import cotune
+from langchain_openai import ChatOpenAI
+from langgraph.graph import START, StateGraph
+
+model = ChatOpenAI(model="m", api_key="none", temperature=0.2)
+
+async def writer(state: dict) -> dict:
+    return {"text": (await model.ainvoke(state["question"])).text}
+
+async def critic(state: dict) -> dict:
+    reply = await model.ainvoke([("user", state["question"]), ("assistant", state["text"]), ("user", "Good?")])
+    return {"verdict": reply.text}
+
+from typing import TypedDict
+class State(TypedDict, total=False):
+    question: str
+    text: str
+    verdict: str
+
+builder = StateGraph(State)
+builder.add_node("writer", writer)
+builder.add_node("critic", critic)
+builder.add_edge(START, "writer")
+builder.add_edge("writer", "critic")
+graph = builder.compile()
+
+@cotune.workflow
+async def solve(task):
+    state = await graph.ainvoke({"question": task["question"]})
+    return {"team": float("1" in state["verdict"])}
+
+@solve.scorer("writer")
+def short(candidate, call, task):
+    return -len(candidate.text)
+"""
+
+
+def dry(app: Any, tasks: Any = TASKS, *, config: dict[str, Any] | None = None, **options: Any) -> CheckReport:
+    return check(app, tasks, convert({"model": "none", **(config or {})}), **options)
+
+
+def said(report: CheckReport, level: str, about: str) -> list[str]:
+    return [f"{f.text} {f.remedy}".strip() for f in report.findings if (f.level, f.about) == (level, about)]
+
+
+def texts(report: CheckReport) -> str:
+    return "\n".join(f"{f.level} {f.about}: {f.text} {f.remedy}" for f in report.findings)
+
+
+@pytest.mark.slow
+def test_a_graph_is_checked_in_seconds_without_loading_a_model_or_another_framework(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(GRAPH)
+    (tmp_path / "tasks.jsonl").write_text('{"id": "q", "question": "why"}\n')
+    code = (
+        "import json, sys; from cotune.cli.main import main; "
+        "status = main(['check', 'app:solve', '--tasks', 'tasks.jsonl', '--json']); "
+        "print(json.dumps([status, sorted({m.split('.')[0] for m in sys.modules})]))"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LANGSMITH_TRACING": "false"},
+        check=False,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    report, (status, modules) = map(json.loads, done.stdout.splitlines())
+    assert {"torch", "transformers", "crewai", "autogen_core"} & set(modules) == set()
+    assert status == 0 and report["trainable"]
+    assert seconds < 10
+    assert [(c["role"], c["turn"], c["step"], c["parents"], c["characters"]) for c in report["calls"]] == [
+        ("writer", 0, 0, [], 3),
+        ("critic", 0, 1, [0], 3 + 13 + 5),
+    ]
+    assert [c["temperature"] for c in report["calls"]] == [0.2, 0.2]
+    assert report["groups"] == [{"task": "q", "roles": ["writer"], "turns": [0], "size": 4}]
+    assert [(r["role"], r["trained"], r["reason"]) for r in report["roles"]] == [
+        ("writer", True, ""),
+        ("critic", False, "no scorer"),
+    ]
+    assert {f["name"] for f in report["frameworks"]} == {"openai", "langchain-core", "langgraph"}
+    assert report["team"] == {"team": 1.0} and report["local"] == {"writer": {"local": [-13.0, -13.0]}}
+
+
+def test_every_call_of_a_trained_role_is_a_group_of_k(provider: Provider) -> None:
+    report = dry(application(first=letters, second=letters), config={"plan": {"k": 3}})
+    assert report.trainable
+    assert [(g.roles, g.turns, g.size) for g in report.groups] == [(("first",), (0,), 3), (("second",), (0,), 3)]
+    assert [(c.role, c.step, c.status, c.model) for c in report.calls] == [
+        ("first", 0, "ok", "m"),
+        ("second", 1, "ok", "m"),
+    ]
+    assert report.left_out == {}
+
+
+def test_independent_rollouts_compare_the_episodes_of_a_task(provider: Provider) -> None:
+    report = dry(application(), config={"plan": {"k": 5}})
+    assert report.plan.startswith("plan independent (k=5), recipe dr_mas")
+    assert [(g.roles, g.size) for g in report.groups] == [(("first",), 5), (("second",), 5)]
+    assert report.trainable
+
+
+def test_a_recipe_that_shares_prompts_finds_only_first_turns_alike(provider: Provider) -> None:
+    async def talk(task: dict[str, str]) -> float:
+        with cotune.role("talker"):
+            history: list[Any] = [{"role": "user", "content": "go"}]
+            for _ in range(2):
+                chat = client(os.environ["OPENAI_BASE_URL"]).chat.completions
+                reply = await chat.create(model="m", messages=history)
+                history += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "on"}]
+        return 1.0
+
+    report = dry(application(talk), config={"recipe": "at_grpo", "plan": {"kind": "independent"}})
+    assert [(g.turns, g.size) for g in report.groups] == [((0,), 4)]
+    assert report.left_out == {"group_of_one": 4}
+
+
+def test_it_works_where_a_loop_is_running(provider: Provider) -> None:
+    async def notebook() -> CheckReport:
+        return dry(application(first=letters))
+
+    assert asyncio.run(notebook()).trainable
+
+
+def test_only_the_first_tasks_are_run(provider: Provider) -> None:
+    assert dry(application(first=letters), limit=2).tasks == ("a", "b")
+
+
+def test_a_role_without_scorer_is_not_trained_under_a_tree(provider: Provider) -> None:
+    report = dry(application(first=letters))
+    assert report.trainable
+    assert said(report, "warns", "second") == [
+        'not trained: no scorer Add @workflow.scorer("second"), or use --plan independent.'
+    ]
+
+
+def test_a_scorer_of_a_role_that_never_calls_names_the_nearest(provider: Provider) -> None:
+    report = dry(application(secnd=letters, first=letters))
+    assert not report.trainable
+    assert "Did you mean second?" in said(report, "blocks", "")[0]
+
+
+def test_a_rare_role_may_be_listed(provider: Provider) -> None:
+    assert dry(application(first=letters, rare=letters), config={"roles": ["rare"]}).trainable
+
+
+def test_a_scorer_that_fails_blocks(provider: Provider) -> None:
+    def broken(candidate: Any, call: Any, task: Any) -> float:
+        return 1 / 0
+
+    report = dry(application(first=broken))
+    assert not report.trainable and report.groups == ()
+    assert "The scorer of role 'first' raised ZeroDivisionError" in texts(report)
+    assert said(report, "warns", "first")[0].startswith("its scorer failed on 1 of 1 calls: ")
+    assert report.left_out == {"scorer_failed": 4, "untrained_role": 1}
+
+
+def test_an_error_that_quotes_whole_prompts_is_cut(provider: Provider) -> None:
+    async def quotes(task: Any) -> float:
+        await ask("first", "hello")
+        raise ValueError("unreadable" + 40_000 * "x")
+
+    [text] = said(dry(application(quotes)), "blocks", "")
+    assert "raised ValueError: unreadablexxx" in text and "x ... (40,022 characters) (" in text and len(text) < 1500
+
+
+def test_a_workflow_that_raises_whatever_is_answered_blocks(provider: Provider) -> None:
+    async def broken(task: Any) -> float:
+        return float(len(await ask("first", "how many?")) + task["weight"])
+
+    report = dry(application(broken, first=letters))
+    assert report.verdict == "not trainable as it is" and report.runs == 1
+    assert "KeyError: 'weight'" in said(report, "blocks", "")[0]
+    assert [call.role for call in report.calls] == ["first"]
+
+
+def test_an_answer_that_the_application_cannot_read_is_made_up_anew(provider: Provider) -> None:
+    async def counts(task: Any) -> float:
+        return float(await ask("first", "how many?"))
+
+    report = dry(application(counts))
+    assert report.trainable and report.team == {"team": 1.0}
+    (text,) = said(report, "warns", "runs")
+    assert "could not convert string to float: 'stub answer 1'" in text and "A model may answer like that too" in text
+
+
+def test_roles_behind_an_error_are_not_called_unknown(provider: Provider) -> None:
+    async def broken(task: Any) -> float:
+        await ask("first", "how many?")
+        raise KeyError("answer")
+
+    (finding,) = [f for f in dry(application(broken, first=letters, second=letters)).findings if f.level == "blocks"]
+    assert "KeyError: 'answer'" in finding.text
+
+
+def test_a_scorer_that_never_ends_is_named_once(provider: Provider) -> None:
+    def slow(candidate: Any, call: Any, task: Any) -> float:
+        return float(time.sleep(5) is None)
+
+    (text,) = said(dry(application(first=slow), timeout=1.0), "blocks", "")
+    assert "turn 0 of role 'first' was open (its scorer was running)" in text
+    assert "CancelledError" not in text and text.endswith("raise the episode's time-out.")
+
+
+def test_a_run_that_fails_is_named_by_its_task(provider: Provider) -> None:
+    async def forgetful(task: Any) -> float | None:
+        await ask("first", "hello")
+        return None if task["id"] == "b" else 1.0
+
+    (text,) = said(dry(application(forgetful), limit=2), "warns", "runs")
+    assert "runs failed; the first, on task b: The workflow 'solve' returned None" in text
+    assert '{"team": None}: such an episode teaches nothing.' in text
+
+
+def test_a_refusal_is_said_once(provider: Provider) -> None:
+    async def searches(task: Any) -> float:
+        with cotune.role("first"):
+            chat = client(os.environ["OPENAI_BASE_URL"]).responses
+            await chat.create(model="m", input="hello", tools=[{"type": "web_search"}])
+        return 1.0
+
+    (text,) = said(dry(application(searches)), "blocks", "")
+    assert text.count("which no policy can answer") == 1
+    line = searches.__code__.co_firstlineno + 3
+    assert f"({__file__}:{line} in searches)" in text, "the application's line, not the library's"
+
+
+IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "https://example.org"}}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "cause"),
+    [
+        ({"messages": [{"role": "user", "content": IMAGE}]}, "An image comes as 'https' and not with its bytes"),
+        ({"extra_body": {"guided_choice": ["a", "b"]}}, "guided_choice was asked for."),
+    ],
+)
+def test_what_no_policy_can_answer_blocks_but_for_a_provider(
+    provider: Provider, asked: dict[str, Any], cause: str
+) -> None:
+    async def looks(task: Any) -> float:
+        await ask("first", "hello")
+        with cotune.role("second"):
+            chat = client(os.environ["OPENAI_BASE_URL"]).chat.completions
+            given: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, **asked}
+            await chat.create(model="m", **given)
+        return 1.0
+
+    (text,) = said(dry(application(looks)), "blocks", "second")
+    assert text.startswith(cause) and "a policy of kind provider" in text
+    policy = [{"name": "p", "roles": ["first"]}, {"name": "today", "roles": ["second"], "kind": "provider"}]
+    report = dry(application(looks), config={"policy": policy})
+    assert report.trainable, texts(report)
+    assert said(report, "note", "second") == ["not trained: left to the application's provider"]
+
+
+def test_choices_of_a_role_that_is_not_trained_are_not_compared(provider: Provider) -> None:
+    async def asks(task: Any) -> float:
+        await ask("first", "hello", n=2)
+        await ask("second", "hello", n=2)
+        return 1.0
+
+    report = dry(application(asks, first=letters))
+    assert said(report, "warns", "first") == ["asks for n = 2 choices; 4 are drawn and compared."]
+    assert not any("n = 2" in text for text in said(report, "warns", "second"))
+
+
+def test_made_up_answers_can_be_given(provider: Provider) -> None:
+    async def counts(task: Any) -> float:
+        return float(await ask("first", "how many?"))
+
+    report = dry(application(counts), answers=["12"])
+    assert report.trainable and report.team == {"team": 12.0}
+
+
+def test_a_workflow_without_calls_blocks(provider: Provider) -> None:
+    async def silent(task: Any) -> float:
+        return 1.0
+
+    [text] = said(dry(application(silent)), "blocks", "")
+    assert "made no LLM call that cotune can see" in text and "httpx, the address of `with cotune.gateway()`" in text
+
+
+async def _until_approved(task: Any) -> float:
+    said = ""
+    while "APPROVE" not in said:
+        said = await ask("judge", "go on")
+    return 1.0
+
+
+def test_an_endless_loop_is_stopped_with_a_reason(provider: Provider) -> None:
+    async def until_long(task: Any) -> float:
+        while len(await ask("judge", "go on")) < 1000:
+            pass
+        return 1.0
+
+    report = dry(application(until_long), calls=10)
+    assert len(report.calls) == 11 and report.verdict == "undecided"
+    (text,) = said(report, "undecided", "runs")
+    assert "made 10 calls on one task and did not stop; the last one by 'judge'" in text and "--answer" in text
+
+
+def test_an_answer_that_ends_the_loop_is_used_in_turn(provider: Provider) -> None:
+    report = dry(application(_until_approved), answers=["go on", "APPROVE"])
+    assert report.trainable and len(report.calls) == 2
+
+
+def test_a_loop_that_swallows_every_error_is_stopped_too(provider: Provider) -> None:
+    async def stubborn(task: Any) -> float:
+        while True:
+            try:
+                await ask("judge", "go on")
+            except Exception:  # noqa: BLE001
+                continue
+
+    report = dry(application(stubborn), calls=3)
+    assert not report.trainable and len(report.calls) == 13
+
+
+def test_swallowed_failures_are_told(provider: Provider) -> None:
+    async def careless(task: Any) -> float:
+        await ask("first", "hello")
+        try:
+            with cotune.role("searcher"):
+                await client(os.environ["OPENAI_BASE_URL"]).responses.create(
+                    model="m", input="hello", tools=[{"type": "web_search"}]
+                )
+        except openai.OpenAIError:
+            pass
+        return 1.0
+
+    report = dry(application(careless))
+    assert "1 call failed and the application went on" in said(report, "warns", "task a")[0]
+    assert any("1 of 1 calls are not trained on" in text for text in said(report, "warns", "searcher"))
+    assert [(r.role, r.trained, r.reason) for r in report.roles] == [
+        ("first", True, ""),
+        ("searcher", False, "all its calls failed"),
+    ]
+
+
+def test_calls_outside_a_role_are_told(provider: Provider) -> None:
+    async def bare(task: Any) -> float:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        await client(os.environ["OPENAI_BASE_URL"]).chat.completions.create(model="m", messages=messages)
+        return 1.0
+
+    assert "made outside any agent or node share the role `app`: 1." in said(dry(application(bare)), "warns", "app")[0]
+
+
+def test_what_calls_ask_for_is_told(provider: Provider) -> None:
+    async def asks(task: Any) -> float:
+        await ask("first", "hello", n=3, temperature=0.5)
+        return 1.0
+
+    report = dry(application(asks))
+    assert said(report, "warns", "first") == ["asks for n = 3 choices; only the first is trained."]
+    assert said(report, "note", "first") == ["asks for temperature 0.5; training samples at 1."]
+    assert (report.calls[0].n, report.calls[0].temperature) == (3, 0.5)
+
+
+def test_a_stream_under_a_tree_is_told(provider: Provider) -> None:
+    async def streams(task: Any) -> float:
+        with cotune.role("first"):
+            chat = client(os.environ["OPENAI_BASE_URL"]).chat.completions
+            async for _ in await chat.create(model="m", messages=[{"role": "user", "content": "hi"}], stream=True):
+                pass
+        return 1.0
+
+    report = dry(application(streams, first=letters))
+    assert report.calls[0].stream
+    assert "with 4 candidates per call the answer comes at once" in said(report, "note", "first")[0]
+
+
+def test_log_probabilities_are_made_up_too(provider: Provider) -> None:
+    heard = []
+
+    async def unsure(task: Any) -> float:
+        with cotune.role("first"):
+            chat = client(os.environ["OPENAI_BASE_URL"]).chat.completions
+            messages = [{"role": "user", "content": "hello"}]
+            (choice,) = (await chat.create(model="m", messages=messages, logprobs=True, top_logprobs=2)).choices
+        heard.append(("".join(token.token for token in choice.logprobs.content), choice.message.content))
+        return float(choice.logprobs.content[0].top_logprobs[0].logprob)
+
+    assert not said(dry(application(unsure)), "blocks", "first")
+    assert heard[0][0] == heard[0][1]
+
+
+def test_a_blocked_loop_is_told(provider: Provider) -> None:
+    async def blocking(task: Any) -> float:
+        with cotune.role("first"):
+            made = openai.OpenAI(base_url=os.environ["OPENAI_BASE_URL"], api_key="none")
+            made.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        return 1.0
+
+    assert "blocks its event loop" in said(dry(application(blocking)), "warns", "blocked_loop (1)")[0]
+
+
+def test_connections_of_the_application_are_told(provider: Provider) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+
+        async def fetches(task: Any) -> float:
+            await ask("first", "hello")
+            socket.create_connection(address).close()
+            return 1.0
+
+        report = dry(application(fetches))
+    assert "connected there, 3 times in 3 runs" in said(report, "warns", f"127.0.0.1:{address[1]}")[0]
+
+
+def test_connections_are_told_by_the_name_of_the_host(provider: Provider) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        async def fetches(task: Any) -> float:
+            await ask("first", "hello")
+            socket.create_connection(("localhost", port)).close()
+            with contextlib.suppress(OSError):
+                socket.create_connection(("models.invalid", "443"))
+            return 1.0
+
+        report = dry(application(fetches))
+    told = {finding.about: finding for finding in report.findings if "connected there" in finding.text}
+    assert list(told) == [f"localhost:{port}", "models.invalid:443"]
+    assert "cotune.gateway()" in told["models.invalid:443"].remedy
+
+
+def test_a_workflow_whose_only_client_is_not_seen_is_told_so(provider: Provider) -> None:
+    async def fails(task: Any) -> float:
+        raise OSError("no answer")
+
+    [finding] = [finding for finding in dry(application(fails)).findings if finding.level == "blocks"]
+    assert "no answer" in finding.text and "made no LLM call that cotune can see" in finding.text
+    assert "cotune.gateway()" in finding.remedy
+
+
+def test_the_gateway_is_no_connection_of_the_application(provider: Provider, capfd: pytest.CaptureFixture) -> None:
+    async def fetches(task: Any) -> float:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+        with cotune.gateway() as gate:
+            async with httpx.AsyncClient() as http:
+                return float((await http.post(f"{gate.role_url('first')}/chat/completions", json=body)).is_success)
+
+    report = dry(application(fetches))
+    assert [role.role for role in report.roles] == ["first"] and report.team == {"team": 1.0}
+    assert "connected there" not in texts(report)
+    assert "Started server process" not in capfd.readouterr().err
+
+
+def test_policies_decide_what_is_trained(provider: Provider) -> None:
+    policy = [{"name": "p", "roles": ["first"]}, {"name": "outside", "roles": ["second"], "kind": "provider"}]
+    report = dry(application(), config={"policy": policy})
+    assert [(r.role, r.policy, r.kind, r.reason) for r in report.roles] == [
+        ("first", "p", "lora", ""),
+        ("second", "outside", "provider", "left to the application's provider"),
+    ]
+    assert [(g.roles, g.size) for g in report.groups] == [(("first",), 4)]
+
+
+def test_policies_that_do_not_fit_block(provider: Provider) -> None:
+    report = dry(application(), config={"policy": [{"name": "p", "roles": ["first"]}]})
+    assert "a policy for every role" in said(report, "blocks", "policies")[0]
+
+
+def test_a_form_of_tool_calls_that_the_configuration_names_is_the_one_of_the_check(
+    provider: Provider, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    load = ChatTemplate.load
+    monkeypatch.setattr(ChatTemplate, "load", lambda model, tools: asked.append(tools) or load(model, tools))
+    dry(application(), model=str(tiny_base), config={"tool_format": "hermes"})
+    assert asked == ["hermes"]
+
+
+def test_tokens_are_counted_with_a_model(provider: Provider, tiny_base: Path) -> None:
+    report = dry(application(), model=str(tiny_base))
+    assert [call.tokens for call in report.calls] == [len("say a") + 3, len("after stub answer 1: a") + 3]
+
+
+def test_a_model_is_named_as_in_training(provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that holds a GGUF file; and a run folder is told apart from it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    write_gguf(tmp_path / "model" / "tiny.gguf")
+    report = dry(application(), model=str(tmp_path / "model"))
+    assert all(call.tokens for call in report.calls)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="it is a run folder"):
+        dry(application(), model=str(tmp_path))
+
+
+def test_tools_that_the_model_is_not_told_of_are_a_warning(provider: Provider, tiny_base: Path) -> None:
+    async def solve(task: Any) -> float:
+        await ask("looker", "a", tools=[{"type": "function", "function": {"name": "look", "parameters": {}}}])
+        return 1.0
+
+    found = dry(cotune.workflow(solve), model=str(tiny_base))
+    assert "chat template shows no tools" in said(found, "warns", "looker")[-1]
+    assert not [text for text in said(dry(cotune.workflow(solve)), "warns", "looker") if "template" in text]
+
+
+def test_bad_input_is_refused_before_work(provider: Provider, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tasks = "):
+        dry(application(), tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match="limit = 0"):
+        dry(application(), limit=0)
+    with pytest.raises(ConfigError, match=r"plan\.kind = 'tree'"):
+        dry(application(), config={"plan": {"kind": "tree"}})
+    with pytest.raises(ConfigError, match="model = "):
+        dry(application(), model=str(tmp_path))
+
+
+def test_the_command_tells_by_its_status(
+    provider: Provider, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text("1\n")
+    (tmp_path / "checked.py").write_text(
+        "import cotune\nfrom tests.trainer.tiny_app import ask\n"
+        "@cotune.workflow\nasync def good(task): return len(await ask('first', 'hi'))\n"
+        "@cotune.workflow\nasync def bad(task): return 1.0\n"
+    )
+    command = ["--tasks", str(tmp_path / "tasks.jsonl")]
+    assert main(["check", f"{tmp_path}/checked.py:good", *command]) == 0
+    assert "trainable" in capsys.readouterr().out
+    assert main(["check", f"{tmp_path}/checked.py:bad", *command]) == 1
+    assert "not trainable as it is" in capsys.readouterr().out
+    assert main(["check", f"{tmp_path}/checked.py:good", *command, "--plan", "tree"]) == 1
+    assert "plan.kind = 'tree'" in capsys.readouterr().err
+
+
+def test_the_report_fits_a_terminal(provider: Provider) -> None:
+    from rich.console import Console
+
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    console.print(render(dry(application(converse, first=letters))))
+    shown = console.export_text()
+    assert "dry run of solve on 1 task (a)" in shown
+    assert "no: no scorer" in shown
+    assert "warns second: not trained: no scorer" in shown
+
+
+def test_findings_are_plain_data() -> None:
+    report = CheckReport(
+        workflow="w", tasks=("t",), seconds=1.0, plan="", frameworks=(), roles=(), calls=(), groups=(), team={},
+        local={}, left_out={}, findings=(Finding("blocks", "x", "no"),),
+    )  # fmt: skip
+    assert json.loads(report.to_json())["trainable"] is False
+    assert isinstance(TrainConfig(model="m"), TrainConfig)

@@ -1,0 +1,189 @@
+"""`cotune doctor`: what it finds, and that it blocks what cannot run."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from cotune.cli.main import main
+from cotune.errors import ConfigError
+from cotune.trainer.before.doctor.doctor import (
+    Diagnosis,
+    _samplers,
+    examine,
+    judge_machine,
+    judge_placement,
+    judge_precision,
+    render,
+)
+from cotune.trainer.before.doctor.machine import Gpu, Machine, Node
+from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.train import TrainConfig, convert, load_config
+
+GPU = Gpu(name="H200", memory_gb=139.0, free_gb=138.0)
+MACHINE = Machine(
+    python="3.11.7", system="Linux", cores=16, memory_gb=128.0, free_memory_gb=100.0, shared_gb=64.0, disk_gb=50.0,
+    temporary_gb=50.0, open_files=65536, gpus=(GPU,), versions={"torch": "2.13.0", "ray": "2.60.0", "vllm": "0.28.0"},
+)  # fmt: skip
+
+
+def node(cpus: float, gpus: float = 0.0) -> Node:
+    return Node(address="n", cpus=cpus, gpus=gpus, free_cpus=cpus, free_gpus=gpus)
+
+
+def levels(findings: Any) -> dict[str, str]:
+    return {finding.subject: finding.level for finding in findings}
+
+
+def blocking(findings: Any) -> list[Diagnosis]:
+    return [finding for finding in findings if finding.level == "blocks"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "said"),
+    [
+        ({}, (GPU,), True),
+        ({"learner": {"dtype": "bfloat16"}}, (GPU,), False),
+        ({"learner": {"device": "cpu"}}, (GPU,), False),
+        ({"cluster": {"gpus_per_learner": 0}}, (GPU,), False),
+        ({"cluster": {"gpus_per_learner": 1}}, (GPU,), True),
+        ({}, (), False),
+    ],
+)
+def test_a_learner_in_float32_on_a_gpu_is_told_of_bfloat16(settings: dict[str, Any], gpus: Any, said: bool) -> None:
+    machine = msgspec.structs.replace(MACHINE, gpus=gpus)
+    found = list(judge_precision(convert({"model": "m", **settings}), machine))
+    assert [(f.subject, f.level, 'learner.dtype = "bfloat16"' in f.text) for f in found] == (
+        [("precision", "ok", True)] if said else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "level"),
+    [
+        ({"versions": {"torch": "2.13.0", "vllm": "0.28.0"}}, "ray", "blocks"),
+        ({"versions": {"torch": "2.13.0", "ray": "2.60.0"}}, "vllm", "blocks"),
+        ({"versions": {"ray": "2.60.0", "vllm": "0.28.0"}}, "torch", "blocks"),
+        ({"shared_gb": 0.06}, "shared memory", "warns"),
+        ({"disk_gb": 0.2}, "disk for runs", "warns"),
+        ({"open_files": 256}, "open files", "warns"),
+        ({"loopback": "Permission denied"}, "ports", "blocks"),
+        ({"gpus": ()}, "GPU", "ok"),
+    ],
+)
+def test_what_a_machine_lacks_is_named_with_its_remedy(changes: dict[str, Any], subject: str, level: str) -> None:
+    cluster = ClusterConfig(address="local")
+    assert not blocking(judge_machine(MACHINE, cluster))
+    found = {f.subject: f for f in judge_machine(msgspec.structs.replace(MACHINE, **changes), cluster)}
+    assert found[subject].level == level
+    assert bool(found[subject].remedy) == (level != "ok")
+
+
+def test_an_unsupported_framework_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = msgspec.structs.replace(MACHINE, versions={**MACHINE.versions, "langgraph": "0.1"})
+    monkeypatch.setattr("cotune.integrations.versions.version", machine.versions.__getitem__)
+    (finding,) = blocking(judge_machine(machine, ClusterConfig()))
+    assert "langgraph 0.1" in finding.text and "pip install" in finding.remedy
+
+
+def test_eight_gpus_hold_six_engines_and_two_learners_but_not_three() -> None:
+    asked = ClusterConfig(address="auto", engines=6, gpus_per_engine=1, learners=2, gpus_per_learner=1)
+    assert not blocking(judge_placement([node(64, 8)], asked))
+    (finding,) = blocking(judge_placement([node(64, 8)], msgspec.structs.replace(asked, learners=3)))
+    assert finding.subject == "learners" and "2 fit" in finding.text
+
+
+def test_a_tensor_parallel_engine_needs_its_gpus_on_one_machine() -> None:
+    asked = ClusterConfig(address="auto", gpus_per_engine=4)
+    assert [f.subject for f in blocking(judge_placement([node(8, 3), node(8, 3)], asked))] == ["engines"]
+    assert not blocking(judge_placement([node(8, 3), node(8, 4)], asked))
+
+
+def test_an_engine_and_a_learner_share_one_gpu_when_they_are_colocated() -> None:
+    apart = ClusterConfig(address="auto", gpus_per_engine=1, gpus_per_learner=1)
+    assert blocking(judge_placement([node(8, 1)], apart))
+    assert not blocking(judge_placement([node(8, 1)], msgspec.structs.replace(apart, colocate=True)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engines": 2}, r"cluster\.engines .*1, where cluster\.colocate"),
+        ({"engine": "transformers"}, "cluster.engine .*vllm"),
+        ({"learners": 2}, "cluster.learners"),
+        ({"pools": "per_policy"}, "cluster.pools .*shared"),
+        ({"gpus_per_engine": 1}, "gpus_per_engine and gpus_per_learner"),
+    ],
+)
+def test_what_cannot_share_a_gpu_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ClusterConfig(address="local", colocate=True, **changes)
+
+
+def test_mode_async_cannot_share_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"mode .*sync, where cluster\.colocate"):
+        TrainConfig(model="m", mode="async", cluster=ClusterConfig(address="local", colocate=True))
+
+
+def test_a_pool_for_each_policy_counts_for_each() -> None:
+    asked = ClusterConfig(address="auto", pools="per_policy", learners=2, gpus_per_learner=1)
+    assert blocking(judge_placement([node(16, 4)], asked, policies=3))
+    assert not blocking(judge_placement([node(16, 4)], asked, policies=2))
+
+
+def test_policies_of_full_weights_count_engines_of_their_own() -> None:
+    full = [{"name": name, "roles": [name], "kind": "full"} for name in ("a", "b")]
+    frozen = {"name": "c", "roles": ["c"], "kind": "frozen"}
+    config = convert({"model": "m", "policy": [*full, frozen], "cluster": {"gpus_per_engine": 1}})
+    assert blocking(judge_placement([node(8, 2)], config.cluster, samplers=_samplers(config)))
+    assert not blocking(judge_placement([node(8, 3)], config.cluster, samplers=_samplers(config)))
+
+
+def test_more_processes_than_cores_warns_on_a_local_ray() -> None:
+    found = judge_placement([node(2)], ClusterConfig(address="local", learners=2, rollout_workers=2))
+    assert levels(found) == {"placement": "warns", "engines": "ok", "learners": "ok", "rollout workers": "ok"}
+
+
+@given(cpus=st.lists(st.integers(0, 8), min_size=1, max_size=4), engines=st.integers(1, 5), learners=st.integers(1, 5))
+def test_what_does_not_fit_in_all_machines_together_never_passes(cpus: list[int], engines: int, learners: int) -> None:
+    asked = ClusterConfig(address="auto", engines=engines, learners=learners)
+    fits = not blocking(judge_placement([node(c) for c in cpus], asked))
+    assert fits == (sum(cpus) >= engines + learners + 1)
+
+
+def test_this_machine_can_run_a_local_cluster(tiny_base: Path) -> None:
+    report = examine(load_config(None, {"model": str(tiny_base), "cluster.address": "local"}))
+    assert report.fits
+    assert {"torch", "ray", "vllm", "engines", "learners", "rollout workers"} <= {f.subject for f in report.findings}
+    assert render(report).row_count == len(report.findings)
+    out = io.StringIO()
+    lost = Diagnosis("ray", "blocks", "not installed", "pip install 'cotune[ray]'.")
+    Console(file=out, width=200).print(render(msgspec.structs.replace(report, findings=(lost,))))
+    assert "pip install 'cotune[ray]'." in out.getvalue()
+
+
+def test_the_command_blocks_a_cluster_that_is_not_there(tiny_base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(tiny_base), "--cluster", "127.0.0.1:9", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"]
+    assert "cluster.address = '127.0.0.1:9'" in {f["subject"]: f["text"] for f in found["findings"]}["cluster"]
+
+
+def test_a_cluster_that_leaves_the_gpus_alone_is_told_so() -> None:
+    used = ClusterConfig(address="local", gpus_per_engine=1, gpus_per_learner=1, colocate=True)
+    assert "GPUs of the run" not in levels(judge_machine(MACHINE, used))
+    assert levels(judge_machine(MACHINE, ClusterConfig(address="local")))["GPUs of the run"] == "warns"
+    assert "GPUs of the run" not in levels(judge_machine(MACHINE, ClusterConfig()))
+
+
+def test_a_learner_is_one_process_on_one_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_learner = 2: allowed is 0 or 1.* Set cluster\.learners"):
+        ClusterConfig(address="auto", gpus_per_learner=2)

@@ -1,0 +1,211 @@
+"""What a run will take of memory, beforehand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import (
+    CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+
+from cotune.algorithms.recipes import LossSpec
+from cotune.cli.main import main
+from cotune.records.policies import LoraSpec, policies_for
+from cotune.trainer.before.doctor.doctor import judge_memory
+from cotune.trainer.before.doctor.forecast import Workload, learner_memory, pass_tokens, sampler_memory
+from cotune.trainer.before.doctor.machine import Gpu
+from cotune.trainer.before.doctor.memory import processes, shortages
+from cotune.trainer.before.doctor.model_size import ModelSize, measure, measure_folder
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.learner.memory.pass_size import bytes_per_token
+from tests.integrations.seeing_models import build_seeing
+from tests.trainer.before.doctor.test_doctor import MACHINE
+
+BILLION = ModelSize(
+    parameters=10**9,
+    adapter=10**7,
+    vocabulary=10**5,
+    layers=20,
+    cache_values=10**4,
+    token_bytes=2e6,
+    pass_bytes=0.0,
+    checkpointed_bytes=1e5,
+)
+LOAD = Workload(row=1000, sequences=64, policies=2)
+
+
+def asked(**changes: Any) -> TrainConfig:
+    return convert({"model": "m", "policies": "lora", **changes})
+
+
+def parts(process: Any) -> dict[str, float]:
+    return {part.name: round(part.bytes / 1e9, 3) for part in process.parts}
+
+
+def test_a_learner_of_two_adapters_in_numbers() -> None:
+    plan = learner_memory(BILLION, asked(), LOAD, device="cpu", free=20e9, total=32e9)
+    # 32 GB / 16 for activations: 2e9 / (1.3 * 2e6) = 769 tokens, fewer than a row: checkpointed passes, of
+    # 2e9 / (1.3 * 1e5 + 2 * 2e6 / 20) = 6060 tokens, so of at most 4096: 4000, each of 1.05 * 1e5 + 2 * 2e6 / 20 bytes.
+    assert parts(plan) == {
+        "python and libraries": 0.6,
+        "weights": 4.08,  # fp32: the base once, and two adapters
+        "gradients and optimizer": 0.2,  # 1e7 * 4 of one policy at a time, and 2 * 1e7 * 8
+        "a pass of 4000 tokens, checkpointed": 1.297,  # and 64 * 1e5 logits of 12 bytes
+        "publishing, in the place of gradients": 0.0,
+    }
+
+
+def test_a_learner_of_all_weights_in_numbers() -> None:
+    size = msgspec.structs.replace(BILLION, adapter=0)
+    config = asked(policies="full", learner={"micro_batch_tokens": 2048})
+    plan = learner_memory(size, config, LOAD, device="cpu", free=20e9, total=32e9)
+    found = parts(plan)
+    assert (found["weights"], found["gradients and optimizer"]) == (8.0, 20.0)
+    assert found["a pass of 2000 tokens"] == 4.277
+    eighth = asked(policies="full", learner={"optimizer": "adamw8bit"})
+    plan = learner_memory(size, eighth, LOAD, device="H100", free=75e9, total=80e9)
+    assert parts(plan)["gradients and optimizer"] == 8.0
+
+
+def test_a_sampler_in_numbers() -> None:
+    found = parts(sampler_memory(BILLION, asked(), LOAD, device="cpu", free=20e9, total=32e9))
+    assert found == {
+        "python and libraries": 0.5,
+        "weights": 4.0,
+        "published versions": 0.2,  # two adapters, and one that arrives, is read and copied
+        "cache of 64 sequences": 2.801,  # 64 * (1000 + 64) * 1e4 * 4, and 64 * 1e5 logits of 12 bytes
+        "earlier prompts, at most": 1.0,
+    }
+    bounded = asked(sampling={"prefix_cache": "300MB"})
+    found = parts(sampler_memory(BILLION, bounded, LOAD, device="cpu", free=20e9, total=32e9))
+    assert found["earlier prompts, at most"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("learner", "expected"),
+    [
+        ({}, (480, False)),  # 2e9 / (1.3 * 2e6) = 769, so at most 512 of 50 * 96, in even passes
+        ({"activation_checkpointing": True}, (2400, True)),
+        ({"micro_batch_tokens": 100}, (100, False)),
+        ({"micro_batch_tokens": 5000}, (4800, False)),  # no more than a mini-batch has
+        ({"micro_batch_tokens": 5000, "memory": "5GB"}, (686, False)),
+        ({"mini_batch": 2}, (192, False)),
+    ],
+)
+def test_passes_are_those_that_the_learner_will_make(learner: dict[str, Any], expected: tuple[int, bool]) -> None:
+    short = msgspec.structs.replace(LOAD, row=96)
+    assert pass_tokens(BILLION, asked(learner={"mini_batch": 50, **learner}), short, 2e9) == expected
+
+
+@pytest.mark.parametrize("layout", ["lora", "full"])
+def test_what_a_token_keeps_is_what_the_learner_measures(base: str, layout: Any) -> None:
+    lora = LoraSpec(rank=4, alpha=8.0)
+    settings = LearnerSettings(device="cpu", shared_prompts=False)
+    model = LocalLearner.open(base, policies_for(layout, ["a"], lora), settings, LossSpec())._policies["a"]
+    size = measure_folder(Path(base), lora if layout == "lora" else None, "float32")
+    trained = sum(p.numel() for p in model.parameters().values())
+    assert trained == (size.adapter or size.parameters)
+    assert size.token_bytes == pytest.approx(bytes_per_token(model, checkpointed=False), rel=0.1)
+    assert size.checkpointed_bytes == pytest.approx(bytes_per_token(model, checkpointed=True), rel=0.25)
+
+
+def test_what_does_not_fit_blocks_and_says_what_to_change(tiny_base: Path) -> None:
+    config = convert({"model": str(tiny_base), "policies": "full", "roles": ["a", "b"]})
+    plan, finding = judge_memory(config, msgspec.structs.replace(MACHINE, gpus=()), 512)
+    assert (finding.level, [process.process for process in plan]) == ("ok", ["learner", "sampler"])
+    small = msgspec.structs.replace(MACHINE, gpus=(), memory_gb=1.0, free_memory_gb=0.75)
+    _, finding = judge_memory(config, small, 512)
+    assert finding.level == "blocks"
+    assert "this machine takes" in finding.text and "GB too much (2 policies, prompts of up to 512" in finding.text
+    assert 'policies = "lora"' in finding.remedy and "ower concurrency" in finding.remedy
+
+
+def test_a_gpu_that_is_too_small(tiny_base: Path) -> None:
+    config = convert({"model": str(tiny_base)})
+    machine = msgspec.structs.replace(MACHINE, gpus=(Gpu(name="small", memory_gb=1.0, free_gb=0.6),))
+    plan, finding = judge_memory(config, machine, 512)
+    assert {process.device for process in plan} == {"small"}
+    assert finding.level == "blocks" and 'learner.dtype = "bfloat16"' in finding.remedy
+
+
+def test_on_a_cluster_engine_and_learner_have_a_gpu_each() -> None:
+    machine = msgspec.structs.replace(MACHINE, gpus=(Gpu(name="small", memory_gb=12.0, free_gb=12.0),))
+    cluster = {"address": "local", "engine": "transformers", "gpus_per_engine": 1, "gpus_per_learner": 1}
+    alone = processes(BILLION, asked(), machine, LOAD)
+    apart = processes(BILLION, asked(cluster=cluster), machine, LOAD)
+    assert [process.device for process in apart] == ["small of a learner", "small of an engine"]
+    assert sum(process.bytes for process in alone) > alone[0].free > max(process.bytes for process in alone)
+    assert [name for name, *_ in shortages(alone)] == ["small"]
+    assert list(shortages(apart)) == []
+
+
+def test_a_model_that_cannot_be_reckoned_says_so(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr("cotune.trainer.before.doctor.memory.measure_folder", broken)
+    plan, finding = judge_memory(convert({"model": str(tiny_base)}), MACHINE, 512)
+    assert plan == () and finding.level == "warns"
+    assert "cannot be reckoned beforehand (RuntimeError: no such operator)" in finding.text
+
+
+def test_the_command_prints_the_table_of_a_run(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = msgspec.to_builtins(convert({"model": str(tiny_base), "roles": ["a", "b"], "concurrency": 4}))
+    (tmp_path / "run.json").write_text(json.dumps({"model": str(tiny_base), "config": config}))
+    assert main(["doctor", "--run", str(tmp_path), "--prompt-tokens", "100"]) == 0
+    printed = capsys.readouterr().out
+    for said in ("memory, beforehand", "gradients and optimizer", "cache of 16 sequences", "published versions"):
+        assert said in printed
+    assert "(2 policies, prompts of up to 100 tokens)" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("kind", ["llava", "idefics3"])
+def test_passes_over_images_take_what_is_said_beforehand(kind: str) -> None:
+    """Of 4 pictures: what the vision tower really holds at its peak."""
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text = LlamaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=1, num_attention_heads=2)
+    pixels = torch.rand(4, 3, 224, 224)
+    given = {"pixel_values": pixels}
+    if kind == "llava":
+        sight = CLIPVisionConfig(**shape, image_size=224, patch_size=14)
+        network = LlavaForConditionalGeneration(LlavaConfig(vision_config=sight, text_config=text, image_token_id=9))
+    else:
+        sizes = {**shape, "model_type": "idefics3_vision", "image_size": 224, "patch_size": 14}
+        config = Idefics3Config(vision_config=sizes, text_config=text, scale_factor=2, image_token_id=9)
+        network = Idefics3ForConditionalGeneration(config)
+        given = {"pixel_values": pixels[None], "pixel_attention_mask": torch.ones(1, 4, 224, 224, dtype=torch.int64)}
+    tracker = MemTracker()  # type: ignore[no-untyped-call]
+    tracker.track_external(network)
+    with torch.no_grad(), tracker:
+        network.eval().base_model.get_image_features(**given)
+    held = {str(kind): size for kind, size in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()}
+    peak = held["Total"] - sum(p.nbytes for p in network.parameters()) + sum(t.nbytes for t in given.values())
+    factor = measure(network.config, LoraSpec(), "float32").image_factor
+    assert 0.7 * factor < peak / pixels.nbytes < 1.05 * factor
+
+
+def test_the_memory_of_a_model_that_sees_counts_its_images(tmp_path: Path) -> None:
+    build_seeing(tmp_path)
+    config = convert({"model": str(tmp_path), "cluster": {"address": "local", "learners": 2}})
+    plan, finding = judge_memory(config, msgspec.structs.replace(MACHINE, gpus=()), 512)
+    assert plan and finding.text.endswith("prompts of up to 512 tokens)")
+    learner = parts(plan[0])
+    assert learner["images as they were processed, at most"] == 0.268
+    # 4 bytes of 4 + (2 * 32 + 3 * 64) / (3 * 8 * 8) for each of 2**23 values
+    assert learner["passes over images, at most"] == 0.179
+    assert "all weights, for a pass" in learner

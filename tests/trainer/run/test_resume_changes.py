@@ -1,0 +1,202 @@
+"""What is typed at `--resume`: safe changes are made and recorded, others refused by name; tasks and base are held."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from cotune.adapters.export import latest_policies
+from cotune.errors import ConfigError, RunError
+from cotune.recording.context import current_episode
+from cotune.records.structs import RewardRecord
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.evaluation.evaluate import evaluate
+from cotune.trainer.train import resume
+from tests.trainer.conftest import Trainer
+from tests.trainer.tiny_app import TASKS, application, ask, converse, letters
+from tests.trainer.tiny_run import ENVIRONMENT
+
+pytestmark = pytest.mark.slow
+
+BOTH = {"first": letters, "second": letters}
+
+
+@pytest.fixture(scope="module")
+def made(module_trainer: Trainer) -> Path:
+    """A run of two steps that has finished; copied by whoever goes on with it."""
+    module_trainer(application(**BOTH), steps=2, tasks_per_step=2, to="made", plan={"k": 2})
+    return module_trainer.folder / "made"
+
+
+def copied(made: Path, trainer: Trainer) -> Path:
+    return Path(shutil.copytree(made, trainer.folder / "run"))
+
+
+def test_a_finished_run_is_given_more_steps_and_what_is_safe_is_recorded(made: Path, trainer: Trainer) -> None:
+    run = copied(made, trainer)
+    changes = {"steps": 4, "tasks_per_step": 3, "learner.micro_batch_tokens": 512, "checkpoint_every": 2}
+    summary = trainer.resume(application(**BOTH), **changes)
+    assert summary.finished and summary.steps == 4
+    assert [line["episodes"] for line in trainer.metrics()] == [2, 2, 3, 3]
+    assert "changed: steps = 4, was 2\n" in trainer.said
+    assert "changed: learner.micro_batch_tokens = 512, was 'auto'\n" in trainer.said
+    described = json.loads((run / "run.json").read_text())
+    assert described["config"]["steps"] == 4 and described["config"]["learner"]["micro_batch_tokens"] == 512
+    assert described["changes"] == [
+        {
+            "step": 2,
+            "changed": {
+                "steps": [2, 4],
+                "tasks_per_step": [2, 3],
+                "checkpoint_every": [1, 2],
+                "learner.micro_batch_tokens": ["auto", 512],
+            },
+        }
+    ]
+    again = trainer.resume(application(**BOTH), steps=5, learner={"micro_batch_tokens": 512})
+    assert again.steps == 5 and [line["episodes"] for line in trainer.metrics()] == [2, 2, 3, 3, 3]
+    assert json.loads((run / "run.json").read_text())["changes"][1] == {"step": 4, "changed": {"steps": [4, 5]}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"learner.lr": 1e-4}, "learner.lr = 0.0001: allowed is 0.003, with which the run was started."),
+        ({"learner": {"lr": 1e-4}}, "learner.lr = 0.0001: allowed is 0.003, with which the run was started."),
+        ({"recipe": "grpo"}, "recipe = 'grpo': allowed is None, with which the run was started."),
+        ({"overrides.kl": 0.1}, "overrides.kl = 0.1: allowed is None, with which the run was started."),
+        ({"plan.k": 4}, "plan.k = 4: allowed is 2, with which the run was started."),
+        ({"seed": 1}, "seed = 1: allowed is 0, with which the run was started."),
+        ({"steps": 1}, "steps = 1: allowed is 2 or more: so many the run has made."),
+        ({"stepz": 9}, "stepz = 9: allowed is a field of the configuration"),
+    ],
+)
+def test_any_other_change_is_refused_by_name(made: Path, trainer: Trainer, changes: dict[str, Any], said: str) -> None:
+    run = copied(made, trainer)
+    before = (run / "run.json").read_text()
+    with pytest.raises(ConfigError) as caught:
+        trainer.resume(application(**BOTH), **changes)
+    assert str(caught.value).startswith(said)
+    assert (run / "run.json").read_text() == before
+
+
+def test_other_tasks_and_another_base_are_refused(made: Path, trainer: Trainer, tiny_base: Path) -> None:
+    run = copied(made, trainer)
+    with pytest.raises(RunError, match=r"other than the run was started with: 3 then, 2 now\."):
+        trainer.resume(application(**BOTH), TASKS[:2], steps=3)
+    with pytest.raises(RunError, match=r"3 then, 3 now\."):
+        trainer.resume(application(**BOTH), [*TASKS[:2], {"id": "c", "letter": "d"}], steps=3)
+    moved = Path(shutil.copytree(tiny_base, trainer.folder / "base"))
+    assert trainer.resume(application(**BOTH), model=str(moved), steps=3).steps == 3
+    tensors = load_file(moved / "model.safetensors")
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name] + 1}, moved / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError, match=r"base model is not the one .* its weights changed"):
+        trainer.resume(application(**BOTH))
+    assert "all 3 steps of the run are made: --steps says up to which it goes on" in trainer.said
+    assert json.loads((run / "run.json").read_text())["config"]["model"] == str(moved)
+
+
+APP = """
+import functools
+from transformers import AutoModelForCausalLM, AutoTokenizer  # before two threads of one process ask for them
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from tests.trainer.tiny_app import application, letters
+TransformersSampler.open = functools.partial(TransformersSampler.open, host="thread", device="cpu")
+solve = application(first=letters, second=letters)
+"""
+
+
+def test_the_command_takes_changes_and_a_moved_run_finds_its_files(trainer: Trainer, tiny_base: Path) -> None:
+    """All of a project moves: application, tasks, base and run; it goes on from another folder."""
+    project = trainer.folder / "project"
+    shutil.copytree(tiny_base, project / "base")
+    (project / "moving_app.py").write_text(APP)
+    (project / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    app, tasks = f"{project}/moving_app.py:solve", project / "tasks.jsonl"
+    trainer(app, tasks, to="project/run", model=str(project / "base"), steps=1, plan={"k": 2})
+    moved = project.rename(trainer.folder / "elsewhere")
+    assert [policy.model for policy in latest_policies(moved / "run")] == [str(moved / "base")] * 2
+    command = [sys.executable, "-m", "cotune", "train", "--resume", "elsewhere/run", "--steps", "2"]
+    more = subprocess.run(
+        [*command, "--set", "concurrency=2"],
+        cwd=moved.parent,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert more.returncode == 0, more.stderr
+    assert "finished after 2 steps" in more.stdout
+    assert "changed: concurrency = 2, was 64" in more.stdout
+    (moved / "base").rename(moved / "old")
+    for go in (lambda: resume(moved / "run"), lambda: evaluate(moved / "run", application(**BOTH), TASKS)):
+        with pytest.raises(ConfigError, match=r"no such folder\. .*--model says where it is now"):
+            go()
+
+
+def test_an_episode_whose_records_were_lost_is_run_again_and_never_counts_as_whole(trainer: Trainer) -> None:
+    """A write that failed took calls of one episode and a prompt of another; both ended well before."""
+    ran = []
+
+    async def run(task: dict[str, str]) -> dict[str, float]:
+        ran.append(task["id"])
+        if len(ran) == 3 + 3 + 1:
+            raise KeyboardInterrupt
+        return await converse(task)
+
+    settings = {"steps": 2, "concurrency": 1, "plan": {"k": 2}, "checkpoint_every": 9}
+    with pytest.raises(BaseException):  # noqa: B017
+        trainer(application(run, **BOTH), **settings)
+    store = SqliteStore.open(trainer.folder / "run")
+    episodes = list(store.episodes(phase="train"))
+    assert [(e.task.id, e.status, e.calls) for e in episodes if e.status == "ok"] == [(t["id"], "ok", 2) for t in TASKS]
+    whole, without_call, without_prompt = (e.id for e in episodes[:3])
+    prompt = store.calls(without_prompt)[1].prompt
+    store._writer._db.execute("DELETE FROM calls WHERE episode = ? AND step = 1", (without_call,))
+    store._writer._db.execute("DELETE FROM segments WHERE id = ?", (prompt,))
+    store.close()
+    ran.clear()
+    summary = trainer.resume(application(converse, **BOTH))
+    assert summary.finished
+    assert "2 episodes of step 1 lack records or rewards: they are run again\n" in trainer.said
+    line = trainer.metrics()[0]
+    assert (line["episodes"], line["calls"], line["candidates"]) == (3, 6, 12)
+    with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
+        status = {e.id: e.status for e in store.episodes(phase="train", training_step=0)}
+        assert [status[i] for i in (whole, without_call, without_prompt)] == ["ok", "cancelled", "cancelled"]
+        assert sorted(status.values()) == ["cancelled"] * (len(status) - 3) + ["ok"] * 3
+
+
+@pytest.mark.parametrize("plan", [{"kind": "tree", "k": 4}, {"kind": "independent", "k": 4}])
+def test_a_late_reward_counts_until_its_group_is_trained_and_is_refused_after(trainer: Trainer, plan: Any) -> None:
+    """In step 2 the workflow writes rewards for the candidates and episodes of step 1."""
+    past: list[tuple[str, str]] = []
+
+    async def run(task: dict[str, str]) -> float:
+        live = current_episode.get()
+        if live.phase == "train" and live.training_step == 1:
+            live.sink.write([RewardRecord(target, name, -9.0) for target, name in past])
+        said = await ask("first", f"say {task['letter']}")
+        if live.phase == "train":
+            past.append((live.id, "team"))
+        return said.count("a") / 4 + len(past) % 5  # different ones for each task
+
+    scorers = {"first": letters} if plan["kind"] == "tree" else {}
+    trainer(application(run, **scorers), steps=2, plan=plan, concurrency=1)
+    lines = trainer.metrics()
+    assert lines[0]["rows"] > 0
+    with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
+        first = [e.id for e in store.episodes(phase="train", training_step=0)]
+        values = [store.rewards([i])[i]["team"] for i in first]
+    kept = sum(value != -9.0 for value in values)
+    assert kept == len(first)
+    assert lines[1]["counters"]["late_rewards_refused"] >= len(first)
+    assert f"late_rewards_refused {lines[1]['counters']['late_rewards_refused']}" in trainer.said

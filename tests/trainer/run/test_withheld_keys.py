@@ -1,0 +1,84 @@
+"""Keys in the configuration of a cluster are nowhere in a run folder, nor at a tracker; resume asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from cotune.errors import ConfigError
+from cotune.storage.run_layout import read_run_json
+from cotune.trainer import train
+from cotune.trainer.config.train import convert
+from cotune.trainer.config.withheld import WITHHELD, with_values, written
+from cotune.trainer.reporting import loggers
+from cotune.trainer.run.run_folder import RunFolder
+from tests.trainer.tiny_app import application, letters
+
+KEYS = {"FIRST_KEY": "sk-first-secret", "OTHER_KEY": "sk-other-secret"}
+CLUSTER = {
+    "address": "local",
+    "env": {"FIRST_KEY": KEYS["FIRST_KEY"]},
+    "runtime_env": {"env_vars": {"OTHER_KEY": KEYS["OTHER_KEY"]}, "pip": ["x"]},
+}
+CONFIG = {"model": "m", "cluster": CLUSTER, "loggers": ["trackio"]}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = RunFolder.create(tmp_path / "run", convert(CONFIG), workflow=None, tasks=None)
+    folder.close()
+    return folder.path
+
+
+def test_a_run_folder_holds_the_names_and_no_values(run: Path) -> None:
+    assert all(b"secret" not in file.read_bytes() for file in run.rglob("*") if file.is_file())
+    cluster = read_run_json(run)["config"]["cluster"]
+    assert cluster["env"] == {"FIRST_KEY": WITHHELD}
+    assert cluster["runtime_env"] == {"env_vars": {"OTHER_KEY": WITHHELD}, "pip": ["x"]}
+
+
+def test_a_tracker_is_not_told_them(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(loggers, "Tracker", lambda *args, **more: SimpleNamespace(settings=told.update, id="1"))
+    loggers._opened("trackio", convert(CONFIG), run, 0)
+    assert told["cluster.env.FIRST_KEY"] == WITHHELD and "secret" not in str(told)
+
+
+def test_resume_asks_for_what_is_missing_before_work_starts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIRST_KEY", "sk-1")
+    with pytest.raises(ConfigError, match=r"\(OTHER_KEY\).*export OTHER_KEY=") as raised:
+        train.resume(run, workflow=application(first=letters), tasks=[{"id": "t"}])
+    assert "sk-1" not in str(raised.value)
+
+
+def test_resume_takes_them_from_the_environment_or_from_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = convert(CONFIG)
+    monkeypatch.setenv("FIRST_KEY", "sk-1")
+    monkeypatch.setenv("OTHER_KEY", "sk-2")
+    filled = convert(with_values(written(config), {"cluster": {"env": {"FIRST_KEY": "sk-given"}}}))
+    assert filled.cluster.env == {"FIRST_KEY": "sk-given"}
+    assert filled.cluster.runtime_env["env_vars"] == {"OTHER_KEY": "sk-2"}
+    before = msgspec.structs.replace(config, cluster=convert({"model": "m"}).cluster)
+    assert convert(with_values(written(before), {})) == before
+
+
+def test_a_key_that_is_changed_is_recorded_by_its_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, "check_tools", lambda tools: None)
+    monkeypatch.setattr(train, "run_sync", lambda work: work.close())
+    monkeypatch.setattr(train, "locate_base", lambda model: None)
+    notes: list[str] = []
+
+    async def nothing(folder: RunFolder, *args: Any) -> None: ...
+
+    monkeypatch.setattr(train, "_train", lambda *args: notes.extend(args[-1]) or nothing(args[0]))
+    changes = {"cluster.env.NEW_KEY": "sk-new-secret", "steps": 7}
+    train.resume(run, workflow=application(first=letters), tasks=[{"id": "t"}], changes=changes)
+    assert "changed: cluster.env.NEW_KEY" in notes and "secret" not in str(notes)
+    assert b"secret" not in (run / "run.json").read_bytes()
+    assert read_run_json(run)["config"]["cluster"]["env"]["NEW_KEY"] == WITHHELD

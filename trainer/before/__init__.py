@@ -1,0 +1,1 @@
+"""Looks at a run before work starts: check, doctor, preflight."""

@@ -1,0 +1,261 @@
+"""The runs of a dry run: each task until a run ends well, then twice at once, then while parts of it are idle."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cotune.episodes.episode import EpisodeOptions, Outcome, run_episode
+from cotune.episodes.workflows import Workflow
+from cotune.recording.app_parts import Part, Parts
+from cotune.recording.recorder import LiveCall
+from cotune.records.answers import Answer
+from cotune.records.structs import CallRecord, Task
+from cotune.storage.protocol import Store
+from cotune.trainer.before.check.causes import Cause, Made, cause_of, cause_of_error, interrupted
+from cotune.trainer.before.check.watch import Watch
+from cotune.trainer.before.stub.fitting import AS_IT_FITS, Manner, lessons
+from cotune.trainer.before.stub.stub import StubResponder
+
+RUNS = 14
+"""Most runs of a task, those at once included."""
+_IDLE = 4
+"""Most of them that look for what has not run."""
+_SECONDS = 20.0
+"""After which no further run begins."""
+_MEETING = 1.0
+"""Seconds for which one run waits for the other."""
+_OTHERWISE = (
+    Manner("without tool calls", call_tools=False),
+    Manner("in the form that the prompts show", form=True),
+    Manner("with 0", text="0", number=0),
+    Manner("with yes", text="yes", flag=True),
+    Manner("with no", text="no", flag=False),
+    Manner("with 100", text="100", number=100, flag=True),
+)
+"""How answers are made up after others have failed."""
+
+
+@dataclass
+class Run:
+    """One run of a task: how its answers were made up, how it ended, and what it showed."""
+
+    manner: Manner
+    variant: int
+    outcome: Outcome
+    calls: Sequence[CallRecord]
+    cause: Cause
+    """Why it failed, where it did."""
+    logged: Sequence[BaseException]
+    stub: StubResponder
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome.error is None
+
+
+@dataclass
+class TaskRuns:
+    """The runs of one task. `twice` are those that ran at once; `alone` says that only one at a time ends well."""
+
+    task: Task
+    runs: list[Run] = field(default_factory=list)
+    twice: list[Run] = field(default_factory=list)
+    alone: bool = False
+
+    @property
+    def all(self) -> list[Run]:
+        return [*self.runs, *self.twice]
+
+    @property
+    def shown(self) -> Run:
+        """The first run that ended well."""
+        clean = (run for run in self.runs if run.ended and not run.logged)
+        return next(clean, next((run for run in self.runs if run.ended), self.runs[0]))
+
+    @property
+    def calls(self) -> list[CallRecord]:
+        """The calls of the run that is shown, and those of other runs by roles that it has not."""
+        calls = list(self.shown.calls)
+        for run in self.runs:
+            roles = {call.role for call in calls}
+            calls += [call for call in run.calls if call.role not in roles]
+        return calls
+
+    @property
+    def undecided(self) -> bool:
+        """Whether every run failed, and each by a made-up answer, so far as one can tell."""
+        return all(not run.ended and run.cause.by_answer for run in self.runs)
+
+
+@dataclass
+class _Meeting:
+    """Of two runs at once: how many have called, and whether nobody waits for the other any more."""
+
+    here: int = 0
+    held: bool = False
+
+
+class _Waiting:
+    """Answers as a stub does, the first call once the other run has called too, or ended: so that they overlap."""
+
+    def __init__(self, stub: StubResponder, meeting: _Meeting) -> None:
+        self._stub = stub
+        self._meeting: _Meeting | None = meeting
+
+    async def respond(self, call: LiveCall) -> Answer:
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            meeting.here += 1
+            meeting.held = meeting.held or meeting.here == 2
+            until = time.perf_counter() + _MEETING
+            while not meeting.held and time.perf_counter() < until:  # perhaps in another event loop
+                await asyncio.sleep(0.002)
+        return await self._stub.respond(call)
+
+
+@dataclass
+class Runner:
+    """Runs `workflow` on tasks; `stub(variant, manner)` answers a run. None takes longer than `timeout` seconds."""
+
+    workflow: Workflow
+    store: Store
+    stub: Callable[[int, Manner], StubResponder]
+    timeout: float
+    watch: Watch
+    manner: Manner = AS_IT_FITS
+    at_once: bool = True
+    say: Callable[[str], None] = lambda text: None
+    parts: Parts = field(default_factory=Parts)
+
+    async def run(self, tasks: Sequence[Task]) -> list[TaskRuns]:
+        return [await self._task(task) for task in tasks]
+
+    def idle(self, calls: Sequence[CallRecord]) -> list[tuple[Part, bool]]:
+        """The parts of the application that never called, each with whether it ran all the same."""
+        called = [f"{call.role}/" for call in calls]
+        idle = [part for part in self.parts.known if not any(role.startswith(f"{part.role}/") for role in called)]
+        return [(part, self.parts.ran(part)) for part in idle]
+
+    async def _task(self, task: Task) -> TaskRuns:
+        found, ends = TaskRuns(task), time.perf_counter() + _SECONDS
+        await self._until_it_ends(found, ends)
+        good = found.shown
+        if good.ended and self.at_once and time.perf_counter() < ends:
+            await self._twice(found, good)
+        for shift in range(1, _IDLE):
+            if not (good.ended and time.perf_counter() < ends and self._more(found, shift)):
+                break
+            found.runs.append(await self._once(task, good.variant + shift, good.manner, good))
+        for manner in _OTHERWISE if good.ended else ():
+            if self._idle() and manner.call_tools and time.perf_counter() < ends:
+                other = msgspec.structs.replace(manner, call_tools=good.manner.call_tools)
+                found.runs.append(await self._once(task, good.variant, other, good))
+        return found
+
+    def _idle(self) -> bool:
+        """Whether a part of the application has not run."""
+        return not all(self.parts.ran(part) for part in self.parts.known if part.kind not in ("member", "agent"))
+
+    async def _until_it_ends(self, found: TaskRuns, ends: float) -> None:
+        """Run the task until a run ends well, each time with other answers, while answers are to blame."""
+        tools = self.manner.call_tools
+        manner, others = self.manner, [self.manner, *(one for one in _OTHERWISE if tools or one.call_tools)]
+        variant, learned = 0, 0
+        while True:
+            run = await self._once(found.task, variant, manner)
+            found.runs.append(run)
+            fine = run.ended and not run.logged and not _unscored(run)
+            unread = not run.ended and _returned_nothing(run)
+            if fine or not (run.cause.by_answer or unread) or time.perf_counter() > ends:
+                return
+            news = {k: v for k, v in run.cause.instead.items() if manner.instead.get(k) != v}
+            if news and learned < 4:
+                learned += 1
+                manner = msgspec.structs.replace(manner, about=_LEARNED, instead={**manner.instead, **news})
+            elif others and len(found.runs) < RUNS - 2:
+                variant, manner = variant + 1, others.pop(0)
+                if not (manner.call_tools or run.stub.offered):
+                    manner = others.pop(0)
+            else:
+                return
+
+    async def _twice(self, found: TaskRuns, good: Run) -> None:
+        """Run the task twice at once, answered as in the run that ended well. What fails is tried again alone."""
+        for _ in range(2):
+            meeting = _Meeting()
+            both = (self._once(found.task, good.variant, good.manner, good, meeting) for _ in range(2))
+            found.twice = list(await asyncio.gather(*both))
+            if all(run.ended for run in found.twice):
+                break
+            alone = await self._once(found.task, good.variant, good.manner, good)
+            if not alone.ended:  # it fails by chance
+                break
+        else:
+            found.alone = True
+
+    def _more(self, found: TaskRuns, shift: int) -> bool:
+        """Whether another run may show what none has: a part that has not run, a tool that was not called, or a role
+        that is as new as those of the last run."""
+        *before, last = [{call.role for call in run.calls} for run in found.runs if run.ended]
+        new = bool(before) and not last <= set().union(*before)
+        stubs = [run.stub for run in found.runs]
+        offered = {tool for stub in stubs for tool in stub.offered} - {tool for stub in stubs for tool in stub.called}
+        idle = not all(self.parts.ran(part) for part in self.parts.known)
+        branched = any(stub.branched for stub in stubs)
+        branched = branched or any(len(words) > 1 for words in found.shown.manner.instead.values())
+        ways = any(stub.ways for stub in stubs)
+        uncalled = bool(offered) and self.manner.call_tools and ways
+        return (branched and shift == 1) or uncalled or new or (idle and (branched or ways))
+
+    async def _once(
+        self, task: Task, variant: int, manner: Manner, after: Run | None = None, meeting: _Meeting | None = None
+    ) -> Run:
+        """One run; `after` another, it may take three times as long."""
+        timeout = self.timeout
+        if after is not None:
+            timeout = min(timeout, max(_SECONDS, 3 * after.outcome.episode.latency))
+        self.say(f"running {self.workflow.name} on task {task.id} with made-up answers {manner.about}".strip() + " ...")
+        stub = self.stub(variant, manner)
+        responder = stub if meeting is None else _Waiting(stub, meeting)
+        options = EpisodeOptions(phase="check", timeout=timeout, offline=True, parts=self.parts)
+        outcome = await run_episode(self.workflow, task, sink=self.store, responder=responder, options=options)
+        if meeting is not None:
+            meeting.held = True
+        raised = outcome.error.__cause__ if outcome.error is not None else None
+        if raised is not None and interrupted(raised):
+            self.watch.asked.setdefault(outcome.episode.id, "the graph stopped at an interrupt()")
+        # A framework wraps what was raised into its own error, traceback and all; the cause says it better.
+        outcome = dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error)
+        self.store.flush()
+        calls = list(self.store.calls(outcome.episode.id))
+        logged = self.watch.logged.get(outcome.episode.id, [])
+        cause = cause_of(outcome, calls, raised, asked=outcome.episode.id in self.watch.asked)
+        run = Run(manner, variant, outcome, calls, cause, logged, stub)
+        if run.ended and (logged or _unscored(run)):
+            made = Made.of(calls)
+            causes = [cause_of_error(error, made) for error in logged]
+            causes += [Cause(True, lessons(call.error, made.texts)) for call in _unscored(run) if call.error]
+            run.cause = Cause(
+                any(one.by_answer for one in causes), {k: v for one in causes for k, v in one.instead.items()}
+            )
+        return run
+
+
+_LEARNED = "that the last error asks for"
+
+
+def _unscored(run: Run) -> list[CallRecord]:
+    """Calls whose scorer failed."""
+    return [call for call in run.calls if call.status == "ok" and call.error]
+
+
+def _returned_nothing(run: Run) -> bool:
+    """Whether the workflow ended without a reward: it may have none where it cannot read an answer."""
+    error = run.outcome.error
+    return error is not None and error.__cause__ is None and "which is not a reward" in error.cause

@@ -1,0 +1,129 @@
+"""What an application does in a dry run beside its calls: connections it opens, questions to a person, and exceptions
+that a framework logs instead of raising them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from cotune.recording.context import current_episode
+from cotune.runtime.user_code import is_library_file, place
+
+_LOOKED_UP, _CONNECTED, _ASKED = _EVENTS = ("socket.getaddrinfo", "socket.connect", "builtins.input")
+_watching: list[Watch] = []
+
+
+@dataclass
+class Watch:
+    """What was seen."""
+
+    connections: Counter[str] = field(default_factory=Counter)
+    """By `host:port`, any but that of cotune's own gateway: a stub answers the models. A host is told by the name that
+    was looked up, whether or not it was found."""
+    asked: dict[str, str] = field(default_factory=dict)
+    """By episode id: how and where a person was asked."""
+    logged: dict[str, list[BaseException]] = field(default_factory=dict)
+    """By episode id: what a framework has logged."""
+
+
+@contextmanager
+def watched() -> Iterator[Watch]:
+    """Watch what episodes do in here. Nobody is at the keyboard: standard input is empty."""
+    _hook()
+    watch = Watch()
+    _watching.append(watch)
+    handler = _Raised(watch)
+    logging.getLogger().addHandler(handler)
+    try:
+        with _empty_input():
+            yield watch
+    finally:
+        logging.getLogger().removeHandler(handler)
+        _watching.remove(watch)
+
+
+@contextmanager
+def _empty_input() -> Iterator[None]:
+    """Standard input without a line, for this process and its children: whoever asks goes on at once."""
+    before = sys.stdin
+    try:
+        kept = os.dup(0)
+    except OSError:  # closed already
+        kept = None
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = before
+            if kept is None:
+                os.close(0)
+            else:
+                os.dup2(kept, 0)
+                os.close(kept)
+
+
+class _Raised(logging.Handler):
+    """Keeps the exceptions that are logged in an episode."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__(logging.WARNING)
+        self._watch = watch
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error, episode = record.exc_info[1] if record.exc_info else None, current_episode.get()
+        if error is None or episode is None or record.name.startswith("cotune"):
+            return
+        kept = self._watch.logged.setdefault(episode.id, [])
+        if not isinstance(error, asyncio.CancelledError) and error not in kept:
+            kept.append(error)
+
+
+@functools.cache
+def _hook() -> None:
+    """Python keeps an audit hook for good; it costs one look at a list."""
+    sys.addaudithook(_audit)
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _watching or event not in _EVENTS or (episode := current_episode.get()) is None:
+        return
+    if event == _ASKED:
+        where = place(sys._getframe(1)).partition(": ")[0]
+        where = "" if is_library_file(where) else f" at {where}"
+        _watching[-1].asked.setdefault(episode.id, f"input({arguments[0]!r}){where}")
+        return
+    address = arguments[:2] if event == _LOOKED_UP else arguments[1]
+    if not isinstance(address, tuple) or len(address) < 2:
+        return
+    host, port = (part.decode() if isinstance(part, bytes) else str(part) for part in address[:2])
+    own = urlsplit(episode.gateway or "")
+    if port in ("0", "None") or (host, port) == (own.hostname, str(own.port)):
+        return
+    found = _watching[-1].connections
+    if event == _LOOKED_UP:
+        counted = not _is_ip(host)
+    else:  # an address that was looked up was counted by its name
+        counted = all(_is_ip(known) or at != port for known, _, at in (name.rpartition(":") for name in found))
+    if counted:
+        found[f"{host}:{port}"] += 1
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

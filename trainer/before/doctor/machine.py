@@ -1,0 +1,125 @@
+"""What a machine has: cores, memory, GPUs, shared memory, open files, versions, and a Ray cluster that is up."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.integrations.cluster.runtime import open_ray
+from cotune.integrations.versions import installed
+from cotune.runtime.memory import machine_memory
+
+PACKAGES = ("torch", "transformers", "peft", "ray", "vllm", "openai", "langgraph", "autogen-agentchat", "crewai")
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU that torch can use."""
+
+    name: str
+    memory_gb: float
+    free_gb: float
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine of a Ray cluster, and what of it is free."""
+
+    address: str
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """This machine. Sizes are in GB (2**30 bytes); `shared_gb` is free space of /dev/shm, 0 where there is none."""
+
+    python: str
+    system: str
+    cores: int
+    memory_gb: float
+    free_memory_gb: float
+    shared_gb: float
+    disk_gb: float
+    """Free, where a run would be written."""
+    temporary_gb: float
+    open_files: int
+    gpus: tuple[Gpu, ...]
+    versions: Mapping[str, str]
+    loopback: str = ""
+    """Why no port could be opened on 127.0.0.1; empty where one could."""
+
+
+def look(runs: Path) -> Machine:
+    """Look at this machine; `runs` is where a run would be written."""
+    free, total = (size / 2**30 for size in machine_memory())
+    return Machine(
+        python=platform.python_version(),
+        system=platform.platform(terse=True),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_gb=total,
+        free_memory_gb=free,
+        shared_gb=_free(Path("/dev/shm")),
+        disk_gb=_free(runs),
+        temporary_gb=_free(Path(tempfile.gettempdir())),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        gpus=_gpus(),
+        versions=installed(("cotune", *PACKAGES)),
+        loopback=_loopback(),
+    )
+
+
+def nodes_of(address: str) -> list[Node]:
+    """The machines of the Ray cluster at `address`. Raises ConfigError when it cannot be joined."""
+    with open_ray(address):
+        ray: Any = importlib.import_module("ray")
+        free = ray._private.state.available_resources_per_node()
+        return [
+            Node(
+                address=node["NodeManagerAddress"],
+                cpus=node["Resources"].get("CPU", 0.0),
+                gpus=node["Resources"].get("GPU", 0.0),
+                free_cpus=free.get(node["NodeID"], {}).get("CPU", 0.0),
+                free_gpus=free.get(node["NodeID"], {}).get("GPU", 0.0),
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+
+def _free(path: Path) -> float:
+    """Free space in GB of the file system that `path` is on, or will be."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free / 2**30 if path.exists() else 0.0
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    try:
+        import torch
+    except ImportError:
+        return ()
+    if not torch.cuda.is_available():
+        return ()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Gpu(name=torch.cuda.get_device_name(index), memory_gb=total / 2**30, free_gb=free / 2**30))
+    return tuple(found)
+
+
+def _loopback() -> str:
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            return ""
+    except OSError as error:
+        return str(error)

@@ -1,0 +1,190 @@
+"""Held-out tasks within a run: how often single samples of the newest policies succeed on them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from cotune.algorithms.goal import goal_of
+from cotune.episodes.rollout import EpisodeBatch
+from cotune.reading.evaluations import in_training, step_file
+from cotune.records.structs import PolicyRef
+from cotune.storage.run_layout import read_metrics
+from cotune.tables import plural
+from cotune.trainer.evaluation.report import EvaluationReport, compare
+from cotune.trainer.evaluation.run import Evaluation, share_floor, summarise
+from cotune.trainer.evaluation.sink import EvaluationSink
+from cotune.trainer.reporting.progress import Progress, held_out_text
+from cotune.trainer.reporting.step_report import StepReport
+from cotune.trainer.rollout.episodes import run_episodes
+from cotune.trainer.run.run import Run
+from cotune.trainer.run.run_folder import write_atomically
+
+AGAINST_UNTRAINED = "against_untrained"
+"""`against_untrained/ROLE` among held-out figures: what the role wins where its opponents are untrained."""
+
+
+async def evaluate_held_out(run: Run, report: StepReport, progress: Progress) -> dict[str, float]:
+    """Run the held-out tasks once each after this step, where that is due: one sample per call, nothing is selected.
+
+    Returns `success`, `reward` (what the recipe trains on) and `outcome` (the plain sum, where it is another) with the
+    ends of their 95% intervals and their numbers of tasks, as far as they are known; `reward/ROLE` for each trained
+    role; `ROLE/NAME` for each reward of a role's scorer; `episodes` and `failed`. A failed episode is no success, and
+    counts in rewards as `on_failure` says. Where one role wins what another loses, each plays once more against the
+    untrained model in the other roles: `against_untrained/ROLE`. Nothing where it is not due or the run is stopped.
+    """
+    config = run.config
+    step = run.state.steps + 1
+    if not run.held_out or (step % config.evaluation.every and step != config.steps):
+        return {}
+    with report.phase("evaluate"):
+        found = await _played(run, progress, run.served(), "trained")
+    if found is None:
+        return {}
+    evaluated = _share_lowest(run, step, found, progress)
+    _store(run, step, evaluated)
+    figures = _figures(*evaluated)
+    if found.opposed:
+        progress.say_once(
+            f"{', '.join(found.opposed)} play against each other: their held-out rewards always add up to the same, so "
+            "each is judged by what it wins against the untrained model"
+        )
+        with report.phase("evaluate"):
+            figures |= await _against_untrained(run, progress, found.opposed)
+    return figures
+
+
+async def evaluate_base(run: Run, report: StepReport, progress: Progress) -> None:
+    """Run the held-out tasks before the first step, unless that was done: with the untrained model, or with what `init`
+    began from. What comes later is compared with it."""
+    if not run.held_out or _base(run) is not None:
+        return
+    begun = bool(run.config.init) and not run.state.steps
+    served = run.served()
+    policies = served if begun else {role: PolicyRef(ref.name) for role, ref in served.items()}
+    with report.phase("evaluate"):
+        found = await _played(run, progress, policies, "start" if begun else "base", training_step=-1)
+    if found is not None:
+        _store(run, 0, [found])
+        figures = _figures(found)
+        progress.say(f"before training, held-out, single samples: {held_out_text(figures) or 'no figure'}")
+        if progress.loggers is not None:
+            progress.loggers.base(figures)
+    progress.activity.begin(run.state.steps)
+
+
+def _base(run: Run) -> Evaluation | None:
+    """What was evaluated before the first step, on the held-out tasks of now."""
+    return next(iter(_stored(run, 0)), None)
+
+
+def _share_lowest(run: Run, step: int, found: Evaluation, progress: Progress) -> list[Evaluation]:
+    """The evaluation before the first step, where there is one, and `found`, that after this step, with the lowest
+    reward of all evaluations of the run for failed episodes: no policy gains by a crash where another did badly.
+
+    Where that is new, what is written of the earlier evaluations is computed again, so that they compare.
+    """
+    lines = {line["step"] + 1: line["held_out"] for line in read_metrics(run.folder.path) if line["held_out"]}
+    earlier = {done: of[-1] for done in (0, *lines) if done < step and (of := _stored(run, done))}
+    *shared, found = share_floor([*earlier.values(), found])
+    now = dict(zip(earlier, shared, strict=True))
+    base = [now[0]] if 0 in now else []
+    changed = {done: _figures(*base, one) for done, one in now.items() if done in lines}
+    changed = {done: figures for done, figures in changed.items() if figures.items() - lines[done].items()}
+    if changed:
+        progress.say(
+            f"a failed episode now counts {found.floor:.4g} in held-out figures, the lowest reward so far: those of "
+            f"{plural(len(changed), 'earlier evaluation')} are computed again"
+        )
+        run.folder.revise_held_out(changed)
+    again = {done: one for done, one in now.items() if one != earlier[done]}
+    created = {one.steps: one.created for one in in_training(run.folder.path)} if again else {}
+    for done, one in again.items():
+        _store(run, done, [*base, one] if done else [one], created.get(done))
+    return [*base, found]
+
+
+def _stored(run: Run, steps: int) -> list[Evaluation]:
+    """The evaluations of a file of this run, if they are of the held-out tasks of now."""
+    try:
+        plain = json.loads(step_file(run.folder.path, steps).read_bytes())
+        found = msgspec.convert(plain, EvaluationReport, strict=False).evaluations
+    except (OSError, ValueError):
+        return []
+    tasks = {task.id for task in run.held_out}
+    return [one for one in found.values() if one.endings.keys() == tasks]
+
+
+def _store(run: Run, steps: int, evaluations: Sequence[Evaluation], created: float | None = None) -> None:
+    """Write an evaluation after so many steps, the last of `evaluations`, and how it compares with the one before. It
+    was `created` now, or then."""
+    compared = [compare(after, before) for before, after in itertools.pairwise(evaluations)]
+    report = EvaluationReport(evaluations={one.label: one for one in evaluations}, comparisons=tuple(compared))
+    file = step_file(run.folder.path, steps)
+    file.parent.mkdir(exist_ok=True)
+    about = {"created": created or time.time(), "steps": steps}
+    write_atomically(file, json.dumps({**about, **report.to_json()}).encode())
+
+
+def _figures(*evaluations: Evaluation) -> dict[str, float]:
+    """The figures of an evaluation for metrics.jsonl, the last of these; one before it is the base."""
+    *base, found = evaluations
+    figures = {"episodes": float(found.episodes), "failed": float(sum(found.failed.values()))}
+    for name, interval in (("success", found.success), ("reward", found.reward), ("outcome", found.outcome)):
+        if interval is not None:
+            figures |= {name: interval.mean, f"{name}_n": float(interval.n)}
+            if interval.low is not None and interval.high is not None:
+                figures |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
+    for role, own in found.roles.items():
+        figures |= {f"{role}/{name}": value for name, value in own.rewards.items()}
+        if own.reward is not None:
+            figures[f"reward/{role}"] = own.reward
+    for one in base:
+        figures |= {f"base_{name}": x for name, x in _figures(one).items() if name in ("success", "reward")}
+    return figures
+
+
+async def _against_untrained(run: Run, progress: Progress, roles: Sequence[str]) -> dict[str, float]:
+    """What each of these roles wins where the untrained model plays the others; nothing when the run is stopped."""
+    present, figures = run.served(), {}
+    for role in roles:
+        policies = {
+            name: PolicyRef(ref.name) if name in roles and name != role else ref for name, ref in present.items()
+        }
+        found = await _played(run, progress, policies, role, "eval-against-untrained")
+        if found is None:
+            return {}
+        reward = found.roles[role].reward if role in found.roles else None
+        if reward is not None:
+            figures[f"{AGAINST_UNTRAINED}/{role}"] = reward
+    return figures
+
+
+async def _played(
+    run: Run,
+    progress: Progress,
+    policies: Mapping[str, PolicyRef],
+    label: str,
+    phase: str = "eval",
+    training_step: int | None = None,
+) -> Evaluation | None:
+    """The held-out tasks with these policies; None when the run is stopped. Its episodes are those of the step in hand,
+    or of `training_step`."""
+    seen = EvaluationSink(run.store)
+    progress.evaluation(len(run.held_out))
+    batch = EpisodeBatch(
+        tasks=run.held_out,
+        sink=seen,
+        phase=phase,
+        training_step=run.state.steps if training_step is None else training_step,
+        on_episode=progress.evaluated,
+    )
+    work = run_episodes(run, batch, plan=None, stream="eval", policies=policies)
+    if await run.interruptible(work) is None:
+        return None
+    goal = goal_of(run.recipe, run.config.on_failure, run.evaluated_roles())
+    return summarise(label, seen, 0.0, {}, goal)

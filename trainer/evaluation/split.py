@@ -1,0 +1,149 @@
+"""Tasks that a run holds out of training by itself, so that it can say what its policies reach."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.json_values import plain
+from cotune.records.structs import Task
+from cotune.records.tasks import load_tasks
+from cotune.tables import plural
+from cotune.trainer.config.train import NO_TASKS, EvaluationConfig, TrainConfig
+from cotune.trainer.run.run_folder import write_atomically
+
+SHARE = 10
+"""One task of so many is held out."""
+LEAST = 5
+"""Held-out tasks that a run needs: with fewer, and so below 50 tasks, it trains on all and says so."""
+MOST = 64
+"""Held-out tasks at most: their share of success is known to 12 points either way, and they cost little."""
+FILE = "held_out.jsonl"
+"""File of a run folder with the tasks that it holds out by itself."""
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """The tasks that a run trains on, and those that it tries its policies on. `own` are the ids of these where the run
+    has chosen them by itself. `note` says what was done."""
+
+    tasks: Sequence[Task]
+    held_out: Sequence[Task] = ()
+    own: Sequence[str] = ()
+    note: str = ""
+
+
+def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
+    """The split of a new run: held out are the tasks of a file, or a tenth of `tasks`, or none.
+
+    The same tasks and seed give the same split. Raises ConfigError for a file that is no tasks file, and where settings
+    need held-out tasks.
+    """
+    if config.from_records or config.evaluation.tasks:
+        return Split(tasks=tasks, held_out=_of_file(config.evaluation, tasks))
+    tenth = min(len(tasks) // SHARE, MOST)
+    wanted = min(tenth, config.evaluation.limit or MOST)
+    own = _chosen(tasks, wanted, config) if tenth >= LEAST else set()
+    if len(own) < min(LEAST, wanted) or tenth < LEAST:
+        few = f"no task is held out: {plural(len(tasks), 'task')}, and {SHARE * LEAST} different ones are needed"
+        if needing := config.evaluation.needing_tasks:
+            raise ConfigError(f"evaluation.{needing}", getattr(config.evaluation, needing), f"off; {few}", _REMEDY)
+        return Split(tasks=tasks, note=f"{few}, so what the policies reach is not known. {_REMEDY}")
+    return _parted(
+        tasks,
+        own,
+        f"held out: {len(own)} of {plural(len(tasks), 'task')}, never trained on. The policies are tried on them "
+        "before the first step and after the last one (--eval-tasks FILE takes others, --eval-tasks none turns it off)",
+    )
+
+
+def split_again(tasks: Sequence[Task], config: TrainConfig, described: Mapping[str, Any]) -> Split:
+    """The split of a run that goes on: what run.json says was held out is not trained on, whatever the run is evaluated
+    on now. Raises ConfigError."""
+    own = set((described.get("held") or {}).get("held_out", ()))
+    split = _parted(tasks, own, "")
+    if config.from_records or config.evaluation.tasks:
+        return Split(tasks=split.tasks, held_out=_of_file(config.evaluation, split.tasks))
+    return split
+
+
+def write_split(folder: Path, split: Split) -> str:
+    """Write the tasks that a run holds out by itself; returns the path of their file, empty without any and for tasks
+    that are not JSON."""
+    if not split.own:
+        return ""
+    file = folder / FILE
+    try:
+        lines = [msgspec.json.encode(task.input) for task in split.held_out]
+    except (TypeError, ValueError):
+        return ""
+    write_atomically(file, b"".join(line + b"\n" for line in lines))
+    return str(file)
+
+
+_REMEDY = "Pass --eval-tasks FILE with tasks of your own, or more --tasks."
+
+
+def _of_file(config: EvaluationConfig, tasks: Sequence[Task]) -> list[Task]:
+    if config.tasks in ("", NO_TASKS):
+        return []
+    try:
+        return load_tasks(config.tasks)[: config.limit]
+    except ConfigError as error:
+        raise ConfigError("evaluation.tasks", error.value, error.allowed, error.remedy) from None
+
+
+def _parted(tasks: Sequence[Task], own: Iterable[str], note: str) -> Split:
+    own = set(own)
+    held_out = [task for task in tasks if task.id in own]
+    return Split(
+        tasks=[task for task in tasks if task.id not in own],
+        held_out=held_out,
+        own=[task.id for task in held_out],
+        note=note,
+    )
+
+
+def _chosen(tasks: Sequence[Task], wanted: int, config: TrainConfig) -> set[str]:
+    """Ids by the hash of seed and id; tasks with one input stay together, and no level of a curriculum is emptied."""
+    alike: dict[bytes, list[Task]] = {}
+    for task in tasks:
+        alike.setdefault(_content(task), []).append(task)
+    ranked = sorted(alike.values(), key=lambda same: _rank(same[0].id, config.seed))
+    left = Counter(_level(task, config.curriculum.by) for task in tasks)
+    chosen: set[str] = set()
+    for same in ranked:
+        levels = Counter(_level(task, config.curriculum.by) for task in same)
+        if len(chosen) + len(same) <= wanted and all(left[level] > count for level, count in levels.items()):
+            chosen.update(task.id for task in same)
+            left -= levels
+    return chosen
+
+
+def _rank(id: str, seed: int) -> bytes:
+    return hashlib.blake2b(f"{seed} {id}".encode(), digest_size=16).digest()
+
+
+def _level(task: Task, by: str) -> Any:
+    return task.input.get(by) if by and isinstance(task.input, Mapping) else None
+
+
+def _content(task: Task) -> bytes:
+    """The input of a task without its id."""
+    given = task.input
+    if isinstance(given, Mapping):
+        given = {name: value for name, value in given.items() if name != "id"}
+    return msgspec.json.encode(given, enc_hook=plain)
+
+
+def overlap(tasks: Sequence[Task], held_out: Sequence[Task]) -> Iterator[str]:
+    """A sentence where tasks are not held out at all."""
+    known = {_content(task) for task in tasks}
+    count = sum(_content(task) in known for task in held_out)
+    if count:
+        yield f"{count} of {len(held_out)} held-out tasks are trained on too: success on them says little"

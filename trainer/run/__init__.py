@@ -1,0 +1,1 @@
+"""A run from its folder: opened, checkpointed, resumed, started from another one."""

@@ -1,0 +1,210 @@
+"""Opening a run from its folder: sampler, runner of episodes and learner, on this machine or on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cotune.algorithms.recipes import LossSpec
+from cotune.episodes.workflows import Workflow
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.recording.chance import start_freezing
+from cotune.records.policies import Policies
+from cotune.records.structs import Task
+from cotune.sampling.protocol import ChatFormat, Sampler
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.before.preflight import preflight
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.learner.taught import TaughtLearner, Teacher
+from cotune.trainer.reporting.progress import Progress
+from cotune.trainer.rollout.app_source import import_path
+from cotune.trainer.rollout.forks import expected_budget
+from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
+from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.run.restore import begin_from, restore
+from cotune.trainer.run.resume import tasks_per_step
+from cotune.trainer.run.run import Run
+from cotune.trainer.run.run_folder import RunFolder
+from cotune.trainer.schedules.curriculum import schedule_of
+from cotune.trainer.schedules.routing import check_routing
+
+if TYPE_CHECKING:
+    from cotune.trainer.run.cluster import Cluster
+
+
+@contextlib.asynccontextmanager
+async def open_run(
+    folder: RunFolder,
+    config: TrainConfig,
+    workflow: Workflow,
+    tasks: Sequence[Task],
+    held_out: Sequence[Task],
+    progress: Progress,
+) -> AsyncIterator[Run]:
+    """Open all parts, and restore the newest checkpoint. A run that has none looks at the application with a few
+    episodes first, to find its roles."""
+    say = progress.say
+    plan, recipe, why = config.resolve_plan(list(workflow.scorers))
+    scored = list(workflow.scorers) if plan.kind == "tree" else None
+    if plan.kind == "replay" and config.replay.freeze:
+        start_freezing()
+    saved = load_checkpoint(folder.checkpoints)
+    async with contextlib.AsyncExitStack() as stack:
+        store = SqliteStore.open(folder.records)
+        stack.callback(store.close)
+        cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
+        teacher = await _open_teacher(config, stack, say) if config.distill.teacher else None
+        sampler, chat = await _open_model(config, stack, cluster, say)
+        if saved is None:
+            with progress.activity.phase("look"):
+                seen = await preflight(config, workflow, tasks, store, sampler, chat, say)
+            policies = config.resolve_policies(seen.roles, scored=scored)
+            notes = [*seen.notes, *filter(None, seen.lessons(policies, recipe))]
+            if plan.kind == "replay":
+                learning = [role for role in policies.roles if policies.of(role).trained]
+                notes.append(expected_budget(config, store, learning, plan.k, min(config.tasks_per_step, len(tasks))))
+        else:
+            before = saved[0].policies
+            policies = config.join(before, [*saved[0].new_roles, *config.roles], scored=scored)
+            new = sorted(policies.roles.keys() - before.roles.keys())
+            notes = [f"role {role!r} gets the policy {policies.roles[role]}" for role in new]
+        check_routing(config.routing, policies)
+        changes = folder.described.get("changes", ())
+        limit = recipe.loss.constant_length or config.sampling.max_tokens
+        loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
+        trained = [name for name, spec in policies.specs.items() if spec.trained]
+        runner: EpisodeRunner
+        learner: Learner
+        if cluster is None:
+            say(f"loading the weights to train: {', '.join(trained)} ...")
+            learner = await asyncio.to_thread(_local_learner, config, policies, loss)
+            runner = LocalRunner(workflow, sampler, chat)
+        else:
+            sampler = await cluster.complete(policies, sampler)
+            say(f"loading the weights to train: {', '.join(trained)} ...")
+            runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler)
+
+        def taught(learner: Learner) -> Learner:
+            return learner if teacher is None else TaughtLearner(learner, teacher)
+
+        async def open_learner(policies: Policies) -> Learner:
+            if cluster is not None:
+                return taught(await cluster.reopen_learner(policies, loss))
+            return taught(await asyncio.to_thread(_local_learner, config, policies, loss))
+
+        run = Run(
+            folder=folder,
+            config=config,
+            workflow=workflow,
+            store=store,
+            sampler=sampler,
+            chat=chat,
+            runner=runner,
+            learner=taught(learner),
+            open_learner=open_learner,
+            plan=plan,
+            recipe=recipe,
+            schedule=schedule_of(tasks, config.curriculum, config.seed, tasks_per_step(config, changes)),
+            held_out=held_out,
+            teacher=teacher,
+            notes=[why, *notes, *_untrained(policies)],
+            state=Checkpoint(policies=policies),
+        )
+        if saved is not None:
+            say(f"loading the checkpoint after {saved[0].steps} steps ...")
+            run.notes = [*run.notes, *await restore(run, *saved)]
+        elif config.init:
+            run.notes = [*run.notes, *await begin_from(run, config.init)]
+        yield run
+
+
+def _cluster(
+    config: TrainConfig,
+    folder: RunFolder,
+    workflow: Workflow,
+    stack: contextlib.AsyncExitStack,
+    say: Callable[[str], None],
+) -> Cluster:
+    from cotune.integrations.cluster.runtime import crash_notice
+    from cotune.trainer.run.cluster import Cluster
+
+    killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it cannot do without."
+    stack.enter_context(crash_notice(f"{killed} Go on with: cotune train --resume {folder.path}"))
+    return Cluster(config, workflow, folder.workflow or import_path(workflow), stack, say)
+
+
+def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec) -> Learner:
+    from cotune.trainer.learner.critic import CriticLearner
+    from cotune.trainer.learner.local import LocalLearner
+
+    learner = LocalLearner.open(config.model, policies, config.learner, loss)
+    return CriticLearner(learner, loss) if loss.critic else learner
+
+
+async def _open_teacher(config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> Teacher:
+    """The teacher of recipe distill. Raises ConfigError for one of another tokenizer, before it is loaded."""
+    from cotune.trainer.learner.teacher import LocalTeacher, check_tokenizers, tokenizer_of
+
+    name, asked = config.distill.teacher, config.distill
+    if asked.url:
+        from cotune.integrations.models.vllm.teacher import VllmTeacher
+
+        say(f"asking the teacher at {name} ...")
+        tokenizer = await asyncio.to_thread(tokenizer_of, str(locate_model(config.model)))
+        served = await asyncio.to_thread(
+            VllmTeacher,
+            asked.url,
+            tokenizer,
+            api_key=os.environ.get("VLLM_API_KEY"),
+            timeout=asked.timeout,
+            concurrency=asked.concurrency,
+            retries=asked.retries,
+        )
+        stack.callback(served.close)
+        if served.concurrency < asked.concurrency:
+            say("its server takes adapters, so it scores one answer at a time: better start it without --enable-lora")
+        return served
+    say(f"loading the teacher {name} ...")
+    await asyncio.to_thread(check_tokenizers, name, config.model)
+    return await asyncio.to_thread(LocalTeacher, name, config.learner)
+
+
+async def _open_model(
+    config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None, say: Callable[[str], None]
+) -> tuple[Sampler, ChatFormat]:
+    """The sampler and the chat format: the sampler's process, or Ray, starts while this one imports torch."""
+    say(f"loading the model {config.model} ..." if cluster is None else f"starting Ray ({config.cluster.address}) ...")
+    loading = asyncio.get_running_loop().run_in_executor(None, _load_chat, config.model, config.tool_format)
+    if cluster is not None:
+        cluster.open_ray()
+        chat = await loading
+        return await cluster.open_sampler(), chat
+    sampling = config.sampling
+    sampler = await TransformersSampler.open(
+        config.model, threads=sampling.threads, prefix_cache=sampling.prefix_bytes()
+    )
+    stack.push_async_callback(sampler.aclose)
+    return sampler, await loading
+
+
+def _load_chat(model: str, tool_format: str) -> ChatFormat:
+    """The chat format of `model`; what the learner imports is loaded along with it."""
+    from cotune.integrations.models.chat.template import ChatTemplate
+    from cotune.trainer.learner import local as local_learner  # noqa: F401
+
+    return ChatTemplate.load(model, tool_format)
+
+
+def _untrained(policies: Policies) -> list[str]:
+    kinds: dict[str, list[str]] = {}
+    for role, name in policies.roles.items():
+        kinds.setdefault(policies.specs[name].kind, []).append(role)
+    players = {"frozen": "played by the untrained model", "provider": "left to the application's provider"}
+    return [f"not trained: {', '.join(kinds[kind])} ({text})" for kind, text in players.items() if kind in kinds]

@@ -1,0 +1,182 @@
+"""Going on from a checkpoint: when a run is resumed, when a learner was lost, and when roles were first seen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Collection
+from pathlib import Path
+
+import msgspec
+
+from cotune.errors import LearnerLost, RunError
+from cotune.reading.evaluations import drop_after
+from cotune.records.structs import PolicyRef
+from cotune.storage.checkpoints import checkpoint_name, latest_in, newest_checkpoint, step_folders
+from cotune.storage.protocol import Store
+from cotune.storage.run_layout import Rollback, is_abandoned, read_run
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.reporting.step_report import StepReport
+from cotune.trainer.rollout.episodes import RolloutPipeline
+from cotune.trainer.run.best_checkpoint import find_best
+from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint, remove_checkpoint
+from cotune.trainer.run.run import Run
+from cotune.trainer.run.run_folder import RunFolder, write_atomically
+from cotune.trainer.run.warm_start import warm_start
+from cotune.trainer.schedules.opponents import drop_opponents
+from cotune.trainer.updates import OPPONENTS, publish_version
+
+
+async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> list[str]:
+    """Go back to a checkpoint: weights and optimizers, versions at the sampler, and what counts as consumed. Policies
+    that are younger than it are as they began. Returns what the user should know."""
+    policies = run.state.policies
+    new = [name for name, spec in policies.specs.items() if spec.trained and name not in checkpoint.policies.specs]
+    await asyncio.to_thread(run.learner.load, path, new)
+    for served in (await run.sampler.info()).served:  # a publish that broke off may or may not have arrived
+        name, _, version = served.rpartition("@")
+        await run.sampler.retire(PolicyRef(name, int(version)))
+    run.published.clear()
+    timeline, versions = _timeline(run, checkpoint)
+    mark_consumed(run, checkpoint)
+    consumed = run.store.consumed().items()
+    run.consumed = {group for group, step in consumed if step < checkpoint.steps} | checkpoint.ledger.keys()
+    now = {"policies": policies, "versions": versions, "timeline": timeline}
+    run.state = msgspec.structs.replace(checkpoint, **now, ledger={}, members={}, new_roles=())
+    run.committed = checkpoint.steps
+    run.folder.truncate_metrics(checkpoint.steps)
+    notes = find_best(run)
+    for policy, number in versions.items():
+        await publish_version(run, policy, number)
+    return notes
+
+
+def _timeline(run: Run, checkpoint: Checkpoint) -> tuple[int, dict[str, int]]:
+    """How many rollbacks the run has made, and the versions that the policies of the checkpoint have now: after a
+    rollback new ones, as those after them are taken. What was kept of abandoned steps is removed."""
+    rollbacks, versions = read_run(run.folder.path).rollbacks, dict(checkpoint.versions)
+    for path in step_folders(run.folder.checkpoints):
+        if is_abandoned(path, rollbacks):
+            remove_checkpoint(path)
+    taken = [rollback.versions for rollback in rollbacks]
+    run.abandoned_versions = {name: max(of.get(name, 0) for of in taken) for name in set().union(*taken)}
+    if checkpoint.timeline < len(rollbacks):
+        for name, last in run.abandoned_versions.items():
+            drop_opponents(run.folder.path / OPPONENTS, PolicyRef(name, versions.get(name, 0)))
+            if name in run.state.policies.specs:
+                versions[name] = last + 1
+    return len(rollbacks), versions
+
+
+def go_back(folder: RunFolder, store: Store, rollback: Rollback) -> None:
+    """Go back to an earlier checkpoint of a run, and abandon the steps after it."""
+    described = folder.described
+    rollbacks = [*described.get("rollbacks", ()), msgspec.to_builtins(rollback)]
+    folder.describe_as({**described, "rollbacks": rollbacks})
+    _abandon(folder, store, rollback, len(rollbacks))
+
+
+def finish_going_back(folder: RunFolder) -> None:
+    """Finish a rollback that run.json tells of where it broke off."""
+    rollbacks, newest = read_run(folder.path).rollbacks, newest_checkpoint(folder.checkpoints)
+    if newest is not None and is_abandoned(newest, rollbacks):
+        with SqliteStore.open(folder.records) as store:
+            _abandon(folder, store, rollbacks[-1], len(rollbacks))
+
+
+def _abandon(folder: RunFolder, store: Store, rollback: Rollback, number: int) -> None:
+    """Mark what belongs to the steps after those that a rollback keeps. Done again, it changes nothing."""
+    why, lost = f"the run was rolled back to step {rollback.to}", store.lost
+    for step in itertools.count(rollback.to):
+        found = list(store.episodes(training_step=step))
+        if not found and step > rollback.steps:
+            break
+        store.write(
+            [
+                msgspec.structs.replace(e, status="abandoned", error=f"{why}; {e.error}" if e.error else why)
+                for e in found
+                if e.status != "abandoned"
+            ]
+        )
+    store.flush()
+    if store.lost > lost:
+        cause = "The episodes that a rollback abandons could not be marked in the records."
+        raise RunError(cause, f"Free some space, then go on with: cotune train --resume {folder.path}")
+    folder.abandon_metrics(rollback.to, number)
+    drop_after(folder.path, rollback.to)
+    write_atomically(latest_in(folder.checkpoints), checkpoint_name(rollback.to).encode())
+
+
+async def begin_from(run: Run, source: str, names: Collection[str] | None = None) -> list[str]:
+    """Start policies (all, or those in `names`) from those of another run or an export, as their first version.
+
+    Returns what the user should know. Raises ConfigError.
+    """
+    begun, notes = await warm_start(source, run.config.model, run.state.policies, run.learner, names)
+    for name in begun:
+        await publish_version(run, name, run.next_version(name))
+    return notes
+
+
+def mark_consumed(run: Run, checkpoint: Checkpoint) -> None:
+    """Mark the groups of a checkpoint's ledger as trained: later rewards for them are refused, and counted."""
+    for step in sorted(set(checkpoint.ledger.values())):
+        groups = [group for group, at in checkpoint.ledger.items() if at == step]
+        run.store.consume({group: checkpoint.members.get(group, ()) for group in groups}, step)
+
+
+@contextlib.asynccontextmanager
+async def recovery(run: Run, rollouts: RolloutPipeline, report: StepReport) -> AsyncIterator[None]:
+    """Where a learner is lost within, open it again and go back to the last checkpoint. Raises LearnerLost when that
+    has happened too often, or there is no checkpoint yet."""
+    try:
+        yield
+    except LearnerLost as error:
+        await rollouts.cancel()
+        report.restart()
+        run.learner_restarts += 1
+        limit = run.config.cluster.learner_restarts
+        if run.learner_restarts > limit:
+            raise LearnerLost(
+                f"{error.cause} It was the {run.learner_restarts}th time; cluster.learner_restarts is {limit}.",
+                f"See the cause, then go on with: cotune train --resume {run.folder.path}",
+            ) from error
+        report.progress.say(
+            f"{error.cause} Restarting it from the last checkpoint ({run.learner_restarts} of {limit})."
+        )
+        saved = load_checkpoint(run.folder.checkpoints)
+        if saved is None:
+            raise
+        await run.reopen_learner()
+        for note in await restore(run, *saved):
+            report.progress.say(note)
+
+
+async def add_new_roles(run: Run, report: StepReport) -> None:
+    """Give roles that the last step has first seen their policies: adapters or models at version 0, or the shared one
+    as it is.
+
+    The learner is opened again for them and goes on from the checkpoint that `commit` has just written. Raises RunError
+    where the run's engines have no room for them.
+    """
+    if not run.state.new_roles:
+        return
+    state, roles, before = run.state, run.state.new_roles, run.state.policies
+    state.new_roles, state.policies = (), run.joined(before, roles)
+    new = [name for name in state.policies.specs if name not in before.specs]
+    with report.phase("new_roles"):
+        if new:
+            saved = load_checkpoint(run.folder.checkpoints)
+            assert saved is not None
+            await run.reopen_learner()
+            await asyncio.to_thread(run.learner.load, saved[1], new)
+            if run.config.init:
+                for note in await begin_from(run, run.config.init, new):
+                    report.progress.say(note)
+    for role in roles:
+        if (name := state.policies.roles.get(role)) is not None:
+            kind, version = state.policies.specs[name].kind, state.versions.get(name, 0)
+            own = f"a policy of its own ({kind}, version {version})" if name in new else f"the policy {name}"
+            said = f"role {role!r}, first seen in step {state.steps}: {own} plays it from step {state.steps + 1} on"
+            report.progress.say(said)

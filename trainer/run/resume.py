@@ -1,0 +1,120 @@
+"""Resuming: what may be changed of a run that goes on, what must be as it was, and how that is found out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint
+from cotune.errors import ConfigError, RunError
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.json_values import plain
+from cotune.records.structs import Task
+from cotune.storage.run_layout import leaves
+from cotune.trainer.config.train import TrainConfig, assign, convert
+from cotune.trainer.run.run_folder import RunFolder
+
+MAY_CHANGE = (
+    "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "probe_bound",
+    "sampling.timeout", "sampling.threads", "sampling.prefix_cache", "learner.threads", "learner.device",
+    "learner.micro_batch_tokens",
+    "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "learner.tree_attention",
+    "evaluation", "guard", "cluster",
+    "records.path", "records.patience", "distill.teacher", "distill.timeout", "distill.retries", "distill.concurrency",
+    "prices", "profile", "loggers", "project",
+)  # fmt: skip
+"""What a run may go on with otherwise: how long, how much at once, in which memory, on which machines. `model` is the
+same model elsewhere, `distill.teacher` the same teacher, and `roles` may name more."""
+
+Changes = Mapping[str, tuple[Any, Any]]
+"""Old and new value of each field that was changed, by its dotted name."""
+
+
+def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int) -> tuple[TrainConfig, Changes]:
+    """`config` with `changes` (dotted names or nested tables), and those of them that change a value.
+
+    `done` is how many steps the run has made. Raises ConfigError, with the old and the new value, for what would make
+    it another run.
+    """
+    before = msgspec.to_builtins(config)
+    table = msgspec.to_builtins(config)
+    for name, value in leaves(changes):
+        assign(table, name, value)
+    new = convert(table)
+    old, now = dict(leaves(before)), dict(leaves(msgspec.to_builtins(new)))
+    found = {name: (old.get(name), now.get(name)) for name in {**old, **now} if old.get(name) != now.get(name)}
+    for name, (was, value) in found.items():
+        if not any(name == field or name.startswith(f"{field}.") for field in MAY_CHANGE):
+            raise ConfigError(
+                name,
+                value,
+                f"{was!r}, with which the run was started",
+                f"Leave it out to go on, or start a new run. What may change: {', '.join(MAY_CHANGE)}.",
+            )
+    if new.steps < done:
+        raise ConfigError("steps", new.steps, f"{done} or more: so many the run has made", "Leave it out to go on.")
+    if "profile" in changes and new.profile is not None and new.profile <= done:
+        allowed = f"a step that is still to come, {done + 1} to {new.steps}" if done < new.steps else "left out"
+        raise ConfigError("profile", new.profile, f"{allowed}: the run has made {done}", "Or raise --steps.")
+    if lost := sorted(set(config.roles) - set(new.roles)):
+        raise ConfigError("roles", list(new.roles), f"with {', '.join(lost)}, which the run has", "Name them too.")
+    return new, found
+
+
+def check_files(folder: RunFolder, done: int, config: TrainConfig) -> None:
+    """Raises RunError where a run that has made `done` steps lacks its records or the lines of its steps."""
+    for file in [folder.metrics, *([] if config.from_records else [folder.records])] if done else []:
+        if not file.exists():
+            raise RunError(
+                f"{file} is missing, though the run has made {done} steps.",
+                f"Put it back. To go on without what it held: touch {file}, and --resume.",
+            )
+
+
+def tasks_per_step(config: TrainConfig, changes: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """How many tasks a step takes, as (first step that takes so many, count); `changes` as in run.json."""
+    made = [(at["step"], at["changed"]["tasks_per_step"]) for at in changes if "tasks_per_step" in at["changed"]]
+    first = made[0][1][0] if made else config.tasks_per_step
+    return list({0: first, **{step: new for step, (_, new) in made}}.items())
+
+
+def tasks_digest(tasks: Sequence[Task]) -> str:
+    """What tells two lists of tasks apart, in hex: ids and inputs, in order; an object without fields is its type: its
+    text may hold an address."""
+    inputs = [(task.id, task.input) for task in tasks]
+    content = msgspec.json.encode(inputs, enc_hook=lambda value: plain(value, lambda other: type(other).__name__))
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def check_tasks(described: Mapping[str, Any], tasks: Sequence[Task]) -> None:
+    """Raises RunError unless the tasks are those that the run was started with."""
+    held = described.get("held") or {}
+    if "tasks" in held and held["tasks"] != tasks_digest(tasks):
+        raise RunError(
+            f"The tasks are other than the run was started with: {held['count']} then, {len(tasks)} now.",
+            f"Give it the same tasks ({described['tasks'] or 'as in Python'}), or start a new run.",
+        )
+
+
+def base_digests(model: str) -> dict[str, str]:
+    """Digests of the base model; reads all its weights."""
+    found: dict[str, str] = msgspec.to_builtins(base_fingerprint(locate_model(model)))
+    return found
+
+
+def check_base(folder: RunFolder, base: Mapping[str, str]) -> None:
+    """Write the base model's digests to run.json. Raises RunError where it holds those of another model."""
+    described = folder.described
+    held = described.get("held") or {}
+    if "base" not in held:
+        folder.describe_as({**described, "held": {**held, "base": dict(base)}})
+        return
+    then, now = (msgspec.convert(dict(digests), BaseFingerprint) for digests in (held["base"], base))
+    if other := then.differences(now):
+        raise RunError(
+            f"The base model is not the one that the run was started with: its {', '.join(other)} changed.",
+            "Put the old one back, name where it is with --model, or start a new run.",
+        )

@@ -1,0 +1,169 @@
+"""A run in progress: everything the loop works on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from cotune.algorithms.collect import Collected
+from cotune.algorithms.prepare import Prepared
+from cotune.algorithms.recipes import Recipe
+from cotune.episodes.workflows import Workflow
+from cotune.records.plans import Plan, seed_of
+from cotune.records.policies import Policies, past_role
+from cotune.records.structs import PolicyRef, Task
+from cotune.sampling.protocol import ChatFormat, Sampler
+from cotune.storage.checkpoints import Best
+from cotune.storage.protocol import Store
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.learner.taught import Teacher
+from cotune.trainer.publish import Proof
+from cotune.trainer.rollout.protocol import EpisodeRunner
+from cotune.trainer.run.checkpoint import Checkpoint
+from cotune.trainer.run.run_folder import RunFolder
+from cotune.trainer.schedules.curriculum import task_rewards
+from cotune.trainer.schedules.routing import opponent, players, swapped
+from cotune.trainer.schedules.schedule import Schedule
+
+T = TypeVar("T")
+
+
+@dataclass
+class Run:
+    """A run between steps: its parts, which stay, and its `state`, which a checkpoint holds."""
+
+    folder: RunFolder
+    config: TrainConfig
+    workflow: Workflow
+    store: Store
+    sampler: Sampler
+    chat: ChatFormat
+    runner: EpisodeRunner
+    learner: Learner
+    open_learner: Callable[[Policies], Awaitable[Learner]]
+    """A learner for these policies, in their first state; the one before is closed."""
+    plan: Plan
+    recipe: Recipe
+    schedule: Schedule[Task]
+    held_out: Sequence[Task]
+    notes: Sequence[str]
+    """What the user should know before the first step."""
+    state: Checkpoint
+    teacher: Teacher | None = None
+    committed: int = -1
+    """Steps that the newest checkpoint has."""
+    consumed: set[str] = field(default_factory=set)
+    """Ids of all groups that were trained on."""
+    published: dict[str, list[Proof]] = field(default_factory=dict)
+    """By policy, the proofs of the versions that the sampler serves, oldest first."""
+    stopping: bool = False
+    ended: str = ""
+    """Why the run ends before its last step, by its own settings."""
+    collapsed: bool = False
+    best: dict[str, Best] = field(default_factory=dict)
+    """By policy, the checkpoint of its best evaluation."""
+    abandoned_versions: dict[str, int] = field(default_factory=dict)
+    """By policy, the last version that was served before a rollback."""
+    learner_restarts: int = 0
+    _working: asyncio.Future[Any] | None = None
+
+    @property
+    def seed(self) -> int:
+        """What the run draws from: after a rollback other numbers, so that what was abandoned is not repeated."""
+        timeline = self.state.timeline
+        return seed_of(self.config.seed, "timeline", timeline) if timeline else self.config.seed
+
+    def next_version(self, policy: str) -> int:
+        """The version after all that a policy ever had, those that a rollback has abandoned included."""
+        return max(self.state.versions.get(policy, 0), self.abandoned_versions.get(policy, 0)) + 1
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left to make, or the run's own settings have ended it."""
+        return self.state.steps >= self.config.steps or bool(self.ended)
+
+    async def interruptible(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`, or None when `stop` was called meanwhile."""
+        self._working = working = asyncio.ensure_future(work)
+        if self.stopping:
+            working.cancel()
+        try:
+            return await working
+        except asyncio.CancelledError:
+            if not self.stopping:
+                raise
+            return None
+        finally:
+            self._working = None
+
+    def stop(self) -> bool:
+        """Stop at the next safe moment: at once during a rollout, else when the step in hand is committed, which is
+        True."""
+        self.stopping = True
+        return self._working is None or not self._working.cancel()
+
+    async def reopen_learner(self) -> None:
+        """A learner for the run's policies, in their first state, in place of the present one."""
+        del self.learner
+        gc.collect()  # its memory is needed for the new one
+        self.learner = await self.open_learner(self.state.policies)
+
+    def complete_step(self, collected: Collected, prepared: Prepared, metrics: dict[str, dict[str, float]]) -> None:
+        """Go on to the next step: the groups of this one are consumed. `metrics` are its figures by role."""
+        state = self.state
+        known = state.policies.roles.keys()
+        state.new_roles = tuple(sorted(self.joined(state.policies, sorted(collected.roles)).roles.keys() - known))
+        state.silent = self.silent(collected)
+        state.advantages = prepared.state
+        state.metrics = metrics
+        state.rewards.update(task_rewards(collected, self.recipe))
+        state.ledger.update({group.id: state.steps for group in prepared.groups})
+        if self.plan.kind != "tree":  # under a tree plan a group is a call, by its id
+            state.members.update({group.id: tuple(s.id for s in group.samples) for group in prepared.groups})
+        self.consumed.update(state.ledger)
+        state.steps += 1
+
+    def silent(self, collected: Collected) -> dict[str, int]:
+        """Trained roles that have called in no episode of a step, and in how many steps in a row with it."""
+        policies, before = self.state.policies, self.state.silent
+        trained = [role for role, name in policies.roles.items() if policies.specs[name].trained]
+        return {role: before.get(role, 0) + 1 for role in trained if role not in collected.roles}
+
+    def joined(self, policies: Policies, roles: Sequence[str]) -> Policies:
+        """`policies` with those of `roles` that have none and get one by the configuration."""
+        return self.config.join(policies, roles, scored=self.workflow.scorers if self.plan.kind == "tree" else None)
+
+    def policies_at(self, step: int) -> Policies:
+        """The policies, with the roles that each plays in a step of training."""
+        return swapped(self.state.policies, self.config.routing, step)
+
+    def trained_roles(self, step: int) -> dict[str, str]:
+        """The roles that are trained in a step of training, and the policies that play them."""
+        policies, past = self.policies_at(step), past_role(self.config.routing.past, step)
+        return {role: name for role, name in policies.roles.items() if policies.specs[name].trained and role != past}
+
+    def evaluated_roles(self) -> dict[str, str]:
+        """The trained roles and their policies, as evaluations and the export have them, whatever a step swaps."""
+        policies = self.state.policies
+        return {role: name for role, name in policies.roles.items() if policies.specs[name].trained}
+
+    @property
+    def provider_roles(self) -> list[str]:
+        """Roles that are left to the application's provider."""
+        policies = self.state.policies
+        return [role for role, name in policies.roles.items() if policies.specs[name].kind == "provider"]
+
+    def served(self, step: int | None = None) -> dict[str, PolicyRef]:
+        """The version that answers each role in a step of training, or in no step; provider roles have none."""
+        if step is None:
+            return players(self.state.policies, self.state.versions)
+        routing = self.config.routing
+        found = players(self.policies_at(step), self.state.versions)
+        if past := past_role(routing.past, step):
+            versions = {0, *(proof.policy.version for proof in self.published.get(found[past].name, ()))}
+            found[past] = opponent(routing, step, found[past], versions, self.seed)
+        return found

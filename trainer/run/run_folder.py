@@ -1,0 +1,188 @@
+"""The run folder as the process that trains writes it; `storage.run_layout` has its files and reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.errors import CotuneError, RunError, error_text
+from cotune.integrations.versions import installed
+from cotune.reading.evaluations import drop_after
+from cotune.records.ids import new_id
+from cotune.storage.file_lock import FileLock
+from cotune.storage.run_layout import RunEnd, RunLayout, read_config, read_metrics, read_run_json
+from cotune.storage.whole_file import is_full, of_system, whole_file
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.withheld import written
+
+_PACKAGES = ("cotune", "torch", "transformers", "peft", "openai", "langgraph", "langchain-openai", "numpy")
+
+
+class RunFolder(RunLayout):
+    """A run folder opened for writing; `close` releases it. Its path is absolute: the application may change the
+    current folder."""
+
+    def __init__(self, path: Path, lock: FileLock, *, own: bool = False) -> None:
+        super().__init__(path)
+        self._lock = lock
+        self._own = own
+
+    @classmethod
+    def create(
+        cls, path: str | Path, config: TrainConfig, *, workflow: str | None, tasks: str | None, **more: Any
+    ) -> RunFolder:
+        """Make a new run, with `more` in its run.json. Raises RunError when the folder already holds one or another
+        process writes to it."""
+        path = Path(path).absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            own = not any(path.iterdir())
+            folder = cls(path, FileLock(path / "lock", f"The run {path}"), own=own)
+        except OSError as error:
+            raise RunError(
+                f"{path} cannot be made a run folder: {error.strerror or error}.", "Choose another --out."
+            ) from None
+        if folder.run_json.exists():
+            folder.close()
+            raise RunError(f"{path} already holds a run.", "Choose another --out, or go on with --resume.")
+        described = {
+            "id": new_id(),
+            "model": config.model,
+            "workflow": workflow,
+            "tasks": tasks,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": {"python": platform.python_version(), **installed(_PACKAGES)},
+            "run": str(path),
+            "folder": str(Path.cwd()),
+            "config": written(config),
+            **more,
+        }
+        try:
+            folder.describe_as(described)
+            folder.checkpoints.mkdir(exist_ok=True)
+        except BaseException:
+            folder.close()
+            if own:
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Open an existing run for writing. Raises RunError when there is none or another process holds it."""
+        read_config(path)
+        path = Path(path).absolute()
+        return cls(path, FileLock(path / "lock", f"The run {path}"))
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What run.json says."""
+        return read_run_json(self.path)
+
+    def describe_as(self, described: Mapping[str, Any]) -> None:
+        """Write run.json anew."""
+        write_atomically(self.run_json, json.dumps(described, indent=2).encode())
+
+    @property
+    def workflow(self) -> str | None:
+        """Where the workflow is; None for one that was given as an object."""
+        found: str | None = self.described["workflow"]
+        return found
+
+    @property
+    def way_on(self) -> str:
+        """What to do after a failure: of a run without a checkpoint nothing is kept."""
+        return f"go on with: cotune train --resume {self.path}" if self.latest.exists() else "start the run again"
+
+    def append_metrics(self, line: Mapping[str, Any]) -> None:
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def truncate_metrics(self, steps: int) -> None:
+        """Drop the lines of steps that the checkpoint does not know, and their evaluations: they are done again."""
+        drop_after(self.path, steps)
+        kept = [line for line in read_metrics(self.path) if line["step"] < steps]
+        write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+    def revise_held_out(self, figures: Mapping[int, Mapping[str, float]]) -> None:
+        """Write held-out figures of steps anew, by the number of steps made; others of the same lines stay."""
+        lines = (
+            {**o, "held_out": {**o["held_out"], **figures.get(o["step"] + 1, {})}} for o in read_metrics(self.path)
+        )
+        write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    def abandon_metrics(self, steps: int, rollback: int) -> None:
+        """Move the lines after the first `steps` steps to abandoned.jsonl, with the number of the rollback."""
+        there = self.abandoned.read_text() if self.abandoned.exists() else ""
+        lines = (json.dumps({**line, "rollback": rollback}) + "\n" for line in read_metrics(self.path))
+        more = "".join(line for line in lines if json.loads(line)["step"] >= steps and line not in there)
+        write_atomically(self.abandoned, (there + more).encode())
+        self.truncate_metrics(steps)
+
+    def discard_unbegun(self) -> None:
+        """Remove a run that ended before its first checkpoint, so that the folder is free for another try. What was
+        in the folder before stays."""
+        if self.latest.exists() or not self.run_json.exists():
+            return
+        if self._own:
+            shutil.rmtree(self.path)
+        else:
+            self.run_json.unlink(missing_ok=True)
+
+    def note_end(self, kind: Literal["failed", "stopped", "ended"], cause: str, remedy: str = "") -> None:
+        """Write why the run ends, for those who look at it later, as far as that is possible."""
+        with contextlib.suppress(OSError):
+            write_atomically(self.end, msgspec.json.encode(RunEnd(kind=kind, cause=cause, remedy=remedy)))
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Inside, what fails because the folder is gone, or its disk is full, is a RunError that says so. Whatever else
+        fails is noted in the folder."""
+        self.end.unlink(missing_ok=True)
+        try:
+            with self._named():
+                yield
+        except CotuneError as error:
+            self._note_failure(error.cause, error.remedy)
+            raise
+        except Exception as error:
+            self._note_failure(error_text(error))
+            raise
+        except BaseException:
+            if self.run_json.exists():
+                self.note_end("stopped", "It was interrupted.")
+            raise
+
+    def _note_failure(self, cause: str, remedy: str = "") -> None:
+        if self.run_json.exists():
+            self.note_end("failed", cause, remedy)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except (CotuneError, OSError) as error:
+            if not self.run_json.exists():
+                cause = f"The run folder {self.path} was removed or moved while the run wrote to it."
+                back = f"Put it back and go on with: cotune train --resume {self.path}; or start a new run."
+                raise RunError(cause, back) from error
+            if isinstance(error, OSError) and is_full(error):
+                raise RunError(of_system(error, self.way_on)) from error
+            raise
+
+    def close(self) -> None:
+        self._lock.release()
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write, fsync and rename, so that a crash leaves the old file or the new one."""
+    with whole_file(path) as file:
+        file.write(content)

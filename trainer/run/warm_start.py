@@ -1,0 +1,104 @@
+"""Starting a run from the policies of another one (`--init`): each takes the weights that its roles have there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.adapters.export import TrainedPolicy
+from cotune.adapters.fingerprint import BaseFingerprint
+from cotune.adapters.manifest import is_export
+from cotune.errors import ConfigError
+from cotune.records.policies import Policies, PolicySpec
+from cotune.storage.checkpoints import newest_checkpoint
+from cotune.storage.run_layout import RunLayout, is_run, read_run_json
+from cotune.trainer.evaluation.policies import open_evaluated_policies
+from cotune.trainer.learner.protocol import Learner
+
+
+def check_source(source: str) -> None:
+    """Raises ConfigError unless `source` is a run with a checkpoint or an export; "" passes."""
+    if not source or is_export(Path(source)):
+        return
+    if not is_run(source) or newest_checkpoint(RunLayout(source).checkpoints) is None:
+        raise ConfigError("init", source, "a run with a checkpoint, or an export", "Train it first.")
+
+
+def check_same_base(source: str, base: Mapping[str, str]) -> None:
+    """Raises ConfigError where the run `source` was trained on another model than that of these digests."""
+    if is_export(Path(source)):
+        return  # it has been checked when it was opened
+    held: Mapping[str, Any] = read_run_json(source).get("held") or {}
+    if "base" not in held:
+        return
+    then, now = (msgspec.convert(dict(digests), BaseFingerprint) for digests in (held["base"], base))
+    if other := then.differences(now):
+        raise ConfigError("init", source, f"a run on the same base model; its {', '.join(other)} differ")
+
+
+async def warm_start(
+    source: str, model: str, policies: Policies, learner: Learner, names: Collection[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """Give the learner's policies, or those of them in `names`, the weights of `source`.
+
+    Returns the policies that took some, and what the user should know. Raises ConfigError where `source` has no policy
+    for any of their roles, or one of another shape.
+    """
+    found = await asyncio.to_thread(open_evaluated_policies, source, model)
+    there = {role: policy for policy in found.policies if policy.weights is not None for role in policy.roles}
+    begun: list[str] = []
+    notes: list[str] = []
+    for name, spec in policies.specs.items():
+        roles = [role for role, player in policies.roles.items() if player == name]
+        if names is not None and name not in names:
+            continue
+        if not spec.trained:
+            lost = ", ".join(role for role in roles if role in there)
+            notes += [f"not trained here: {lost}; what {source} has learned for it is not used"] if lost else []
+            continue
+        policy = _source_of(spec, roles, there, source)
+        if policy is None:
+            notes.append(f"{name} starts untrained: {source} has no policy of {', '.join(roles)}")
+            continue
+        assert policy.weights is not None
+        await asyncio.to_thread(learner.adopt, name, policy.weights)
+        begun.append(name)
+        notes.append(f"{name} starts from {policy.name}@{policy.version} of {source}")
+    if not begun and names is None:
+        known = ", ".join(sorted(there)) or "none"
+        raise ConfigError("init", source, f"a run that has trained a role of this one; it has trained: {known}")
+    return begun, notes
+
+
+def _source_of(
+    spec: PolicySpec, roles: Collection[str], there: Mapping[str, TrainedPolicy], source: str
+) -> TrainedPolicy | None:
+    """The one policy of `source` that plays these roles; None where it has none. Raises ConfigError."""
+    playing = {there[role].name: there[role] for role in roles if role in there}
+    if not playing:
+        return None
+    if len(playing) > 1:
+        raise ConfigError(
+            "init",
+            source,
+            f"a run in which one policy plays {', '.join(roles)}; there it is {', '.join(playing)}",
+            "Use the same --policies in both runs.",
+        )
+    (policy,) = playing.values()
+    shape, own = (policy.kind, policy.lora), (spec.kind, spec.lora if spec.kind == "lora" else None)
+    if shape != own:
+        raise ConfigError(
+            "init",
+            source,
+            f"a run whose {policy.name} has the shape of {spec.name}: {_shape(*own)}; it is {_shape(*shape)}",
+            "Use the same --policies and [lora] in both runs.",
+        )
+    return policy
+
+
+def _shape(kind: str, lora: Any) -> str:
+    return kind if lora is None else f"{kind}, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
