@@ -179,7 +179,7 @@ def _examples(names: dict[str, Any]) -> None:
 def example(name: str) -> str:
     """The docstring of a public name; of `trace`, which is a class by another name, what stands below it."""
     if name == "trace":
-        return (ROOT / "core" / "recording" / "tracing.py").read_text()
+        return (ROOT / "core" / "episodes" / "tracing.py").read_text()
     return inspect.getdoc(getattr(cotune, name)) or ""
 
 

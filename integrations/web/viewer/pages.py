@@ -48,12 +48,8 @@ from cotune.integrations.web.viewer.timeline import timeline
 from cotune.integrations.web.viewer.tokens import shown_tokens
 from cotune.reading.headline import DISTILL
 
-ASSETS = {
-    "viewer.css": "text/css",
-    "uplot.css": "text/css",
-    "uplot.js": "text/javascript",
-    "viewer.js": "text/javascript",
-}
+TYPES = {"css": "text/css", "js": "text/javascript"}
+ASSETS = {name: TYPES[name.rpartition(".")[2]] for name in ("viewer.css", "uplot.css", "uplot.js", "viewer.js")}
 MOST_GROUPS = 60
 """Groups on a page."""
 MOST_SIBLINGS = 48

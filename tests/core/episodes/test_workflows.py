@@ -365,7 +365,7 @@ def test_a_workflow_that_raises_is_a_failed_episode_that_says_where():
     outcome, _ = run(cotune.workflow(solve))
     assert outcome.episode.status == "error"
     assert "raised KeyError: 'colour'" in outcome.episode.error
-    assert "test_workflow.py" in outcome.episode.error
+    assert "test_workflows.py" in outcome.episode.error
     assert isinstance(outcome.error.__cause__, KeyError)
 
 

@@ -86,7 +86,7 @@ def test_imports_in_any_order(order: str, tmp_path: Path):
     (tmp_path / "app.py").write_text(APP)
     code = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+sys.path.insert(0, {str(Path(__file__).parents[4])!r})
 {ORDERS[order]}
 from tests.integrations.recorded import Recorded
 record = Recorded()

@@ -259,7 +259,7 @@ def test_middleware_outside_an_episode_is_as_it_was():
 
 
 def test_middleware_still_has_the_methods_that_are_wrapped():
-    remedy = "AgentMiddleware changed: adapt cotune/integrations/langchain/middleware.py"
+    remedy = "AgentMiddleware changed: adapt cotune/integrations/apps/langchain/middleware.py"
     assert all(callable(getattr(mw.AgentMiddleware, name, None)) for name in _WRAPPERS), remedy
     assert hasattr(Judge.wrap_model_call, "__cotune__"), remedy
 

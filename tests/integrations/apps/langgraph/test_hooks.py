@@ -26,7 +26,7 @@ from cotune.sampling.scoring import OfOne
 from tests.integrations.recorded import Recorded, episode
 
 HELLO = {"messages": [HumanMessage("hello")]}
-REMEDY = "{} changed: adapt cotune/integrations/{}"
+REMEDY = "{} changed: adapt cotune/integrations/apps/{}"
 model = ChatOpenAI(model="m", base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0)
 
 

@@ -304,7 +304,7 @@ def test_a_failed_start_names_no_later_graph(record: Recorded):
 
 
 def test_graphs_still_start_where_their_name_is_taken():
-    remedy = "Pregel changed: adapt cotune/integrations/langgraph/graphs.py"
+    remedy = "Pregel changed: adapt cotune/integrations/apps/langgraph/graphs.py"
     assert all(hasattr(getattr(Pregel, name, None), "__wrapped__") for name in ("stream", "astream")), remedy
 
 

@@ -62,7 +62,7 @@ def swallowing(error, **options):
 
 def test_the_sdk_still_has_the_hooked_methods():
     activate()
-    remedy = "openai changed its private client: adapt cotune/integrations/openai/sdk.py"
+    remedy = "openai changed its private client: adapt cotune/integrations/apps/openai/sdk.py"
     for client, waits in ((_base_client.SyncAPIClient, False), (_base_client.AsyncAPIClient, True)):
         send = inspect.unwrap(client._send_request)
         assert list(inspect.signature(send).parameters) == ["self", "request", "stream", "kwargs"], remedy
