@@ -147,7 +147,7 @@ class LocalResponder(PolicyResponder):
         return prepared
 
     async def read(
-        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: Sequence[Completion]
+        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: list[Completion]
     ) -> tuple[Candidate, ...]:
         return await asyncio.to_thread(self.candidates, call, prompt, params, completions)
 

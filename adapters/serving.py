@@ -246,7 +246,7 @@ class ChatEndpoint:
         self._count_unenforced(request)
         call = LiveCall(self._episode, CallerContext(request.model, "serve"), 0, 0, msgspec.structs.asdict(request))
         try:
-            answer = await self.responder.respond(call)
+            held = [await self.responder.respond(call)]
         except SampleTimeout as error:
             raise RequestError(504, str(error), code="timeout") from None
         except RequestRefused as error:
@@ -256,16 +256,18 @@ class ChatEndpoint:
             raise RequestError(500, str(error), code="sampler_error") from None
         except RecursionError:
             raise RequestError(400, "The body is nested too deeply.", code="invalid_value") from None
-        assert answer is not None, "find leaves no model to a provider"
-        return await asyncio.to_thread(_content, request, call, answer)
+        return await asyncio.to_thread(_content, request, call, held)
 
     def _count_unenforced(self, request: ChatRequest) -> None:
         options = template_options(msgspec.structs.asdict(request))
         self.not_enforced.update(name for name in options if not self.local.chat.reads(name))  # the responder logs them
 
 
-def _content(request: ChatRequest, call: LiveCall, answer: Answer) -> bytes:
-    """The body of an answer, as the request asks for it."""
+def _content(request: ChatRequest, call: LiveCall, held: list[Answer | None]) -> bytes:
+    """The body of the answer that is `held`, as the request asks for it. A long answer takes a while to be freed: taken
+    out of the list, it is freed in this thread."""
+    answer = held.pop()
+    assert answer is not None, "find leaves no model to a provider"
     body, options = completion_of(call, answer), request.stream_options
     return to_stream(body, usage=bool(options and options.include_usage)) if request.stream else json_bytes(body)
 

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from cotune.runtime.forks import survives_fork
 
 V = TypeVar("V")
@@ -74,7 +76,7 @@ def bytes_of(value: Any, most: float = math.inf) -> int:
     total, rest = 0, [value]
     while rest and total <= most:
         one = rest.pop()
-        total += sys.getsizeof(one)
+        total += memoryview(one).nbytes if type(one) is msgspec.Raw else sys.getsizeof(one)
         if isinstance(one, dict):
             rest += one.keys()
             rest += one.values()

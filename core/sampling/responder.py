@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -13,11 +14,13 @@ import msgspec
 from cotune.algorithms.attribution import Length, attribute_siblings
 from cotune.algorithms.recipes import Attribution
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, WorkflowError
+from cotune.recording.carry_context import INLINE
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.images import holds_images, image_id
 from cotune.records.plans import Plan, choose, seed_of
 from cotune.records.structs import Candidate, PolicyRef, ShownToken, Usage
+from cotune.runtime.bounded_cache import bytes_of
 from cotune.sampling.protocol import NEVER, UNSHAPED, ChatFormat, Completion, Sampler, SamplingParams
 from cotune.sampling.request_params import asks_logprobs, fixes_form, request_params, template_options, tools_shown
 from cotune.sampling.scoring import AnyScorer, score
@@ -70,8 +73,9 @@ class PolicyResponder:
             return None
         self._require_answerable(call)
         prompt, params = await self.prepare(call)
-        completions = await self.sampler.sample(prompt, self._count(call), params, policy)
-        candidates = await self.read(call, prompt, params, completions)
+        candidates = await self.read(
+            call, prompt, params, list(await self.sampler.sample(prompt, self._count(call), params, policy))
+        )
         rewards, error = await self._rewards(call, candidates)
         lengths = [Length(len(c.token_ids), params.max_tokens, c.finish_reason == "length") for c in candidates]
         compared = attribute_siblings(rewards, call.role, self.attribution, lengths).tolist()
@@ -88,20 +92,29 @@ class PolicyResponder:
         )
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
-        """The prompt, and how its reply is sampled; raises as `request` does."""
-        return self.request(call, call.earlier())
+        """The prompt, and how its reply is sampled; raises as `request` does.
+
+        In a thread where it may take long, so that no other call on this loop waits.
+        """
+        earlier = call.earlier()
+        if fixes_form(call.params, call.tools) or bytes_of(call.messages, INLINE) > INLINE:
+            return await asyncio.to_thread(self.request, call, earlier)
+        return self.request(call, earlier)
 
     async def read(
-        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: Sequence[Completion]
+        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: list[Completion]
     ) -> tuple[Candidate, ...]:
-        """The candidates that were sampled."""
+        """The candidates that were sampled. Empties the list: long completions take a while to be freed."""
         return self.candidates(call, prompt, params, completions)
 
     def candidates(
-        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: Sequence[Completion]
+        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: list[Completion]
     ) -> tuple[Candidate, ...]:
         """`read`, in this thread."""
-        return tuple(self._candidate(call, prompt, params, i, c) for i, c in enumerate(completions))
+        found: list[Candidate] = []
+        while completions:
+            found.append(self._candidate(call, prompt, params, len(found), completions.pop(0)))
+        return tuple(found)
 
     def _policy(self, role: str) -> PolicyRef | None:
         policy = self.policies.get(role)

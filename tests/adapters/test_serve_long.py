@@ -121,3 +121,31 @@ def test_kept_conversations_are_bounded(base: Path) -> None:
     later = [*chat, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "on"}]
     assert kept.find("writer", later).paths == [tuple(range(300)), (*range(300), 1, 2)]
     assert kept.find("planner", later).paths == []
+
+
+def test_a_long_answer_is_freed_by_no_event_loop(base: Path) -> None:
+    freed: list[str] = []
+
+    class Told(tuple):  # type: ignore[type-arg]
+        def __del__(self) -> None:
+            freed.append(threading.current_thread().name)
+
+    class Text(str):
+        def __del__(self) -> None:
+            freed.append(threading.current_thread().name)
+
+    class Telling(Silent):
+        async def sample(self, *given: Any) -> list[Completion]:
+            return [Completion((65,), (-0.1,), "stop", (Told([(65, -0.1)]),)) for _ in range(3)]
+
+    async def opened() -> LocalPolicies:
+        models = {"writer": ServedModel("writer", PolicyRef("writer", 0), "frozen", "tiny", "0", "0")}
+        chat = ChatTemplate.load(base)
+        parse = chat.parse
+        chat.parse = lambda *given, **named: (Text("A"), *parse(*given, **named)[1:])  # type: ignore[method-assign]
+        return LocalPolicies(Telling(), chat, models, [], 512)  # type: ignore[arg-type]
+
+    body = {"model": "writer", "messages": [{"role": "user", "content": "x"}], "n": 3, "logprobs": True}
+    with serving_local(opened) as endpoint:
+        assert httpx.post(f"{endpoint.url}/chat/completions", json=body).status_code == 200
+    assert len(freed) == 6 and "cotune-serve" not in freed

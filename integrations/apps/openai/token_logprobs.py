@@ -10,12 +10,20 @@ import msgspec
 from cotune.records.structs import Candidate, ShownToken
 
 
-def token_logprobs(candidate: Candidate) -> list[dict[str, Any]]:
-    """The tokens that an application is told of. Where an older record has no texts, ids stand in their place."""
-    if candidate.shown is not None:
-        return [{**_token(token), "top_logprobs": [_token(t) for t in token.top_logprobs]} for token in candidate.shown]
-    pairs = zip(candidate.token_ids, candidate.logprobs, strict=False)
-    return [{"token": f"token_id:{t}", "logprob": p, "bytes": [], "top_logprobs": []} for t, p in pairs]
+def token_logprobs(candidate: Candidate) -> list[msgspec.Raw]:
+    """The tokens that an application is told of, each as JSON: as objects, a long answer's would hold everybody up.
+
+    Where an older record has no texts, ids stand in their place.
+    """
+    if candidate.shown is None:
+        pairs = zip(candidate.token_ids, candidate.logprobs, strict=False)
+        told = ({"token": f"token_id:{t}", "logprob": p, "bytes": [], "top_logprobs": []} for t, p in pairs)
+    else:
+        told = ({**_token(token), "top_logprobs": [_token(t) for t in token.top_logprobs]} for token in candidate.shown)
+    return [msgspec.Raw(_json(token)) for token in told]
+
+
+_json = msgspec.json.Encoder().encode
 
 
 def _token(token: ShownToken) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.models.chat.grammar_trial import Trials, reason
-from cotune.integrations.models.chat.grammar_worker import opened
+from cotune.integrations.models.chat.grammar_worker import BYTES, opened
 from cotune.runtime.bounded_cache import BoundedCache
 from cotune.runtime.memory import process_memory
 
@@ -21,6 +21,8 @@ Bits = npt.NDArray[np.int32]
 
 COMPILED, COMPILED_BYTES = 128, 512 << 20
 """Most compiled grammars, and bytes of all of them, that are kept."""
+_measuring = threading.Lock()
+"""The process' memory tells what one grammar takes while no other is compiled."""
 
 
 class Matcher:
@@ -63,9 +65,8 @@ class Grammars:
         with self._lock:
             found = self._compiled.get(grammar)
             if found is None:
-                before = process_memory()
-                found = self._compile(grammar)
-                self._compiled.put(grammar, found, max(process_memory() - before, len(grammar)))
+                found, size = self._measured(grammar)
+                self._compiled.put(grammar, found, size)
             return Matcher(found.deep_copy(), self.words)
 
     @property
@@ -109,6 +110,13 @@ class Grammars:
                     "Sampler and learner need the same tokenizer and the same version of llguidance.",
                 )
         return bits
+
+    def _measured(self, grammar: str) -> tuple[Any, int]:
+        """A grammar, and about the bytes that it takes: no more than a trial lets it."""
+        with _measuring:
+            before = process_memory()
+            found = self._compile(grammar)
+            return found, min(max(process_memory() - before, len(grammar)), BYTES)
 
     def _compile(self, grammar: str) -> Any:
         from llguidance import LLMatcher

@@ -50,7 +50,10 @@ class Trials:
         known = self._known.get(grammar)
         if known is None:
             with self._lock:
-                known = reason(self._ask(grammar))
+                answer, ended = self._ask(grammar)
+            if ended:  # which may be otherwise the next time
+                return f"the process that tries it ended ({ended})"
+            known = reason(answer)
             self._known.put(grammar, known, 2 * len(grammar) + len(known))
         return known
 
@@ -58,21 +61,24 @@ class Trials:
         """Start the process now: reading a tokenizer takes seconds."""
         self.fault("start: /./")
 
-    def _ask(self, grammar: str) -> str:
+    def _ask(self, grammar: str) -> tuple[str, str]:
+        """What the process answers; or nothing, and why it has ended."""
+        ended = ""
         for _ in range(2):
-            worker = self._running()
-            assert worker.stdin is not None and worker.stdout is not None
             try:
+                worker = self._running()
+                assert worker.stdin is not None and worker.stdout is not None
                 worker.stdin.write(json.dumps(grammar) + "\n")
                 worker.stdin.flush()
-                answer = worker.stdout.readline()
-            except OSError:
-                answer = ""
-            if answer:
-                return str(json.loads(answer))
-            _end(worker, os.getpid())
-            self._worker = None
-        return f"the process that tries it ended (status {worker.returncode})"
+                if answer := worker.stdout.readline():
+                    return str(json.loads(answer)), ""
+            except OSError as error:
+                ended = str(error)
+            if self._worker is not None:
+                _end(self._worker, os.getpid())
+                ended = f"status {self._worker.returncode}"
+                self._worker = None
+        return "", ended
 
     def _running(self) -> subprocess.Popen[str]:
         if self._worker is None:

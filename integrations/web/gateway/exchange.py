@@ -12,12 +12,15 @@ import msgspec
 from cotune.integrations.apps.openai.forms import Form, finish, part_of
 from cotune.integrations.web.gateway.settings import Limits
 from cotune.integrations.web.http.bodies import MOST_MESSAGES, aside, decoded, json_values
-from cotune.integrations.web.http.requests import RequestError, invalid_value
+from cotune.integrations.web.http.requests import RequestError, invalid_value, json_bytes
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.structs import CallStatus
+from cotune.sampling.request_params import asks_logprobs
 
 T = TypeVar("T")
+_TOKEN, _SHOWN = 8, 10
+"""Bytes of an answer for a token, about, and how many times as many where it is shown with its log-probability."""
 _Objects = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
 
 
@@ -121,6 +124,24 @@ class Exchange:
         """End the call as failed."""
         await self._aside(lambda: self.call.fail(status, text, outage=outage))
         self._ended(self)
+
+    async def answered(self, found: Answer) -> tuple[bytes, bytes]:
+        """End the call with what a policy answers; the body that says it, and its content type."""
+        shown = 1 + int(self.call.params.get("top_logprobs") or 0) if asks_logprobs(self.asked) else 0
+        tokens = found.usage.prompt_tokens + found.usage.completion_tokens * (1 + _SHOWN * shown)
+        said = await aside(self.asked_bytes + _TOKEN * tokens, lambda: self._answered(found))
+        self._ended(self)
+        return said
+
+    def _answered(self, found: Answer) -> tuple[bytes, bytes]:
+        body = self.form.body(self.call, found, self.asked)
+        self.form.keep(self.call, self.asked, body)
+        if self.call.streamed:
+            content, kind = self.form.events(body, self.asked), b"text/event-stream; charset=utf-8"
+        else:
+            content, kind = json_bytes(body), b"application/json"
+        self.call.finish(found)
+        return content, kind
 
     async def settle(self, status: CallStatus, text: str) -> None:
         """End the call with the answer as it came; where that is not a whole one, as `status` for the reason `text`."""

@@ -20,17 +20,17 @@ from cotune.integrations.web.gateway.episodes import Episodes
 from cotune.integrations.web.gateway.exchange import Exchange, read_call
 from cotune.integrations.web.gateway.settings import GatewayConfig
 from cotune.integrations.web.gateway.upstream import Upstream, UpstreamError, forwarded
-from cotune.integrations.web.http.bodies import INLINE, aside
+from cotune.integrations.web.http.bodies import aside
 from cotune.integrations.web.http.requests import (
     Access,
     ClientGone,
     RequestError,
     header,
-    json_bytes,
     read_any,
     read_body,
     unless_gone,
 )
+from cotune.recording.carry_context import INLINE
 from cotune.recording.model_calls import answer, failed
 from cotune.records.blame import refusal
 
@@ -190,19 +190,12 @@ class Proxy:
             if found is None:
                 call.cancel = stop
                 return False
-            body = exchange.form.body(call, found, exchange.asked)
+            content, kind = await exchange.answered(found)
         except Exception as error:  # noqa: BLE001
             text = error_text(error)
             status = failed(call, error)
             exchange.over()
             raise RequestError(status, text, code="cotune", headers={"x-should-retry": "false"}) from None
-        exchange.form.keep(call, exchange.asked, body)
-        call.finish(found)
-        exchange.over()
-        if call.streamed:
-            content, kind = exchange.form.events(body, exchange.asked), b"text/event-stream; charset=utf-8"
-        else:
-            content, kind = json_bytes(body), b"application/json"
         length = str(len(content)).encode()
         fields = [(b"content-type", kind), (b"content-length", length), (b"x-should-retry", b"false")]
         await passage.start(200, [*fields, *_names(exchange)])

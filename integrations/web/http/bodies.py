@@ -13,14 +13,13 @@ import numpy as np
 
 from cotune.errors import ConfigError
 from cotune.integrations.web.http.requests import RequestError, decode_body
+from cotune.recording.carry_context import INLINE
 
 T = TypeVar("T")
 
 MAX_BODY, MAX_VALUES = 16 << 20, 250_000
 MOST_MESSAGES = 10_000
 """Most messages of one request."""
-INLINE = 32 << 10
-"""Bytes up to which reading takes a few milliseconds, less than a thread's turn may."""
 _large = ThreadPoolExecutor(4, "cotune-large")
 
 

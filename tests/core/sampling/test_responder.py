@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -286,3 +287,27 @@ def test_a_request_that_only_a_provider_can_serve_is_refused_without_sampling():
     other = live.start(CallerContext("editor", "test"), {"messages": []})
     other.unsupported_reason = "a web search"
     assert asyncio.run(responder.respond(other)) is None
+
+
+@pytest.mark.parametrize("asked", [{"response_format": {"type": "json_object"}}, {"content": "x" * 100_000}])
+def test_what_takes_long_to_prepare_holds_up_no_other_call(asked):
+    """Two prompts are rendered at once: in threads, as each waits for the other."""
+    both = threading.Barrier(2)
+
+    class Slow(Chat):
+        def render(self, messages, tools, *, earlier=()):
+            both.wait(20)
+            return super().render(messages, tools)
+
+        def grammar(self, asked, tools, prompt):
+            return "start: /./"
+
+    calls = [call(**asked) for _ in range(2)]
+    for made in calls:
+        made.messages[0]["content"] = made.params.pop("content", "hello")
+    responder = PolicyResponder(ScriptedSampler((1,)), Slow(), {"writer": WRITER})
+
+    async def main():
+        return await asyncio.gather(*map(responder.respond, calls))
+
+    assert [len(found.candidates) for found in asyncio.run(main())] == [1, 1]

@@ -188,7 +188,8 @@ def test_beside_token_ids_stand_all_tokens(responder: PolicyResponder, tmp_path:
 def test_an_older_record_shows_ids_and_one_of_tool_calls_alone_shows_nothing() -> None:
     old = Candidate(index=0, text="ab", message={}, token_ids=(7, 2), logprobs=(-0.5, -0.25))
     ids = [("token_id:7", -0.5), ("token_id:2", -0.25)]
-    assert [(token["token"], token["logprob"]) for token in token_logprobs(old)] == ids
+    told = [msgspec.json.decode(token) for token in token_logprobs(old)]
+    assert [(token["token"], token["logprob"]) for token in told] == ids
     assert token_logprobs(msgspec.structs.replace(old, shown=())) == []
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cotune.errors import RequestRefused
+from cotune.integrations.models.chat import grammar, grammar_worker
 from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.chat.grammar_trial import Trials
 from cotune.integrations.models.chat.reply_grammar import json_grammar, unenforceable
@@ -61,6 +66,42 @@ def test_what_was_tried_is_not_tried_again(trials: Trials, monkeypatch: pytest.M
         with monkeypatch.context() as patched:
             patched.setattr(trials, "_ask", None)
             assert trials.fault(text(schema)) == found
+
+
+def test_a_process_that_cannot_start_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, asked = Trials({"json": "x" * (1 << 20)}), text(integers(1))
+    dies = tmp_path / "dies.py"
+    dies.write_text("raise SystemExit(3)")
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_worker, "__file__", str(dies))
+        assert made.fault(asked) == "the process that tries it ended (status 3)"
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(tmp_path / "none"))
+        assert "No such file or directory" in made.fault(asked)
+    made._described = None
+    assert made.fault(asked) == "", "once it starts again"
+
+
+def test_a_grammar_takes_what_it_takes_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that are compiled at once are not each as large as both."""
+    memory, both = [0], threading.Barrier(2)
+    monkeypatch.setattr(grammar, "process_memory", lambda: memory[0])
+
+    class Other(Grammars):
+        def _compile(self, grammar: str) -> Any:
+            memory[0] += 1000
+            with contextlib.suppress(threading.BrokenBarrierError):  # the other one waits until this one is compiled
+                both.wait(0.2)
+            return super()._compile(grammar)
+
+    made = tokenizer()
+    found = [Other(made, len(made)) for _ in range(2)]
+    threads = [threading.Thread(target=grammars.start, args=[text(integers(1))]) for grammars in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [grammars._compiled.bytes for grammars in found] == [1000, 1000]
 
 
 @pytest.mark.parametrize("schema", [integers(10**9), integers(3)])

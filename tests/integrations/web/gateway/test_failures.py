@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,34 @@ def test_a_request_that_takes_too_long(tmp_path: Path) -> None:
         answer = httpx.post(chat(opened["base_url"]), json=BODY)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         assert [c.status for c in gate.calls(opened["id"])] == ["timeout", "timeout"]
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["late", "gone"])
+def test_a_request_that_ends_while_its_call_starts(tmp_path: Path, leaves: bool) -> None:
+    starting, go = threading.Event(), threading.Event()
+
+    def roles(call: Any) -> None:
+        starting.set()
+        assert go.wait(20)
+
+    with bench(tmp_path, limits=Limits(seconds=60 if leaves else 0.5), roles=roles) as gate:
+        opened = gate.open()
+        body = {**BODY, "user": "x" * (64 << 10)}
+        if leaves:
+            with send(gate, opened["base_url"], body):
+                assert starting.wait(20)
+        else:
+            while not starting.is_set():  # the time may be over before
+                assert httpx.post(chat(opened["base_url"]), json=body).status_code == 504
+        live = gate.running.opened.episodes.open[opened["id"]]
+        go.set()
+        gate.when_idle()
+        until = time.monotonic() + 20
+        while live.pending() or not live.failures:
+            assert time.monotonic() < until, live.pending()
+            time.sleep(0.01)
+        cause = "the client went away" if leaves else "the request ended before its call had started"
+        assert {(call.status, call.error) for call in gate.calls(opened["id"])} == {("cancelled", cause)}
 
 
 def test_a_call_whose_episode_ends_is_cancelled_and_told_so(gate: Bench) -> None:

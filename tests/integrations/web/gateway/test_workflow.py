@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 import cotune
 from cotune.errors import SamplerError, WorkflowError
+from cotune.integrations.web.gateway import server
+from cotune.records.structs import ShownToken, Usage
+from tests.integrations import loop_time
 from tests.integrations.provider import Provider
 from tests.integrations.recorded import Recorded, answer
 
@@ -88,6 +92,35 @@ def test_failures_of_the_responder_reach_the_application(provider: Provider, rec
     assert "The engine is gone." in answers[1].json()["error"]["message"]
     assert {a.headers.get("x-should-retry") for a in answers[1:]} == {"false"}
     assert record.statuses == ["error", "error"]
+
+
+def test_a_long_answer_of_policies_holds_up_nobody(provider: Provider, record: Recorded, tmp_path: Path) -> None:
+    top = tuple(ShownToken(f"word{i}", -float(i)) for i in range(20))
+    told = msgspec.structs.replace(
+        answer("yes").candidates[0], shown=(ShownToken("yes", -0.5, top_logprobs=top),) * 100
+    )
+    found = answer("yes")
+    candidates = tuple(msgspec.structs.replace(told, index=i, token_ids=(1,) * 100) for i in range(64))
+    found = msgspec.structs.replace(found, candidates=candidates, usage=Usage(3, 6400))
+    longest = loop_time.Longest(tmp_path / "loop")
+
+    async def watched() -> Callable[[], None]:
+        return loop_time.watch(asyncio.get_running_loop(), longest.tell)
+
+    def app(task: Any) -> float:
+        with cotune.gateway() as gate:
+            made = next(found for found in server._running.values() if found.url == gate.origin).opened
+            over = asyncio.run_coroutine_threadsafe(watched(), made.loop).result()
+            asked = {"n": 64, "logprobs": True, "top_logprobs": 20, "messages": [{"role": "user", "content": "x"}]}
+            for stream in (False, True):
+                got = httpx.post(f"{gate.url}/chat/completions", json={**asked, "stream": stream}, timeout=60)
+                assert got.text.count("word19") == 6400
+            made.loop.call_soon_threadsafe(over)
+        return 1.0
+
+    record(app, lambda call: found)
+    assert record.statuses == ["ok", "ok"]
+    assert longest.seconds < loop_time.MOST
 
 
 def test_a_late_call_does_not_reach_the_policies(provider: Provider, record: Recorded, tmp_path: Path) -> None:
