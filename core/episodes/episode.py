@@ -34,7 +34,8 @@ _BUSY = re.compile(r"(?<!event loop )is (?:already|currently) running")
 """What frameworks say of a crew or team that is asked to run twice at once."""
 UNSEEN = (
     "Call models through the OpenAI SDK or a framework that cotune records, inside the workflow function. Give any "
-    "other client, such as httpx, the address of `with cotune.gateway()`."
+    "other client, such as httpx, the address of `with cotune.gateway()`, also in other processes. Look also for an "
+    "exception that the application swallows before it calls."
 )
 """What to do where no call of a workflow is seen."""
 _SHARED = "Several episodes run at once: make what runs in the workflow function, or give it to cotune.workflow itself."

@@ -21,10 +21,10 @@ def blame(error: BaseException, outages: Iterable[BaseException] = ()) -> Blame:
     """Infrastructure where `error`, or anything that it was raised from, is one of `outages` (what calls to models
     raised and their requests did not cause), of cotune's own engines, store or set-up, or an `Outage`; else the policy:
     bad output, a tool that failed, a prompt that is too long, too many calls, a time-out."""
-    chain, known = list(_chain(error, set())), {id(outage) for outage in outages}
-    if any(isinstance(found, ReplayDiverged) for found in chain):
+    found, known = list(chain(error)), {id(outage) for outage in outages}
+    if any(isinstance(one, ReplayDiverged) for one in found):
         return "divergence"
-    return "infrastructure" if any(id(found) in known or _ours(found) for found in chain) else "policy"
+    return "infrastructure" if any(id(one) in known or _ours(one) for one in found) else "policy"
 
 
 def refused(error: BaseException) -> bool:
@@ -44,11 +44,14 @@ def _ours(error: BaseException) -> bool:
     return isinstance(error, CotuneError) and not isinstance(error, WorkflowError | RequestRefused | ReplayDiverged)
 
 
-def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
     """The error, those that it groups, and those that it came from."""
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        for member in getattr(error, "exceptions", ()) if isinstance(error, BaseExceptionGroup) else ():
-            yield from _chain(member, seen)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    seen: set[int] = set()
+    queue = [error]
+    while queue:
+        one = queue.pop(0)
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            queue += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+            queue.append(one.__cause__ or (None if one.__suppress_context__ else one.__context__))

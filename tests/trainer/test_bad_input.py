@@ -254,7 +254,7 @@ def test_a_workflow_that_raises_before_any_call_is_looked_at_no_more_than_usual(
 
     error = refused(WorkflowError, application(raises, **BOTH))
     assert error.cause.startswith("The workflow 'solve' raised KeyError: 'NO_SUCH_VARIABLE' (")
-    assert error.remedy.startswith("Fix the workflow. Call models through the OpenAI SDK")
+    assert error.remedy == "Fix the workflow."
     assert len(looked) == EPISODES
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 
 import msgspec
 
@@ -16,6 +17,7 @@ from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.judging.episodes import judge_episodes
 from cotune.near_names import did_you_mean, near_names
 from cotune.recording.app_parts import Part, Parts
+from cotune.records.blame import chain
 from cotune.records.policies import UNTRAINED, Policies
 from cotune.records.structs import CallRecord, Episode, Task, candidate_id
 from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
@@ -241,9 +243,13 @@ def _every_time(errors: Sequence[CotuneError], calls: Sequence[CallRecord]) -> C
 
 
 def _without_calls(error: CotuneError) -> CotuneError:
-    """What a workflow raised that was not seen to call: perhaps its client is not, and had no answer."""
+    """What a workflow raised that was not seen to call: a mistake of its own, unless its client is not seen and had no
+    answer."""
+    raised_by = error.__cause__
+    mistake = type(raised_by).__module__ == "builtins" and not isinstance(raised_by, RuntimeError | NoneType)
+    mistake = mistake and not any(isinstance(one, OSError) for one in chain(raised_by))
     cause = f"{error.cause} It made no LLM call that cotune can see."
-    raised = WorkflowError(cause, f"{error.remedy} {UNSEEN}".strip())
+    raised = WorkflowError(cause, error.remedy if mistake else f"{error.remedy} {UNSEEN}".strip())
     raised.__cause__ = error
     return raised
 

@@ -121,6 +121,10 @@ def _scoped(cls: Any, name: str, scope_of: ScopeOf) -> None:
     type.__setattr__(cls, name, inside(original, context))
 
 
+_ITS_OWN = ("Task Execution Planner", "Guardrail Agent")
+"""Agents that CrewAI makes for a crew, and that belong to none."""
+
+
 def _report_parts(parts: Parts, scope: CrewScope) -> None:
     """Report the agents of the crew, or the methods of the flow, that `scope` belongs to, and that it works."""
     parts.enter(scope.role)
@@ -129,6 +133,8 @@ def _report_parts(parts: Parts, scope: CrewScope) -> None:
         agents = [*crew.agents, *([crew.manager_agent] if crew.manager_agent is not None else ())]
         name = crew.name or "crew"
         parts.add(Part(role_of(agent), "agent", name, str(agent.role).strip()) for agent in agents)
+    elif scope.role in _ITS_OWN:
+        parts.add([Part(scope.role, "agent", "CrewAI", scope.role)])
     if scope.agent is None and scope.flow is not None:
         name = type(scope.flow).__name__
         parts.add(Part(str(method), "method", name, str(method)) for method in scope.flow._methods)

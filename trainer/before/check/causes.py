@@ -22,7 +22,7 @@ from typing import Any
 
 from cotune.episodes.episode import Outcome
 from cotune.json_values import json_or_none
-from cotune.records.blame import blame
+from cotune.records.blame import blame, chain
 from cotune.records.structs import CallRecord
 from cotune.runtime.loop_watch import Blocked
 from cotune.runtime.user_code import is_library, is_library_file
@@ -93,7 +93,7 @@ def cause_of(outcome: Outcome, calls: Sequence[CallRecord], raised: BaseExceptio
     if error is None or not answered:
         return Cause(False)
     if ENDLESS in error.cause:
-        instead = [_Fault(one, Made.of(answered), error.cause).instead() for one in _chain(raised)] if raised else []
+        instead = [_Fault(one, Made.of(answered), error.cause).instead() for one in chain(raised)] if raised else []
         return Cause(True, next((found for found in reversed(instead) if found), {}))
     if (
         raised is None
@@ -108,10 +108,10 @@ def cause_of(outcome: Outcome, calls: Sequence[CallRecord], raised: BaseExceptio
 
 def cause_of_error(raised: BaseException, made: Made) -> Cause:
     """Why an exception was raised, after the made-up answers `made`."""
-    chain = list(_chain(raised))
-    if any(isinstance(one, Blocked | asyncio.CancelledError) for one in chain):
+    errors = list(chain(raised))
+    if any(isinstance(one, Blocked | asyncio.CancelledError) for one in errors):
         return Cause(False)
-    faults = [fault for one in chain if (fault := _Fault(one, made)).by_answer]
+    faults = [fault for one in errors if (fault := _Fault(one, made)).by_answer]
     instead: dict[str, Sequence[str]] = {}
     for fault in reversed(faults):
         instead.update(fault.instead())
@@ -352,19 +352,6 @@ def _tree(file: str) -> ast.Module:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return ast.Module([], [])
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, those that it groups, and those it was raised from or while handling."""
-    seen: set[int] = set()
-    queue: list[BaseException | None] = [error]
-    while queue:
-        one = queue.pop(0)
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        queue += [*getattr(one, "exceptions", ()), one.__cause__, None if one.__suppress_context__ else one.__context__]
 
 
 def said_last(calls: Collection[CallRecord]) -> str:

@@ -135,7 +135,7 @@ def _parts(report: CheckReport) -> Iterable[RenderableType]:
         ", ".join(f"{what} the application {seconds:.1f} s" for what, seconds in report.spent.items()),
         f"\n{report.plan}\n",
     )
-    yield _frameworks(report.frameworks)
+    yield _frameworks(report)
     yield ""
     yield from _roles(report.roles)
     yield from _calls(report.calls)
@@ -146,11 +146,13 @@ def _parts(report: CheckReport) -> Iterable[RenderableType]:
     yield Text.assemble(("\n", ""), (report.verdict, style))
 
 
-def _frameworks(found: Sequence[Framework]) -> Text:
+def _frameworks(report: CheckReport) -> Text:
     line = Text("recorded through ", style=QUIET)
-    if not found:
+    if not report.frameworks and report.calls:
+        return line.append("cotune's gateway", style=GOOD)
+    if not report.frameworks:
         return Text("no framework that cotune records is loaded", style=BAD)
-    for i, one in enumerate(found):
+    for i, one in enumerate(report.frameworks):
         line.append(", " if i else "").append(f"{one.name} {one.version}", style=GOOD if one.ok else BAD)
         line.append("" if one.ok else f" (supported: {one.supported})", style=BAD)
     return line

@@ -106,10 +106,10 @@ def twice_findings(tasks: Sequence[TaskRuns], store: Store) -> Iterator[Finding]
 def _changed(first: Run, again: Run, store: Store) -> dict[str, Finding]:
     """By role: how its first prompt differed in another run of the same task with the same answers."""
     found: dict[str, Finding] = {}
-    before, after = _first_calls(first.calls), _first_calls(again.calls)
+    before, after = _prompts(first.calls, store), _prompts(again.calls, store)
     for role in before.keys() & after.keys():
-        one, other = before[role].messages, after[role].messages
-        if one == other:
+        one, other = before[role][0], after[role][0]
+        if other in before[role] or one in after[role]:  # it may be asked several things at once, in any order
             continue
         if len(one) != len(other):
             low, high = sorted((len(one), len(other)))
@@ -118,8 +118,7 @@ def _changed(first: Run, again: Run, store: Store) -> dict[str, Finding]:
             )
             found[role] = Finding("warns", role, f"{text}: something outlives an episode.", _KEPT)
             continue
-        pair = next((a, b) for a, b in zip(one, other, strict=True) if a != b)
-        a, b = (_text(store.message(name)) for name in pair)
+        a, b = next((a, b) for a, b in zip(one, other, strict=True) if a != b)
         grown = a in b or b in a
         text = f"its first prompt differs between runs of the same task: {_difference(a, b)}"
         if grown:
@@ -129,16 +128,18 @@ def _changed(first: Run, again: Run, store: Store) -> dict[str, Finding]:
     return found
 
 
-def _first_calls(calls: Iterable[CallRecord]) -> dict[str, CallRecord]:
-    first: dict[str, CallRecord] = {}
+def _prompts(calls: Iterable[CallRecord], store: Store) -> dict[str, list[list[str]]]:
+    """By role: the texts of its prompts. Ids of tool calls, which every run draws anew, are none."""
+    found: dict[str, list[list[str]]] = {}
     for call in calls:
-        first.setdefault(call.role, call)
-    return first
+        found.setdefault(call.role, []).append([_text(store.message(name)) for name in call.messages])
+    return found
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else str(content)
+    functions = [tool.get("function") or {} for tool in message.get("tool_calls") or ()]
+    called = [f"{one.get('name')}({one.get('arguments')})" for one in functions]
+    return "\n".join([str(message.get("content") or ""), *called])
 
 
 def _difference(one: str, other: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -177,7 +179,7 @@ class Runner:
             news = {k: v for k, v in run.cause.instead.items() if manner.instead.get(k) != v}
             if news and learned < 4:
                 learned += 1
-                manner = msgspec.structs.replace(manner, about=_LEARNED, instead={**manner.instead, **news})
+                manner = msgspec.structs.replace(manner, about=_LEARNED, instead=_and(manner.instead, news))
             elif others and len(found.runs) < RUNS - 2:
                 variant, manner = variant + 1, others.pop(0)
                 if not (manner.call_tools or run.stub.offered):
@@ -248,6 +250,14 @@ class Runner:
 
 
 _LEARNED = "that the last error asks for"
+
+
+def _and(known: Mapping[str, Sequence[str]], news: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
+    """What two errors in turn ask for: where the first wants an object, the second is about what is in it."""
+    objects, inside = [text for text in known.get("", ()) if text.startswith("{")], news.get("", ())
+    if objects and inside and not inside[0].startswith("{"):
+        news = {**news, "": [re.sub(r'"[a-z]"(?!:)', json.dumps(inside[0]), text) for text in objects]}
+    return {**known, **news}
 
 
 def _unscored(run: Run) -> list[CallRecord]:

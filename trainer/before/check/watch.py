@@ -103,7 +103,9 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == _ASKED:
         where = place(sys._getframe(1)).partition(": ")[0]
         where = "" if is_library_file(where) else f" at {where}"
-        _watching[-1].asked.setdefault(episode.id, f"input({arguments[0]!r}){where}")
+        _watching[-1].asked.setdefault(
+            episode.id, f"input({'' if arguments[0] is None else repr(arguments[0])}){where}"
+        )
         return
     address = arguments[:2] if event == _LOOKED_UP else arguments[1]
     if not isinstance(address, tuple) or len(address) < 2:

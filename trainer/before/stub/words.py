@@ -25,10 +25,11 @@ _MOST = 8
 """Most words that are taken from one prompt."""
 _SKETCHED = re.compile(
     r"(?<=[:\[])\s*<?(?:(?P<string>string|str|text)|(?P<boolean>boolean|bool|true or false)"
-    r"|(?P<integer>integer|int)|(?P<number>number|float))\b>?(?:\s*\([^)\n]*\))?[^,\n}\]]*",
+    r"|(?P<integer>integer|int|\d+\s*(?:-|–|to)\s*\d+)|(?P<number>number|float|\d[\d.]*\s*(?:-|–|to)\s*\d[\d.]*))\b>?"
+    r"(?:\s*\([^)\n]*\))?[^,\n}\]]*",
     re.I,
 )
-"""A type in the place of a value, as in `{"age": integer (in years)}`."""
+"""A type or a range in the place of a value, as in `{"age": integer (in years), "score": 1-5}`."""
 _KEYS = re.compile(
     r"\b(?:fields|keys|properties)\b:?\s+((?:[`'\"]?\w+[`'\"]?(?:\s*,\s*(?:and\s+)?|\s+and\s+))+[`'\"]?\w+)", re.I
 )
@@ -91,7 +92,7 @@ def asked_json(
 
 
 def _as_type(found: re.Match[str]) -> str:
-    return f'{{"{_TYPE}": "{found.lastgroup}"}}'
+    return json.dumps({_TYPE: found.lastgroup, "description": found[0]})
 
 
 def _schema_of(sketch: Any) -> Any:
@@ -110,7 +111,7 @@ def _schema_of(sketch: Any) -> Any:
     if not isinstance(sketch, dict):
         return {"const": sketch}
     if _TYPE in sketch:
-        return {"type": sketch[_TYPE]}
+        return {"type": sketch[_TYPE], "description": sketch["description"]}
     return {"type": "object", "properties": {k: _schema_of(v) for k, v in sketch.items()}, "required": list(sketch)}
 
 

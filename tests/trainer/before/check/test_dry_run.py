@@ -508,6 +508,13 @@ def test_a_form_of_tool_calls_that_the_configuration_names_is_the_one_of_the_che
     assert asked == ["hermes"]
 
 
+def test_progress_names_what_runs(provider: Provider) -> None:
+    heard: list[str] = []
+    dry(application(), say=heard.append)
+    assert heard[0] == "loading the application ..."
+    assert heard[1:] == ["running solve on task a with made-up answers ..."] * (len(heard) - 1) and len(heard) == 4
+
+
 def test_tokens_are_counted_with_a_model(provider: Provider, tiny_base: Path) -> None:
     report = dry(application(), model=str(tiny_base))
     assert [call.tokens for call in report.calls] == [len("say a") + 3, len("after stub answer 1: a") + 3]

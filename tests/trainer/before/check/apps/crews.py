@@ -85,7 +85,14 @@ def agent_of_the_module() -> Any:
     return solve
 
 
+def planned() -> Any:
+    jobs = [Task(description=f"job {n}", expected_output="text", agent=agent(f"Worker {n}")) for n in range(2)]
+    crew = Crew(agents=[job.agent for job in jobs], tasks=jobs, planning=True, planning_llm=model())
+    return cotune.workflow(crew, inputs=lambda one: {}, reward=lambda result, one: 1.0)
+
+
 ROWS = {
+    "planned": Row(planned, {"Task Execution Planner", "Worker 0", "Worker 1"}, never=["no framework lists"]),
     "booking": Row(booking, {"Guide"}),
     "desk": Row(desk, {"classify", "answer", "research"}, says=[("warns", "never ran"), ("warns", "complain")]),
     "agent_of_the_module": Row(agent_of_the_module, {"Writer"}, NOT, [("blocks", "two episodes")]),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import random
 import re
 import zlib
 from datetime import date
@@ -275,7 +277,85 @@ def grades_by_a_label() -> Any:
     return solve
 
 
+def hands_over() -> Any:
+    """A second agent begins with what the first has called, under an id that each run draws anew."""
+    tools: Any = [{"type": "function", "function": {"name": "transfer", "parameters": {"type": "object"}}}]
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        messages: Any = [{"role": "user", "content": one["question"]}]
+        with cotune.role("triage"):
+            reply = await client().chat.completions.create(model="m", messages=messages, tools=tools)
+        messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+        for asked in reply.choices[0].message.tool_calls or ():
+            messages.append({"role": "tool", "tool_call_id": asked.id, "content": "done"})
+        with cotune.role("expert"):
+            await client().chat.completions.create(model="m", messages=messages)
+        return 1.0
+
+    return solve
+
+
+def maps_and_grades() -> Any:
+    """Parts that are asked for in any order, and a grade in JSON whose prompt shows the range."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        async def part(number: int) -> str:
+            await asyncio.sleep(random.random() / 100)
+            with cotune.role("mapper"):
+                return str((await chat(f"Part {number}: {one['question']}")).content)
+
+        text = "".join(await asyncio.gather(*map(part, range(5))))
+        with cotune.role("grader"):
+            reply = await chat(
+                text, 'Grade it. JSON: {"grade": 1-5, "why": "..."}', response_format={"type": "json_object"}
+            )
+        return {1: 0.0, 2: 0.25, 3: 0.5, 4: 0.75, 5: 1.0}[json.loads(reply.content)["grade"]]
+
+    return solve
+
+
+def reads_a_number_of_json() -> Any:
+    """Two errors, one after the other, say what its answer must hold."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("counter"):
+            reply = await chat(one["question"], "Answer in JSON.", response_format={"type": "json_object"})
+        return float(int(json.loads(reply.content)["faith"]) > 0)
+
+    return solve
+
+
+def mistaken_before_its_first_call() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("bot"):
+            await chat(one["qestion"])
+        return 1.0
+
+    return solve
+
+
+def swallows_its_mistake() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("bot"), contextlib.suppress(Exception):
+            await chat(one["question"], mesages=[])
+        return 1.0
+
+    return solve
+
+
 ROWS = {
+    "hands_over": Row(hands_over, {"triage", "expert"}, never=["first prompt"]),
+    "maps_and_grades": Row(maps_and_grades, {"mapper", "grader"}, never=["mapper: its first prompt"]),
+    "reads_a_number_of_json": Row(reads_a_number_of_json, {"counter"}),
+    "mistaken_before_its_first_call": Row(
+        mistaken_before_its_first_call, set(), NOT, [("blocks", "KeyError: 'qestion'")], ["OpenAI SDK", "gateway"]
+    ),
+    "swallows_its_mistake": Row(swallows_its_mistake, set(), NOT, [("blocks", "application swallows")]),
     "grades_by_a_label": Row(grades_by_a_label, {"grader"}, never=["--no-tools"]),
     "reacts": Row(reacts, {"solver"}),
     "writes_code": Row(writes_code, {"coder"}),
