@@ -1,0 +1,134 @@
+"""How far one call goes through cotune's code until it is answered. Prints the files; the last line is JSON.
+
+A LangGraph application with ChatOpenAI calls its model twice; a stub policy answers with K = 4 candidates. The second
+call is counted, as the first one loads and installs things: files, functions and changes of file, from the request of
+the client to the answer that the application gets, in all threads. The stub policy itself is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypedDict
+
+from langchain_openai import ChatOpenAI
+from langgraph.graph import END, START, StateGraph
+from rich.console import Console
+from rich.table import Table
+
+import cotune
+from cotune.episodes.episode import run_episode
+from cotune.records.plans import Plan
+from cotune.records.structs import Task
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.before.stub.stub import StubResponder
+
+K = 4
+MODEL = "trainer/before/stub/"
+
+
+class State(TypedDict):
+    text: str
+
+
+class Walk:
+    """What of cotune runs while `counting` is set."""
+
+    def __init__(self) -> None:
+        self.counting = False
+        self.functions: set[tuple[str, str]] = set()
+        self.calls: Counter[str] = Counter()
+        self.changes = 0
+        self._root = str(Path(cotune.__file__).parent)
+        self._last = ""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if not self.counting or event != "call" or not file.startswith(self._root):
+            return
+        name = file.removeprefix(self._root + "/")
+        if name.startswith(MODEL):
+            return
+        self.functions.add((name, frame.f_code.co_qualname))
+        self.calls[name] += 1
+        self.changes += name != self._last
+        self._last = name
+
+
+def solve_with(walk: Walk) -> Any:
+    model = ChatOpenAI(model="m", base_url="http://127.0.0.1:9/v1", api_key="none", max_retries=0)
+
+    async def write(state: State) -> dict[str, str]:
+        return {"text": str((await model.ainvoke(f"Write on {state['text']}")).content)}
+
+    async def review(state: State) -> dict[str, str]:
+        walk.counting = True
+        answer = await model.ainvoke(f"Review {state['text']}")
+        walk.counting = False
+        return {"text": str(answer.content)}
+
+    graph = StateGraph(State)
+    graph.add_node("writer", write)
+    graph.add_node("reviewer", review)
+    graph.add_edge(START, "writer")
+    graph.add_edge("writer", "reviewer")
+    graph.add_edge("reviewer", END)
+    app = graph.compile()
+
+    @cotune.workflow
+    async def solve(task: Any) -> float:
+        return float(bool((await app.ainvoke({"text": str(task)}))["text"]))
+
+    @solve.scorer("writer")
+    @solve.scorer("reviewer")
+    def length(candidate: Any, call: Any, task: Any) -> float:
+        return float(len(candidate.text))
+
+    return solve
+
+
+def walk_of_a_call() -> Walk:
+    walk = Walk()
+    solve = solve_with(walk)
+    with tempfile.TemporaryDirectory() as folder:
+        store = SqliteStore.open(Path(folder) / "records.db")
+        responder = StubResponder(plan=Plan(kind="tree", k=K), scorers=solve.cotune.scorers)
+        threading.setprofile(walk)
+        sys.setprofile(walk)
+        outcome = asyncio.run(run_episode(solve.cotune, Task(id="t", input="x"), sink=store, responder=responder))
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+        store.close()
+    if outcome.episode.status != "ok" or outcome.episode.calls != 2:
+        raise SystemExit(f"The episode was to end well after 2 calls, not: {outcome.episode}")
+    return walk
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    walk = walk_of_a_call()
+    table = Table("file", "functions", "calls", title=f"One call of a LangGraph application, K = {K}")
+    for file, calls in walk.calls.most_common():
+        table.add_row(file, str(sum(name == file for name, _ in walk.functions)), str(calls))
+    Console().print(table)
+    print(
+        json.dumps(
+            {
+                "files": len(walk.calls),
+                "functions": len(walk.functions),
+                "calls": walk.calls.total(),
+                "changes_of_file": walk.changes,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
