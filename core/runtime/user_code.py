@@ -123,7 +123,7 @@ def is_library(frame: FrameType) -> bool:
 
 def is_library_file(file: str) -> bool:
     """Whether a source file belongs to what is installed."""
-    return file.startswith((sys.prefix, sys.base_prefix, "<")) or "/site-packages/" in Path(file).as_posix()
+    return file.startswith((sys.prefix, sys.base_prefix, "<")) or "/site-packages/" in file.replace(os.sep, "/")
 
 
 def is_standard(frame: FrameType) -> bool:
