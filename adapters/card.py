@@ -135,7 +135,9 @@ def _evaluation(about: Background) -> Iterator[str]:
         )
         for label, mode in found.items()
     ]
-    yield _table(("", "success", "reward", *(["outcome"] if plain else []), "episodes", "failed"), rows)
+    yield _table(
+        ("", "success", "reward", *(["plain outcome, not trained on"] if plain else []), "episodes", "failed"), rows
+    )
     if verdicts := [f"- {compared.verdict}" for compared in about.evaluated.comparisons if compared.verdict]:
         yield "\n".join(verdicts)
 

@@ -39,6 +39,7 @@ from cotune.integrations.models.folder.folder import (
     write_model,
 )
 from cotune.integrations.models.folder.to_gguf import Precision, check_gguf, write_gguf
+from cotune.reading.words import stayed_reasons, stayed_text
 from cotune.records.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
 from cotune.storage.checkpoints import newest_checkpoint, read_best, read_policies, step_folders
@@ -267,14 +268,14 @@ class TrainedPolicy:
 
 
 def _why_stayed(run: Path, policy: TrainedPolicy) -> str:
-    """Why no step has updated a policy that is trained, by its latest step that told; empty where one has."""
+    """Why no step has updated a policy that is trained, with the number of steps; empty where one has."""
     if policy.version or policy.weights is None:
         return ""
     newest = newest_checkpoint(RunLayout(run).checkpoints)
     if newest is not None and any(one.version for one in read_policies(newest) if one.name == policy.name):
         return "the best evaluation came before its first one"
-    told = [why for line in read_metrics(run) if (why := line.get("stayed", {}).get(policy.name))]
-    return told[-1] if told else "no step has trained it"
+    reasons = stayed_reasons(read_metrics(run)).get(policy.name)
+    return stayed_text(reasons) if reasons else "no step has trained it"
 
 
 def latest_policies(run: str | Path, model: str | None = None) -> list[TrainedPolicy]:

@@ -254,7 +254,7 @@ async def _train(
             progress.say(note)
         if split.note:
             progress.say(split.note)
-        held_out_file = write_split(folder.path, split) or config.evaluation.tasks.removesuffix(NO_TASKS)
+        held_out_file = write_split(folder.path, split, progress.say) or config.evaluation.tasks.removesuffix(NO_TASKS)
         base = asyncio.create_task(asyncio.to_thread(base_digests, config.model))
         try:
             run, make_steps = await _open(stack, folder, config, flow, split, progress)

@@ -43,8 +43,8 @@ def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[st
     later turns and other roles are looked up among the chosen ones.
 
     An episode that the policy failed adds its `failure` to the reward, after weights and gates: a number, or with
-    `lowest` the least that the outcomes of the other episodes of the step add for the role, and at most 0. If the
-    episode lacks a gate, own components above 0 count nothing.
+    `lowest` the least that the outcomes of the other episodes of the step add for the role (for any role, where it
+    played in none that ended), and at most 0. If the episode lacks a gate, own components above 0 count nothing.
     """
     own, outcome = _mixed(samples, attribution, key)
     mine, shared, counts = own.value - overlong(samples, attribution), outcome.value, outcome.some
@@ -123,6 +123,7 @@ def _with_failures(samples: Sequence[Sample], mixed: Floats, counts: Bools, late
     lowest = np.zeros(len(names))
     ended = counts & ~failed & ~np.isnan(mixed)
     np.minimum.at(lowest, role[ended], mixed[ended])
+    lowest[np.bincount(role, ended, len(names)) == 0] = np.min(mixed[ended], initial=0.0)
     weighs = np.bincount(role, counts & ~failed, len(names)) > 0
     unseen = np.bincount(role, np.array([bool(s.outcome) for s in samples], np.bool_) & ~failed, len(names)) == 0
     here = _unknown(samples, mixed, counts)

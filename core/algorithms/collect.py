@@ -35,6 +35,8 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int]
     roles: frozenset[str] = frozenset()
     """All roles that called, trained or not."""
+    unrewarded: frozenset[str] = frozenset()
+    """Policies of which candidates were left out as no reward arrived."""
     images: Mapping[str, bytes] = {}
     """The encoded bytes of the images that the calls show, by their hash."""
 
@@ -118,6 +120,7 @@ def collect(
     targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in around]
     rewards = store.rewards(targets)
     samples: list[Sample] = []
+    unrewarded: set[str] = set()
     for episode, call in usable:
         outcome = rewards.get(episode.id) or {}
         failure = failure_of(episode, on_failure)
@@ -136,6 +139,8 @@ def collect(
                 samples.append(sample)
             else:
                 left_out[reason] += 1
+                if reason == "missing_reward" and call.policy is not None:
+                    unrewarded.add(call.policy.name)
     calls = {call.id: call for _, call in usable}
     taken, trained = {sample.id for sample in samples}, {sample.rollout for sample in samples}
     rest: list[Sample] = []
@@ -147,7 +152,13 @@ def collect(
             late = episode.id in timed_out
             rest.append(_sample(episode, call, chosen, own, outcome, failure, plan, timed_out=late))
     return Collected(
-        samples=samples, others=rest, calls=calls, left_out=dict(left_out), roles=frozenset(seen), images=images
+        samples=samples,
+        others=rest,
+        calls=calls,
+        left_out=dict(left_out),
+        roles=frozenset(seen),
+        unrewarded=frozenset(unrewarded),
+        images=images,
     )
 
 

@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from statistics import fmean
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from cotune.algorithms.advantages import AdvantageState, Spread, combine, spread, units
 from cotune.algorithms.align import align
-from cotune.algorithms.attribution import LARGEST, Codes, Floats, attribute, codes, lacking, overlong
+from cotune.algorithms.attribution import LARGEST, Bools, Codes, Floats, attribute, codes, lacking, overlong
 from cotune.algorithms.collect import Collected, temperature
 from cotune.algorithms.filters import group_reasons, high_entropy, sample_reason, tied
 from cotune.algorithms.groups import Group, build_groups, explain_alone, one_prompt
@@ -21,6 +22,10 @@ from cotune.algorithms.samples import Sample, TrainRow
 from cotune.algorithms.shaping import shape
 from cotune.errors import GroupError
 from cotune.storage.protocol import Store
+
+Reached = Literal["no reward", "no comparison", "no signal", "filtered"]
+"""Why a policy with samples has nothing to learn from, unless some are trained on: none has its reward, none has others
+to be compared with, all that were compared are equal, or filters left out those that differ."""
 
 
 class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +64,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     roles: Mapping[str, RoleStats]
     reward: float | None
     """Mean reward of all candidates that have one, kept or not; None without any."""
+    reached: Mapping[str, Reached]
+    """How far the samples of each policy came."""
     warnings: tuple[str, ...]
     state: AdvantageState
 
@@ -84,7 +91,7 @@ def prepare(
     left_out: Counter[str] = Counter()
     every = [*samples, *others]
     returns = [attribute(every, term.attribution, term.key)[: len(samples)] for term in recipe.terms]
-    shown = returns[0]
+    shown = _shown(samples, every, returns[0])
     for rewards in returns:
         _require_small(samples, rewards)
     if not recipe.takes_rewards:
@@ -156,6 +163,7 @@ def prepare(
         left_out={reason: count for reason, count in left_out.items() if count},
         roles=_role_stats(samples, shown, members, number, stats, trained, recipe.attribution),
         reward=float(np.nanmean(shown)) if (~np.isnan(shown)).any() else None,
+        reached=_reached(samples, complete, ties, members, stats.flat[number]),
         warnings=tuple(warnings),
         state=state,
     )
@@ -225,7 +233,7 @@ def _require_small(samples: Sequence[Sample], rewards: Floats) -> None:
         )
 
 
-def _missing(samples: Sequence[Sample], complete: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Iterable[str]:
+def _missing(samples: Sequence[Sample], complete: Bools) -> Iterable[str]:
     """Names the roles of which no sample has a usable reward: a matter of set-up, not of chance."""
     rewarded = {sample.role for sample, done in zip(samples, complete, strict=True) if done}
     for role in sorted({sample.role for sample in samples} - rewarded):
@@ -235,6 +243,18 @@ def _missing(samples: Sequence[Sample], complete: np.ndarray[tuple[int, ...], np
             f"Role {role!r} has no reward that the recipe uses. Its candidates carry {own or 'none'}, its episodes "
             f"{outcome or 'none'}. Add a scorer for it, or name its components in `weights`."
         )
+
+
+def _reached(
+    samples: Sequence[Sample], complete: Bools, ties: Bools, members: Sequence[Sample], flat: Bools
+) -> dict[str, Reached]:
+    """How far the samples of each policy came; [n] `complete` and `ties` are of samples, `flat` of those in groups."""
+    found: dict[str, Reached] = {sample.policy.name: "no reward" for sample in samples}
+    found |= dict.fromkeys((samples[i].policy.name for i in np.flatnonzero(ties)), "filtered")
+    found |= dict.fromkeys((samples[i].policy.name for i in np.flatnonzero(complete & ~ties)), "no comparison")
+    found |= dict.fromkeys((sample.policy.name for sample in members), "no signal")
+    found |= dict.fromkeys((members[i].policy.name for i in np.flatnonzero(~flat)), "filtered")
+    return found
 
 
 def _lacking(samples: Sequence[Sample], recipe: Recipe) -> Iterable[str]:
@@ -262,7 +282,15 @@ def group_spread(samples: Sequence[Sample], reward: Floats, number: Codes, recip
     return spread(value, group, weight, count)
 
 
-def _only(groups: Sequence[Group], moves: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> list[Group]:
+def _shown(samples: Sequence[Sample], every: Sequence[Sample], rewards: Floats) -> Floats:
+    """`rewards` [n] as far as they are known: `lowest` says nothing of failures where no episode ended well."""
+    if any(sample.failure is None for sample in every):
+        return rewards
+    unknown = np.array([s.failure == "lowest" and not (s.rewards or s.outcome) for s in samples], np.bool_)
+    return np.where(unknown, np.nan, rewards)
+
+
+def _only(groups: Sequence[Group], moves: Bools) -> list[Group]:
     """The groups without the samples that do not move; groups left empty are gone."""
     flags = iter(moves.tolist())
     trimmed = [tuple(s for s in group.samples if next(flags)) for group in groups]

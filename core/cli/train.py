@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cotune.cli.command import (
     APP,
@@ -23,6 +23,9 @@ from cotune.storage.checkpoints import read_best
 from cotune.storage.run_layout import RunLayout, read_config, read_run_json
 from cotune.storage.whole_file import whole_file
 from cotune.terminal import progress, tell, terminal
+
+if TYPE_CHECKING:
+    from cotune.trainer.reporting.summary import RunSummary
 
 
 def add_check(commands: Any) -> None:
@@ -170,7 +173,6 @@ def _run_train(a: argparse.Namespace) -> int:
     from cotune.reading.words import change_text
     from cotune.tables import plural
     from cotune.trainer.config.train import load_config, read_toml
-    from cotune.trainer.reporting.summary import NO_SIGNAL
     from cotune.trainer.train import resume, train
 
     fields = {**given(a), **settings(a.set)}
@@ -190,18 +192,28 @@ def _run_train(a: argparse.Namespace) -> int:
         tell(change_text(change))
     if found := summary.headline.evaluation:
         tell(f"{summary.headline.verdict or 'no verdict'} ({found.name})")
-    if summary.stayed:
-        tell("never updated: " + ", ".join(f"{policy} ({why})" for policy, why in summary.stayed.items()))
+    for text in never_updated(summary):
+        tell(text)
     for role, steps in summary.silent.items():
         tell(f"{role} called in no episode of the last {plural(steps, 'step')}: docs/how-to/not-learning.md")
-    if "no signal" in summary.stayed.values():
-        tell(NO_SIGNAL)
     if summary.finished and summary.versions:
         app = a.workflow or read_run_json(summary.path)["workflow"] or "WORKFLOW"
         tell(f"next: cotune eval {app} --run {summary.path} --tasks {summary.held_out or 'HELD_OUT.jsonl'}")
         best = " --best" if read_best(RunLayout(summary.path).checkpoints) else ""
         tell(f"then: cotune export {summary.path} --to adapters/{best}; to look at it: cotune view {summary.path}")
     return 0 if summary.finished else 130
+
+
+def never_updated(summary: RunSummary) -> list[str]:
+    """Which policies no step of a run has updated, why, and what to do about those without a signal."""
+    from cotune.reading.words import stayed_text
+    from cotune.trainer.reporting.summary import NO_SIGNAL
+
+    if not summary.stayed:
+        return []
+    silent = [policy for policy, reasons in summary.stayed.items() if next(iter(reasons)) == "no signal"]
+    told = ", ".join(f"{policy} ({stayed_text(reasons)})" for policy, reasons in summary.stayed.items())
+    return [f"never updated: {told}", *([f"{', '.join(silent)}: {NO_SIGNAL}"] if silent else [])]
 
 
 def add_eval(commands: Any) -> None:

@@ -30,6 +30,8 @@ SINGLE = "single samples"
 """The `path` of a step whose episodes are played as the policies play them."""
 PLAYED = (("trained", "base"), ("as_deployed", "base_as_deployed"), ("greedy", "base_greedy"))
 """The modes that a headline takes, the first that was run, and what each begins from."""
+PLAIN = "plain outcome (not what is trained on)"
+"""Names the sum of an outcome's components as the workflow returns them, where the trained reward is another."""
 STARTS = ("base", "start")
 """What training's own evaluations are compared with: the untrained model, or what `init` began from."""
 
@@ -127,7 +129,7 @@ def _evaluated(evaluation: StoredEvaluation) -> Iterator[Change]:
         if last is None:
             continue
         yield Change(
-            name=f"held-out {name}",
+            name=f"held-out {PLAIN if name == 'outcome' else name}",
             kind="held_out",
             what=what,
             first=getattr(before, name) if before else None,
@@ -165,7 +167,8 @@ def _held_out_lines(lines: Sequence[Line]) -> Iterator[Change]:
             for line in lines
             if name in (own := line.get("held_out") or {})
         }
-        yield from _change(f"held-out {name}", "held_out", what, known, percent=name == "success")
+        title = f"held-out {PLAIN if name == 'outcome' else name}"
+        yield from _change(title, "held_out", what, known, percent=name == "success")
 
 
 def _against_untrained(lines: Sequence[Line]) -> Iterator[Change]:

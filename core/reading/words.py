@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 from cotune.intervals import Interval
 from cotune.reading.headline import Change
-from cotune.tables import figure
+from cotune.tables import figure, plural
 
 
 def interval_text(found: Interval | None, percent: bool = False) -> str:
@@ -31,3 +35,19 @@ def _end(change: Change, of: str, found: Interval, failed: int) -> str:
         said += f" {'of' if change.percent else 'over'} {found.n:,}"
     said = f"{said} in {of}" if of.startswith("step ") else f"{of} {said}".strip()
     return f"{said}, {failed:,} failed" if failed else said
+
+
+def stayed_reasons(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """By policy, in how many steps of metrics.jsonl it stayed as it was for which reason, the commonest first."""
+    found: dict[str, Counter[str]] = {}
+    for line in lines:
+        for policy, why in line.get("stayed", {}).items():
+            found.setdefault(policy, Counter())[why] += 1
+    return {policy: dict(why.most_common()) for policy, why in sorted(found.items())}
+
+
+def stayed_text(reasons: Mapping[str, int]) -> str:
+    """`no sample in 4 of 5 steps, no signal in 1`."""
+    (first, count), *rest = reasons.items()
+    said = f"{first} in {count:,} of {plural(sum(reasons.values()), 'step')}"
+    return ", ".join([said, *(f"{why} in {times:,}" for why, times in rest)])

@@ -1,4 +1,5 @@
-"""Tasks files: one JSON value per line; an object's `id` names the task, else its line number does."""
+"""Tasks files: one JSON value per line; an object's `id` names the task, else its line number does. A line that is
+`{"task_id": ..., "input": ...}` and no more is the task `input` of that name."""
 
 from __future__ import annotations
 
@@ -52,12 +53,21 @@ def load_tasks(path: str | Path) -> list[Task]:
 
 
 def as_task(value: Any, number: int) -> Task:
-    """A Task as it is; a mapping with an `id`, or any JSON value under its number."""
+    """A Task as it is; a named one (`task_line`), a mapping with an `id`, or any JSON value under its number."""
     if isinstance(value, Task):
         return value
+    if isinstance(value, Mapping) and value.keys() == {"task_id", "input"}:
+        return Task(id=str(value["task_id"]), input=value["input"])
     if isinstance(value, Mapping) and "id" in value:
         return Task(id=str(value["id"]), input=value)
     return Task(id=str(number), input=value)
+
+
+def task_line(task: Task) -> bytes:
+    """The line of a task in a tasks file, which gives it the same id. Raises TypeError or ValueError for an input that
+    is not JSON."""
+    own = isinstance(task.input, Mapping) and str(task.input.get("id")) == task.id
+    return msgspec.json.encode(task.input if own else {"task_id": task.id, "input": task.input}) + b"\n"
 
 
 def as_tasks(values: str | Path | Iterable[Any]) -> list[Task]:

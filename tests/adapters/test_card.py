@@ -96,9 +96,12 @@ def test_a_policy_that_was_never_updated_is_named_with_the_reason(
     lines = [{**found, "stayed": {"planner": "no signal"}} for found in (line(0, 0.0, 0.0), line(1, 0.0, 0.0))]
     RunLayout(run).metrics.write_text("".join(json.dumps(found) + "\n" for found in lines))
     assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
-    said = "planner has no update (no signal): its weights are those that the run started with"
+    said = "planner has no update (no signal in 2 of 2 steps): its weights are those that the run started with"
     assert said in capsys.readouterr().out and said in (tmp_path / "out" / "README.md").read_text()
-    assert json.loads((tmp_path / "out" / "roles.json").read_text())["policies"][0]["stayed"] == "no signal"
+    assert (
+        json.loads((tmp_path / "out" / "roles.json").read_text())["policies"][0]["stayed"]
+        == "no signal in 2 of 2 steps"
+    )
     best = run / "checkpoints" / "step-000000"
     shutil.copytree(file.parent, best)
     file.write_text(file.read_text().replace('"version": 0', '"version": 2'))

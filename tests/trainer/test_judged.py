@@ -89,7 +89,7 @@ def test_roles_that_play_against_each_other_are_judged_against_the_untrained_mod
     assert shown in said, "what chooses the checkpoint is shown"
     (first,) = [c for c in summary.headline.changes if c.name == "held-out reward of white against the untrained model"]
     assert first.last.mean == figures[-1]["against_untrained/white"]
-    assert "held-out outcome" not in {change.name for change in summary.headline.changes}
+    assert not [change.name for change in summary.headline.changes if "outcome" in change.name]
 
 
 @pytest.mark.parametrize(

@@ -144,4 +144,6 @@ def test_the_figures_that_say_most_stand_first_and_a_setting_tells_no_path_or_pa
     ]  # fmt: skip
     assert (found["step/calls"], found["seconds/update"], found["held_out/success"]) == (3.0, 2.0, 0.25)
     assert public("/home/me/models/base") == "base" and public(3) == 3 and public("org/model") == "org/model"
+    listed = [{"name": "a", "model": "/home/me/other", "loss": "/home/me/own.py:loss"}]
+    assert public(listed) == [{"name": "a", "model": "other", "loss": "own.py:loss"}]
     assert public("http://me:secret@host:8000/v1") == "http://host:8000/v1"

@@ -315,7 +315,8 @@ def test_a_team_that_never_succeeds_is_no_error_and_ends_with_what_was_never_upd
     app.judge(lambda episodes, task: [0.5] * len(episodes))
     summary = trainer(app, steps=2, roles=["spare"], **{**SETTINGS, "policies": "lora"})
     assert summary.finished and summary.versions == {}
-    assert summary.stayed == {**dict.fromkeys(("first", "second", "third"), "no signal"), "spare": "no sample"}
+    tied = {role: {"no signal": 2} for role in ("first", "second", "third")}
+    assert summary.stayed == {**tied, "spare": {"no sample": 2}}
     for line in trainer.metrics():
         left = line["left_out"]
         assert line["rows"] == 0 and left["zero_variance"] == 3 * line["replay"]["forks"]

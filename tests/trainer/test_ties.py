@@ -49,7 +49,7 @@ def test_ties_change_nothing_and_the_run_goes_on_and_resumes(trainer: Trainer, r
     rewards, settings = Rewards({2}), {"recipe": recipe, "plan": INDEPENDENT, "keep_checkpoints": 9, "concurrency": 1}
     stopped = trainer(application(rewards), steps=1, roles=["rare"], **settings)
     assert stopped.versions == {} and stopped.left_out == {"no_signal": 6}
-    assert stopped.stayed == {"first": "no signal", "rare": "no sample"}
+    assert stopped.stayed == {"first": {"no signal": 1}, "rare": {"no sample": 1}}
     assert "no update: nothing to learn from in this step: first (no signal), rare (no sample)" in trainer.said
     run = trainer.folder / "run"
 

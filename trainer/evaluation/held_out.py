@@ -48,11 +48,9 @@ async def evaluate_held_out(run: Run, report: StepReport, progress: Progress) ->
     evaluated = _share_lowest(run, step, found, progress)
     _store(run, step, evaluated)
     figures = _figures(*evaluated)
+    if why := _no_figure(found):
+        progress.say_once(f"held-out, single samples: no figure: {why}")
     if found.opposed:
-        progress.say_once(
-            f"{', '.join(found.opposed)} play against each other: their held-out rewards always add up to the same, so "
-            "each is judged by what it wins against the untrained model"
-        )
         with report.phase("evaluate"):
             figures |= await _against_untrained(run, progress, found.opposed)
     return figures
@@ -71,7 +69,10 @@ async def evaluate_base(run: Run, report: StepReport, progress: Progress) -> Non
     if found is not None:
         _store(run, 0, [found])
         figures = _figures(found)
-        progress.say(f"before training, held-out, single samples: {held_out_text(figures) or 'no figure'}")
+        if why := _no_figure(found):
+            progress.say_once(f"held-out, single samples: no figure: {why}")
+        else:
+            progress.say(f"before training, held-out, single samples: {held_out_text(figures)}")
         if progress.loggers is not None:
             progress.loggers.base(figures)
     progress.activity.begin(run.state.steps)
@@ -146,6 +147,20 @@ def _figures(*evaluations: Evaluation) -> dict[str, float]:
     for one in base:
         figures |= {f"base_{name}": x for name, x in _figures(one).items() if name in ("success", "reward")}
     return figures
+
+
+def _no_figure(found: Evaluation) -> str:
+    """Why an evaluation has neither success nor a reward; empty where it has one."""
+    if found.opposed and found.success is None:
+        return (
+            f"{', '.join(found.opposed)} play against each other: their held-out rewards always add up to the same, so "
+            "each is judged by what it wins against the untrained model, after each evaluation"
+        )
+    if found.success or found.reward or found.outcome:
+        return ""
+    if why := found.all_failed:
+        return f"all {plural(found.episodes, 'episode')} failed, the most of them with: {why}"
+    return f"the workflow returned no outcome for {plural(found.episodes, 'episode')}, and evaluations ask no judge"
 
 
 async def _against_untrained(run: Run, progress: Progress, roles: Sequence[str]) -> dict[str, float]:

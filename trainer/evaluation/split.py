@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 from cotune.errors import ConfigError
 from cotune.json_values import plain
 from cotune.records.structs import Task
-from cotune.records.tasks import load_tasks
+from cotune.records.tasks import load_tasks, task_line
 from cotune.tables import plural
 from cotune.trainer.config.train import NO_TASKS, EvaluationConfig, TrainConfig
 from cotune.trainer.run.run_folder import write_atomically
@@ -72,17 +72,26 @@ def split_again(tasks: Sequence[Task], config: TrainConfig, described: Mapping[s
     return split
 
 
-def write_split(folder: Path, split: Split) -> str:
-    """Write the tasks that a run holds out by itself; returns the path of their file, empty without any and for tasks
-    that are not JSON."""
+def write_split(folder: Path, split: Split, say: Callable[[str], None]) -> str:
+    """Write the tasks that a run holds out by itself; returns the path of their file, empty without any. Where some are
+    not JSON, there is no file, and `say` is told."""
     if not split.own:
         return ""
     file = folder / FILE
-    try:
-        lines = [msgspec.json.encode(task.input) for task in split.held_out]
-    except (TypeError, ValueError):
+    lines: list[bytes] = []
+    faults: list[str] = []
+    for task in split.held_out:
+        try:
+            lines.append(task_line(task))
+        except (TypeError, ValueError) as error:
+            faults.append(f"task {task.id}: {error}")
+    if faults:
+        say(
+            f"{len(faults)} of {plural(len(split.held_out), 'held-out task')} are not JSON ({faults[0]}), so {file} is "
+            "not written; cotune eval needs a file of your own"
+        )
         return ""
-    write_atomically(file, b"".join(line + b"\n" for line in lines))
+    write_atomically(file, b"".join(lines))
     return str(file)
 
 

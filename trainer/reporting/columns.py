@@ -45,7 +45,8 @@ STEP = {
     "rollout, update": "Seconds by phase: sampling, learning, publishing the new weights, saving. `left` is the time "
     "to the last step.",
     "rows by staleness": "In mode async: rows by how many versions their sampler was behind.",
-    "not updated": "Policies that stay as they were, and why: no sample, no signal (all advantages 0), no gradient.",
+    "not updated": "Policies that stay as they were, and why: no sample, no reward, no comparison (alone in their "
+    "groups), no signal (all advantages 0), filtered, no gradient.",
 }
 """Parts of the line that a step prints, and what each tells."""
 

@@ -130,7 +130,11 @@ def named(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def public(value: Any) -> Any:
-    """A setting as it may leave this machine: of a path its last part, of an address no password."""
+    """A setting as it may leave this machine: of a path its last part, of an address no password; also within lists."""
+    if isinstance(value, Mapping):
+        return {name: public(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [public(inner) for inner in value]
     if not isinstance(value, str):
         return value
     if Path(value).is_absolute():

@@ -81,8 +81,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     updated: bool
     """Whether any policy has a new version."""
     stayed: dict[str, str] = {}
-    """Trained policies without a new version, and why: `no sample` (its roles had no usable call), `no signal` (all its
-    advantages are zero), `no gradient` (its rows moved nothing)."""
+    """Trained policies without a new version, and why: `no sample` (its roles had no usable call), `no reward` (its
+    samples have none that the recipe uses), `no comparison` (they stood alone in their groups), `no signal` (all its
+    advantages are zero), `filtered` (filters left out those that differ), `no gradient` (its rows moved nothing)."""
     silent: dict[str, int] = {}
     """Trained roles that have called in no episode of the last steps, and of how many."""
     notes: tuple[str, ...] = ()
@@ -158,12 +159,16 @@ def lags(samples: Iterable[Sample], versions: Mapping[str, int]) -> dict[str, in
 
 
 def stayed(
-    policies: Policies, updates: Updates, rows: Mapping[str, Sequence[TrainRow]], samples: Iterable[Sample]
+    policies: Policies,
+    updates: Updates,
+    rows: Mapping[str, Sequence[TrainRow]],
+    collected: Collected,
+    prepared: Prepared,
 ) -> dict[str, str]:
     """Why each trained policy that has not moved has not."""
-    sampled, moves = {sample.policy.name for sample in samples}, moved(updates)
+    reached, moves = {**dict.fromkeys(collected.unrewarded, "no reward"), **prepared.reached}, moved(updates)
     return {
-        name: "no gradient" if name in rows else "no signal" if name in sampled else "no sample"
+        name: "no gradient" if name in rows else reached.get(name, "no sample")
         for name, spec in policies.specs.items()
         if spec.trained and name not in moves
     }

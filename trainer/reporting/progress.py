@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from cotune.reading.headline import PLAIN
 from cotune.records.structs import Episode
 from cotune.terminal import terminal
 from cotune.trainer.reporting.activity import Activity
@@ -214,9 +215,9 @@ def held_out_text(figures: Mapping[str, float]) -> str:
     """Success and rewards of an evaluation of held-out tasks, with their intervals and counts; empty without any."""
     count, failed = figures.get("episodes", 0.0), figures.get("failed", 0.0)
     found = [
-        f"{name} {figures[name]:.3f}{_ends(figures, name)} on {figures.get(f'{name}_n', count):.0f}"
+        f"{title} {figures[name]:.3f}{_ends(figures, name)} on {figures.get(f'{name}_n', count):.0f}"
         + (f" (base {figures[f'base_{name}']:.3f})" if f"base_{name}" in figures else "")
-        for name in ("success", "reward", "outcome")
+        for name, title in (("success", "success"), ("reward", "reward"), ("outcome", PLAIN))
         if name in figures
     ]
     won = {name.partition("/")[2]: x for name, x in figures.items() if name.startswith("against_untrained/")}

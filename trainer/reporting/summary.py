@@ -10,13 +10,14 @@ import msgspec
 
 from cotune.reading.evaluations import read_evaluations
 from cotune.reading.headline import Headline, headline
+from cotune.reading.words import stayed_reasons
 from cotune.storage.run_layout import read_metrics
 from cotune.trainer.run.checkpoint import Checkpoint
 
 NO_SIGNAL = (
-    "no signal: all rewards that were compared are equal. Where nothing succeeds yet, learn from demonstrations first "
-    "(cotune train WORKFLOW --recipe sft --records TRACED, then --init with that run), take tasks that are solved now "
-    "and then, or a larger plan.k; else a scorer or judge that tells answers apart."
+    "no signal, as all rewards that were compared are equal. Where nothing succeeds yet, learn from demonstrations "
+    "first (cotune train WORKFLOW --recipe sft --records TRACED, then --init with that run), take tasks that are "
+    "solved now and then, or a larger plan.k; else a scorer or judge that tells answers apart."
 )
 """What to do about a policy that no step can update."""
 
@@ -39,8 +40,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int]
     lost_records: int
     seconds: float
-    stayed: Mapping[str, str] = {}
-    """Trained policies that no step has updated, and why, as `StepMetrics.stayed`."""
+    stayed: Mapping[str, Mapping[str, int]] = {}
+    """Trained policies that no step has updated, and in how many steps for which reason (`StepMetrics.stayed`), the
+    commonest first."""
     silent: Mapping[str, int] = {}
     """Trained roles that called in no episode of the last steps, and of how many: `SILENT_STEPS` or more, or all."""
     held_out: str = ""
@@ -77,9 +79,7 @@ def sum_up(
         left_out=left_out,
         lost_records=lost_records,
         seconds=seconds,
-        stayed={
-            name: why for line in lines for name, why in line.get("stayed", {}).items() if name not in state.versions
-        },
+        stayed={name: why for name, why in stayed_reasons(lines).items() if name not in state.versions},
         silent=_silent(lines),
         held_out=held_out,
         ended=ended,

@@ -341,3 +341,24 @@ def test_weighed_rewards_that_training_cannot_hold_are_refused_by_role_and_compo
     with pytest.raises(GroupError, match=text):
         prepare(group("c", 1.0, 3e30), heavy)
     assert np.isfinite(prepare(group("c", 1.0, 3e30), AT_GRPO).advantages.astype(np.float32)).all()
+
+
+def failing(id: str, role: str, **fields) -> Sample:
+    return sample(id, role=role, policy=PolicyRef(role, 2), rollout=id, failure="lowest", **fields)
+
+
+def test_a_role_that_only_failed_in_a_step_counts_the_lowest_of_the_other_roles():
+    """Its crashes counted 0 where all others had less: the best reward of the step, in groups over roles too."""
+    ended = [sample(f"e{i}.0", team=value, rollout=f"e{i}") for i, value in enumerate((-1.0, -3.0))]
+    prepared = prepare([*ended, failing("f0.0", "rare"), failing("f1.0", "rare")], recipe("grpo"))
+    assert prepared.roles["rare"].reward == prepared.roles["rare"].task_reward == -3.0
+    assert dict(zip((s.id for s in prepared.samples), np.sign(prepared.advantages), strict=True)) == {
+        "e0.0": 1.0, "e1.0": -1.0, "f0.0": -1.0, "f1.0": -1.0,
+    }  # fmt: skip
+
+
+def test_a_step_in_which_all_failed_has_no_reward_to_show():
+    """The lowest of nothing is no 0: a guard and a reader would take it for the best step of a run that loses."""
+    prepared = prepare([failing(f"f{i}.0", "a") for i in range(2)], recipe("dr_mas"))
+    assert np.isnan(prepared.roles["a"].reward) and np.isnan(prepared.roles["a"].task_reward)
+    assert (prepared.reward, prepared.left_out, prepared.reached) == (None, {"no_signal": 2}, {"a": "no signal"})

@@ -219,14 +219,14 @@ def test_the_next_command_takes_the_best_checkpoint_where_one_is_kept(trained, c
 
 
 def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, capsys):
-    trained.versions, trained.stayed = {}, {"planner": "no signal", "coder": "no sample"}
+    trained.versions, trained.stayed = {}, {"planner": {"no signal": 2, "no sample": 1}, "coder": {"no sample": 3}}
     assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", "--model", "base"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[4:] == [
-        "never updated: planner (no signal), coder (no sample)",
-        "no signal: all rewards that were compared are equal. Where nothing succeeds yet, learn from demonstrations "
-        "first (cotune train WORKFLOW --recipe sft --records TRACED, then --init with that run), take tasks that are "
-        "solved now and then, or a larger plan.k; else a scorer or judge that tells answers apart.",
+        "never updated: planner (no signal in 2 of 3 steps, no sample in 1), coder (no sample in 3 of 3 steps)",
+        "planner: no signal, as all rewards that were compared are equal. Where nothing succeeds yet, learn from "
+        "demonstrations first (cotune train WORKFLOW --recipe sft --records TRACED, then --init with that run), take "
+        "tasks that are solved now and then, or a larger plan.k; else a scorer or judge that tells answers apart.",
     ]
 
 

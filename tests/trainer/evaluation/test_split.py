@@ -11,11 +11,12 @@ import pytest
 
 from cotune.errors import ConfigError
 from cotune.reading.evaluations import read_evaluations
+from cotune.records.structs import Task
 from cotune.records.tasks import as_tasks, load_tasks
 from cotune.storage.run_layout import read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.train import TrainConfig, convert
-from cotune.trainer.evaluation.split import LEAST, MOST, overlap, split_again, split_tasks, write_split
+from cotune.trainer.evaluation.split import LEAST, MOST, Split, overlap, split_again, split_tasks, write_split
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, letters
 
@@ -82,14 +83,36 @@ def test_what_needs_held_out_tasks_is_refused_without_them(evaluation: Mapping[s
 
 def test_a_resumed_run_on_other_held_out_tasks_leaves_the_file_of_its_own_as_it_was(tmp_path: Path) -> None:
     split = split_tasks(tasks(200), config(seed=1))
-    file = Path(write_split(tmp_path, split))
+    file = Path(write_split(tmp_path, split, print))
     before = file.read_bytes()
     (others := tmp_path / "others.jsonl").write_text(json.dumps({"id": "x", "n": 1}) + "\n")
     for given in ("none", str(others)):
         evaluated = config(evaluation={"tasks": given})
         again = split_again(tasks(200), evaluated, {"held": {"held_out": list(split.own)}})
-        assert not write_split(tmp_path, again)
+        assert not write_split(tmp_path, again, print)
         assert file.read_bytes() == before
+
+
+def test_held_out_tasks_keep_their_ids_and_inputs_in_the_file_of_the_run(tmp_path: Path) -> None:
+    """Tasks without an id have the number of their line: another one in the shorter file."""
+    mixed = as_tasks(
+        [{"x": i} if i % 3 == 0 else f"task {i}" if i % 3 == 1 else {"id": f"n{i}", "x": i} for i in range(90)]
+    )
+    split = split_tasks([*mixed, Task(id="own", input=["a"])], config())
+    again = load_tasks(write_split(tmp_path, split, print))
+    assert [(task.id, task.input) for task in again] == [(task.id, task.input) for task in split.held_out]
+    assert {type(task.input) for task in again} == {dict, str}
+
+
+def test_held_out_tasks_that_are_no_json_are_told_and_counted(tmp_path: Path) -> None:
+    said: list[str] = []
+    odd = as_tasks([{"id": f"t{i}", "x": object() if i % 2 else i} for i in range(60)])
+    split = Split(tasks=odd, held_out=odd[:6], own=ids(odd[:6]))
+    assert write_split(tmp_path, split, said.append) == "" and not (tmp_path / "held_out.jsonl").exists()
+    assert said == [
+        "3 of 6 held-out tasks are not JSON (task t1: Encoding objects of type object is unsupported), so "
+        f"{tmp_path / 'held_out.jsonl'} is not written; cotune eval needs a file of your own"
+    ]
 
 
 def test_a_run_never_trains_on_what_it_holds_out(trainer: Trainer) -> None:
