@@ -40,5 +40,5 @@ def _figures(ending: TaskEnding | None, solved: bool, floor: float) -> tuple[flo
     """Success, of which a failed episode is none, and reward; None for what is not known or not reported."""
     if ending is None or not ending.known:
         return None, None
-    success = float(ending.status == "ok" and ending.success is True) if solved else None
+    success = None if not solved or ending.solved is None else float(ending.solved)
     return success, floor if ending.floored else ending.reward

@@ -31,9 +31,12 @@ IN_TRAINING = "in training"
 
 
 class TaskEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """How the first episode of a task ended in one mode. `reward` is the one that is trained on; a `floored` one failed
-    and counts the lowest of the evaluation. One that is not `known` says nothing of the policies and counts in no
-    figure."""
+    """How the first episode of a task ended in one mode, after how many seconds.
+
+    `reward` is the one that is trained on, `outcome` the sum of the outcome's components; None where it has none that
+    is known. A `floored` one failed without an outcome of its own and counts the lowest of the evaluation. One that is
+    not `known` says nothing of the policies, as it was cancelled or an outage, and counts in no figure.
+    """
 
     status: str
     reward: float | None = None
@@ -42,6 +45,15 @@ class TaskEnding(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     known: bool = True
     floored: bool = False
+    outcome: float | None = None
+
+    @property
+    def solved(self) -> bool | None:
+        """Whether it solved its task, where others report `success`: not if it failed, or reports none. None where
+        nobody knows what came of it."""
+        if self.status != "ok":
+            return False if self.known else None
+        return self.success is True if self.success is not None or self.outcome is not None else None
 
 
 class ModeUse(msgspec.Struct, frozen=True, kw_only=True):

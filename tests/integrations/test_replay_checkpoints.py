@@ -15,8 +15,10 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import Send
 
+from cotune.algorithms.collect import attributed, collect
+from cotune.algorithms.recipes import PROMPT_KEY, Attribution
 from cotune.episodes.rollout import EpisodeBatch, rollout
-from cotune.records.structs import Episode, Task
+from cotune.records.structs import Episode, RewardRecord, Task, candidate_id
 from cotune.replay.script import Replay, read_script
 from tests.integrations import replay_apps
 from tests.integrations.graphs import chain
@@ -124,6 +126,29 @@ def test_a_branch_from_a_checkpoint_is_as_one_from_the_start(tmp_path: Path, rol
     assert (whole.error, short.error) == (None, None)
     assert sorted(nodes) == sorted(ran) and (whole.fork.resumed, short.fork.resumed) == (False, resumed)
     assert seen(lab, short) == seen(lab, whole) and numbered(lab, short) == numbered(lab, whole)
+
+
+@pytest.mark.parametrize("scope", ["sum", "mean"])
+def test_all_roles_of_a_turn_count_in_a_branch_from_a_checkpoint(tmp_path: Path, scope: Any):
+    """Five roles before the fork gave 1, 2, 4, 8 and 16, the trunk's own call 32, and that of a branch 100."""
+    lab = Lab(tmp_path, application(InMemorySaver()))
+    (trunk,) = asyncio.run(run(lab))
+    turn = [call for call in lab.store.calls(trunk.id) if call.turn == 0]
+    before = [call for call in turn if call.role != "end"]
+    own = lab.call(trunk, "end")
+    lab.store.write([RewardRecord(candidate_id(call.id, 0), "local", 2.0**i) for i, call in enumerate([*before, own])])
+    branches = [branch(lab, trunk, "end", resume=resume)[0] for resume in (False, True)]
+    assert [one.fork.resumed for one in branches] == [False, True]
+    lab.store.write([RewardRecord(candidate_id(one.fork.at, 0), "local", 100.0) for one in branches])
+    lab.store.flush()
+    collected = collect(lab.store, [trunk, *branches], plan="replay", roles=["end"], others=True)
+    found = attributed(collected, Attribution(scope=scope), PROMPT_KEY).tolist()
+    assert len(before) == 5 and [sample.rollout for sample in collected.samples] == [
+        trunk.id,
+        *(b.id for b in branches),
+    ]
+    divided = {"sum": 1, "mean": 6}[scope]
+    assert found == pytest.approx([63 / divided, 131 / divided, 131 / divided])
 
 
 def fan(saver: Any) -> Any:

@@ -14,6 +14,7 @@ from cotune.algorithms.goal import Goal, worth
 from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import Workflow
 from cotune.intervals import Interval, share
+from cotune.reading.evaluations import TaskEnding
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.sink import Ending, EvaluationSink, RoleStatistics, Use, total_use
@@ -214,25 +215,18 @@ def _floors(rewards: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _pass_at(samples: Sequence[Sequence[Ending]]) -> dict[int, Interval]:
     """pass@k for k = 1, 2, 4, ... and the least number of episodes that a task has."""
-    known = [some for of in samples if (some := [e for e in of if _known(e)])]
+    known = [some for of in samples if (some := [e.solved for e in of if e.solved is not None])]
     least = min(map(len, known))
-    tried = [(len(of), sum(e.success is True and e.status == "ok" for e in of)) for of in known]
+    tried = [(len(of), sum(of)) for of in known]
     ks = sorted({*(2**i for i in range(least.bit_length())), least}) if least > 1 else []
     return {k: found for k in ks if (found := pass_at(k, tried))}
 
 
-def successes(endings: Mapping[str, Ending]) -> dict[str, bool]:
-    """Success by task. Where some episode reports it, one that fails or does not report it is no success; one that
-    ended well with neither success nor a reward has an outcome that nobody knows, and is left out."""
+def successes(endings: Mapping[str, TaskEnding]) -> dict[str, bool]:
+    """Success by task, where some episode reports it (`TaskEnding.solved`)."""
     if all(e.success is None for e in endings.values()):
         return {}
-    return {task: e.success is True and e.status == "ok" for task, e in endings.items() if _known(e)}
-
-
-def _known(ending: Ending) -> bool:
-    if ending.status != "ok":
-        return ending.known
-    return ending.success is not None or ending.outcome is not None
+    return {task: e.solved for task, e in endings.items() if e.solved is not None}
 
 
 def failure(ending: Ending) -> str | None:

@@ -12,6 +12,7 @@ import msgspec
 from cotune.algorithms.goal import NO_ROLE, Played, single_sample
 from cotune.algorithms.samples import Sample
 from cotune.intervals import Interval
+from cotune.reading.evaluations import TaskEnding
 from cotune.recording.recorder import Sink
 from cotune.records.structs import CallRecord, Episode, Record, RewardRecord, candidate_id
 from cotune.trainer.evaluation.modes import Prices
@@ -72,24 +73,11 @@ class RoleStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Mean over episodes of the reward that it is trained on; None for a role that is not trained, or has none."""
 
 
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """How one episode ended, after how many seconds.
+class Ending(TaskEnding, frozen=True, kw_only=True):
+    """How one episode ended, with the trained reward of each role. `outcome_floored` says that it failed without an
+    outcome of its own and counts the lowest of its evaluation."""
 
-    `reward` is the trained one, `outcome` the sum of the outcome's components; None where it has none that is known.
-    `floored` and `outcome_floored` say that it failed and counts the lowest of its evaluation.
-    """
-
-    status: str
-    reward: float | None
-    success: bool | None
-    error: str | None = None
-    seconds: float = 0.0
-    known: bool = True
-    """Whether it says something of the policies: not where the infrastructure failed, or it was cancelled."""
-    outcome: float | None = None
-    by_role: dict[str, float] = {}
-    """The trained reward of each role."""
-    floored: bool = False
+    by_role: dict[str, float] = msgspec.field(default_factory=dict)
     outcome_floored: bool = False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cotune.reading.by_task import by_task
 from cotune.reading.evaluations import EvaluatedMode, StoredEvaluation, TaskEnding
+from cotune.trainer.evaluation.run import successes
 
 
 def mode(**endings: float | str) -> EvaluatedMode:
@@ -46,3 +47,13 @@ def test_a_failed_episode_counts_the_lowest_of_both_modes_and_an_outage_counts_n
     trained = EvaluatedMode(episodes=2, floor=-1.0, endings={"a": outage, "b": failed})
     found = by_task(StoredEvaluation(evaluations={"base": base, "trained": trained}), "trained", "base")
     assert [(one.task, one.change) for one in found] == [("b", -2.5), ("a", None)]
+
+
+def test_an_outcome_that_nobody_knows_is_no_loss() -> None:
+    known, unknown = (TaskEnding(status="ok", success=True, outcome=1.0), TaskEnding(status="ok"))
+    silent = TaskEnding(status="ok", outcome=0.5)
+    base = EvaluatedMode(episodes=2, endings=dict.fromkeys("ab", known))
+    trained = EvaluatedMode(episodes=2, endings={"a": unknown, "b": silent})
+    found = by_task(StoredEvaluation(evaluations={"base": base, "trained": trained}), "trained", "base")
+    assert [(one.task, one.change) for one in found] == [("b", -1.0), ("a", None)]
+    assert successes({"a": unknown, "b": silent, "c": known}) == {"b": False, "c": True}

@@ -17,9 +17,11 @@ from cotune.cli.show import show_run
 from cotune.episodes.workflows import Workflow
 from cotune.integrations.web.viewer.opened import OpenedRun
 from cotune.integrations.web.viewer.queries import Filters, episodes
+from cotune.integrations.web.viewer.report import write_report
 from cotune.integrations.web.viewer.tasks import tasks
 from cotune.reading.headline import Change, read_headline
 from cotune.reading.recorded_answers import outcome_values
+from cotune.reading.words import interval_text
 from cotune.records.structs import Episode, RewardRecord, Task
 from cotune.storage.outcomes import success_counts
 from cotune.storage.sqlite_store import SqliteStore
@@ -138,6 +140,8 @@ def test_a_failed_episode_counts_its_own_reward(tmp_path: Path, on_failure: str,
         assert [row.value for row in tasks(run, "trace").rows] == [good, 0.7, none]
     finally:
         run.close()
+    write_report(folder, tmp_path / "report.html")
+    assert interval_text(told.last, False) in (tmp_path / "report.html").read_text()
     heard = io.StringIO()
     Console(file=heard, width=200).print(show_run(folder))
     row = next(line.split() for line in heard.getvalue().splitlines() if line.split()[:1] == ["trace"])
