@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections import Counter
@@ -182,9 +183,10 @@ def failure_reward(on_failure: str) -> OnFailure:
     if on_failure in ("lowest", "exclude"):
         return cast(OnFailure, on_failure)
     kind, _, number = on_failure.partition(":")
-    if kind != "reward" or not math.isfinite(float(number)):
-        raise ValueError(f"{on_failure!r} is neither lowest, exclude nor reward:<number>")
-    return float(number)
+    with contextlib.suppress(ValueError):
+        if kind == "reward" and math.isfinite(float(number)):
+            return float(number)
+    raise ValueError(f"on_failure = {on_failure!r} is neither lowest, exclude nor reward:<number>")
 
 
 def is_outcome(episode: Episode) -> bool:

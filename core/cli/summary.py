@@ -9,9 +9,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from cotune.algorithms.from_records import FROM_RECORDS
+from cotune.errors import RunError
 from cotune.reading.headline import Headline, read_headline
 from cotune.reading.words import change_text
-from cotune.storage.run_layout import RunLayout, is_run, read_config, read_metrics
+from cotune.storage.run_layout import RunLayout, is_run, read_metrics, read_run
 from cotune.tables import QUIET, plural
 
 
@@ -26,18 +27,21 @@ def headline_lines(found: Headline) -> Iterator[Text]:
 def learned_from(path: Path | str) -> str:
     """The path of the records that a run learns from; empty for a run that makes episodes of its own, and for records.
     Raises RunError where run.json is broken."""
-    if not is_run(path) or RunLayout(path).records.is_file():
+    layout = RunLayout(path)
+    if not is_run(path) or layout.records.is_file() or (config := read_run(path).config).recipe not in FROM_RECORDS:
         return ""
-    config = read_config(path)
-    return str(config["records"]["path"]) if config.get("recipe") in FROM_RECORDS else ""
+    if not config.records.path:
+        cause = f"{layout.run_json} is broken: it has no config.records.path."
+        raise RunError(cause, "Restore it, or start a new run.")
+    return config.records.path
 
 
 def show_learned(path: Path | str, records: str) -> Iterator[RenderableType]:
     """A run that learns from records: what from, its losses, and what was left out."""
     lines = [*read_metrics(path)]
-    config = read_config(path)
-    yield Text.assemble(("run ", "bold"), f"{path}: recipe {config['recipe']}, learns from {records}")
-    done = f"{len(lines)} of {plural(config['steps'], 'step')}"
+    config = read_run(path).config
+    yield Text.assemble(("run ", "bold"), f"{path}: recipe {config.recipe}, learns from {records}")
+    done = f"{len(lines)} of {plural(config.steps, 'step')}" if config.steps else plural(len(lines), "step")
     if not lines:
         yield Text(f"{done}: no figures yet", style=QUIET)
         return

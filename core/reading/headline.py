@@ -6,6 +6,7 @@ that was chosen among candidates come last, and under that name: they are no suc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -162,7 +163,7 @@ def _held_out_lines(lines: Sequence[Line]) -> Iterator[Change]:
                 mean=own[name],
                 low=own.get(f"{name}_low"),
                 high=own.get(f"{name}_high"),
-                n=int(own.get(f"{name}_n", own.get("episodes", 0))),
+                n=int(n) if math.isfinite(n := own.get(f"{name}_n", own.get("episodes", 0))) else 0,
             )
             for line in lines
             if name in (own := line.get("held_out") or {})

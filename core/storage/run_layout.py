@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from cotune.algorithms.collect import failure_reward
 from cotune.errors import RunError
 from cotune.records.plans import PlanKind
 from cotune.records.policies import OtherRoles
@@ -70,6 +71,18 @@ class RoutingConfig(msgspec.Struct, frozen=True):
     past: tuple[str, ...] = ()
 
 
+class RecordsConfig(msgspec.Struct, frozen=True):
+    """What of a run's [records] is read again."""
+
+    path: str = ""
+
+
+class DistillConfig(msgspec.Struct, frozen=True):
+    """What of a run's [distill] is read again."""
+
+    teacher: str = ""
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What of a run's configuration is read again; the fields are documented in `trainer.config`."""
 
@@ -85,6 +98,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     replay: ReplayConfig = ReplayConfig()
     routing: RoutingConfig = RoutingConfig()
     prices: dict[str, tuple[float, float]] = {}
+    records: RecordsConfig = RecordsConfig()
+    distill: DistillConfig = DistillConfig()
+
+    def __post_init__(self) -> None:
+        failure_reward(self.on_failure)
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -136,6 +154,8 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     remedy: str = ""
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+_Counts = dict[str, _Count]
 _Figures = dict[str, float | None]
 
 
@@ -144,37 +164,37 @@ class _Line(msgspec.Struct):
 
     step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
     outcome: _Figures
-    left_out: dict[str, int]
-    calls: int
-    candidates: int
-    groups: int
-    episodes: int = 0
-    failed: int = 0
-    unknown: int = 0
-    rows: int = 0
+    left_out: _Counts
+    calls: _Count
+    candidates: _Count
+    groups: _Count
+    episodes: _Count = 0
+    failed: _Count = 0
+    unknown: _Count = 0
+    rows: _Count = 0
     path: str = ""
     candidate_reward: float | None = None
     held_out: _Figures = {}
     roles: dict[str, _Figures] = {}
     policies: dict[str, _Figures] = {}
-    staleness: dict[str, int] = {}
+    staleness: _Counts = {}
     counters: _Figures = {}
     lr_scale: float | None = None
-    seconds: dict[str, float] = {}
+    seconds: _Figures = {}
     tokens_per_s: float | None = None
     rollout_tokens_per_s: float | None = None
     update_tokens_per_s: float | None = None
-    total_tokens: int = 0
-    distinct_tokens: int = 0
+    total_tokens: _Count = 0
+    distinct_tokens: _Count = 0
     updated: bool = True
     stayed: dict[str, str] = {}
-    silent: dict[str, int] = {}
+    silent: _Counts = {}
     notes: list[str] = []
-    replay: dict[str, int] = {}
+    replay: _Counts = {}
 
 
-_USED = ("roles", "seconds", "rows", "held_out")
-"""Fields that every line has for its readers, empty where it lacks them."""
+_FIGURES = ("outcome", "held_out", "roles", "policies", "counters", "seconds", "left_out")
+"""Fields of figures: every line has them for its readers, without those that are null."""
 
 
 class RunLayout:
@@ -254,15 +274,23 @@ def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
             found = loaded(line)
-            typed = msgspec.convert(found, _Line)
+            msgspec.convert(found, _Line)
         except (ValueError, RecursionError) as error:
             if line.strip():
                 broken.append(f"line {number}: {fault(error)}")
         else:
-            yield {**{name: getattr(typed, name) for name in _USED}, **found}
+            yield {"rows": 0, **found, **{name: _known(found.get(name, {})) for name in _FIGURES}}
     if broken:
         many = f"{len(broken)} broken {'line is' if len(broken) == 1 else 'lines are'} left out"
         log.warning("%s: %s (%s)", file, many, broken[0])
+
+
+def _known(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _known(value) if isinstance(value, Mapping) else value
+        for name, value in figures.items()
+        if value is not None
+    }
 
 
 def read_end(path: str | Path) -> RunEnd | None:

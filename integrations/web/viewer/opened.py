@@ -77,14 +77,18 @@ class OpenedRun:
         return self._evaluations[1]
 
     def part(self, folder: str) -> OpenedRun | None:
-        """The records of an evaluation in this folder of the run; None where there are none."""
+        """The records of an evaluation in this folder of the run; None where none can be read."""
         path = next((one.records for one in self.evaluations if one.records and Path(one.records).name == folder), "")
         if not path or Path(path).absolute() == self.path:
             return None
         with self._lock:
-            if folder not in self._parts:
-                self._parts[folder] = OpenedRun(Path(path), f"{self.name}:{folder}")
-            return self._parts[folder]
+            try:
+                if folder not in self._parts:
+                    self._parts[folder] = OpenedRun(Path(path), f"{self.name}:{folder}")
+                return self._parts[folder]
+            except CotuneError as error:
+                log.warning("%s is left out: %s", path, error)
+                return None
 
     def records_of(self, evaluation: StoredEvaluation) -> OpenedRun | None:
         """Where the episodes of an evaluation are; None where they were not kept."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -120,18 +121,17 @@ def learned(run: OpenedRun) -> Learned | None:
     """None for a run that samples its answers itself."""
     if run.config.get("recipe") not in FROM_RECORDS:
         return None
-    answers: Counter[str] = Counter()
-    tokens: Counter[str] = Counter()
+    answers: defaultdict[str, float] = defaultdict(float)
+    tokens: defaultdict[str, float] = defaultdict(float)
     left_out: Counter[str] = Counter()
     for line in run.metrics:
         left_out.update(line["left_out"])
-        for role, figures in line.get("roles", {}).items():
-            answers[role] += int(figures.get("rows", 0))
+        for role, figures in line["roles"].items():
+            answers[role] += figures.get("rows", 0)
             tokens[role] += figures.get("rows", 0) * figures.get("tokens_mean", 0.0)
-    records = run.config.get("records")
     return Learned(
-        path=str(records.get("path", "")) if isinstance(records, dict) else "",
-        answers=dict(sorted(answers.items())),
+        path=run.config.get("records", {}).get("path", ""),
+        answers={role: int(count) for role, count in sorted(answers.items()) if math.isfinite(count)},
         tokens={role: tokens[role] / count if count else 0.0 for role, count in answers.items()},
         left_out=dict(left_out.most_common()),
     )
@@ -154,8 +154,8 @@ def facts(run: OpenedRun) -> Facts:
         workflow=str(run.description.get("workflow") or ""),
         teacher=str((config.get("distill") or {}).get("teacher") or ""),
         steps=f"{len(lines)} of {total}" if total else str(len(lines) or ""),
-        seconds=sum(sum(line.get("seconds", {}).values()) for line in lines),
-        judge_cost=sum(line.get("counters", {}).get("judge.cost", 0.0) for line in lines),
+        seconds=sum(sum(line["seconds"].values()) for line in lines),
+        judge_cost=sum(line["counters"].get("judge.cost", 0.0) for line in lines),
         created=str(run.description.get("created") or ""),
         episodes=episodes,
         abandoned=abandoned,
