@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from cotune.algorithms.collect import Collected, collect, failure_reward
+from cotune.algorithms.collect import Collected, collect
 from cotune.algorithms.prepare import Prepared, prepare, train_rows
 from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
 from cotune.judging.episodes import JUDGING
 from cotune.records.structs import Episode
+from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
 from cotune.trainer.privileged import with_privileged
 from cotune.trainer.run.run import Run

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, cast
 
 import msgspec
 
@@ -18,9 +16,8 @@ from cotune.errors import RecordError
 from cotune.records.images import prompt_id
 from cotune.records.plans import PlanKind
 from cotune.records.structs import CallRecord, Candidate, Episode, PolicyRef, candidate_id
+from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
-
-OnFailure = Failure | Literal["exclude"]
 
 COMPLETE = ("stop", "length", "tool_calls", "function_call")
 """Finish reasons of an answer that ended by itself or at the length limit."""
@@ -176,17 +173,6 @@ def temperature(call: CallRecord) -> float:
         if isinstance(asked, int | float) and 0 <= asked < math.inf:  # an application may send anything
             return float(min(asked, sys.float_info.max))
     return 1.0
-
-
-def failure_reward(on_failure: str) -> OnFailure:
-    """What `on_failure` says: `lowest`, `exclude`, or the number of `reward:<number>`. Raises ValueError for others."""
-    if on_failure in ("lowest", "exclude"):
-        return cast(OnFailure, on_failure)
-    kind, _, number = on_failure.partition(":")
-    with contextlib.suppress(ValueError):
-        if kind == "reward" and math.isfinite(float(number)):
-            return float(number)
-    raise ValueError(f"on_failure = {on_failure!r} is neither lowest, exclude nor reward:<number>")
 
 
 def is_outcome(episode: Episode) -> bool:

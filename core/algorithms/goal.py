@@ -10,10 +10,11 @@ from statistics import fmean
 import msgspec
 
 from cotune.algorithms.attribution import attribute, without_outcome
-from cotune.algorithms.collect import OnFailure, failure_of, failure_reward, is_outcome
+from cotune.algorithms.collect import failure_of, is_outcome
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution, Recipe
 from cotune.algorithms.samples import Sample
 from cotune.records.structs import CallRecord, Episode, PolicyRef, candidate_id
+from cotune.storage.outcomes import OnFailure, failure_reward
 
 NO_ROLE = ""
 """Stands for the role of an episode without an answered call."""

@@ -13,7 +13,7 @@ import numpy as np
 from cotune.algorithms.advantages import FLAT
 from cotune.algorithms.attribution import Floats
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.collect import Collected, attributed, collect, failure_reward
+from cotune.algorithms.collect import Collected, attributed, collect
 from cotune.algorithms.groups import Group, build_groups
 from cotune.algorithms.prepare import Prepared, prepare
 from cotune.algorithms.recipes import USUAL, Recipe
@@ -22,6 +22,7 @@ from cotune.records.plans import PlanKind
 from cotune.records.policies import past_role, swapped_roles
 from cotune.records.structs import Episode
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
+from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunConfig, RunLayout, is_run, read_run
 from cotune.storage.sqlite_store import SqliteStore

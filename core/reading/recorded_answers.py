@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cotune.algorithms.collect import OnFailure, failure_of, is_outcome
+from cotune.algorithms.collect import failure_of, is_outcome
 from cotune.algorithms.tree_values import tree_values
 from cotune.errors import RecordError
 from cotune.records.structs import CallRecord, Episode, candidate_id
+from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 
 

@@ -5,6 +5,13 @@ A failed episode is no success, and counts rewards of its own; where it has none
 
 from __future__ import annotations
 
+import contextlib
+import math
+from typing import Literal, cast
+
+OnFailure = float | Literal["lowest", "exclude"]
+"""The reward of a failed episode."""
+
 IS_OUTCOME = """(status = 'ok' OR status = 'error' AND CASE WHEN json_valid(body)
     THEN coalesce(json_extract(body, '$.blame'), 'policy') = 'policy' ELSE 0 END)"""
 """Whether an episode says something of its policies: not one that the infrastructure has failed."""
@@ -24,6 +31,17 @@ SOLVED = f"""CASE WHEN {IS_OUTCOME} THEN CASE WHEN status != 'ok' THEN 0
     ELSE coalesce({REPORTED}, CASE WHEN {_OWN} IS NOT NULL THEN 0 END) END END"""
 """Whether an episode counts as solved among others that report `success`: one that failed, or reports none, does not.
 NULL for one that says nothing of its policies, or reports neither success nor a reward: nobody knows its outcome."""
+
+
+def failure_reward(on_failure: str) -> OnFailure:
+    """What `on_failure` says: `lowest`, `exclude`, or the number of `reward:<number>`. Raises ValueError for others."""
+    if on_failure in ("lowest", "exclude"):
+        return cast(OnFailure, on_failure)
+    kind, _, number = on_failure.partition(":")
+    with contextlib.suppress(ValueError):
+        if kind == "reward" and math.isfinite(float(number)):
+            return float(number)
+    raise ValueError(f"on_failure = {on_failure!r} is neither lowest, exclude nor reward:<number>")
 
 
 def metric(value: object) -> float | None:
@@ -70,5 +88,5 @@ def outcome_sum(on_failure: str, lowest: float) -> str:
 
 
 def _value(on_failure: str, lowest: str) -> str:
-    kind, _, number = on_failure.partition(":")
-    return lowest if kind == "lowest" else repr(float(number))
+    value = failure_reward(on_failure)
+    return lowest if value == "lowest" else repr(value)

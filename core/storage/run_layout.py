@@ -23,12 +23,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from cotune.algorithms.collect import failure_reward
 from cotune.errors import RunError
 from cotune.records.plans import PlanKind
 from cotune.records.policies import OtherRoles
 from cotune.step_profile import StepProfile
 from cotune.storage.checkpoints import latest_in, read_identity
+from cotune.storage.outcomes import failure_reward
 from cotune.storage.typed_json import converted, fault, loaded, read_if_typed, read_typed
 
 log = logging.getLogger("cotune")

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import msgspec
 
 from cotune.algorithms.catalogue import RECIPES, recipe, takes_a_tree
-from cotune.algorithms.collect import failure_reward
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.own import check_own
 from cotune.algorithms.recipes import USUAL, Recipe
@@ -20,6 +19,7 @@ from cotune.integrations.exchange.trackers.tracker import Tool
 from cotune.integrations.models.chat.tool_formats import check_tool_format
 from cotune.records.plans import Plan, PlanKind, Select
 from cotune.records.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
+from cotune.storage.outcomes import failure_reward
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.config.faults import PAGE, fault

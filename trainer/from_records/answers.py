@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from cotune.algorithms.collect import OnFailure
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError
 from cotune.integrations.models.chat.answers import encode_answer
@@ -16,6 +15,7 @@ from cotune.reading.recorded_answers import RecordedAnswer, best_episodes, recor
 from cotune.records.images import holds_images
 from cotune.records.structs import Candidate, Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
+from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.from_records.lessons import Recorded, pack

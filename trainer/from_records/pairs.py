@@ -8,7 +8,6 @@ from statistics import fmean
 
 import msgspec
 
-from cotune.algorithms.collect import OnFailure
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError, RequestRefused
 from cotune.integrations.models.chat.answers import encode_answer
@@ -17,6 +16,7 @@ from cotune.reading.recorded_answers import answer_values, outcome_values
 from cotune.records.images import holds_images, prompt_id
 from cotune.records.structs import CallRecord, Candidate, Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
+from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 from cotune.trainer.from_records.answers import Unwritten, counts, learned_from
 from cotune.trainer.from_records.lessons import Recorded, pack

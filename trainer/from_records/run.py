@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.algorithms.collect import failure_reward
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
@@ -20,6 +19,7 @@ from cotune.errors import ConfigError, RecordError, RunError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.folder.folder import loading, locate_model
 from cotune.records.policies import Policies
+from cotune.storage.outcomes import failure_reward
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.from_records.answers import counts, read_answers

@@ -9,12 +9,13 @@ import pytest
 
 from cotune.algorithms.attribution import attribute
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.collect import attributed, collect, failure_reward, temperature
+from cotune.algorithms.collect import attributed, collect, temperature
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.prepare import prepare
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution
 from cotune.records.ids import segment_id
 from cotune.records.structs import Fork, PolicyRef, RewardRecord
+from cotune.storage.outcomes import failure_reward
 
 
 def left_out(book, **options):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cotune.algorithms.collect import failure_reward
 from cotune.algorithms.goal import Goal
 from cotune.cli.main import main
 from cotune.cli.show import show_run
@@ -23,7 +22,7 @@ from cotune.reading.headline import Change, read_headline
 from cotune.reading.recorded_answers import outcome_values
 from cotune.reading.words import interval_text
 from cotune.records.structs import Episode, RewardRecord, Task
-from cotune.storage.outcomes import success_counts
+from cotune.storage.outcomes import failure_reward, success_counts
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.recorded import read_recorded
 from cotune.trainer.evaluation.run import share_floor
