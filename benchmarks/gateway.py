@@ -10,6 +10,10 @@ at a time are measured: added_ms_p50 and beside_ms_p50.
 added_ms_p50: difference of the median times of a call, one at a time. throughput_ratio_32: calls per second with 32 in
 flight, through the gateway over direct, median of the rounds. first_token_ms: median time from the mock's first token
 to the client, through the gateway less direct.
+
+With `--clients N` that many clients call the gateway for `--seconds` without a pause. The last line is then
+calls_per_s, p50_ms and p99_ms of a call, lost (answered and not recorded), and memory_mb (the most that the gateway
+took).
 """
 
 from __future__ import annotations
@@ -28,8 +32,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import openai
+
+from cotune.runtime.memory import peak_memory
 
 PROMPT, REPLY = 500, 100
 MESSAGES = [
@@ -84,8 +91,10 @@ def mock(port: int) -> None:
 
 
 @contextmanager
-def started(command: list[str], port: int, python: str = sys.executable, cwd: str | None = None) -> Iterator[str]:
-    """A server process, until it accepts connections."""
+def started(
+    command: list[str], port: int, python: str = sys.executable, cwd: str | None = None
+) -> Iterator[tuple[str, int]]:
+    """The address and the id of a server process that accepts connections."""
     process = subprocess.Popen([python, *command], stdout=subprocess.DEVNULL, cwd=cwd)
     try:
         for _ in range(300):
@@ -93,7 +102,7 @@ def started(command: list[str], port: int, python: str = sys.executable, cwd: st
                 httpx.get(f"http://127.0.0.1:{port}/health", timeout=1)
                 break
             time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process.pid
     finally:
         process.terminate()
         process.wait()
@@ -190,14 +199,31 @@ async def alone(clients: Mapping[str, Client], calls: int) -> dict[str, float]:
 
 
 @contextmanager
-def gateway_client(provider: str, kind: str, python: str) -> Iterator[tuple[Client, str]]:
-    """A client of a gateway with an episode, and the gateway's address."""
+def gateway_client(provider: str, kind: str, python: str) -> Iterator[tuple[Client, str, int]]:
+    """A client of a gateway with an episode, and the gateway's address and process id."""
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         command = ["-m", "cotune", "gateway", "--upstream", f"{provider}/v1", "--records", folder, "--port", str(port)]
-        with started(command, port, python, cwd=folder) as gateway:
+        with started(command, port, python, cwd=folder) as (gateway, process):
             opened = httpx.post(f"{gateway}/cotune/episodes", json={"task": {"id": "t"}}).json()
-            yield Client(f"{opened['roles_url']}/planner/v1", kind), gateway
+            yield Client(f"{opened['roles_url']}/planner/v1", kind), gateway, process
+
+
+async def load(url: str, clients: int, seconds: float) -> list[float]:
+    """Seconds of each call, by so many clients that call for so long."""
+    taken: list[float] = []
+    until = time.monotonic() + seconds
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        while (began := time.monotonic()) < until:
+            async with session.post(url, json=ASK) as answer:
+                await answer.read()
+                assert answer.status == 200
+            taken.append(time.monotonic() - began)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(client(session) for _ in range(clients)))
+    return taken
 
 
 def main() -> None:
@@ -205,6 +231,8 @@ def main() -> None:
     arguments.add_argument("--calls", type=int, default=400)
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--client", choices=("sdk", "plain"), default="sdk")
+    arguments.add_argument("--clients", type=int, metavar="N", help="many clients at once, through the gateway alone")
+    arguments.add_argument("--seconds", type=float, default=60.0)
     arguments.add_argument("--beside", metavar="PYTHON", help="interpreter of another installation of cotune")
     arguments.add_argument("--mock", type=int, metavar="PORT", help=argparse.SUPPRESS)
     given = arguments.parse_args()
@@ -213,12 +241,24 @@ def main() -> None:
         return
     port = free_port()
     with (
-        started([str(Path(__file__).resolve()), "--mock", str(port)], port) as provider,
-        gateway_client(provider, given.client, sys.executable) as (through, gateway),
+        started([str(Path(__file__).resolve()), "--mock", str(port)], port) as (provider, _),
+        gateway_client(provider, given.client, sys.executable) as (through, gateway, process),
     ):
+        if given.clients:
+            taken = sorted(asyncio.run(load(through.url, given.clients, given.seconds)))
+            health = httpx.get(f"{gateway}/health").json()
+            told = {
+                "calls_per_s": round(len(taken) / given.seconds),
+                "p50_ms": round(1000 * taken[len(taken) // 2]),
+                "p99_ms": round(1000 * taken[len(taken) * 99 // 100]),
+                "lost": health["lost"] + len(taken) - health["records"]["calls"],
+                "memory_mb": peak_memory(process) >> 20,
+            }
+            print(json.dumps(told))
+            return
         direct = Client(f"{provider}/v1", given.client)
         if given.beside:
-            with gateway_client(provider, given.client, given.beside) as (other, _):
+            with gateway_client(provider, given.client, given.beside) as (other, *_):
                 p50 = asyncio.run(alone({"direct": direct, "gateway": through, "beside": other}, given.calls))
             print("\n".join(f"{name:10}{taken:8.2f} ms" for name, taken in p50.items()))
             added = {name: round(p50[name] - p50["direct"], 2) for name in ("gateway", "beside")}

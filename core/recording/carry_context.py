@@ -16,8 +16,6 @@ from typing import Any
 from cotune.recording.context import current_episode
 from cotune.runtime.callers import functions_around, started_by
 
-INLINE = 32 << 10
-"""Bytes of a request up to which work on it takes a few milliseconds, less than a thread's turn may."""
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
 _QUEUED = ("apply_async", "_map_async", "imap", "imap_unordered")
 """By these methods everything gets into a `multiprocessing.pool.ThreadPool`: the others call them."""

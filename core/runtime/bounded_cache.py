@@ -14,6 +14,8 @@ import msgspec
 from cotune.runtime.forks import survives_fork
 
 V = TypeVar("V")
+INLINE = 32 << 10
+"""Bytes of a request up to which work on it takes a few milliseconds, less than a thread's turn may."""
 
 
 class BoundedCache(Generic[V]):

@@ -14,13 +14,12 @@ import msgspec
 from cotune.algorithms.attribution import Length, attribute_siblings
 from cotune.algorithms.recipes import Attribution
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, WorkflowError
-from cotune.recording.carry_context import INLINE
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.images import holds_images, image_id
 from cotune.records.plans import Plan, choose, seed_of
 from cotune.records.structs import Candidate, PolicyRef, ShownToken, Usage
-from cotune.runtime.bounded_cache import bytes_of
+from cotune.runtime.bounded_cache import INLINE, bytes_of
 from cotune.sampling.protocol import NEVER, UNSHAPED, ChatFormat, Completion, Sampler, SamplingParams
 from cotune.sampling.request_params import asks_logprobs, fixes_form, request_params, template_options, tools_shown
 from cotune.sampling.scoring import AnyScorer, score

@@ -141,12 +141,7 @@ class Episodes:
         episode = self._session(*session) if session and self.sink is not None else self._episode(who)
         if episode is None:
             return None
-        starting = asyncio.ensure_future(aside(size, functools.partial(_started, episode, who, form, asked)))
-        try:
-            call = await asyncio.shield(starting)
-        except asyncio.CancelledError:  # the request has ended: so does its call, once it has started
-            starting.add_done_callback(_unwanted)
-            raise
+        call = await aside(size, functools.partial(_started, episode, who, form, asked), _unwanted)
         exchange = Exchange(call, form, asked, size, self.config.limits, self._ended)
         if episode.id not in self.open:  # it has ended meanwhile, and the call with it
             await exchange.fail("cancelled", "the episode ended before the call did")
@@ -303,10 +298,8 @@ def _end(episode: LiveEpisode, given: EndEpisode) -> Episode:
     return episode.end(given.status, rewards=rewards, metrics=metrics, error=given.error)
 
 
-def _unwanted(starting: asyncio.Future[LiveCall]) -> None:
-    if not starting.cancelled() and starting.exception() is None:
-        fail = functools.partial(starting.result().fail, "cancelled", "the request ended before its call had started")
-        starting.get_loop().run_in_executor(None, fail)
+def _unwanted(call: LiveCall) -> None:
+    call.fail("cancelled", "the request ended before its call had started")
 
 
 def _started(episode: LiveEpisode, who: Identity, form: Form, asked: dict[str, Any]) -> LiveCall:

@@ -30,9 +30,9 @@ from cotune.integrations.web.http.requests import (
     read_body,
     unless_gone,
 )
-from cotune.recording.carry_context import INLINE
 from cotune.recording.model_calls import answer, failed
 from cotune.records.blame import refusal
+from cotune.runtime.bounded_cache import INLINE
 
 KEYS = (b"authorization", b"x-api-key")
 """Headers that carry a client's API key."""

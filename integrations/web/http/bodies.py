@@ -13,7 +13,7 @@ import numpy as np
 
 from cotune.errors import ConfigError
 from cotune.integrations.web.http.requests import RequestError, decode_body
-from cotune.recording.carry_context import INLINE
+from cotune.runtime.bounded_cache import INLINE
 
 T = TypeVar("T")
 
@@ -41,11 +41,27 @@ def check_positive(**limits: float) -> None:
             raise ConfigError(flag, value, "a number above 0", "Leave the flag out for the default.")
 
 
-async def aside(size: int, work: Callable[[], T]) -> T:
-    """What `work` returns, whose time grows with `size` (bytes): in a thread where it would hold up the event loop."""
+async def aside(size: int, work: Callable[[], T], unwanted: Callable[[T], object] | None = None) -> T:
+    """What `work` returns, whose time grows with `size` (bytes): in a thread where it would hold up the event loop.
+
+    Where nobody waits any more, `unwanted` gets it, in such a thread too.
+    """
     if size <= INLINE:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_large, work)
+    loop = asyncio.get_running_loop()
+    begun = loop.run_in_executor(_large, work)
+    if unwanted is None:
+        return await begun
+
+    def left(over: asyncio.Future[T]) -> None:
+        if not over.cancelled() and over.exception() is None:
+            loop.run_in_executor(_large, unwanted, over.result())
+
+    try:
+        return await asyncio.shield(begun)
+    except asyncio.CancelledError:
+        begun.add_done_callback(left)
+        raise
 
 
 def decoded(raw: bytes, kind: type[T], values: int) -> T:
