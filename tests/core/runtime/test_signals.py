@@ -17,8 +17,8 @@ import pytest
 
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations import tiny_models
+from tests.integrations.apps.capture.test_trace_kill import APP
 from tests.integrations.provider import serving
-from tests.integrations.test_trace_kill import APP
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from cotune.records.structs import PolicyRef
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.schedules.routing import check_routing, kept, opponent, pool, swapped
-from tests.trainer.test_published import duel
+from tests.trainer.methods.test_published import duel
 from tests.trainer.tiny_app import application, converse, letters
 
 TWO = policies_for("lora", ["pioneer", "observer", "judge"], LoraSpec())

@@ -32,7 +32,7 @@ from tests.adapters.test_gguf import LORA, adapter, greedy
 from tests.integrations import tiny_models
 from tests.integrations.models.samplers.vllm_server import vllm_server
 from tests.trainer import worker_app
-from tests.trainer.test_distill import sharpened
+from tests.trainer.methods.test_distill import sharpened
 from tests.trainer.tiny_app import TASKS, application, build_base, converse
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("nowhere")]

@@ -21,9 +21,9 @@ from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.records.structs import Episode, RewardRecord, Task, candidate_id
 from cotune.replay.script import Replay, read_script
 from tests.integrations import replay_apps
+from tests.integrations.apps.replay.test_replay import Lab, reply
 from tests.integrations.graphs import chain
 from tests.integrations.recorded import Responder
-from tests.integrations.test_replay import Lab, reply
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 

@@ -15,8 +15,8 @@ from cotune.errors import WorkflowError
 from cotune.records.structs import Episode, Task
 from cotune.replay.script import Replay, read_script
 from tests.integrations import replay_apps
+from tests.integrations.apps.replay.test_replay import Lab, reply
 from tests.integrations.recorded import Responder
-from tests.integrations.test_replay import Lab, reply
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 COUNTER = itertools.count()

@@ -143,7 +143,7 @@ def test_outcome_horizons_are_refused_under_a_tree(trainer: Trainer, setting: di
 @pytest.mark.slow
 def test_check_says_what_is_learned_from_and_what_becomes_of_seeds(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text(json.dumps(TASKS[0]) + "\n")
-    words = ["check", "tests.trainer.test_rewards:SEEDED", "--tasks", str(tmp_path / "tasks.jsonl"), "--json"]
+    words = ["check", "tests.trainer.rewards.test_rewards:SEEDED", "--tasks", str(tmp_path / "tasks.jsonl"), "--json"]
     words += ["--set", "overrides.weights={team=0.5}"]
     environment = {**os.environ, "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
     done = subprocess.run(

@@ -24,7 +24,7 @@ from tests.integrations.judge_server import by, entries, says
 from tests.integrations.provider import Provider, serving
 from tests.integrations.tiny_models import build
 from tests.trainer.conftest import Trainer
-from tests.trainer.test_rewards import calls_of
+from tests.trainer.rewards.test_rewards import calls_of
 from tests.trainer.tiny_app import TASKS, application, ask
 
 pytestmark = pytest.mark.usefixtures("_no_provider")

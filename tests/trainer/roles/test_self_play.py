@@ -13,7 +13,7 @@ import pytest
 from examples.workloads.self_play import base, duel, noughts, train
 from tests.trainer.conftest import Trainer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

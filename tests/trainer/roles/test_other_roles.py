@@ -9,7 +9,7 @@ import pytest
 
 from tests.integrations.provider import Provider, serving
 from tests.trainer.conftest import Trainer
-from tests.trainer.test_rewards import calls_of
+from tests.trainer.rewards.test_rewards import calls_of
 from tests.trainer.tiny_app import application, ask, converse, letters
 
 TASKS = [{"id": str(i), "letter": letter} for i, letter in enumerate("abcd")]

@@ -29,7 +29,7 @@ from cotune.trainer.rollout.wire import Setup
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, client, letters
 
-ME = "tests.trainer.test_roles_by"
+ME = "tests.trainer.roles.test_roles_by"
 
 
 class Sink(list[Record]):

@@ -24,8 +24,8 @@ from cotune.integrations.apps.time_machine import clock
 from cotune.records.structs import Episode, Task
 from cotune.replay.script import Replay, read_script
 from tests.integrations import replay_apps
+from tests.integrations.apps.replay.test_replay import Lab, reply
 from tests.integrations.recorded import Responder
-from tests.integrations.test_replay import Lab, reply
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 

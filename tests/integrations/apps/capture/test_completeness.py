@@ -26,7 +26,7 @@ from cotune.records.structs import CallRecord, Message, Task
 from tests.integrations.provider import Provider, completion, event, json_reply
 from tests.integrations.recorded import Sink
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 Body = dict[str, Any]
 
 

@@ -28,7 +28,7 @@ from tests.trainer.tiny_app import TASKS, application, letters
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BOTH = {"first": letters, "second": letters}
 
 

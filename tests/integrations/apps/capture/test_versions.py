@@ -17,7 +17,7 @@ from cotune.integrations.apps.activation import INTEGRATIONS
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from tests.integrations.recorded import Recorded
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 
 def test_the_installed_versions_are_supported():
@@ -98,7 +98,7 @@ def test_a_framework_without_a_hook_is_refused_and_the_application_goes_on(name:
     target = f"{owner}, {hook!r}" if hook else f"sys.modules[{module!r}], {owner!r}"
     script = f"""
 import importlib, sys
-from cotune.integrations import activation
+from cotune.integrations.apps import activation
 activation._waiting.clear()
 where = importlib.import_module({module!r})
 {owner} = getattr(where, {owner!r})
