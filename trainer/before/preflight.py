@@ -20,6 +20,7 @@ from cotune.recording.app_parts import Part, Parts
 from cotune.records.blame import chain
 from cotune.records.policies import UNTRAINED, Policies
 from cotune.records.structs import CallRecord, Episode, Task, candidate_id
+from cotune.runtime.user_code import origin, phrase
 from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.protocol import Store
@@ -220,7 +221,10 @@ def _outcome_faults(
     elif len(errors) == len(outcomes):
         yield _with_calls(_every_time(errors, calls), failed)
     elif not calls:
-        yield WorkflowError(f"The workflow {workflow.name!r} made no LLM call that cotune can see.", UNSEEN)
+        swallowed = [error for outcome in outcomes for error in outcome.live.notes.get("raised", ())]
+        text = f" It swallowed {phrase(swallowed[0])}{origin(swallowed[0])}." if swallowed else ""
+        remedy = "Let the error through, and fix it." if swallowed else UNSEEN
+        yield WorkflowError(f"The workflow {workflow.name!r} made no LLM call that cotune can see.{text}", remedy)
     elif len(failed) == len(calls):
         yield WorkflowError(
             f"All {len(calls)} calls of the workflow {workflow.name!r} failed; the first: {failed[0].error}",

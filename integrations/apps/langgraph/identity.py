@@ -15,7 +15,7 @@ from langchain_core.runnables.config import var_child_runnable_config
 from cotune.integrations.apps.langchain.callbacks import on_end, on_start
 from cotune.integrations.apps.langchain.middleware import current_middleware
 from cotune.integrations.apps.langgraph.graphs import starting
-from cotune.integrations.apps.langgraph.run_tree import GraphRun, is_nameless, nameless, nodes_of, role_of
+from cotune.integrations.apps.langgraph.run_tree import GraphRun, is_nameless, nameless, nodes_of, role_of, router_words
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.context import current_caller, current_episode, current_scope, scope_finders
 from cotune.recording.pending_call import CallerContext
@@ -85,8 +85,10 @@ def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
     started = known.runs[run.run_id.int] = GraphRun.chain(
         _parent(known, run), name, run.metadata, inputs, current_middleware.get()
     )
-    if graph is not None and started.parent is None and is_nameless(graph.name):
-        started.nameless = (graph, place_here())
+    if graph is not None and started.parent is None:
+        episode.notes["waits"] = False
+        if is_nameless(graph.name):
+            started.nameless = (graph, place_here())
     if episode.parts is not None:
         _report_parts(episode.parts, started, graph)
 
@@ -96,6 +98,7 @@ def _report_parts(parts: Parts, run: GraphRun, graph: Any) -> None:
         parts.enter(role_of(run))
     if graph is not None:
         parts.add(Part(role, "node", graph.name, name) for role, name in nodes_of(graph, run))
+        parts.add_words(router_words(graph))
 
 
 def _tool_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -111,7 +114,14 @@ def _retriever_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwa
 
 
 def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    _runs(episode).runs.pop(run.run_id.int, None)
+    ended = _runs(episode).runs.pop(run.run_id.int, None)
+    error = args[0] if args else None
+    if not isinstance(error, Exception) or ended is None:
+        return
+    if type(error).__name__ == "GraphInterrupt":
+        episode.notes["waits"] = True  # until a graph runs again
+    elif ended.parent is None:
+        episode.notes.setdefault("raised", []).append(error)
 
 
 def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import CodeType
 from typing import Any, Literal
 
 import msgspec
@@ -130,6 +131,27 @@ def nodes_of(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:
         for name in space.split("|"):
             outer = _node(outer, name)
         yield from _nodes(inner, GraphRun(outer, "chain", inner.name, outer.space, None))
+
+
+def router_words(graph: Any) -> Iterator[str]:
+    """The words in the code of a graph's conditional edges that name neither a node nor a part of its state: those that
+    an answer may have to say."""
+    known = {*graph.nodes, *getattr(graph, "channels", ())}
+    for branches in getattr(getattr(graph, "builder", None), "branches", {}).values():
+        for branch in branches.values():
+            function = getattr(branch.path, "func", None) or getattr(branch.path, "afunc", None)
+            yield from (word for word in _words(getattr(function, "__code__", None)) if word not in known)
+
+
+def _words(constant: Any) -> Iterator[str]:
+    """Short texts in code, or in a constant of it; its names and its docstring are none."""
+    if isinstance(constant, CodeType):
+        constant = constant.co_consts
+    if isinstance(constant, tuple | frozenset):
+        for inner in sorted(constant, key=str) if isinstance(constant, frozenset) else constant:
+            yield from _words(inner)
+    elif isinstance(constant, str) and 1 < len(constant) <= 40 and constant.count(".") == constant.count("<") == 0:
+        yield constant
 
 
 def _nodes(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:

@@ -118,13 +118,6 @@ def cause_of_error(raised: BaseException, made: Made) -> Cause:
     return Cause(bool(faults), instead)
 
 
-def interrupted(raised: BaseException) -> bool:
-    """Whether the application held the state of a LangGraph graph that waits at an `interrupt` when it failed."""
-    frames = (frame for frame, _ in traceback.walk_tb(raised.__traceback__) if not is_library(frame))
-    values = (value for frame in frames for value in frame.f_locals.values())
-    return any(isinstance(value, dict) and "__interrupt__" in value for value in values)
-
-
 class _Fault:
     """One exception, with the frame of the application that it came from."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -48,7 +49,7 @@ from cotune.trainer.before.check.report import (
 )
 from cotune.trainer.before.check.requests import chat_of, forms, tokens
 from cotune.trainer.before.check.run_findings import connection_findings, fault_findings, run_findings, twice_findings
-from cotune.trainer.before.check.runs import Runner
+from cotune.trainer.before.check.runs import Runner, refused
 from cotune.trainer.before.check.watch import watched
 from cotune.trainer.before.preflight import faults, rewards_by_role, unseen_roles
 from cotune.trainer.before.stub.fitting import Manner
@@ -260,7 +261,9 @@ def _groups(
         )
         for group in built.groups
     ]
-    return found, {**collected.left_out, **built.left_out}
+    left_out = Counter({**collected.left_out, **built.left_out})
+    own = sum(refused(call) for episode in episodes for call in store.calls(episode.id))
+    return found, +(left_out - Counter(failed_call=own))
 
 
 def _repeated(collected: Collected, plan: Plan) -> Iterable[Sample]:

@@ -14,7 +14,6 @@ from cotune.records.structs import CallRecord
 from cotune.sampling.protocol import UNSHAPED
 from cotune.tables import plural
 from cotune.trainer.before.check.report import Finding, RoleCheck
-from cotune.trainer.before.stub.stub import ENDLESS
 from cotune.trainer.config.train import TrainConfig
 
 _NAME_THEM = (
@@ -69,6 +68,8 @@ def idle_findings(
 ) -> Iterator[Finding]:
     """Parts of the application that never called: those that never ran, and those that work without a model. And
     whether there may be agents that no framework lists."""
+    if not calls:
+        return
     missed: dict[tuple[str, str, bool], list[str]] = {}
     for part, ran in idle:
         if not ran or part.kind in ("member", "agent"):
@@ -86,7 +87,7 @@ def idle_findings(
     teams = tuple(f"{part.of}/" for part in known if part.kind == "member")
     unlisted = dict.fromkeys(call.role for call in calls if call.role not in listed and not call.role.startswith(teams))
     if unlisted:
-        text = f"roles are those that called: no framework lists {', '.join(unlisted)}, so another may be missing."
+        text = f"roles are those that called: {', '.join(unlisted)} could not be listed before; another may be missing."
         yield Finding("note", "", text, _RARE)
 
 
@@ -124,7 +125,7 @@ def call_findings(
 
 
 def _failures(role: str, calls: Sequence[CallRecord]) -> Iterator[Finding]:
-    failed = [call for call in calls if call.status != "ok" and ENDLESS not in str(call.error)]
+    failed = [call for call in calls if call.status != "ok"]
     reasons = Counter(f"{call.status}: {call.error}" for call in failed)
     for reason, count in reasons.items():
         yield Finding("warns", role, f"{count} of {len(calls)} calls are not trained on ({reason}).")

@@ -166,7 +166,7 @@ def run_findings(tasks: Sequence[TaskRuns], watch: Watch) -> Iterator[Finding]:
             remedy = f"A model may answer like that too: have the workflow return a low reward. {_other(tasks)}"
         yield Finding("warns", "runs", text, remedy)
     if watch.asked and any(run.ended for run in runs):
-        text = f"a person is asked, {next(iter(watch.asked.values()))}, and the run goes on without an answer."
+        text = f"a person is asked and never answers: {next(iter(watch.asked.values()))}."
         yield Finding("warns", "runs", text, _PERSON)
     yield from _logged(tasks)
     for task in tasks:
@@ -180,13 +180,19 @@ def run_findings(tasks: Sequence[TaskRuns], watch: Watch) -> Iterator[Finding]:
 def _logged(tasks: Sequence[TaskRuns]) -> Iterator[Finding]:
     """Exceptions that a framework logged, each once."""
     found: Counter[str] = Counter()
+    remedy: dict[str, str] = {}
     for task in tasks:
         for run in task.all:
-            found.update({f"{_short(phrase(error))}{origin(error)}" for error in run.logged if run.ended})
+            raised = {f"{_short(phrase(error))}{origin(error)}" for error in run.logged if run.ended and run.calls}
+            found.update(raised)
+            lost = "The calls behind it are missing here, and in training"
+            if run.cause.by_answer:
+                lost = f"Made up before it: {said_last(run.calls)}. {lost} where a model answers like that"
+            remedy = {**dict.fromkeys(raised, f"{lost}."), **remedy}
     total = sum(len(task.all) for task in tasks)
     for text, count in found.items():
-        told = f"raised in {count} of {plural(total, 'run')}, and its framework logged it and went on: {text}"
-        yield Finding("warns", "runs", told, "The calls behind it are missing here, and in training.")
+        told = f"raised in {count} of {plural(total, 'run')}, and swallowed by the application or its framework: {text}"
+        yield Finding("warns", "runs", told, remedy[text])
 
 
 def connection_findings(outcomes: Sequence[Outcome], watch: Watch) -> Iterator[Finding]:

@@ -19,15 +19,17 @@ from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.structs import CallRecord, Task
 from cotune.storage.protocol import Store
-from cotune.trainer.before.check.causes import Cause, Made, cause_of, cause_of_error, interrupted
+from cotune.trainer.before.check.causes import Cause, Made, cause_of, cause_of_error
 from cotune.trainer.before.check.watch import Watch
 from cotune.trainer.before.stub.fitting import AS_IT_FITS, Manner, lessons
-from cotune.trainer.before.stub.stub import StubResponder
+from cotune.trainer.before.stub.stub import ENDLESS, StubResponder
 
 RUNS = 14
 """Most runs of a task, those at once included."""
 _IDLE = 4
 """Most of them that look for what has not run."""
+_WORDS = 6
+"""Most words that are tried where a part has not run."""
 _SECONDS = 20.0
 """After which no further run begins."""
 _MEETING = 1.0
@@ -82,11 +84,12 @@ class TaskRuns:
 
     @property
     def calls(self) -> list[CallRecord]:
-        """The calls of the run that is shown, and those of other runs by roles that it has not."""
-        calls = list(self.shown.calls)
-        for run in self.runs:
+        """The calls of the run that is shown, and those of other runs by roles that it has not; without those that the
+        dry run itself refused."""
+        calls: list[CallRecord] = []
+        for run in (self.shown, *self.runs):
             roles = {call.role for call in calls}
-            calls += [call for call in run.calls if call.role not in roles]
+            calls += [call for call in run.calls if call.role not in roles and not refused(call)]
         return calls
 
     @property
@@ -154,7 +157,9 @@ class Runner:
             if not (good.ended and time.perf_counter() < ends and self._more(found, shift)):
                 break
             found.runs.append(await self._once(task, good.variant + shift, good.manner, good))
-        for manner in _OTHERWISE if good.ended else ():
+        words = self.parts.words[:_WORDS]
+        routed = [Manner("with words that are waited for", instead={"": [word]}) for word in words]
+        for manner in (*routed, *_OTHERWISE) if good.ended and good.calls else ():
             if self._idle() and manner.call_tools and time.perf_counter() < ends:
                 other = msgspec.structs.replace(manner, call_tools=good.manner.call_tools)
                 found.runs.append(await self._once(task, good.variant, other, good))
@@ -230,13 +235,13 @@ class Runner:
         if meeting is not None:
             meeting.held = True
         raised = outcome.error.__cause__ if outcome.error is not None else None
-        if raised is not None and interrupted(raised):
+        if outcome.live.notes.get("waits"):
             self.watch.asked.setdefault(outcome.episode.id, "the graph stopped at an interrupt()")
         # A framework wraps what was raised into its own error, traceback and all; the cause says it better.
         outcome = dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error)
         self.store.flush()
         calls = list(self.store.calls(outcome.episode.id))
-        logged = self.watch.logged.get(outcome.episode.id, [])
+        logged = [*self.watch.logged.get(outcome.episode.id, ()), *outcome.live.notes.get("raised", ())]
         cause = cause_of(outcome, calls, raised, asked=outcome.episode.id in self.watch.asked)
         run = Run(manner, variant, outcome, calls, cause, logged, stub)
         if run.ended and (logged or _unscored(run)):
@@ -247,6 +252,11 @@ class Runner:
                 any(one.by_answer for one in causes), {k: v for one in causes for k, v in one.instead.items()}
             )
         return run
+
+
+def refused(call: CallRecord) -> bool:
+    """Whether a call was one too many for the dry run."""
+    return ENDLESS in str(call.error)
 
 
 _LEARNED = "that the last error asks for"

@@ -57,6 +57,7 @@ _NAMED = re.compile(
 )
 _QUOTED = re.compile(r"""(?<!\w)(['"`])([^'"`\n]{1,40})\1(?!\w)""")
 _EXAMPLE = re.compile(r"(?:e\.g\.|eg\.|for example|for instance|such as|example:)[ ,:]*(.{1,80})", re.I | re.S)
+_QUOTED_EXAMPLE = re.compile(r"(?:e\.g\.|for example|for instance|such as)[:,]? *(['\"`])([^\n]{1,200}?)\1(?!\w)", re.I)
 _PLAIN = re.compile(r"([a-z])\1*|stub answer \d+")
 """What is said where nothing fits."""
 _MOST = 8
@@ -133,8 +134,9 @@ def quotes(error: str, text: str) -> bool:
 
 
 def form_shown(prompt: str) -> str | None:
-    """A text in the form that a prompt shows: a fenced block, tags, or a label at the start of a line or in quotes."""
-    parts = []
+    """A text in the form that a prompt shows: a fenced block, tags, a label at the start of a line or in quotes, or an
+    example in quotes."""
+    parts = [example for _, example in _QUOTED_EXAMPLE.findall(prompt)]
     labels = re.findall(r"^[ \t*#-]*([A-Z][\w ]{0,30}?)\**: *([\[<{(][^\n]*)", prompt, re.M)
     labels += re.findall(r"['\"`]([A-Z][\w ]{0,30}): *([A-Z]|\d+|\.{3}|[\[<{(][^'\"`\n]*)['\"`]", prompt)
     for label, kind in dict.fromkeys(labels):

@@ -137,7 +137,7 @@ class StubResponder:
         self.calls[call.episode.id] += 1
         count = self.calls[call.episode.id]
         if count > _STOPPED_AFTER * self.limit:
-            raise asyncio.CancelledError(f"the application went on after {self.limit} calls")
+            raise asyncio.CancelledError(f"the application made {self.limit} calls {ENDLESS}")
         if count > self.limit:
             raise WorkflowError(
                 f"The application made {self.limit} calls {ENDLESS}; the last one by {call.role!r}.",
@@ -196,7 +196,7 @@ class _Made:
         """What is asked for, so far as answers to it take turns."""
         if self.tool is not None:
             return f"tool {self.tool}"
-        return f"json {sorted(self._schema.get('properties') or ())}" if self._schema is not None else "text"
+        return f"json {self._call.params['response_format']}" if self._schema is not None else "text"
 
     def _message(self, index: int) -> dict[str, Any]:
         if self._function is not None:

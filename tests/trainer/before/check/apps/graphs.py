@@ -9,12 +9,14 @@ from typing import Annotated, Any
 from urllib.parse import urlparse
 
 from langchain.agents import create_agent
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.func import entrypoint, task
 from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode
 from langgraph.types import Command, Send, interrupt
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 import cotune
@@ -282,7 +284,120 @@ def waits_for_a_person() -> Any:
     return solve
 
 
+def stops_for_a_person() -> Any:
+    """It takes what there is before an interrupt for its outcome, and never goes on."""
+
+    def ask(state: State) -> dict[str, Any]:
+        return {"notes": [interrupt({"draft": state["draft"]})]}
+
+    builder = StateGraph(State)
+    builder.add_node("draft", writes("draft", "Draft a mail."))
+    builder.add_node("ask", ask)
+    builder.add_edge(START, "draft")
+    builder.add_edge("draft", "ask")
+    return of(builder.compile(checkpointer=InMemorySaver()))
+
+
+def forced_tool() -> Any:
+    """A tool that must be called, and a second agent that reads the call, whose id is chance."""
+
+    @tool
+    def schema(table: str) -> str:
+        """The columns of a table."""
+        return "id, name"
+
+    def look(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [model().bind_tools([schema], tool_choice="any").invoke(state["messages"])]}
+
+    def answer(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [model().invoke(state["messages"])]}
+
+    builder = StateGraph(MessagesState)
+    builder.add_node("look", look)
+    builder.add_node("run", ToolNode([schema]))
+    builder.add_node("answer", answer)
+    builder.add_edge(START, "look")
+    builder.add_edge("look", "run")
+    builder.add_edge("run", "answer")
+    return cotune.workflow(
+        builder.compile(),
+        inputs=lambda one: {"messages": [("user", one["question"])]},
+        reward=lambda state, one: 1.0,
+    )
+
+
+class Grounded(BaseModel):
+    binary_score: str = Field(description="The answer is grounded in the documents, 'yes' or 'no'")
+
+
+class Useful(BaseModel):
+    binary_score: str = Field(description="The answer is useful, 'yes' or 'no'")
+
+
+def two_graders() -> Any:
+    """A loop that ends when both graders, alike but for their names, say yes."""
+
+    def grades(state: State) -> str:
+        for kind in (Grounded, Useful):
+            grade: Any = model().with_structured_output(kind).invoke(f"Grade: {state['draft']}")
+            if grade.binary_score != "yes":
+                return "write"
+        return END
+
+    builder = StateGraph(State)
+    builder.add_node("write", writes("draft", "Write."))
+    builder.add_edge(START, "write")
+    builder.add_conditional_edges("write", grades, ["write", END])
+    return of(builder.compile())
+
+
+def routes_on_a_word() -> Any:
+    """Only a word in the code of an edge leads to the second agent; nothing fails without it."""
+
+    def way(state: State) -> str:
+        return "escalate" if "urgent" in state["draft"].lower() else END
+
+    builder = StateGraph(State)
+    builder.add_node("sort", writes("draft", "Sort the mail."))
+    builder.add_node("escalate", writes("notes", "Write to the manager."))
+    builder.add_edge(START, "sort")
+    builder.add_conditional_edges("sort", way, ["escalate", END])
+    return of(builder.compile())
+
+
+def _pipeline() -> Any:
+    """It fails before its first call: the template has a variable that nobody fills."""
+
+    def write(state: State) -> dict[str, Any]:
+        prompt = ChatPromptTemplate.from_template('Answer {question} like {"answer": 1}')
+        return {"draft": (prompt | model()).invoke({"question": state["question"]}).text}
+
+    builder = StateGraph(State)
+    builder.add_node("write", write)
+    builder.add_edge(START, "write")
+    return builder.compile()
+
+
+def swallows() -> Any:
+    graph = _pipeline()
+
+    @cotune.workflow
+    def solve(one: Any) -> float:
+        try:
+            return float(len(graph.invoke({"question": one["question"]})["draft"]))
+        except Exception:  # noqa: BLE001 - as applications do
+            return 0.0
+
+    return solve
+
+
 ROWS = {
+    "stops_for_a_person": Row(stops_for_a_person, {"draft"}, says=[("warns", "stopped at an interrupt()")]),
+    "forced_tool": Row(forced_tool, {"look", "answer"}, never=["outlives", "first prompt"]),
+    "two_graders": Row(two_graders, {"write"}, never=["failed"]),
+    "routes_on_a_word": Row(routes_on_a_word, {"sort", "escalate"}, never=["never ran"]),
+    "fails_first": Row(lambda: of(_pipeline()), set(), NOT, [("blocks", "missing variables")], ["OpenAI SDK"]),
+    "swallows": Row(swallows, set(), NOT, [("blocks", "It swallowed KeyError")], ["OpenAI SDK"]),
     "waits_for_a_person": Row(waits_for_a_person, {"draft"}, NOT, [("blocks", "stopped at an interrupt()")]),
     "travel_agent": Row(travel_agent, {"travel_agent"}, never=["failed"]),
     "reads_by_index": Row(reads_by_index, {"reader"}, says=[("warns", "IndexError")]),

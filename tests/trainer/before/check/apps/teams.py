@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,11 +126,27 @@ class Worker(RoutedAgent):
             raise LookupError("no shelf to put it")
 
 
-def core(broken: bool = False, first: type = Ask) -> Any:
+class Solver(RoutedAgent):
+    """Reads its answer in a form that its prompt only gives an example of, and raises without it."""
+
+    def __init__(self) -> None:
+        super().__init__("solves")
+        self._client = client()
+
+    @message_handler
+    async def on_ask(self, message: Ask, ctx: MessageContext) -> None:
+        form = "Say the number in the form of {{answer}}. For example, 'The answer is {{42}}.'"
+        found = await self._client.create([UserMessage(content=f"{message.text} {form}", source="user")])
+        if (number := re.search(r"\{\{(\d+)\}\}", str(found.content))) is None:
+            raise ValueError("The response does not contain the answer.")
+        await self.publish_message(Job(number.group(1)), DefaultTopicId())
+
+
+def core(broken: bool = False, first: type = Ask, asks: type[Router | Solver] = Router) -> Any:
     @cotune.workflow
     async def solve(one: Any) -> float:
         runtime = SingleThreadedAgentRuntime()
-        await Router.register(runtime, "router", Router)
+        await asks.register(runtime, "router", asks)
         await Worker.register(runtime, "worker", lambda: Worker(broken))
         for name in ("router", "worker"):
             await runtime.add_subscription(TypeSubscription("default", name))
@@ -142,6 +159,9 @@ def core(broken: bool = False, first: type = Ask) -> Any:
 
 
 ROWS = {
+    "core_quotes_an_example": Row(
+        lambda: core(asks=Solver), {"router", "worker"}, says=[("warns", "Made up before it: router")]
+    ),
     "swarm": Row(swarm, {"planner", "analyst", "lawyer", "writer"}),
     "flow_with_a_condition": Row(flow_with_a_condition, {"writer", "critic", "editor"}),
     "shared_team": Row(shared_team, {"one", "two"}, NOT, [("blocks", "two episodes"), ("warns", "outlives")]),
