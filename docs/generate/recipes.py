@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import tomllib
+from pathlib import Path
 
 from wording import prose
 
@@ -23,6 +25,8 @@ PAPERS = {
     "cispo": "2506.13585",
 }
 """Of the recipes in the catalogue itself; the others have theirs in the docstrings of their modules."""
+DIFFERS: dict[str, str] = tomllib.loads((Path(__file__).parent / "differences.toml").read_text())
+"""By recipe, how it differs from its paper."""
 PARTS = {"sample": "calls", "trajectory": "episodes", "token": "tokens"}
 
 
@@ -35,11 +39,14 @@ def recipes() -> str:
 
 
 def formulas() -> str:
-    """Each published system with its formula."""
+    """Each published system with its formula, then how recipes differ from their papers."""
     parts = []
-    for name, text in _documented().items():
+    for names, text in _documented().items():
         title, _, formula = text.partition("\n\n")
-        parts.append(f"`{name}`\n:   {_links(prose(title))} {_links(prose(formula))}\n")
+        differs = " ".join(DIFFERS.get(name, "") for name in names.split("`, `")).strip()
+        here = f" Here: {differs}" if differs else ""
+        parts.append(f"`{names}`\n:   {_links(prose(title))} {_links(prose(formula))}{here}\n")
+    parts += [f"`{name}`\n:   Here: {DIFFERS[name]}\n" for name in PAPERS if name in DIFFERS]
     return "\n".join(parts)
 
 

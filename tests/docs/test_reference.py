@@ -6,6 +6,7 @@ import argparse
 import html
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from cotune.cli.main import parser
 from cotune.trainer.config.train import PolicyConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
+BASIC = set(RECIPES) - {recipe.name for recipe in PUBLISHED}
 
 
 def page(site: Path, name: str) -> str:
@@ -125,6 +127,8 @@ def test_every_recipe_is_there_with_its_plan_and_paper(site: Path) -> None:
     plans = {name: "any" if name in ANY_PLAN else recipe.plan for name, recipe in RECIPES.items()}
     assert dict(rows) == plans
     assert codes(text.partition('id="published-systems"')[2]) >= {recipe.name for recipe in PUBLISHED}
+    differs = tomllib.loads((ROOT / "docs" / "generate" / "differences.toml").read_text())
+    assert set(differs) <= set(RECIPES) and text.count("Here: ") >= len(set(differs) & BASIC)
 
 
 def test_every_measurement_is_there(site: Path) -> None:
