@@ -78,7 +78,7 @@ test-long: $(STAMP)
 	$(BIN)/python -m pip install -q -r requirements/llama-cpp.txt
 	$(BIN)/python -m pytest -m long
 
-# Each framework in its oldest and its newest supported version; the table goes into docs/reference/versions.md.
+# Each framework in its oldest and its newest supported version; docs/reference/versions.md shows the table.
 test-versions: $(STAMP)
 	$(BIN)/python tests/versions.py --write
 

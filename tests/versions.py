@@ -3,7 +3,8 @@ on each supported Python, each in an environment of its own.
 
     python tests/versions.py [NAME ...] [--write]
 
-With --write the table goes into docs/reference/versions.md. The last line is JSON: {"environments", "failed"}.
+With --write the table goes into docs/generate/tested_versions.txt, which the page on versions shows. The last line is
+JSON: {"environments", "failed"}.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WHERE = ROOT / ".versions"
-PAGE = ROOT / "docs" / "reference" / "versions.md"
+PAGE = ROOT / "docs" / "generate" / "tested_versions.txt"
 SHOWN = ("openai", "langchain-core", "langgraph", "autogen-agentchat", "crewai", "openai-agents", "vllm")
 
 
@@ -119,7 +120,7 @@ ENVIRONMENTS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; default: all")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/reference/versions.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/generate/tested_versions.txt")
     args = parser.parse_args()
     for unknown in set(args.names) - set(ENVIRONMENTS):
         parser.error(f"no environment is called {unknown!r}: choose from {', '.join(ENVIRONMENTS)}")
@@ -219,7 +220,7 @@ print(json.dumps(found))
 
 
 def _write(rows: list[str]) -> None:
-    """Replace the rows of the same names in the page's table; keep those that were not run."""
+    """Replace the rows of the same names in the table; keep those that were not run."""
     text = PAGE.read_text()
     for row in rows:
         name = row.split("|")[1].strip()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from command_line import commands
@@ -26,6 +27,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "reasons": reasons,
     "recipes": recipes,
     "formulas": formulas,
+    "tested versions": (Path(__file__).parent / "tested_versions.txt").read_text,
     **{f"figures {name}": table for name, table in TABLES.items()},
 }
 """By what a page calls it, what makes a part in Markdown."""
