@@ -32,7 +32,7 @@ import functools
 import time
 from transformers import AutoModelForCausalLM, AutoTokenizer  # before two threads of one process ask for them
 from cotune.integrations.models.transformers.sampler import TransformersSampler
-from cotune.trainer import checkpoint
+from cotune.trainer.run import checkpoint
 from tests.trainer.tiny_app import application, letters
 
 hashed = checkpoint.write_hashes
