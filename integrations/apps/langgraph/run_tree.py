@@ -140,17 +140,17 @@ def router_words(graph: Any) -> Iterator[str]:
     for branches in getattr(getattr(graph, "builder", None), "branches", {}).values():
         for branch in branches.values():
             function = getattr(branch.path, "func", None) or getattr(branch.path, "afunc", None)
-            yield from (word for word in _words(getattr(function, "__code__", None)) if word not in known)
+            own = {*known, getattr(function, "__doc__", None)}
+            yield from (word for word in _words(getattr(function, "__code__", None)) if word not in own)
 
 
 def _words(constant: Any) -> Iterator[str]:
-    """Short texts in code, or in a constant of it; its names and its docstring are none."""
-    if isinstance(constant, CodeType):
-        constant = constant.co_consts
-    if isinstance(constant, tuple | frozenset):
-        for inner in sorted(constant, key=str) if isinstance(constant, frozenset) else constant:
+    """Short texts in code, or in a constant of it."""
+    constants = constant.co_consts if isinstance(constant, CodeType) else constant
+    if isinstance(constants, tuple | frozenset):
+        for inner in sorted(constants, key=str):
             yield from _words(inner)
-    elif isinstance(constant, str) and 1 < len(constant) <= 40 and constant.count(".") == constant.count("<") == 0:
+    elif isinstance(constant, str) and 1 < len(constant) <= 40:
         yield constant
 
 

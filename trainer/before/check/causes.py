@@ -220,9 +220,6 @@ class _Fault:
         code = self.frame.f_code
         for name in (*code.co_names, *code.co_varnames, *code.co_freevars):
             yield _value(ast.Name(name), self.frame)
-        for name in code.co_names:
-            for owner in code.co_varnames[:1]:
-                yield _value(ast.Attribute(ast.Name(owner), name), self.frame)
 
     def _choices(self, value: Any) -> Iterable[str]:
         """The words to choose from that a value is: keys of a dict, a list or set of words, the values of an enum."""
@@ -281,7 +278,6 @@ def _compared(scope: ast.AST) -> Iterator[str]:
             if node.func.attr in ("startswith", "endswith", "find", "index", "partition", "split"):
                 found = node.args
             elif isinstance(node.func.value, ast.Name) and node.func.value.id == "re":
-                found = ()
                 for part in (inner for arg in node.args[:1] for inner in ast.walk(arg)):
                     if isinstance(part, ast.Constant) and isinstance(part.value, str):
                         for group in re.findall(r"\((?:\?:)?([\w -]+(?:\|[\w -]+)+)\)", part.value):

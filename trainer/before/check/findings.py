@@ -87,7 +87,8 @@ def idle_findings(
     teams = tuple(f"{part.of}/" for part in known if part.kind == "member")
     unlisted = dict.fromkeys(call.role for call in calls if call.role not in listed and not call.role.startswith(teams))
     if unlisted:
-        text = f"roles are those that called: {', '.join(unlisted)} could not be listed before; another may be missing."
+        names = ", ".join(unlisted)
+        text = f"roles are those that called: cotune knows {names} only by a call, so another may be missing."
         yield Finding("note", "", text, _RARE)
 
 

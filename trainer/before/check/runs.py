@@ -28,8 +28,6 @@ RUNS = 14
 """Most runs of a task, those at once included."""
 _IDLE = 4
 """Most of them that look for what has not run."""
-_WORDS = 6
-"""Most words that are tried where a part has not run."""
 _SECONDS = 20.0
 """After which no further run begins."""
 _MEETING = 1.0
@@ -157,8 +155,7 @@ class Runner:
             if not (good.ended and time.perf_counter() < ends and self._more(found, shift)):
                 break
             found.runs.append(await self._once(task, good.variant + shift, good.manner, good))
-        words = self.parts.words[:_WORDS]
-        routed = [Manner("with words that are waited for", instead={"": [word]}) for word in words]
+        routed = [Manner("with words that are waited for", instead={"": [word]}) for word in self.parts.words]
         for manner in (*routed, *_OTHERWISE) if good.ended and good.calls else ():
             if self._idle() and manner.call_tools and time.perf_counter() < ends:
                 other = msgspec.structs.replace(manner, call_tools=good.manner.call_tools)

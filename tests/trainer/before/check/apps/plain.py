@@ -338,6 +338,18 @@ def mistaken_before_its_first_call() -> Any:
     return solve
 
 
+def reads_alternatives() -> Any:
+    """The pattern that reads its answer is all that says which words there are."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("sorter"):
+            found = re.search(r"\b(billing|refund)\b", (await chat("Which department?")).content)
+        return float(found.group(1) == "billing")  # type: ignore[union-attr]
+
+    return solve
+
+
 def swallows_its_mistake() -> Any:
     @cotune.workflow
     async def solve(one: Any) -> float:
@@ -355,6 +367,7 @@ ROWS = {
     "mistaken_before_its_first_call": Row(
         mistaken_before_its_first_call, set(), NOT, [("blocks", "KeyError: 'qestion'")], ["OpenAI SDK", "gateway"]
     ),
+    "reads_alternatives": Row(reads_alternatives, {"sorter"}),
     "swallows_its_mistake": Row(swallows_its_mistake, set(), NOT, [("blocks", "application swallows")]),
     "grades_by_a_label": Row(grades_by_a_label, {"grader"}, never=["--no-tools"]),
     "reacts": Row(reacts, {"solver"}),
