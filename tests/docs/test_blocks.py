@@ -191,7 +191,7 @@ def pages() -> list[str]:
 
 def needs_more(block: str) -> bool:
     """Whether a block opens Ray or vLLM."""
-    return "integrations.ray" in block or "Vllm" in block
+    return "integrations.cluster" in block or "Vllm" in block
 
 
 def here(page: str) -> list[str]:
