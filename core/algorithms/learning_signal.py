@@ -77,8 +77,9 @@ def unknown_names(
             remedy = f"{near} If it is another reward that few episodes carry, return it in all of them."
             errors.append(ConfigError(field, name, f"a reward that was returned: {seen}", remedy))
         else:
+            metric = "; `success` is a metric, return a reward under another name" if name == "success" else ""
             notes.append(
-                f"{setting} names {name!r}, which nothing carried that was looked at: it changes nothing there"
+                f"{setting} names {name!r}, which nothing carried that was looked at: it changes nothing there{metric}"
             )
     return errors, notes
 
@@ -94,6 +95,9 @@ def _unknown(
     for gate in dict.fromkeys(gate for term in recipe.terms for gate in term.attribution.gates):
         if returned and gate not in returned:
             yield "gates", gate, returned
+    for name in dict.fromkeys(name.rpartition("/")[2] for name in recipe.attribution.weights):
+        if returned and name not in returned:
+            yield "weights", name, returned
     for role in recipe.filters.mean_range_roles:
         if role not in roles:
             yield "mean_range_roles", role, sorted({*roles})

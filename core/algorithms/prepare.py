@@ -34,8 +34,8 @@ class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
     `reward` is the mean over all samples that have one, kept or not, and `task_reward` that of the means of each task,
     which does not move where some tasks get more samples than others. `groups` counts groups of two or more,
     `group_spread` is the mean of their standard deviations (population), `zero_variance` the share whose rewards are
-    all equal. `kept` counts the samples that are trained on. `truncated` is the share of all samples that were cut at
-    their length limit, `overlong` of those that lose reward by their length.
+    all equal, both NaN without a group. `kept` counts the samples that are trained on. `truncated` is the share of all
+    samples that were cut at their length limit, `overlong` of those that lose reward by their length.
     """
 
     samples: int
@@ -329,8 +329,8 @@ def _role_stats(
             kept=kept[str(name)],
             reward=float(sums[i] / having[i]) if having[i] else float("nan"),
             groups=len(own),
-            group_spread=float(deviation[own].mean()) if own else 0.0,
-            zero_variance=float(stats.flat[own].mean()) if own else 0.0,
+            group_spread=float(deviation[own].mean()) if own else math.nan,
+            zero_variance=float(stats.flat[own].mean()) if own else math.nan,
             truncated=float(cut[i] / totals[i]),
             overlong=float(long[i] / totals[i]),
             task_reward=fmean(by_task[str(name)]) if str(name) in by_task else math.nan,

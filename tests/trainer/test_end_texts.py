@@ -38,6 +38,8 @@ def test_each_policy_that_stays_has_its_own_reason_and_the_run_counts_them(train
         {"seldom": "no comparison", "even": "no signal", "unpaid": "no reward"}
     ] * 3
     assert summary.versions == {"learns": 3}
+    assert lines[0]["roles"]["even"]["zero_variance"] == 1.0
+    assert not {"group_spread", "zero_variance"} & {*lines[0]["roles"]["seldom"], *lines[0]["roles"]["unpaid"]}
     assert summary.stayed == {"seldom": {"no comparison": 3}, "even": {"no signal": 3}, "unpaid": {"no reward": 3}}
     told = never_updated(summary)
     assert told[0] == (

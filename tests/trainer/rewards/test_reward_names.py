@@ -31,6 +31,7 @@ def test_tasks_with_outcomes_of_other_names_are_all_trained_on(trainer):
     [
         ({"entropy_by": "tean"}, "entropy_by", "tean", "Did you mean team?"),
         ({"gates": ["formt"]}, "gates", "formt", "Did you mean format?"),
+        ({"weights": {"first/formt": 2.0}}, "weights", "formt", "Did you mean format?"),
         ({"mean_range": [0, 1], "mean_range_roles": ["frist"]}, "mean_range_roles", "frist", "Did you mean first?"),
         ({"mean_range": [0, 1], "mean_range_roles": ["x"]}, "mean_range_roles", "x", "Correct the name, or list it"),
     ],
@@ -48,6 +49,17 @@ def test_names_of_no_reward_or_role_are_refused_before_the_first_step(trainer, o
 def test_a_gate_that_nothing_carries_is_told(trainer):
     trainer(application(converse), steps=1, overrides={"gates": ["legal"]})
     assert "gates names 'legal', which nothing carried that was looked at" in " ".join(trainer.said.split())
+
+
+def test_a_weight_of_success_is_told_as_one_of_a_metric(trainer):
+    """It was taken in silence, and the roles learned from the other names alone."""
+
+    async def run(task):
+        return {"success": 1.0, "minutes": (await converse(task))["team"]}
+
+    trainer(application(run), steps=1, overrides={"weights": {"success": 1.0, "minutes": -0.5}})
+    said = " ".join(trainer.said.split())
+    assert "weights names 'success', which nothing carried that was looked at: it changes nothing there; `suc" in said
 
 
 def test_a_bonus_of_one_candidate_costs_its_group_unless_absent_says_what_it_counts(trainer):
