@@ -117,7 +117,7 @@ def test_figures_of_a_step_are_named_for_what_they_are_and_failed_episodes_count
     said = [line for line in trainer.said.splitlines() if line.startswith("step ")]
     assert re.search(r"all candidates: first 0\.\d+  \|  best of 4 by scorer: success 0\.333  team -1\.000", said[0])
     assert "held-out" not in said[0]
-    assert "held-out, single samples: success 0.500 [0.150, 0.850] on 4" in said[1] and "outcome -0.750" in said[1]
+    assert "held-out, single samples: success 0.500 [0.150, 0.850] on 4" in said[1] and "trained on) -0.750" in said[1]
     assert "(1 of 4 failed)" in said[1]
     evaluated = [call for call, _ in calls_of(trainer.folder / "run", "eval")]
     assert len(evaluated) == 3 * 4 and {len(call.candidates) for call in evaluated} == {1}
