@@ -28,6 +28,7 @@ from cotune.runtime.loop_watch import Blocked
 from cotune.runtime.user_code import is_library, is_library_file
 from cotune.trainer.before.stub.fitting import blamed, lessons, quotes
 from cotune.trainer.before.stub.json_example import example
+from cotune.trainer.before.stub.matching import matching
 from cotune.trainer.before.stub.stub import ENDLESS
 
 _LIMIT = re.compile(
@@ -141,11 +142,11 @@ class _Fault:
         if isinstance(self.error, KeyError) and (held := self._lacking()) is not None:
             return set(map(str, held)) <= self.made.keys
         if isinstance(self.error, AttributeError) and self.error.obj is not None:
-            kind = type(self.error.obj)
-            named = sys.modules.get(kind.__module__)
-            if kind.__module__ != "builtins" and is_library_file(str(getattr(named, "__file__", None) or "<")):
-                return False  # what a library's objects have is no matter of answers
-            return self._says(self.error.obj)
+            return not _of_library(self.error.obj) and self._says(self.error.obj)
+        if isinstance(self.error, TypeError) and self.nodes and isinstance(self.nodes[0], ast.Subscript):
+            assert self.frame is not None
+            if _of_library(_value(self.nodes[0].value, self.frame)):
+                return False
         if self.nodes and isinstance(self.nodes[-1], ast.For | ast.AsyncFor | ast.While):
             return True  # raised behind a loop that was left without a result
         if any(isinstance(v, str) and self._says(v) for frame in self.beyond for v in frame.f_locals.values()):
@@ -175,14 +176,15 @@ class _Fault:
     def _waited_for(self) -> list[str]:
         """The words that the failing function compares texts with; for a loop without end also those around it."""
         endless = _LIMIT.search(self.text) or ENDLESS in self.text
-        codes = [frame.f_code for frame in reversed(self.frames if endless else self.frames[-1:])]
-        trees = [_tree(code.co_filename) for code in codes]
+        frames = self.frames[::-1] if endless else self.frames[-1:]
         kinds = ast.FunctionDef | ast.AsyncFunctionDef
-        scopes: list[ast.AST] = []
-        for code, tree in zip(codes, trees, strict=True):
-            scopes += [one for one in ast.walk(tree) if isinstance(one, kinds) and _is_of(one, code)]
-        scopes += trees if endless else ()
-        words = dict.fromkeys(word for scope in scopes for word in _compared(scope))
+        words: dict[str, None] = {}
+        for whole in (False, True) if endless else (False,):
+            for frame in frames:
+                tree = _tree(frame.f_code.co_filename)
+                found = [one for one in ast.walk(tree) if isinstance(one, kinds) and _is_of(one, frame.f_code)]
+                for scope in [tree] if whole else found:
+                    words.update(dict.fromkeys(_compared(scope, frame.f_globals)))
         return [word for word in words if word not in self.made.texts][:_WORDS]
 
     def _lacking(self) -> Mapping[Any, Any] | None:
@@ -262,14 +264,20 @@ class _Fault:
 _UNKNOWN = object()
 
 
+def _of_library(value: Any) -> bool:
+    """Whether a value is a library's object: what it can do is no matter of answers."""
+    named = sys.modules.get(type(value).__module__)
+    return type(value).__module__ != "builtins" and is_library_file(str(getattr(named, "__file__", None) or "<"))
+
+
 def _is_of(function: ast.FunctionDef | ast.AsyncFunctionDef, code: CodeType) -> bool:
     first = min([function.lineno, *(one.lineno for one in function.decorator_list)])
     return (function.name, first) == (code.co_name, code.co_firstlineno)
 
 
-def _compared(scope: ast.AST) -> Iterator[str]:
+def _compared(scope: ast.AST, names: Mapping[str, Any]) -> Iterator[str]:
     """The words that code compares with: `== "yes"`, `"DONE" in text`, `startswith("a")`, `case "b"`, `{"c": 1}[text]`,
-    `(one|two)`."""
+    and texts that its regular expressions match. `names` are those of its module."""
     for node in ast.walk(scope):
         found: Iterable[ast.AST] = ()
         if isinstance(node, ast.Compare):
@@ -277,19 +285,27 @@ def _compared(scope: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in ("startswith", "endswith", "find", "index", "partition", "split"):
                 found = node.args
-            elif isinstance(node.func.value, ast.Name) and node.func.value.id == "re":
-                for part in (inner for arg in node.args[:1] for inner in ast.walk(arg)):
-                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                        for group in re.findall(r"\((?:\?:)?([\w -]+(?:\|[\w -]+)+)\)", part.value):
-                            yield from group.split("|")
+            elif isinstance(node.func.value, ast.Name):
+                name = node.func.value.id
+                yield from matching(_pattern(node, names.get(name, re if name == "re" else None), names))
         elif isinstance(node, ast.MatchValue):
             found = (node.value,)
         elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict):
             found = [key for key in node.value.keys if key is not None]
         for part in (inner for one in found for inner in ast.walk(one)):
             word = part.value.strip() if isinstance(part, ast.Constant) and isinstance(part.value, str) else ""
+            if re.fullmatch(r"[#*>-]+", word) and isinstance(node, ast.Call):
+                yield f"{word} a"
             if 1 < len(word) <= 40 and word != "__main__" and not re.fullmatch(r"\W+", word):
                 yield word
+
+
+def _pattern(call: ast.Call, owner: Any, names: Mapping[str, Any]) -> str:
+    """The regular expression of a call of `re`, or of a method of a compiled one."""
+    first = call.args[0] if owner is re and call.args else None
+    given = names.get(first.id) if isinstance(first, ast.Name) else getattr(first, "value", None)
+    found = getattr(given if owner is re else owner, "pattern", given)
+    return found if isinstance(found, str) else ""
 
 
 def _value(node: ast.expr, frame: FrameType) -> Any:

@@ -261,9 +261,12 @@ _LEARNED = "that the last error asks for"
 
 def _and(known: Mapping[str, Sequence[str]], news: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
     """What two errors in turn ask for: where the first wants an object, the second is about what is in it."""
-    objects, inside = [text for text in known.get("", ()) if text.startswith("{")], news.get("", ())
-    if objects and inside and not inside[0].startswith("{"):
-        news = {**news, "": [re.sub(r'"[a-z]"(?!:)', json.dumps(inside[0]), text) for text in objects]}
+    before, after = known.get("", ()), news.get("", ())
+    objects = [text for text in before if text.startswith("{")]
+    if objects and after and not after[0].startswith("{"):
+        news = {**news, "": [re.sub(r'"[a-z]"(?!:)', json.dumps(after[0]), text) for text in objects]}
+    elif len(before) == len(after) == 1 and not objects:  # each is looked for in a text
+        news = {**news, "": ["\n".join([*before, *after])]}
     return {**known, **news}
 
 

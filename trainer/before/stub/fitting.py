@@ -146,7 +146,7 @@ def form_shown(prompt: str) -> str | None:
         if inner or re.search(rf"<{tag}> tags?\b", prompt):
             parts.append(f"<{tag}>{_filled(tag, inner[1] if inner else '')}</{tag}>")
     for language in dict.fromkeys(re.findall(r"```(\w*)", prompt)):
-        parts.append(f"```{language}\n{'{}' if language == 'json' else 'print(1)'}\n```")
+        parts.append(f"```{language}\n{fitting(language, '') or 'print(1)'}\n```")
         break
     return "\n".join(parts) or None
 

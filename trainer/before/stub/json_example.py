@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cotune.trainer.before.stub.fitting import AS_IT_FITS, Manner, fitting
+from cotune.trainer.before.stub.matching import matching
 
 _DEPTH = 12
 """Nesting at which a schema that refers to itself is cut."""
@@ -43,7 +44,7 @@ def example(
     `variant` rotates enums, alternatives, booleans (true first), both ends of a range, and short texts: values of
     successive variants take an application's branches and end its loops. `texts` are taken where they fit, and where a
     text says who goes on, `names` in turn: nothing is said to be done before each had its. Other texts fit the name and
-    description of their property, or what `about` says of it. Patterns, conditions and `not` are not followed.
+    description of their property, or what `about` says of it. Conditions and `not` are not followed.
     """
     return _Maker(schema, variant, texts, names, manner, about).value(schema, 0, ())
 
@@ -167,6 +168,8 @@ class _Maker:
     def _text(self, schema: Mapping[str, Any]) -> str:
         if schema.get("format") in _FORMATS:
             return _FORMATS[schema["format"]]
+        if matched := matching(str(schema.get("pattern") or "")):
+            return matched[self.variant % len(matched)]
         if isinstance(schema.get("default"), str) and schema["default"]:
             return self.manner.put(str(schema["default"]), self.variant, plain=False)
         least, most = int(schema.get("minLength") or 0), int(schema.get("maxLength") or 1 << 30)

@@ -231,7 +231,8 @@ class _Made:
         if stub.manner.form and (shown := form_shown(prompt_text(call.messages))):
             return shown
         words = call.episode.parts.words if call.episode.parts else ()
-        choices = ["", *choices_of(call.messages, _names(call), words)]
+        offered = choices_of(call.messages, _names(call), words)
+        choices = offered if offered and stub.manner.form else ["", *offered]
         stub.branched = stub.branched or len(choices) > 1
         made = f"stub answer {index + 1}"
         told = stub.manner.put(made, variant, plain=True)

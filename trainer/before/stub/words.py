@@ -30,6 +30,10 @@ _SKETCHED = re.compile(
     re.I,
 )
 """A type or a range in the place of a value, as in `{"age": integer (in years), "score": 1-5}`."""
+_ALTERNATIVES = re.compile(r'"[^"\n]*"(?:\s*(?:\||/|\bor\b)\s*"[^"\n]*")+')
+"""Texts to choose from in the place of a value, as in `{"action": "search" | "finish"}`."""
+_REMARK = re.compile(r"\s(?://|#)[^\n]*|,(?=\s*[}\]])")
+"""What JSON in a prompt has beyond JSON: remarks, and a comma before the end."""
 _KEYS = re.compile(
     r"\b(?:fields|keys|properties)\b:?\s+((?:[`'\"]?\w+[`'\"]?(?:\s*,\s*(?:and\s+)?|\s+and\s+))+[`'\"]?\w+)", re.I
 )
@@ -75,11 +79,13 @@ def asked_json(
     if "json" not in text.lower() and '"properties"' not in text:
         return None
     offered = listed(text, names)
-    shown = list(_objects(text))
+    shown = list(_objects(text)) or list(_objects(text, r'\[\s*(?=")'))
     schema = next(
         (one for one in reversed(shown) if isinstance(one, dict) and isinstance(one.get("properties"), dict)), None
     )
-    if schema is None and (sketches := list(_objects(_SKETCHED.sub(_as_type, text)))) != shown:
+    sketched = _ALTERNATIVES.sub(lambda found: json.dumps("|".join(re.findall('"([^"\n]*)"', found[0]))), text)
+    sketched = _SKETCHED.sub(_as_type, _REMARK.sub("", sketched))
+    if schema is None and (sketches := list(_objects(sketched))) not in ([], shown):
         schema = _schema_of(sketches[-1])
     if schema is not None:
         return json.dumps(example(schema, variant, names=offered, manner=manner))
@@ -134,10 +140,10 @@ def _listed(text: str) -> list[str]:
     return list(dict.fromkeys([*_LISTED.findall(text), *(part for part in inline if part)]))
 
 
-def _objects(text: str) -> Iterator[Any]:
-    """The JSON objects in a text, and lists of such, outermost only."""
+def _objects(text: str, begin: str = r"\[\s*(?=\{)|\{") -> Iterator[Any]:
+    """The JSON objects in a text, and lists of such, or what else begins so; outermost only."""
     decoder, end = json.JSONDecoder(), 0
-    for opened in re.finditer(r"\[\s*(?=\{)|\{", text):
+    for opened in re.finditer(begin, text):
         if opened.start() < end:
             continue
         try:

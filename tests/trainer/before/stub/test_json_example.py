@@ -8,6 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from cotune.trainer.before.stub.json_example import example, fits
+from cotune.trainer.before.stub.matching import matching
 
 SCHEMAS: list[tuple[Any, Any]] = [
     ({"type": "string"}, "a"),
@@ -145,3 +146,19 @@ def test_everybody_has_a_turn_before_all_is_said_to_be_done() -> None:
     assert [value["is_request_satisfied"]["answer"] for value in values] == [False, False, True, False]
     assert [value["question"]["answer"] for value in values] == ["a", "b", "c", "d"]
     assert example(schema)["is_request_satisfied"]["answer"] is True, "as every boolean where nobody is named"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts"),
+    [
+        (r"^[A-Z]{2}-\d+(?:\.\d)?$", ["AA-1"]),
+        (r"(yes|no), *\w*", ["yes,a", "no,a"]),
+        (r"<v>\s*(.*?)\s*</v>\n", ["<v>a</v>\n"]),
+        (r"(a)\1[^a]", []),
+        (r"(", []),
+    ],
+)
+def test_texts_that_a_pattern_matches(pattern: str, texts: list[str]) -> None:
+    assert matching(pattern) == texts
+    if texts:
+        assert example({"type": "string", "pattern": pattern}) == texts[0]

@@ -7,6 +7,7 @@ import contextlib
 import json
 import random
 import re
+import sqlite3
 import zlib
 from datetime import date
 from typing import Any
@@ -328,6 +329,79 @@ def reads_a_number_of_json() -> Any:
     return solve
 
 
+_GRADE = re.compile(r"Grade=(\d+)/5")
+
+
+def reads_by_regular_expressions() -> Any:
+    """Two roles, each with a form of its own, which their prompts do not show."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("answerer"):
+            found = re.findall(r"####\s*(\w+)", (await chat(one["question"])).content)
+        answer = found[-1]
+        with cotune.role("grader"):
+            return float(_GRADE.search((await chat(answer)).content).group(1))  # type: ignore[union-attr]
+
+    return solve
+
+
+def outlines() -> Any:
+    """Lines that begin with a mark, then a list in JSON."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("outliner"):
+            text = (await chat(one["question"], "An outline in Markdown, please.")).content
+        titles = [line for line in text.splitlines() if line.startswith("## ")]
+        if not titles:
+            raise ValueError("no sections")
+        with cotune.role("interviewer"):
+            text = (await chat(titles[0], 'Reply with a JSON array of strings, e.g. ["Why?", "How?"].')).content
+        return float(len(json.loads(text)))
+
+    return solve
+
+
+def writes_sql() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("analyst"):
+            text = (await chat(one["question"], "Write SQL in a ```sql block.")).content
+        with contextlib.closing(sqlite3.connect(":memory:")) as base:
+            return float(base.execute(text.replace("```sql", "").replace("```", "")).fetchone()[0])
+
+    return solve
+
+
+def acts_by_json() -> Any:
+    """A sketch of JSON with texts to choose from, and a remark."""
+    form = """Answer with JSON: {"action": "look" | "finish",  // what to do
+    "why": "<text>",}"""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("operator"):
+            for _ in range(5):
+                reply = await chat(one["question"], form, response_format={"type": "json_object"})
+                if {"look": 0, "finish": 1}[json.loads(reply.content)["action"]]:
+                    return 1.0
+        return 0.0
+
+    return solve
+
+
+def takes_an_object_for_a_dict() -> Any:
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        messages: Any = [{"role": "user", "content": one["question"]}]
+        with cotune.role("bot"):
+            reply: Any = await client().chat.completions.create(model="m", messages=messages)
+        return float(len(reply["choices"]))
+
+    return solve
+
+
 def mistaken_before_its_first_call() -> Any:
     @cotune.workflow
     async def solve(one: Any) -> float:
@@ -361,6 +435,11 @@ def swallows_its_mistake() -> Any:
 
 
 ROWS = {
+    "reads_by_regular_expressions": Row(reads_by_regular_expressions, {"answerer", "grader"}),
+    "outlines": Row(outlines, {"outliner", "interviewer"}),
+    "writes_sql": Row(writes_sql, {"analyst"}),
+    "acts_by_json": Row(acts_by_json, {"operator"}, never=["failed"]),
+    "takes_an_object_for_a_dict": Row(takes_an_object_for_a_dict, {"bot"}, NOT, [("blocks", "not subscriptable")]),
     "hands_over": Row(hands_over, {"triage", "expert"}, never=["first prompt"]),
     "maps_and_grades": Row(maps_and_grades, {"mapper", "grader"}, never=["mapper: its first prompt"]),
     "reads_a_number_of_json": Row(reads_a_number_of_json, {"counter"}),
