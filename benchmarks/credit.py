@@ -48,7 +48,7 @@ from examples.plan_path import rewards
 
 TRAIN_SEED, FRESH_SEED = 100, 900
 ROLES = ("navigator", "driver")
-WAYS = {"tree": "at_grpo", "dr_mas": "dr_mas", "replay": "replay", "replay_forks": "replay"}
+WAYS = {"tree": "at_grpo", "dr_mas": "dr_mas", "replay": "c3", "replay_forks": "c3"}
 """The recipe of each."""
 K, FORK_K, FORKS = 8, 4, 4
 console = Console(stderr=True)

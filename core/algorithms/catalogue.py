@@ -77,7 +77,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 ANY_PLAN = ("gspo", "dapo", "cispo")
 """Recipes that are a loss for any grouping: under a tree plan they take the groups of at_grpo, under a replay plan
-those of replay."""
+those of c3."""
 
 _PARTS: dict[str, type[msgspec.Struct]] = {
     "loss": LossSpec,

@@ -33,7 +33,7 @@ MASK_BOUNDS: Mapping[Mask, tuple[float, float]] = {
 }
 """Where pi_old / pi_sampler is believed, by `mask`: IcePop's for tokens (arXiv 2510.18855), verl's for sequences."""
 
-USUAL: Mapping[PlanKind, str] = {"tree": "at_grpo", "independent": "dr_mas", "replay": "replay"}
+USUAL: Mapping[PlanKind, str] = {"tree": "at_grpo", "independent": "dr_mas", "replay": "c3"}
 """The recipe of each plan where none is named."""
 
 PROMPT_KEY = ("task", "role", "turn", "branch")

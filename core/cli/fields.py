@@ -24,7 +24,7 @@ _FLAGS = {
     "learner.lr": ("--lr", "LR"),
     "on_failure": ("--on-failure", "HOW"),
     "redact": ("--redact", "MODULE:FUNCTION"),
-    "roles_by": ("--roles", "WHO"),
+    "roles_by": ("--roles-by", "WHO"),
     "cluster.address": ("--cluster", "ADDRESS"),
     "evaluation.tasks": ("--eval-tasks", "FILE"),
     "init": ("--init", "RUN"),

@@ -136,7 +136,7 @@ def add_gateway(commands: Any) -> None:
             limits=Limits(a.max_body, a.max_inflight, a.timeout, a.max_values, a.max_answer),
             anthropic=a.anthropic_upstream,
             anthropic_key=os.environ.get("COTUNE_ANTHROPIC_KEY"),
-            roles=load_roles(a.roles) if a.roles else None,
+            roles=load_roles(a.roles_by) if a.roles_by else None,
             role_header=a.role_header,
             split=Split(by=a.episode_by, header=a.episode_header, idle=a.episode_idle),
             redactors=[load_redactor(a.redact)] if a.redact else [],
@@ -190,7 +190,7 @@ def _add_body_limits(command: Any) -> None:
 def _add_identity(command: Any) -> None:
     """How the gateway tells the roles and episodes of an application that names none."""
     command.add_argument(
-        "--roles",
+        "--roles-by",
         metavar="WHO",
         help="MODULE:FUNCTION or FILE.py:FUNCTION that names the role of a call from its messages, model and tools; or "
         "model, for the name of the model that it asks; see docs/how-to/roles.md",

@@ -231,7 +231,9 @@ def load_roles(spec: str) -> RolesFunction:
     Raises ConfigError for what is not there, WorkflowError for what is no roles function.
     """
     named = spec in (CALLER, MODEL)
-    found = spec if named else load_object("roles", spec, "--roles app:who, --roles caller or --roles model")
+    found = (
+        spec if named else load_object("roles_by", spec, "--roles-by app:who, --roles-by caller or --roles-by model")
+    )
     return cast(RolesFunction, roles_function(found))
 
 

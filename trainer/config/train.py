@@ -51,8 +51,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """[plan] How candidates come about."""
 
     kind: PlanKind | None = None
-    """tree | independent | replay (see docs/how-to/replay.md); without a value: replay for the recipe replay, tree when
-    the workflow has scorers and the recipe takes it, else independent."""
+    """tree | independent | replay (see docs/how-to/replay.md); without a value: replay for the recipe c3, tree when the
+    workflow has scorers and the recipe takes it, else independent."""
     k: int = 4
     """Candidates per call (tree), per forked call (replay), or episodes per task (independent)."""
     select: Select = "argmax"
@@ -124,8 +124,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
     mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
     recipe: str | None = None
-    """at_grpo | dr_mas | replay | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see
-    docs/reference/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts, replay
+    """at_grpo | dr_mas | c3 | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see
+    docs/reference/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts, c3
     under a replay plan. sft | dpo learn from records, see docs/how-to/distillation.md."""
     init: str = ""
     """Run or export whose policies this run starts from, instead of the untrained model; see

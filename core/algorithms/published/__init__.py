@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cotune.algorithms.published import (
     advantage_alignment,
+    c3,
     comas,
     cory,
     cpmobius,
@@ -16,7 +17,6 @@ from cotune.algorithms.published import (
     marshal,
     mmedagent_rl,
     reinforce_pp,
-    replay,
     self_redteam,
     spiral,
     sweet_rl,
@@ -24,7 +24,7 @@ from cotune.algorithms.published import (
 from cotune.algorithms.published import afm_rl as chain_of_agents
 
 PUBLISHED = (
-    replay.RECIPE,
+    c3.RECIPE,
     magrpo.RECIPE,
     m_grpo.RECIPE,
     marshal.RECIPE,

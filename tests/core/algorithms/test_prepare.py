@@ -316,7 +316,7 @@ def test_truncated_and_timed_out_samples_are_in_the_baseline_but_not_trained_on_
 
 def test_what_a_branch_goes_on_to_say_has_the_advantage_of_its_candidate():
     """A fork of three with outcomes 1, 0, 0.5, and one whose outcomes are equal; their branches go on."""
-    replay = recipe("replay", drop_truncated=True)
+    replay = recipe("c3", drop_truncated=True)
     fork = [sample(f"f{i}.0", team=r, rollout=f"e{i}", branch="f", prompt="f") for i, r in enumerate((1.0, 0.0, 0.5))]
     flat = [sample(f"g{i}.0", team=1.0, rollout=e, branch="g", prompt="g") for i, e in enumerate(("e0", "e8"))]
     more = [

@@ -134,11 +134,11 @@ def forks() -> list[Sample]:
 
 
 def test_replay():
-    assert recipe("replay").filters == Filters(zero_variance=True) and recipe("replay").loss == LossSpec()
+    assert recipe("c3").filters == Filters(zero_variance=True) and recipe("c3").loss == LossSpec()
     # leave one out: 1 - 0.25, 0.5 - 0.5, 0 - 0.75; mean: 1 - 0.5, 0, -0.5; std of 1, .5, 0 is 0.5
-    assert of("replay", forks()) == [0.75, 0.0, -0.75]
-    assert of("replay", forks(), baseline="mean") == [0.5, 0.0, -0.5]
-    assert of("replay", forks(), baseline="mean", scale="std") == [1.0, 0.0, -1.0]
+    assert of("c3", forks()) == [0.75, 0.0, -0.75]
+    assert of("c3", forks(), baseline="mean") == [0.5, 0.0, -0.5]
+    assert of("c3", forks(), baseline="mean", scale="std") == [1.0, 0.0, -1.0]
     assert of("gspo", forks(), plan="replay") == [0.75, 0.0, -0.75]
     # at_grpo adds the outcome's components to the candidate's own: 10, 9.5, 9 around 9.5 with std 0.5
     assert of("at_grpo", forks(), plan="replay") == [1.0, 0.0, -1.0]
@@ -221,13 +221,13 @@ def test_at_grpo_over_independent_rollouts_takes_in_the_outcome():
         (
             "at_grop",
             {},
-            "recipe = 'at_grop': allowed is one of advantage_alignment, afm_rl, at_grpo, cispo, ",
+            "recipe = 'at_grop': allowed is one of advantage_alignment, afm_rl, at_grpo, c3, cispo, ",
         ),
         ("grpo", {"clip": 0.2}, r"clip = 0.2: allowed is one of absent, advantage, aggregation, align_to, alpha, "),
         ("grpo", {"plan": "tree"}, "compares whole rollouts"),
         ("grpo", {"plan": "forest"}, "plan = 'forest': allowed is one of tree, independent, replay"),
-        ("grpo", {"plan": "replay"}, "use replay, gspo, dapo or cispo under a replay plan."),
-        ("replay", {"plan": "tree"}, "plan.kind = 'tree': allowed is replay under recipe replay"),
+        ("grpo", {"plan": "replay"}, "use c3, gspo, dapo or cispo under a replay plan."),
+        ("c3", {"plan": "tree"}, "plan.kind = 'tree': allowed is replay under recipe c3"),
         ("grpo", {"baseline": "median"}, "baseline = 'median': allowed is one of none, mean, leave_one_out"),
         ("grpo", {"key": ["task", "rolle"]}, "key = 'rolle': allowed is one of task, rollout, role"),
         ("grpo", {"clip_low": 1.5}, "clip_low = 1.5: allowed is between 0 and 1"),

@@ -243,7 +243,7 @@ def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, ca
         ("train", "--tasks-per-step N tasks of a step; recorded episodes with recipe sft or dpo (default: 32)"),
         ("train", "--eval-tasks FILE JSON-lines file of held-out tasks"),
         ("check", "--model MODEL count tokens with this model's tokenizer; it is not loaded"),
-        ("trace", "--roles WHO module:function or file.py:function that names the role of each call"),
+        ("trace", "--roles-by WHO module:function or file.py:function that names the role of each call"),
         ("gateway", "--redact MODULE:FUNCTION module:function or file.py:function that sees each message"),
     ],
 )
@@ -279,7 +279,7 @@ def test_a_stopped_run_is_status_130(trained, capsys):
     ("table", "field", "value", "allowed"),
     [
         ({}, "model", None, "a model folder"),
-        ({"model": "m", "recipe": "ppo"}, "recipe", "ppo", "at_grpo, cispo"),
+        ({"model": "m", "recipe": "ppo"}, "recipe", "ppo", "at_grpo, c3, cispo"),
         ({"model": "m", "steps": 0}, "steps", 0, "a number above 0"),
         ({"model": "m", "episode_timeout": -1.0}, "episode_timeout", -1.0, "a number above 0"),
         ({"model": "m", "probe_bound": 0.0}, "probe_bound", 0.0, "a number above 0"),

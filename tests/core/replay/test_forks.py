@@ -108,7 +108,7 @@ def of_trunks(book: Any, rule: ForkRule, tasks: int, k: int = 4, good: float = 0
     found = []
     for trunks in (True, not rule.by_answer):
         samples = collect(book.store, book.store.episodes(), plan="replay", trunks=trunks).samples
-        prepared = prepare(samples, recipe("replay"))
+        prepared = prepare(samples, recipe("c3"))
         pairs = zip(prepared.samples, prepared.advantages.tolist(), strict=True)
         found.append(sum(advantage for sample, advantage in pairs if sample.call == sample.branch) / tasks)
     assert len(samples) == k * tasks

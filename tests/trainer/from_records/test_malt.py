@@ -161,7 +161,7 @@ def test_the_commands_of_the_docs_on_a_run_of_its_own(trainer: Trainer, tmp_path
 
     app = application(refine)
     tree = {"kind": "replay", "k": 3}
-    trainer(app, to="tree", recipe="replay", plan=tree, steps=1)
+    trainer(app, to="tree", recipe="c3", plan=tree, steps=1)
     records = {"path": str(tmp_path / "tree"), "min_reward": 0.51}
     sft = trainer(app, None, to="sft", recipe="sft", records=records, steps=2)
     assert sft.versions == {"generator": 2, "verifier": 2, "refiner": 2}

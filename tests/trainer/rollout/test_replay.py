@@ -127,7 +127,7 @@ def test_forks_by_entropy_have_fresh_candidates_alone(trainer: Trainer):
 
 def test_the_budget_is_told_before_the_first_step(ran: tuple[Trainer, Records]):
     said = " ".join(ran[0].said.split())
-    assert "plan replay (k=3), recipe replay" in said
+    assert "plan replay (k=3), recipe c3" in said
     # 3 calls, of which 2 are forked, each twice: 2 (3 - s) calls for a fork at step s
     assert "replay: an episode of 3.0 calls is forked at 2.0 of them, which makes 4.0 branches: about" in said
     assert said.index("replay: an episode of") < said.index("step 1/2")
@@ -252,7 +252,7 @@ def wrong_signs(trainer: Trainer, kind: str) -> tuple[int, int]:
         application(game), [{"id": x, "letter": x} for x in "abcdefgh"], to=kind, steps=1, tasks_per_step=8, **settings
     )
     store = SqliteStore.open(trainer.folder / kind / "records.db", read_only=True)
-    chosen = recipe("replay" if kind == "replay" else "dr_mas")
+    chosen = recipe("c3" if kind == "replay" else "dr_mas")
     collected = collect(store, store.episodes(phase="train"), plan=chosen.plan)
     prepared = prepare(collected.samples, chosen)
     total = wrong = 0
@@ -279,7 +279,7 @@ def test_the_best_move_is_told_from_others_where_the_shared_outcome_hides_it(tra
         ({"replay": {"forks": "role:nobody"}}, "replay.forks = 'role:nobody'"),
         ({"replay": {"forks_per_episode": 0}}, "replay.forks_per_episode = 0: allowed is 1 or more"),
         ({"recipe": "dr_mas"}, "plan = 'replay': allowed is independent"),
-        ({"recipe": "replay", "plan": {"kind": "independent"}}, "plan.kind = 'independent': allowed is replay"),
+        ({"recipe": "c3", "plan": {"kind": "independent"}}, "plan.kind = 'independent': allowed is replay"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_training(trainer: Trainer, settings: Any, text: str):

@@ -17,8 +17,8 @@ from cotune.trainer.before.check.report import Finding, RoleCheck
 from cotune.trainer.config.train import TrainConfig
 
 _NAME_THEM = (
-    "Name them: --roles caller (the function that calls), --roles model or a function of yours leave the application "
-    'as it is; with cotune.role("name"): ... stands in it. See docs/how-to/roles.md.'
+    "Name them: --roles-by caller (the function that calls), --roles-by model or a function of yours leave the "
+    'application as it is; with cotune.role("name"): ... stands in it. See docs/how-to/roles.md.'
 )
 _ELSEWHERE = "An answer or a task that leads there shows more (--answer, --limit)."
 _RARE = "What calls on some tasks only can be listed under `roles`."

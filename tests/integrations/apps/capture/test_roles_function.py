@@ -211,7 +211,7 @@ def test_what_is_no_roles_function_is_refused(given: Any) -> None:
 def test_what_is_not_there_is_refused_by_name(spec: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_roles(spec)
-    assert (caught.value.field, caught.value.value) == ("roles", spec)
+    assert (caught.value.field, caught.value.value) == ("roles_by", spec)
 
 
 def test_a_call_costs_no_walk_when_no_function_is_given(nowhere, record: Recorded, monkeypatch) -> None:
@@ -251,7 +251,7 @@ def test_the_command_line_takes_it(
     (tmp_path / "tasks.jsonl").write_text('{"id": "t", "q": "2 + 2"}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    asked = ["told_app.py:solve", "--tasks", "tasks.jsonl", "--roles"]
+    asked = ["told_app.py:solve", "--tasks", "tasks.jsonl", "--roles-by"]
     assert main(["trace", *asked, "told_app.py:who", "--out", "r"]) == 0
     with SqliteStore.open(tmp_path / "r", read_only=True) as store:
         assert [role for (role,) in store.rows("SELECT role FROM calls ORDER BY step", ())] == ["planner", "writer"]
@@ -259,7 +259,7 @@ def test_the_command_line_takes_it(
     main(["check", *asked, "told_app:who", "--json"])
     assert {role["role"] for role in json.loads(capsys.readouterr().out)["roles"]} == {"planner", "writer"}
     assert main(["check", *asked, "told_app:whom"]) == 1
-    assert "roles = 'told_app:whom'" in capsys.readouterr().err
+    assert "roles_by = 'told_app:whom'" in capsys.readouterr().err
 
 
 def test_a_workflow_takes_another_by_name(tmp_path: Path) -> None:

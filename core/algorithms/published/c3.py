@@ -14,7 +14,7 @@ from __future__ import annotations
 from cotune.algorithms.recipes import Attribution, Filters, Recipe, Term
 
 RECIPE = Recipe(
-    name="replay",
+    name="c3",
     plan="replay",
     terms=(Term(attribution=Attribution(horizon="terminal"), baseline="leave_one_out", scale="none"),),
     filters=Filters(zero_variance=True),
