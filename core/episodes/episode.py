@@ -19,9 +19,10 @@ from cotune.recording.context import recording
 from cotune.recording.recorder import LiveEpisode, Responder, Sink
 from cotune.records.blame import Blame, blame
 from cotune.records.structs import Episode, Task
+from cotune.runtime.app_threads import in_thread
 from cotune.runtime.default_threads import grow_threads
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible, watched
-from cotune.runtime.user_code import Stopped, in_thread, origin, phrase, running
+from cotune.runtime.user_code import Stopped, origin, phrase, running
 from cotune.sampling.scoring import components
 from cotune.user_objects import remedy_of
 

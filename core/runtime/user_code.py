@@ -1,20 +1,18 @@
-"""Running the application's code: what it raises, and threads of it that never end, fail their episode, not the run."""
+"""Running the application's code: whatever it raises fails its episode, not the run."""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import linecache
 import os
 import sys
-import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cotune.errors import error_text
 from cotune.runtime.context_vars import setting
@@ -56,51 +54,6 @@ async def contained(work: Awaitable[T]) -> T:
         if os.getpid() != process:
             raised = sys.exc_info()[1]
             end_child(raised.__cause__ if isinstance(raised, Stopped) else raised)
-
-
-async def in_thread(fn: Callable[..., T], *args: Any) -> T:
-    """Run the application's code in a thread of its own, in this context.
-
-    The thread is a daemon: code that never ends keeps neither the event loop nor the process from ending. Raises what
-    `fn` raises, and Stopped as `contained` does.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-    context = contextvars.copy_context()
-    process = os.getpid()
-
-    def run() -> None:
-        try:
-            try:
-                value = context.run(fn, *args)
-            finally:
-                if os.getpid() != process:
-                    end_child(sys.exc_info()[1])
-        except (StopIteration, KeyboardInterrupt) as error:
-            settle(future.set_exception, Stopped(phrase(error)), error)
-        except Exception as error:  # noqa: BLE001
-            settle(future.set_exception, error)
-        except BaseException as error:  # noqa: BLE001
-            settle(future.set_exception, Stopped(phrase(error)), error)
-        else:
-            settle(future.set_result, value)
-
-    def settle(end: Callable[[Any], None], value: Any, cause: BaseException | None = None) -> None:
-        if cause is not None:
-            value.__cause__ = cause
-        try:
-            loop.call_soon_threadsafe(lambda: None if future.done() else end(value))
-        except RuntimeError:  # the loop has closed: nobody waits any more
-            return
-
-    thread = threading.Thread(target=run, name="cotune-application", daemon=True)
-    thread.start()
-    try:
-        return await future
-    except asyncio.CancelledError as error:
-        if thread.is_alive():
-            error.add_note(f"its thread goes on at {place(sys._current_frames().get(thread.ident or 0))}")
-        raise
 
 
 def place(frame: FrameType | None) -> str:

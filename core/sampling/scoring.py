@@ -14,9 +14,10 @@ from cotune.algorithms.attribution import LARGEST
 from cotune.errors import WorkflowError, error_text
 from cotune.recording.context import current_episode
 from cotune.records.structs import Candidate, Task
+from cotune.runtime.app_threads import pooled_thread
 from cotune.runtime.context_vars import setting
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
-from cotune.runtime.user_code import Stopped, in_thread, origin, running
+from cotune.runtime.user_code import Stopped, origin, running
 
 T = TypeVar("T")
 Reward = float | Mapping[str, float]
@@ -147,23 +148,21 @@ async def score(
     """Components of every candidate, or why the scorer could not say: it raised, or returned no reward. They are empty
     for a candidate that a group's scorer gave None.
 
-    A sync scorer runs in a thread so that it never blocks the loop. The scorer's own LLM calls are not part of the
-    episode.
+    A sync scorer runs in a pooled thread, so that it never blocks the loop. The scorer's own LLM calls are not part of
+    the episode.
     """
     source = f"The scorer of role {role!r}"
     if isinstance(scorer, OfGroup):
         about, limit = (call, call.task.input), scorer.timeout * len(candidates)
         return await compare(scorer.scorer, candidates, about, source, call.task.id, timeout=limit)
     fn, limit = (scorer.scorer, scorer.timeout) if isinstance(scorer, OfOne) else (scorer, LONGEST)
+    asked = ((fn, (candidate, call, call.task.input), limit, source) for candidate in candidates)
+    values: list[Any]
     with _outside(f"{source} on task {call.task.id!r}"):
         if inspect.iscoroutinefunction(fn):
-            work = [
-                asyncio.create_task(_within(interruptible(fn(c, call, call.task.input)), limit, source))
-                for c in candidates
-            ]
-            values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
+            values = await asyncio.gather(*(_called(*one) for one in asked), return_exceptions=True)
         else:
-            values = [await _tried(_within(_called(fn, c, call, call.task.input), limit, source)) for c in candidates]
+            values = [await _tried(_called(*one)) for one in asked]
     return tuple(_components(value, source) for value in values)
 
 
@@ -178,7 +177,7 @@ async def compare(
 ) -> tuple[dict[str, float] | WorkflowError, ...]:
     """Components of `items` that a function sees together, as `score` has them; `fn` takes them and what `about` is."""
     with _outside(f"{source} on task {task_id!r}"):
-        found = await _tried(_within(_called(fn, tuple(items), *about), timeout, source))
+        found = await _tried(_called(fn, (tuple(items), *about), timeout, source))
     if isinstance(found, Exception):
         values: Sequence[Any] = [found] * len(items)
     else:
@@ -186,11 +185,17 @@ async def compare(
     return tuple({} if value is None else _components(value, source, name) for value in values)
 
 
-async def _called(fn: Callable[..., Any], *args: Any) -> Any:
-    """What the application's function returns, sync (in a thread) or async."""
+async def _called(fn: Callable[..., Any], args: Sequence[Any], timeout: float | None, source: str) -> Any:
+    """What the application's function returns within `timeout` seconds: async, or sync in a thread of the pool."""
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
-        return await interruptible(fn(*args))
-    value = await in_thread(fn, *args)
+        return await _within(interruptible(fn(*args)), timeout, source)
+    async with pooled_thread() as thread:  # the time begins once there is a thread
+        return await _within(_awaited(thread.run(fn, *args)), timeout, source)
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    """What `work` returns; where that can be awaited, as of an async function behind a plain one, its result."""
+    value = await work
     return await interruptible(value) if inspect.isawaitable(value) else value
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from cotune.errors import WorkflowError
 from cotune.recording.context import current_episode
 from cotune.records.structs import Candidate, Task
+from cotune.runtime import app_threads
 from cotune.sampling.scoring import OfGroup, OfOne, components, score
 
 CANDIDATES = [Candidate(index=i, text=text, message={}) for i, text in enumerate(("a", "bb"))]
@@ -274,3 +277,58 @@ def test_rewards_that_training_cannot_hold_are_refused_by_name(value):
         components(value, "The scorer of role 'a'")
     assert "between -1e+38 and 1e+38" in caught.value.remedy
     assert components(1e38, "it") == {"local": 1e38}
+
+
+def test_sync_scorers_share_threads_and_see_the_callers_context():
+    threads, seen = set(), set()
+    who = contextvars.ContextVar("who", default="nobody")
+
+    def scorer(candidate, call, task):
+        threads.add(threading.current_thread())
+        seen.add(who.get())
+        return 1.0
+
+    async def main():
+        for number in range(20):
+            who.set(f"call {number}")
+            await score(scorer, CANDIDATES, CALL, "writer")
+
+    asyncio.run(main())
+    assert len(threads) == 1 and seen == {f"call {number}" for number in range(20)}
+
+
+def test_a_thread_whose_scorer_hangs_is_given_up_and_replaced(monkeypatch):
+    monkeypatch.setattr(app_threads, "MOST", 1)
+    released = threading.Event()
+    threads = {}
+
+    def scorer(candidate, call, task):
+        threads[candidate.text] = threading.current_thread()
+        if candidate.text == "a":
+            released.wait(60)
+        return 1.0
+
+    lost, kept = scored(OfOne(scorer, 0.5))
+    assert "its thread goes on at" in lost.cause and kept == {"local": 1.0}
+    assert threads["a"] is not threads["bb"]
+    released.set()
+    threads["a"].join(60)
+    assert not threads["a"].is_alive(), "a thread that was given up ends with its function"
+
+
+def test_waiting_for_a_thread_is_not_the_scorers_time(monkeypatch):
+    monkeypatch.setattr(app_threads, "MOST", 1)
+    running, most = [0], [0]
+
+    def scorer(candidate, call, task):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.3)
+        running[0] -= 1
+        return 1.0
+
+    async def main():
+        return await asyncio.gather(*(score(OfOne(scorer, 2.0), CANDIDATES, CALL, "writer") for _ in range(4)))
+
+    assert asyncio.run(main()) == [({"local": 1.0}, {"local": 1.0})] * 4, "2.4 seconds in all, one after the other"
+    assert most == [1]
