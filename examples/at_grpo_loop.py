@@ -33,8 +33,8 @@ from cotune.records.structs import Episode, PolicyRef, Task
 from cotune.records.tasks import as_tasks
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
+from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from examples.plan_path.base import build
@@ -74,7 +74,7 @@ async def train(options: Options) -> list[StepResult]:
     workflow = workflow_of(solve)
     tasks = as_tasks(make_tasks(options.steps * options.tasks_per_step, seed=0))
     held_out = as_tasks(make_tasks(options.held_out, seed=1))
-    store = SqliteStore.open(options.out / "records.db")
+    store = open_store(options.out / "records.db")
     chat = ChatTemplate.load(options.model)
     sampler = await TransformersSampler.open(options.model)
     policies = policies_for("lora", ROLES, LORA)

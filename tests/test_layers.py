@@ -99,6 +99,12 @@ def test_a_circle_is_found_wherever_the_import_stands(tmp_path: Path, monkeypatc
     assert set(circle("ring")) == {"ring.left", "ring.right"}
 
 
+def test_only_storage_knows_which_store_it_is() -> None:
+    rooms = [path for room in ("core", "integrations", "adapters", "trainer") for path in (ROOT / room).rglob("*.py")]
+    outside = [path for path in rooms if not path.is_relative_to(ROOT / "core/storage")]
+    assert [path for path in outside if "SqliteStore" in path.read_text()] == []
+
+
 def test_rooms_and_files_are_small() -> None:
     files = [path for room in ("core", "integrations", "adapters", "trainer") for path in (ROOT / room).rglob("*.py")]
     rooms = Counter(path.parent.relative_to(ROOT).as_posix() for path in files)

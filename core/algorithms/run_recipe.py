@@ -25,7 +25,6 @@ from cotune.storage.checkpoints import newest_checkpoint, read_policies
 from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunConfig, RunLayout, is_run, read_run
-from cotune.storage.sqlite_store import SqliteStore
 
 
 class Regrouped(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,17 +125,17 @@ class GroupCell(msgspec.Struct):
         self.trained += trained
 
 
-def recipe_of(store: SqliteStore) -> tuple[Recipe, str]:
+def recipe_of(store: Store) -> tuple[Recipe, str]:
     """The run's recipe as its run.json tells, else the default one for the plan that the records look like."""
     config = config_of(store)
     plan = config.plan.kind or _plan_of(store)
     name = config.recipe or USUAL[plan]
     settings = {"plan": plan, "alpha": config.alpha, **config.overrides}
-    source = "as the run was configured" if is_run(store.path.parent) else "as the records suggest"
+    source = "as the run was configured" if is_run(store.folder) else "as the records suggest"
     return recipe(name, **settings), f"plan {plan}, recipe {name}, {source}"
 
 
-def _plan_of(store: SqliteStore) -> PlanKind:
+def _plan_of(store: Store) -> PlanKind:
     """Only under a tree plan are the candidates of a call scored; an application may ask for several all the same."""
     scored = store.rows(
         "SELECT 1 FROM calls WHERE json_array_length(candidates) > 1 AND EXISTS "
@@ -145,10 +144,10 @@ def _plan_of(store: SqliteStore) -> PlanKind:
     return "tree" if scored else "independent"
 
 
-def trained_roles(store: SqliteStore, step: int | None) -> dict[str, str] | None:
+def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:
     """The roles that the run trains in a step of training, each with the policy that plays it then; None (all) for
     records of no run or no step, or before a checkpoint."""
-    folder = store.path.parent
+    folder = store.folder
     checkpoint = newest_checkpoint(RunLayout(folder).checkpoints) if is_run(folder) else None
     with contextlib.suppress(RunError):  # a damaged one
         if checkpoint is not None and step is not None:
@@ -161,7 +160,7 @@ def trained_roles(store: SqliteStore, step: int | None) -> dict[str, str] | None
     return None
 
 
-def config_of(store: SqliteStore) -> RunConfig:
+def config_of(store: Store) -> RunConfig:
     """The configuration of the run that the records belong to; the defaults where they belong to none."""
-    folder = store.path.parent
+    folder = store.folder
     return read_run(folder).config if is_run(folder) else RunConfig()

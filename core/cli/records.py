@@ -65,8 +65,8 @@ def add_show(commands: Any) -> None:
 
 def _show_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:
     from cotune.cli.show_json import episode_as_json, episodes_as_json, line
+    from cotune.storage.open_store import open_store
     from cotune.storage.run_layout import read_metrics
-    from cotune.storage.sqlite_store import SqliteStore
 
     if a.groups or a.profile:
         asked = "--groups" if a.groups else "--profile"
@@ -75,7 +75,7 @@ def _show_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:
         for metrics in [*read_metrics(a.run_folder)][-a.limit :]:
             print(line(metrics))
         return
-    with SqliteStore.open(a.run_folder, read_only=True) as store:
+    with open_store(a.run_folder, read_only=True) as store:
         for text in [episode_as_json(store, a.episode)] if a.episode else episodes_as_json(store, filters, a.limit):
             print(text)
 
@@ -99,9 +99,9 @@ def add_sft(commands: Any) -> None:
 
     def run(a: argparse.Namespace) -> int:
         from cotune.reading.sft_export import write_supervised
-        from cotune.storage.sqlite_store import SqliteStore
+        from cotune.storage.open_store import open_store
 
-        with SqliteStore.open(a.run_folder, read_only=True) as store:
+        with open_store(a.run_folder, read_only=True) as store:
             made = write_supervised(store, a.to, role=a.role, min_reward=a.min_reward)
         tell(f"wrote {made.lines} lines to {a.to}")
         _say_left_out(made.left_out)
@@ -130,10 +130,10 @@ def _export(ways: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.integrations.exchange.otel.exporter import export_file, export_to, otlp_exporter
         from cotune.integrations.exchange.otel.spans import Detail
-        from cotune.storage.sqlite_store import SqliteStore
+        from cotune.storage.open_store import open_store
 
         detail = Detail(content=a.content, tokens=a.tokens)
-        with SqliteStore.open(a.run_folder, read_only=True) as store:
+        with open_store(a.run_folder, read_only=True) as store:
             if a.to:
                 made = export_file(store, a.to, episode=a.episode, detail=detail)
             else:
@@ -160,10 +160,10 @@ def _export(ways: Any) -> None:
 def _import(ways: Any) -> None:
     def run(a: argparse.Namespace) -> int:
         from cotune.integrations.exchange.otel.importer import import_file
+        from cotune.storage.open_store import open_store
         from cotune.storage.run_layout import RunLayout
-        from cotune.storage.sqlite_store import SqliteStore
 
-        with SqliteStore.open(RunLayout(a.to).records) as store:
+        with open_store(RunLayout(a.to).records) as store:
             for file in a.files:
                 made = import_file(file, store)
                 tell(f"{file}: {made.episodes} episodes with {made.calls} calls from {made.spans} spans")

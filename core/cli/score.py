@@ -11,7 +11,7 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import load_workflow
 from cotune.errors import ConfigError
 from cotune.judging.ledger import run_folder
-from cotune.storage.sqlite_store import SqliteStore
+from cotune.storage.open_store import open_store
 from cotune.tables import grid, plural
 from cotune.terminal import tell, terminal
 
@@ -34,7 +34,7 @@ def score_run(
     if write and not path.exists():
         raise ConfigError("run", run, "a run folder or records file that exists")
     run_folder.set(path if path.is_dir() else path.parent)
-    with SqliteStore.open(path, read_only=not write) as store:
+    with open_store(path, read_only=not write) as store:
         found = run_sync(rescore(flow, store, phase=phase, role=role, write=write))
         store.flush()
         refused, lost = store.refused, store.lost

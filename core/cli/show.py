@@ -22,9 +22,10 @@ from cotune.records.images import content_text
 from cotune.records.policies import UNTRAINED
 from cotune.records.structs import CallRecord, Episode, candidate_id
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
+from cotune.storage.open_store import open_store
 from cotune.storage.outcomes import outcome_means
+from cotune.storage.protocol import Store
 from cotune.storage.run_layout import is_run, read_run
-from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, cells, first_line, grid, plural, scores, snippet, warn
 
 _REWARDS = 30
@@ -77,7 +78,7 @@ def show_run(
         if episode or groups:
             raise RunError(f"{path} learns from records and has no episode of its own.", f"Those are in {records}.")
         return Group(*show_learned(path, records))
-    with SqliteStore.open(path, read_only=True) as store:
+    with open_store(path, read_only=True) as store:
         if episode is not None:
             return Group(*episode_parts(store, episode, full))
         if groups:
@@ -87,9 +88,9 @@ def show_run(
         return Group(head, *figures, "", *tables, *episode_list(store, filters, limit))
 
 
-def overview(store: SqliteStore) -> Iterable[RenderableType]:
+def overview(store: Store) -> Iterable[RenderableType]:
     """Episodes by phase, calls by role, and what went wrong."""
-    yield Text.assemble(("records ", "bold"), str(store.path), "\n", *_causes(store))
+    yield Text.assemble(("records ", "bold"), store.address, "\n", *_causes(store))
     means: dict[str, dict[str, float]] = {}
     for phase, name, value, _ in store.rows(outcome_means(config_of(store).on_failure)):
         means.setdefault(phase, {})[name] = value
@@ -117,10 +118,10 @@ def overview(store: SqliteStore) -> Iterable[RenderableType]:
     yield Text.assemble("\n", *_trouble(store))
 
 
-def _causes(store: SqliteStore) -> Iterable[tuple[str, str]]:
+def _causes(store: Store) -> Iterable[tuple[str, str]]:
     """Rollbacks of the run, why episodes failed, the commonest causes first, and the roles that the untrained model
     stands in for."""
-    for back in read_run(store.path.parent).rollbacks if is_run(store.path.parent) else ():
+    for back in read_run(store.folder).rollbacks if is_run(store.folder) else ():
         yield f"{back.text}\n", "yellow"
     shown, others = shortened(causes(store.rows(FAILED)), CAUSES)
     for cause in shown:
@@ -134,7 +135,7 @@ def _causes(store: SqliteStore) -> Iterable[tuple[str, str]]:
         )
 
 
-def _trouble(store: SqliteStore) -> Iterable[tuple[str, str] | str]:
+def _trouble(store: Store) -> Iterable[tuple[str, str] | str]:
     counters = store.counters()
     interrupted = len(list(store.unfinished()))
     yield plural(interrupted, "unfinished episode"), BAD if interrupted else QUIET
@@ -146,7 +147,7 @@ def _trouble(store: SqliteStore) -> Iterable[tuple[str, str] | str]:
         yield f"{plural(count, 'call')} of {role}: {status}\n", BAD
 
 
-def episode_list(store: SqliteStore, filters: EpisodeFilters, limit: int) -> Iterable[RenderableType]:
+def episode_list(store: Store, filters: EpisodeFilters, limit: int) -> Iterable[RenderableType]:
     """The latest episodes that fit, newest last."""
     where, asked = filters.where()
     (total,) = store.rows(f"SELECT count(*) FROM episodes {where}", asked)[0]
@@ -175,7 +176,7 @@ def episode_list(store: SqliteStore, filters: EpisodeFilters, limit: int) -> Ite
     yield table
 
 
-def episode_parts(store: SqliteStore, id: str, full: bool = False) -> Iterable[RenderableType]:
+def episode_parts(store: Store, id: str, full: bool = False) -> Iterable[RenderableType]:
     """An episode as a tree of its calls, and before it, in one line, why it failed (with `full`, all of its error)."""
     calls = store.calls(id)
     if cause := _cause(store, id, calls, full):
@@ -183,7 +184,7 @@ def episode_parts(store: SqliteStore, id: str, full: bool = False) -> Iterable[R
     yield episode_tree(store, id, calls, full)
 
 
-def _cause(store: SqliteStore, id: str, calls: Sequence[CallRecord], full: bool) -> str:
+def _cause(store: Store, id: str, calls: Sequence[CallRecord], full: bool) -> str:
     """Why an episode did not end well; empty where it did, or has no end yet."""
     try:
         episode = store.episode(id)
@@ -197,7 +198,7 @@ def _cause(store: SqliteStore, id: str, calls: Sequence[CallRecord], full: bool)
     return f"{episode.status}{at}: {error if full and error else first_line(error)}"
 
 
-def episode_tree(store: SqliteStore, id: str, calls: Sequence[CallRecord], full: bool = False) -> Tree:
+def episode_tree(store: Store, id: str, calls: Sequence[CallRecord], full: bool = False) -> Tree:
     """One episode: every call below the call whose output it read; a chain of calls stays on one level."""
     root = Tree(_episode_line(store, id, calls), guide_style=QUIET)
     known = {call.id: call for call in calls}
@@ -218,7 +219,7 @@ def episode_tree(store: SqliteStore, id: str, calls: Sequence[CallRecord], full:
     return root
 
 
-def _episode_line(store: SqliteStore, id: str, calls: Sequence[CallRecord]) -> Text:
+def _episode_line(store: Store, id: str, calls: Sequence[CallRecord]) -> Text:
     line = Text.assemble(("episode ", "bold"), (id, NAME))
     try:
         episode: Episode = store.episode(id)
@@ -258,7 +259,7 @@ def _call_line(call: CallRecord, known: Mapping[str, CallRecord]) -> Text:
     return line
 
 
-def _call_details(store: SqliteStore, call: CallRecord, full: bool) -> Iterable[Text]:
+def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
     """The message asked last (with `full` the whole prompt), an error, and every candidate."""
     for id in call.messages if full else call.messages[-1:]:
         try:

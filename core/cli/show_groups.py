@@ -13,7 +13,7 @@ from rich.text import Text
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.run_recipe import GroupCell, config_of, recipe_of, regroup, trained_roles
-from cotune.storage.sqlite_store import SqliteStore
+from cotune.storage.protocol import Store
 from cotune.tables import BAD, QUIET, grid, plural, warn
 
 
@@ -27,7 +27,7 @@ class GroupCounts(msgspec.Struct):
     problems: list[str] = []
 
 
-def show_groups(store: SqliteStore, limit: int) -> Iterable[RenderableType]:
+def show_groups(store: Store, limit: int) -> Iterable[RenderableType]:
     """Groups of the latest `limit` training steps; of all recorded episodes where there was no training."""
     phase = "train" if store.rows("SELECT 1 FROM episodes WHERE phase = 'train' LIMIT 1") else None
     found = store.rows(
@@ -53,7 +53,7 @@ def show_groups(store: SqliteStore, limit: int) -> Iterable[RenderableType]:
 
 def _count(
     counts: GroupCounts,
-    store: SqliteStore,
+    store: Store,
     chosen: Recipe,
     phase: str | None,
     step: int | None,

@@ -10,7 +10,7 @@ import msgspec
 from cotune.errors import RecordError
 from cotune.records.structs import CallRecord, candidate_id
 from cotune.storage.episode_filters import EpisodeFilters
-from cotune.storage.sqlite_store import SqliteStore
+from cotune.storage.protocol import Store
 
 
 def line(value: Any) -> str:
@@ -18,7 +18,7 @@ def line(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def episodes_as_json(store: SqliteStore, filters: EpisodeFilters, limit: int) -> Iterator[str]:
+def episodes_as_json(store: Store, filters: EpisodeFilters, limit: int) -> Iterator[str]:
     """The latest episodes, the newest last, each with its rewards."""
     where, asked = filters.where()
     found = store.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))
@@ -31,7 +31,7 @@ def episodes_as_json(store: SqliteStore, filters: EpisodeFilters, limit: int) ->
             yield line({"id": id, "status": "broken row", "rewards": rewards[id]})
 
 
-def episode_as_json(store: SqliteStore, id: str) -> str:
+def episode_as_json(store: Store, id: str) -> str:
     """An episode with its calls, their messages and candidates. Raises RecordError for an unknown one."""
     calls = store.calls(id)
     try:
@@ -43,7 +43,7 @@ def episode_as_json(store: SqliteStore, id: str) -> str:
     return line({**about, "rewards": store.rewards([id])[id], "calls": [_call(store, call) for call in calls]})
 
 
-def _call(store: SqliteStore, call: CallRecord) -> dict[str, Any]:
+def _call(store: Store, call: CallRecord) -> dict[str, Any]:
     rewards = store.rewards(candidate_id(call.id, c.index) for c in call.candidates)
     candidates = [
         {
@@ -60,7 +60,7 @@ def _call(store: SqliteStore, call: CallRecord) -> dict[str, Any]:
     return {**about, "messages": messages, "candidates": candidates}
 
 
-def _message(store: SqliteStore, id: str) -> Any:
+def _message(store: Store, id: str) -> Any:
     try:
         return store.message(id)
     except RecordError:

@@ -19,9 +19,9 @@ from cotune.errors import RunError, WorkflowError
 from cotune.recording.chance import start_freezing
 from cotune.records.structs import Episode
 from cotune.records.tasks import load_tasks
+from cotune.storage.open_store import open_store
 from cotune.storage.outcomes import success_counts
 from cotune.storage.run_layout import RunLayout
-from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.whole_file import is_full
 from cotune.terminal import terminal
 
@@ -41,7 +41,7 @@ def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: C
     folder = Path(out).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        store = SqliteStore.open(RunLayout(folder).records)
+        store = open_store(RunLayout(folder).records)
     except OSError as error:
         why = error.strerror or str(error)
         remedy = "Free some space, or name another --out." if is_full(error) else "Name another --out."

@@ -28,8 +28,9 @@ from cotune.records.structs import CallRecord, CallStatus, Message, Record, Rewa
 from cotune.records.tasks import as_task
 from cotune.runtime.last_flush import flush_at_signals, forget
 from cotune.sampling.scoring import components
+from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RECORDS
-from cotune.storage.sqlite_store import SqliteStore
 
 _ENDED = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
 
@@ -274,7 +275,7 @@ class MemoryRecords:
     def close(self) -> None: ...
 
 
-_files: dict[Path, tuple[SqliteStore, int]] = {}
+_files: dict[Path, tuple[Store, int]] = {}
 """Records files that traces of this process have open, and how many: a file has one writer."""
 _lock = threading.Lock()
 
@@ -294,7 +295,7 @@ class FileRecords:
     def __init__(self, path: Path, durable: bool = False) -> None:
         self._path = (path / RECORDS if path.is_dir() else path).resolve()
         self._durable = durable
-        self._store: SqliteStore | None = self._take()
+        self._store: Store | None = self._take()
 
     def write(self, records: Sequence[Record]) -> None:
         if self._store is not None:
@@ -314,7 +315,7 @@ class FileRecords:
             store.flush()
             yield store
             return
-        closed = SqliteStore.open(self._path, read_only=True)
+        closed = open_store(self._path, read_only=True)
         try:
             yield closed
         finally:
@@ -325,15 +326,15 @@ class FileRecords:
             store, self._store = self._store, None
             self._release(store)
 
-    def _take(self) -> SqliteStore:
+    def _take(self) -> Store:
         with _lock:
-            store, users = _files.get(self._path) or (SqliteStore.open(self._path), 0)
+            store, users = _files.get(self._path) or (open_store(self._path), 0)
             _files[self._path] = (store, users + 1)
             if not users:
                 flush_at_signals(store.flush)
         return store
 
-    def _release(self, store: SqliteStore) -> None:
+    def _release(self, store: Store) -> None:
         store.flush()
         with _lock:
             users = _files[self._path][1] - 1

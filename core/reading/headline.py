@@ -16,9 +16,9 @@ import msgspec
 from cotune.algorithms.run_recipe import config_of
 from cotune.intervals import Interval, share
 from cotune.reading.evaluations import IN_TRAINING, EvaluatedMode, StoredEvaluation, read_evaluations
+from cotune.storage.open_store import open_store
 from cotune.storage.outcomes import outcome_means, success_counts
 from cotune.storage.run_layout import RECORDS, is_run, read_metrics, read_run_json
-from cotune.storage.sqlite_store import SqliteStore
 
 Kind = Literal["held_out", "role", "loss", "training", "selected", "recorded"]
 Line = Mapping[str, Any]
@@ -77,7 +77,7 @@ def read_headline(path: Path | str) -> Headline:
     records = folder / RECORDS if folder.is_dir() else folder
     if not records.is_file():
         return headline(lines, evaluations, recipe=recipe)
-    with SqliteStore.open(records, read_only=True) as store:
+    with open_store(records, read_only=True) as store:
         return headline(lines, evaluations, store.rows, config_of(store).on_failure, recipe=recipe)
 
 

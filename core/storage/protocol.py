@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 from cotune.records.structs import CallRecord, Episode, Record
 
 
 class Store(Protocol):
     """Keeps records. Writing never blocks or breaks the application; reading never blocks writing."""
+
+    @property
+    def address(self) -> str:
+        """Where the records are, for people and for `open_store`."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds, or would hold, the other files of the run."""
+        ...
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue records, in order, to be committed together. The first of an id stands, but that an episode may be
@@ -77,4 +88,18 @@ class Store(Protocol):
         """Group id -> training step that consumed it."""
         ...
 
-    def close(self) -> None: ...
+    def counters(self) -> Mapping[str, int]:
+        """`lost` and `refused` over the life of the store, whoever wrote to it."""
+        ...
+
+    def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
+        """Rows of a SELECT."""
+        ...
+
+    def close(self) -> None:
+        """Flush and give the records back; safe to call twice."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc: object) -> None: ...

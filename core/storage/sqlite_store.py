@@ -100,6 +100,16 @@ class SqliteStore:
             lock.release()
             raise
 
+    @property
+    def address(self) -> str:
+        """The path of the file."""
+        return str(self.path)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the file."""
+        return self.path.parent
+
     def write(self, records: Sequence[Record]) -> None:
         """Queue records to be committed together, in order. Neither raises nor waits for the disk: see `lost`."""
         if self._writer is None:

@@ -30,8 +30,8 @@ from cotune.records.tasks import as_tasks
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.checkpoints import newest_checkpoint, steps_of
+from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunLayout, read_config
-from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.whole_file import of_system
 from cotune.terminal import terminal
 from cotune.trainer.config.train import TrainConfig, convert
@@ -151,7 +151,7 @@ async def _evaluate(
         )
         batch = EpisodeBatch(
             tasks=tasks,
-            sink=Nowhere() if out is None else stack.enter_context(SqliteStore.open(out.records)),
+            sink=Nowhere() if out is None else stack.enter_context(open_store(out.records)),
             phase="eval",
             rollouts=options.samples,
             concurrency=options.concurrency,
@@ -282,7 +282,7 @@ def _whole(out: RunLayout | None, run: Path | None) -> Iterator[tuple[RunLayout 
 def _ended(out: RunLayout) -> int:
     if not out.records.exists():
         return 0
-    with SqliteStore.open(out.records, read_only=True) as store:
+    with open_store(out.records, read_only=True) as store:
         return sum(episode.status != "cancelled" for episode in store.episodes())
 
 

@@ -19,9 +19,9 @@ from cotune.intervals import LEVEL, Interval, Z, wilson
 from cotune.judging.episodes import outcomes_of
 from cotune.judging.ledger import run_folder, totals_of
 from cotune.records.structs import candidate_id
+from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout, read_run
-from cotune.storage.sqlite_store import SqliteStore
 from cotune.tables import grid
 from cotune.trainer.evaluation.labels import EXAMPLE, labelled, load_labels
 from cotune.trainer.evaluation.statistics import mean
@@ -72,7 +72,7 @@ def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None)
     workflow = load_workflow(app or _trained(run))
     folder = Path(run).absolute() if Path(run).is_dir() else Path(run).absolute().parent
     before = totals_of(folder)
-    with SqliteStore.open(run, read_only=True) as store:
+    with open_store(run, read_only=True) as store:
         compared, left_out = run_sync(_compared(store, workflow, given, folder, str(labels)))
     now = totals_of(folder)
     by_role: dict[str, list[Compared]] = {}

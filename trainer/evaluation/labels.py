@@ -11,8 +11,8 @@ import msgspec
 from cotune.errors import ConfigError
 from cotune.judging.shown import shown_message, shown_messages
 from cotune.records.structs import CallRecord, Episode, Task, candidate_id
+from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.sqlite_store import SqliteStore
 
 EXAMPLE = (
     'One line for each candidate or episode: {"id": "01J....0", "score": 3}; ids are shown by cotune show --episode.'
@@ -56,7 +56,7 @@ def write_blanks(run: str | Path, to: str | Path, *, groups: int = 20, role: str
 
     Only calls (of `role`) whose candidates differ are taken. Returns the number of lines.
     """
-    with SqliteStore.open(run, read_only=True) as store, Path(to).open("xb") as file:
+    with open_store(run, read_only=True) as store, Path(to).open("xb") as file:
         found = [
             call
             for episode in store.episodes()

@@ -13,8 +13,8 @@ from cotune.errors import ConfigError
 from cotune.judging.episodes import JUDGING
 from cotune.recording.recorder import Nowhere
 from cotune.records.structs import CallRecord, Episode, Record, RewardRecord, Task, candidate_id
+from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.report import EvaluationReport, compare
 from cotune.trainer.evaluation.run import Evaluation, share_floor, summarise
@@ -32,7 +32,7 @@ def read_recorded(
 
     Of `tasks`, where any of them was recorded; else of all that were. Raises ConfigError where nothing was.
     """
-    with SqliteStore.open(path, read_only=True) as store:
+    with open_store(path, read_only=True) as store:
         episodes: dict[str, Episode] = {}
         for episode in store.episodes():
             if (

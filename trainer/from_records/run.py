@@ -19,8 +19,9 @@ from cotune.errors import ConfigError, RecordError, RunError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.folder.folder import loading, locate_model
 from cotune.records.policies import Policies
+from cotune.storage.open_store import open_store
 from cotune.storage.outcomes import failure_reward
-from cotune.storage.sqlite_store import SqliteStore
+from cotune.storage.protocol import Store
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.from_records.answers import counts, read_answers
 from cotune.trainer.from_records.lessons import Recorded, split, total
@@ -43,7 +44,7 @@ class RecordsRun:
 
     folder: RunFolder
     config: TrainConfig
-    store: SqliteStore
+    store: Store
     """The records that are learned from; nothing is written to them."""
     learner: Objective
     recorded: Recorded
@@ -90,7 +91,7 @@ async def open_records_run(
     Raises ConfigError, RecordError and RunError before any weights are loaded for records that cannot be learned from.
     """
     async with contextlib.AsyncExitStack() as stack:
-        store = SqliteStore.open(config.records.path, read_only=True)
+        store = open_store(config.records.path, read_only=True)
         stack.callback(store.close)
         say(f"reading the records of {config.records.path} ...")
         recorded = await asyncio.to_thread(_read, config, store)
@@ -138,7 +139,7 @@ async def open_records_run(
         yield run
 
 
-def _read(config: TrainConfig, store: SqliteStore) -> Recorded:
+def _read(config: TrainConfig, store: Store) -> Recorded:
     chat = ChatTemplate.load(config.model, config.tool_format)
     longest = _longest(config.model)
     if config.recipe == "dpo":

@@ -25,8 +25,9 @@ from cotune.records.answers import Answer
 from cotune.records.structs import CallRecord, Candidate, Episode, Record
 from cotune.replay.forks import repeatable
 from cotune.replay.script import Replay, read_script
+from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout, is_run, read_run_json, relocated
-from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.replay.answering import Answering, answering
 from cotune.trainer.replay.options import ReplayOptions
 
@@ -88,7 +89,7 @@ def replay(run: str | Path, options: ReplayOptions, watch: Watch | None = None) 
     workflow = _workflow(Path(run), options)
     if options.out is not None and RunLayout(options.out).records.exists():
         raise ConfigError("out", options.out, "a folder without records", "Name a new folder.")
-    with SqliteStore.open(run, read_only=True) as store:
+    with open_store(run, read_only=True) as store:
         plan = [_planned(store, episode, options) for episode in _episodes(store, options)]
         with watch(len(plan) * options.k) if watch else nullcontext() as on_episode:
             return run_sync(_replay(Path(run), workflow, plan, options, on_episode))
@@ -104,7 +105,7 @@ async def _replay(
     new = options.model is not None or options.call is not None
     gate = asyncio.Semaphore(options.concurrency)
     async with contextlib.AsyncExitStack() as stack:
-        store = stack.enter_context(SqliteStore.open(RunLayout(options.out).records)) if options.out else None
+        store = stack.enter_context(open_store(RunLayout(options.out).records)) if options.out else None
         found = Answering("", None)
         if new:
             found = await stack.enter_async_context(
@@ -158,7 +159,7 @@ async def _replay(
 class _Kept:
     """A sink that keeps what an episode records, and passes it on to `store`."""
 
-    def __init__(self, store: SqliteStore | None) -> None:
+    def __init__(self, store: Store | None) -> None:
         self.records: list[Record] = []
         self._store = store
 
@@ -181,7 +182,7 @@ def _workflow(run: Path, options: ReplayOptions) -> Workflow:
     return load_workflow(spec).named_by(options.roles_by or config.get("roles_by"))
 
 
-def _episodes(store: SqliteStore, options: ReplayOptions) -> list[Episode]:
+def _episodes(store: Store, options: ReplayOptions) -> list[Episode]:
     """The episodes to run again: with `all`, those of the application itself that came to an outcome."""
     if options.episode is not None:
         return [store.episode(options.episode)]
@@ -192,7 +193,7 @@ def _episodes(store: SqliteStore, options: ReplayOptions) -> list[Episode]:
     return found[: options.limit]
 
 
-def _planned(store: SqliteStore, episode: Episode, options: ReplayOptions) -> tuple[Seen, Replay | None]:
+def _planned(store: Store, episode: Episode, options: ReplayOptions) -> tuple[Seen, Replay | None]:
     calls = store.calls(episode.id)
     old = Seen(episode, calls, store.rewards([episode.id])[episode.id])
     if options.model is not None and options.call is None:

@@ -18,7 +18,7 @@ from cotune.recording.chance import start_freezing
 from cotune.records.policies import Policies
 from cotune.records.structs import Task
 from cotune.sampling.protocol import ChatFormat, Sampler
-from cotune.storage.sqlite_store import SqliteStore
+from cotune.storage.open_store import open_store
 from cotune.trainer.before.preflight import preflight
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner
@@ -57,7 +57,7 @@ async def open_run(
         start_freezing()
     saved = load_checkpoint(folder.checkpoints)
     async with contextlib.AsyncExitStack() as stack:
-        store = SqliteStore.open(folder.records)
+        store = open_store(folder.records)
         stack.callback(store.close)
         cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
         teacher = await _open_teacher(config, stack, say) if config.distill.teacher else None

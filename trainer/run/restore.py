@@ -14,9 +14,9 @@ from cotune.errors import LearnerLost, RunError
 from cotune.reading.evaluations import drop_after
 from cotune.records.structs import PolicyRef
 from cotune.storage.checkpoints import checkpoint_name, latest_in, newest_checkpoint, step_folders
+from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import Rollback, is_abandoned, read_run
-from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import RolloutPipeline
 from cotune.trainer.run.best_checkpoint import find_best
@@ -81,7 +81,7 @@ def finish_going_back(folder: RunFolder) -> None:
     """Finish a rollback that run.json tells of where it broke off."""
     rollbacks, newest = read_run(folder.path).rollbacks, newest_checkpoint(folder.checkpoints)
     if newest is not None and is_abandoned(newest, rollbacks):
-        with SqliteStore.open(folder.records) as store:
+        with open_store(folder.records) as store:
             _abandon(folder, store, rollbacks[-1], len(rollbacks))
 
 

@@ -45,7 +45,8 @@ from cotune.integrations.web.http.requests import (
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
 from cotune.recording.context import current_episode
 from cotune.recording.recorder import LiveEpisode
-from cotune.storage.sqlite_store import SqliteStore
+from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
 
 _TOKENS = (b"x-cotune-token", *KEYS)
 
@@ -53,7 +54,7 @@ _TOKENS = (b"x-cotune-token", *KEYS)
 class Gateway:
     """The ASGI application of one gateway, with what it forwards to and records into."""
 
-    def __init__(self, config: GatewayConfig, store: SqliteStore | None) -> None:
+    def __init__(self, config: GatewayConfig, store: Store | None) -> None:
         access = Access(config.token, _TOKENS)
         self.loop = asyncio.get_running_loop()
         self.store = store
@@ -131,7 +132,7 @@ def serve(config: GatewayConfig, records: str | Path, say: Callable[[str], None]
         say(f"Gateway at {found.url}/v1 for {config.upstream}")
         if config.anthropic:
             say(f"Anthropic's interface at {found.url} for {config.anthropic}")
-        say(f"Records: {found.opened.store.path}")  # type: ignore[union-attr]
+        say(f"Records: {found.opened.store.address}")  # type: ignore[union-attr]
         say("Ctrl-C stops it.")
         found.wait()
 
@@ -205,10 +206,10 @@ def _shared(config: GatewayConfig) -> RunningServer[Gateway]:
         return _running[config]
 
 
-def _opened(records: Path) -> SqliteStore:
+def _opened(records: Path) -> Store:
     if not records.suffix:
         records.mkdir(parents=True, exist_ok=True)
-    return SqliteStore.open(records)
+    return open_store(records)
 
 
 T = TypeVar("T")
@@ -222,9 +223,7 @@ class GiveRewards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rewards: Annotated[Rewards, msgspec.Meta(min_length=1)]
 
 
-def control_app(
-    episodes: Episodes, proxy: Proxy, access: Access, store: SqliteStore | None, limits: Limits
-) -> Starlette:
+def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store | None, limits: Limits) -> Starlette:
     """The Starlette application for all that is not an OpenAI interface."""
 
     async def body(request: Request, kind: type[T]) -> T:
@@ -266,7 +265,7 @@ def control_app(
     )
 
 
-async def _check_target(target: str, episodes: Episodes, store: SqliteStore | None) -> None:
+async def _check_target(target: str, episodes: Episodes, store: Store | None) -> None:
     """Raises RequestError for a target that is not an id (400) or not recorded (404)."""
     found = _TARGET.fullmatch(target)
     if found is None:
@@ -282,7 +281,7 @@ async def _check_target(target: str, episodes: Episodes, store: SqliteStore | No
         raise RequestError(404, f"Nothing is recorded under {target}.", param="target", code="unknown_target")
 
 
-def _known(store: SqliteStore, target: str, candidate: int | None) -> bool:
+def _known(store: Store, target: str, candidate: int | None) -> bool:
     store.flush()
     if candidate is None:
         return bool(store.rows("SELECT 1 FROM episodes WHERE id = ?", (target,)))

@@ -13,8 +13,9 @@ from cotune.reading.evaluations import StoredEvaluation, evaluation_files, read_
 from cotune.reading.headline import Headline, headline
 from cotune.reading.now import Now, read_now
 from cotune.storage.file_lock import is_held
+from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RECORDS, RunEnd, RunLayout, is_run, read_end, read_metrics, read_run_json
-from cotune.storage.sqlite_store import SqliteStore
 
 log = logging.getLogger("cotune.viewer")
 
@@ -32,7 +33,7 @@ class OpenedRun:
         self.folder = self.path if self.path.is_dir() else None
         self.is_run = self.folder is not None and is_run(self.folder)
         self._records = self.path / RECORDS if self.folder else self.path
-        self._store: SqliteStore | None = None
+        self._store: Store | None = None
         self._lock = threading.Lock()
         self._lines: tuple[Any, list[dict[str, Any]]] = (None, [])
         self._description: tuple[Any, dict[str, Any]] = (None, {})
@@ -44,11 +45,11 @@ class OpenedRun:
         self.description  # noqa: B018
 
     @property
-    def store(self) -> SqliteStore | None:
+    def store(self) -> Store | None:
         """The records; None while the run has none, as one that learns from other records."""
         with self._lock:
             if self._store is None and self._records.is_file():
-                self._store = SqliteStore.open(self._records, read_only=True)
+                self._store = open_store(self._records, read_only=True)
             return self._store
 
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:

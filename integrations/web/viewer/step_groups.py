@@ -20,7 +20,6 @@ from cotune.integrations.web.viewer.opened import OpenedRun
 from cotune.records.structs import CallRecord, Candidate, Episode
 from cotune.storage.protocol import Store
 from cotune.storage.schema import StoredCandidate
-from cotune.storage.sqlite_store import SqliteStore
 
 MOST_EPISODES = 200
 """Episodes that are grouped where they belong to no training step, the latest ones."""
@@ -70,7 +69,7 @@ class _Lean:
     _stored = msgspec.json.Decoder(list[StoredCandidate])
     _call = msgspec.json.Decoder(CallRecord)
 
-    def __init__(self, store: SqliteStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self.rewards = store.rewards
 
@@ -144,7 +143,7 @@ def by_role_and_turn(groups: Iterable[ShownGroup]) -> dict[tuple[str, Any], Grou
     return dict(sorted(cells.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1] or 0)))
 
 
-def _episodes(store: SqliteStore, training_step: int | None) -> list[Episode]:
+def _episodes(store: Store, training_step: int | None) -> list[Episode]:
     if training_step is not None:
         return list(store.episodes(phase="train", training_step=training_step))
     found = store.rows("SELECT id FROM episodes ORDER BY id DESC LIMIT ?", (MOST_EPISODES,))

@@ -28,9 +28,9 @@ from cotune.records.plans import Plan, PlanKind
 from cotune.records.policies import Policies
 from cotune.records.structs import CallRecord, RewardRecord
 from cotune.records.tasks import as_tasks
+from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout
-from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.before.check.findings import (
     blocking,
     call_findings,
@@ -96,7 +96,7 @@ def check(
     for name, value in (("limit", limit), ("calls", calls), ("timeout", timeout)):
         if value <= 0:
             raise ConfigError(name, value, "a number above 0")
-    with tempfile.TemporaryDirectory() as folder, SqliteStore.open(RunLayout(folder).records) as store:
+    with tempfile.TemporaryDirectory() as folder, open_store(RunLayout(folder).records) as store:
         with watched() as watch:
             say("loading the application ...")
             flow = workflow_of(workflow).named_by(config.roles_by)
