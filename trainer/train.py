@@ -26,9 +26,9 @@ from cotune.records.tasks import as_tasks
 from cotune.runtime.interrupts import stop_by
 from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import go_on
-from cotune.storage.run_layout import relocated
+from cotune.storage.run_layout import is_withheld, relocated, without_values
 from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
-from cotune.trainer.config.withheld import WITHHELD, is_withheld, with_values, written
+from cotune.trainer.config.withheld import with_values, written
 from cotune.trainer.evaluation.split import Split, overlap, split_again, split_tasks, write_split
 from cotune.trainer.from_records.loop import learn_steps
 from cotune.trainer.from_records.run import RecordsRun, open_records_run
@@ -131,11 +131,12 @@ def resume(
         was = _as_started(described, folder.path, changes or {})
         check_files(folder, done, was)
         config, found = apply_changes(was, changes or {}, done=done)
+        now = without_values(described)
         if found:
-            kept = {name: (WITHHELD, WITHHELD) if is_withheld(name) else pair for name, pair in found.items()}
-            past = [*described.get("changes", ()), {"step": done, "changed": kept}]
-            now = {"model": config.model, "config": written(config), "changes": past}
-            folder.describe_as({**described, **now})
+            past = [*described.get("changes", ()), {"step": done, "changed": found}]
+            now |= without_values({"model": config.model, "config": written(config), "changes": past})
+        if now != described:
+            folder.describe_as(now)
         check_tools(config.loggers)
         locate_base(config.model)
         flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)

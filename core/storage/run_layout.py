@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 RECORDS = "records.db"
 """Name of the records file in a run folder."""
+WITHHELD = "(not kept: taken from the environment)"
+"""What is written in place of the value of an environment variable."""
 _RUN = "run.json"
 
 
@@ -263,6 +265,20 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, value
         else:
             yield from leaves(value, f"{prefix}{name}.")
+
+
+def is_withheld(name: str) -> bool:
+    """Whether the value of a field, by its dotted name, is not written anywhere: it may be a key."""
+    return any(f".{table}." in f".{name}" for table in ("cluster.env", "cluster.runtime_env.env_vars"))
+
+
+def without_values(described: Any, name: str = "") -> Any:
+    """A copy of a configuration, or of all of run.json, with WITHHELD for values of environment variables."""
+    if is_withheld(name):
+        return WITHHELD
+    if isinstance(described, Mapping):
+        return {key: without_values(value, f"{name}.{key}") for key, value in described.items()}
+    return [without_values(one, name) for one in described] if isinstance(described, list) else described
 
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:

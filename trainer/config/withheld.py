@@ -9,25 +9,13 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError
-from cotune.storage.run_layout import leaves
+from cotune.storage.run_layout import WITHHELD, is_withheld, leaves, without_values
 from cotune.trainer.config.train import TrainConfig, assign
-
-WITHHELD = "(not kept: taken from the environment)"
-"""What is written in place of a value."""
-_TABLES = ("cluster.env.", "cluster.runtime_env.env_vars.")
-
-
-def is_withheld(name: str) -> bool:
-    """Whether the value of a field, by its dotted name, is not written anywhere."""
-    return name.startswith(_TABLES)
 
 
 def written(config: TrainConfig) -> dict[str, Any]:
     """The configuration as it is written: environment variables by their names alone."""
-    table: dict[str, Any] = msgspec.to_builtins(config)
-    for name, _ in list(leaves(table)):
-        if is_withheld(name):
-            assign(table, name, WITHHELD)
+    table: dict[str, Any] = without_values(msgspec.to_builtins(config))
     return table
 
 

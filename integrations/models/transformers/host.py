@@ -100,7 +100,9 @@ class ProcessHost:
         environment = dict(os.environ)
         spin_briefly(environment)
         with interrupts_held():  # Ctrl-C is the application's to handle; it closes the pipe
-            self._process = subprocess.Popen([sys.executable, "-m", __name__, str(fd)], pass_fds=[fd], env=environment)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(fd)], pass_fds=[fd], env=environment
+            )
         theirs.close()
         self._pipe = Connection(ours.detach())
         starting.begun(self._process)

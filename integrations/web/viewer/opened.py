@@ -15,7 +15,16 @@ from cotune.reading.now import Now, read_now
 from cotune.storage.file_lock import is_held
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import RECORDS, RunEnd, RunLayout, is_run, read_end, read_metrics, read_run_json
+from cotune.storage.run_layout import (
+    RECORDS,
+    RunEnd,
+    RunLayout,
+    is_run,
+    read_end,
+    read_metrics,
+    read_run_json,
+    without_values,
+)
 
 log = logging.getLogger("cotune.viewer")
 
@@ -110,12 +119,12 @@ class OpenedRun:
 
     @property
     def description(self) -> dict[str, Any]:
-        """run.json; empty for records by themselves."""
+        """run.json without values of environment variables; empty for records by themselves."""
         if not self.is_run:
             return {}
         stamp = _stamp(RunLayout(self.path).run_json)
         if self._description[0] != stamp:
-            self._description = (stamp, read_run_json(self.path))
+            self._description = (stamp, without_values(read_run_json(self.path)))
         return self._description[1]
 
     @property

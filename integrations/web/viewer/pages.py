@@ -216,7 +216,7 @@ class Viewer:
             episode=found,
             outcome=run.store.rewards([id])[id],
             timeline=timeline(episodes_of.with_reads(timed, shown)),
-            hues=hues({*queries.roles(run), *(call.role for call in timed)}),
+            hues=hues({*queries.roles(run), *(call.role for call in timed), *(call.record.role for call in shown)}),
             calls=shown,
             groups=groups,
             total=len(timed),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from cotune.cli.main import main
 from cotune.errors import ConfigError
-from cotune.storage.run_layout import read_run_json
+from cotune.integrations.web.viewer.opened import OpenedRun
+from cotune.integrations.web.viewer.settings import settings
+from cotune.storage.run_layout import WITHHELD, read_run_json
 from cotune.trainer import train
 from cotune.trainer.config.train import convert
-from cotune.trainer.config.withheld import WITHHELD, with_values, written
+from cotune.trainer.config.withheld import with_values, written
 from cotune.trainer.reporting import loggers
 from cotune.trainer.run.run_folder import RunFolder
 from tests.trainer.tiny_app import application, letters
@@ -46,6 +51,41 @@ def test_a_tracker_is_not_told_them(run: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(loggers, "Tracker", lambda *args, **more: SimpleNamespace(settings=told.update, id="1"))
     loggers._opened("trackio", convert(CONFIG), run, 0)
     assert told["cluster.env.FIRST_KEY"] == WITHHELD and "secret" not in str(told)
+
+
+def old_run(run: Path) -> dict[str, Any]:
+    """Make a run one that holds values, as those of earlier versions do."""
+    described = read_run_json(run)
+    described["config"]["cluster"] |= {"env": CLUSTER["env"], "runtime_env": CLUSTER["runtime_env"]}
+    described["changes"] = [{"step": 1, "changed": {"cluster.env.FIRST_KEY": ["sk-older-secret", "sk-first-secret"]}}]
+    (run / "run.json").write_text(json.dumps(described))
+    return described
+
+
+def test_values_that_an_old_run_holds_are_not_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old_run(run)
+    with contextlib.closing(OpenedRun(run, "run")) as opened:
+        shown = {setting.name: setting.values for setting in settings([opened])}
+    assert shown["cluster.env.FIRST_KEY"] == shown["cluster.runtime_env.env_vars.OTHER_KEY"] == (WITHHELD,)
+    assert "cluster.env.FIRST_KEY" in str(shown["changes"]) and "secret" not in str(shown)
+    for words in (["show", str(run)], ["runs", str(run)], ["report", str(run), "--out", str(run / "r.html")]):
+        main(words)
+    assert "secret" not in "".join(capsys.readouterr()) + (run / "r.html").read_text()
+
+
+def test_resume_takes_values_out_of_an_old_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old_run(run)
+    monkeypatch.setattr(train, "check_tools", lambda tools: None)
+    monkeypatch.setattr(train, "run_sync", lambda work: work.close())
+    monkeypatch.setattr(train, "locate_base", lambda model: None)
+    used: list[Any] = []
+
+    async def nothing(*args: Any) -> None: ...
+
+    monkeypatch.setattr(train, "_train", lambda *args: used.extend(args[1:2]) or nothing())
+    train.resume(run, workflow=application(first=letters), tasks=[{"id": "t"}])
+    assert used[0].cluster.env == CLUSTER["env"]
+    assert b"secret" not in (run / "run.json").read_bytes()
 
 
 def test_resume_asks_for_what_is_missing_before_work_starts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

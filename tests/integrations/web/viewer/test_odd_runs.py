@@ -268,9 +268,14 @@ def only_lines(change: Callable[[Path], None]) -> Callable[[Path], None]:
     return both
 
 
-def error_is_a_number(run: Path) -> None:
-    with contextlib.closing(sqlite3.connect(RunLayout(run).records, isolation_level=None)) as db:
-        db.execute("UPDATE episodes SET body = json_set(body, '$.error', 3) WHERE status = 'error'")
+def in_records(table: str, sql: str) -> Callable[[Path], None]:
+    """Change rows of the records by the end of an UPDATE."""
+
+    def change(run: Path) -> None:
+        with contextlib.closing(sqlite3.connect(RunLayout(run).records, isolation_level=None)) as db:
+            db.execute(f"UPDATE {table} SET body = {sql}")
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -287,7 +292,8 @@ def error_is_a_number(run: Path) -> None:
         ("learned", in_config(records={}), "config.records.path"),
         ("learned", in_config(steps=None), None),
         ("whole", lambda run: (run / "eval" / "records.db").write_text("no database"), None),
-        ("whole", error_is_a_number, None),
+        ("whole", in_records("episodes", "json_set(body, '$.error', 3) WHERE status = 'error'"), None),
+        ("whole", in_records("calls", "json_set(body, '$.role', 'x') WHERE role = 'b'"), None),
     ],
     indirect=["run"],
 )
