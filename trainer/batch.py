@@ -15,7 +15,6 @@ from cotune.errors import GroupError
 from cotune.judging.episodes import JUDGING
 from cotune.records.structs import Episode
 from cotune.storage.outcomes import failure_reward
-from cotune.storage.protocol import Store
 from cotune.trainer.privileged import with_privileged
 from cotune.trainer.run.run import Run
 
@@ -90,7 +89,7 @@ def group_and_weigh(run: Run, episodes: Sequence[Episode], collected: Collected)
         prepared=prepared,
         rows=seen,
         versions=dict(run.state.versions),
-        unknown=len(ended_well(episodes)) - known_outcomes(run.store, episodes),
+        unknown=sum(episode.id not in collected.outcomes for episode in ended_well(episodes)),
     )
     if not rows:
         _require_soundness(run, batch)
@@ -100,11 +99,6 @@ def group_and_weigh(run: Run, episodes: Sequence[Episode], collected: Collected)
 def ended_well(episodes: Iterable[Episode]) -> list[Episode]:
     """The episodes of the application that came to a good end."""
     return [episode for episode in episodes if episode.status == "ok" and episode.phase != JUDGING]
-
-
-def known_outcomes(store: Store, episodes: Iterable[Episode]) -> int:
-    """How many of those that ended well have an outcome."""
-    return sum(map(bool, store.rewards(episode.id for episode in ended_well(episodes)).values()))
 
 
 def misses_outcomes(run: Run, batch: Batch) -> bool:

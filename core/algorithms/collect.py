@@ -37,6 +37,8 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     """Policies of which candidates were left out as no reward arrived."""
     images: Mapping[str, bytes] = {}
     """The encoded bytes of the images that the calls show, by their hash."""
+    outcomes: Mapping[str, Mapping[str, float]] = {}
+    """Rewards of the episodes, by id: those that have any, trained on or not."""
 
 
 def collect(
@@ -113,7 +115,7 @@ def collect(
                 usable.append((episode, call))
             else:
                 left_out[reason] += max(1, len(call.candidates))
-    targets = list(dict.fromkeys(episode.id for episode, _ in usable))
+    targets = [episode.id for episode in episodes]
     targets += [candidate_id(call.id, c.index) for _, call in usable for c in call.candidates]
     targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in around]
     rewards = store.rewards(targets)
@@ -157,6 +159,7 @@ def collect(
         roles=frozenset(seen),
         unrewarded=frozenset(unrewarded),
         images=images,
+        outcomes={episode.id: rewards[episode.id] for episode in episodes if rewards.get(episode.id)},
     )
 
 

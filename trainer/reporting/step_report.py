@@ -92,11 +92,7 @@ class StepReport:
             groups=len(prepared.groups),
             rows=len(prepared.trained),
             path=outcome_path(run.plan),
-            outcome=outcome_means(
-                single,
-                run.store.rewards(episode.id for episode in single),
-                failed=failure_reward(config.on_failure),
-            ),
+            outcome=outcome_means(single, collected.outcomes, failed=failure_reward(config.on_failure)),
             candidate_reward=prepared.reward,
             held_out=dict(held_out),
             roles=role_metrics(prepared, collected, batch.rows, updates),

@@ -16,7 +16,7 @@ from cotune.records.policies import stand_in
 from cotune.records.structs import Episode, PolicyRef
 from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.storage.protocol import Store
-from cotune.trainer.batch import ended_well, known_outcomes, learns_from_outcomes
+from cotune.trainer.batch import ended_well, learns_from_outcomes
 from cotune.trainer.rollout.protocol import ResponderConfig
 from cotune.trainer.run.run import Run
 
@@ -71,8 +71,9 @@ def finished_episodes(run: Run, step: int, tasks: Container[str]) -> tuple[list[
         else:
             cut.append(episode)
     judged = run.workflow.episode_judge is not None  # which is still to be asked
-    if learns_from_outcomes(run.recipe) and not judged and not known_outcomes(run.store, done.values()):
-        cut += ended_well(done.values())
+    well = ended_well(done.values())
+    if learns_from_outcomes(run.recipe) and not judged and not any(run.store.rewards(e.id for e in well).values()):
+        cut += well
         done = {place: episode for place, episode in done.items() if episode.status != "ok"}
     run.store.write(
         [msgspec.structs.replace(e, status="cancelled", error="its records or rewards were lost") for e in cut]
