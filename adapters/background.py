@@ -38,7 +38,7 @@ def read_background(run: Path, evaluation: Path | None = None) -> Background:
     try:
         about, found = facts(opened), first_charts(charts([opened]), most=len(FIRST))
         told = (
-            headline(opened.metrics, [named], opened.rows, recipe=opened.config.get("recipe"))
+            headline(opened.metrics, [named], opened.store, recipe=opened.config.get("recipe"))
             if named
             else opened.headline
         )

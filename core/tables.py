@@ -46,7 +46,7 @@ def answer_line(candidate: Candidate) -> str:
     return snippet(" ".join(filter(None, [candidate.text, *wanted])) or "(nothing)")
 
 
-def scores(rewards: Mapping[str, float]) -> Text:
+def scores(rewards: Mapping[str, float | None]) -> Text:
     """Named rewards on one line."""
     line = Text()
     for name, value in sorted(rewards.items()):

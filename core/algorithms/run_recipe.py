@@ -137,11 +137,7 @@ def recipe_of(store: Store) -> tuple[Recipe, str]:
 
 def _plan_of(store: Store) -> PlanKind:
     """Only under a tree plan are the candidates of a call scored; an application may ask for several all the same."""
-    scored = store.rows(
-        "SELECT 1 FROM calls WHERE json_array_length(candidates) > 1 AND EXISTS "
-        "(SELECT 1 FROM rewards WHERE target > calls.id || '.' AND target < calls.id || '/') LIMIT 1"
-    )
-    return "tree" if scored else "independent"
+    return "tree" if store.has_scored_candidates() else "independent"
 
 
 def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:

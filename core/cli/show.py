@@ -16,14 +16,13 @@ from cotune.algorithms.run_recipe import config_of
 from cotune.cli.show_groups import show_groups
 from cotune.cli.summary import headline_lines, learned_from, show_learned
 from cotune.errors import RecordError, RunError
-from cotune.reading.causes import FAILED, causes, shortened
+from cotune.reading.causes import causes, shortened
 from cotune.reading.headline import read_headline
 from cotune.records.images import content_text
 from cotune.records.policies import UNTRAINED
 from cotune.records.structs import CallRecord, Episode, candidate_id
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.open_store import open_store
-from cotune.storage.outcomes import outcome_means
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import is_run, read_run
 from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, cells, first_line, grid, plural, scores, snippet, warn
@@ -32,31 +31,6 @@ _REWARDS = 30
 """Signs of a candidate's rewards that leave room for its answer on the same line."""
 CAUSES = 3
 """Causes of failed episodes that are shown."""
-
-_REWARDS_BY_ROLE = """
-    SELECT role, name, avg(value) FROM rewards JOIN calls ON calls.id = substr(target, 1, instr(target, '.') - 1)
-    WHERE instr(target, '.') > 0 AND episode NOT IN (SELECT id FROM episodes WHERE status = 'abandoned')
-    GROUP BY role, name ORDER BY name"""
-_EPISODES_BY_PHASE = """
-    SELECT phase, count(*), sum(status = 'ok'), sum(status = 'error'), sum(status = 'cancelled'),
-           sum(status = 'abandoned'), count(DISTINCT task), count(DISTINCT training_step),
-           coalesce(avg(json_extract(body, '$.latency')), 0)
-    FROM episodes GROUP BY phase ORDER BY min(id)"""
-_CALLS_BY_ROLE = """
-    SELECT role, count(*), sum(status = 'ok'), sum(status NOT IN ('ok')),
-           sum(json_array_length(candidates)),
-           sum(prompt_tokens), sum(completion_tokens), max(turn) + 1,
-           coalesce(avg(json_extract(body, '$.latency')), 0)
-    FROM calls GROUP BY role ORDER BY min(id)"""
-_STOOD_IN = """
-    SELECT role, count(*) FROM calls JOIN episodes ON episodes.id = calls.episode
-    WHERE phase != 'check' AND CASE WHEN json_valid(calls.body) THEN json_extract(calls.body, '$.policy.name') END = ?
-    GROUP BY role ORDER BY role"""
-_OPEN = """
-    SELECT episode, count(*) FROM calls WHERE episode NOT IN (SELECT id FROM episodes)
-    GROUP BY episode ORDER BY episode DESC LIMIT ?"""
-"""Episodes without an end: still running, or interrupted."""
-_FAILURES = "SELECT role, status, count(*) FROM calls WHERE status != 'ok' GROUP BY role, status ORDER BY role, status"
 
 
 def show_run(
@@ -91,10 +65,10 @@ def show_run(
 def overview(store: Store) -> Iterable[RenderableType]:
     """Episodes by phase, calls by role, and what went wrong."""
     yield Text.assemble(("records ", "bold"), store.address, "\n", *_causes(store))
-    means: dict[str, dict[str, float]] = {}
-    for phase, name, value, _ in store.rows(outcome_means(config_of(store).on_failure)):
+    means: dict[str, dict[str, float | None]] = {}
+    for phase, name, value, _ in store.outcome_means(config_of(store).on_failure):
         means.setdefault(phase, {})[name] = value
-    phases = store.rows(_EPISODES_BY_PHASE)
+    phases = store.episodes_by_phase()
     back = ["abandoned>"] if any(abandoned for *_, abandoned, _, _, _ in phases) else []
     ends = ("ok>", "error>", "cancelled>", *back)
     counts = grid("phase", "episodes>", *ends, "tasks>", "steps>", "seconds>", "mean reward")
@@ -106,12 +80,12 @@ def overview(store: Store) -> Iterable[RenderableType]:
     yield counts
     yield ""
     own: dict[str, dict[str, float]] = {}
-    for role, name, value in store.rows(_REWARDS_BY_ROLE):
+    for role, name, value in store.rewards_by_role():
         own.setdefault(role, {})[name] = value
     calls = grid(
         "role", "calls>", "failed>", "turns>", "candidates>", "prompt>", "completion>", "seconds>", "mean reward"
     )
-    for role, total, _, failed, candidates, tokens, completion, turns, seconds in store.rows(_CALLS_BY_ROLE):
+    for role, total, failed, turns, candidates, tokens, completion, seconds in store.calls_by_role():
         row = (role, total, warn(failed), turns, candidates, f"{tokens:,}", f"{completion:,}", f"{seconds:.3f}")
         calls.add_row(*cells(row), scores(own.get(role, {})))
     yield calls
@@ -123,12 +97,12 @@ def _causes(store: Store) -> Iterable[tuple[str, str]]:
     stands in for."""
     for back in read_run(store.folder).rollbacks if is_run(store.folder) else ():
         yield f"{back.text}\n", "yellow"
-    shown, others = shortened(causes(store.rows(FAILED)), CAUSES)
+    shown, others = shortened(causes(store.failed_episodes()), CAUSES)
     for cause in shown:
         yield f"{plural(cause.count, 'episode')} {cause.text}\n", BAD
     if others:
         yield f"{others}\n", BAD
-    for role, calls in store.rows(_STOOD_IN, (UNTRAINED.name,)):
+    for role, calls in store.answered_by(UNTRAINED.name):
         yield (
             f"role {role} has no policy: {UNTRAINED}, the untrained model, answered {plural(calls, 'call')}\n",
             "yellow",
@@ -143,7 +117,7 @@ def _trouble(store: Store) -> Iterable[tuple[str, str] | str]:
     yield f"{plural(counters['lost'], 'record')} lost", BAD if counters["lost"] else QUIET
     yield " · ", QUIET
     yield f"{plural(counters['refused'], 'late reward')} refused\n", BAD if counters["refused"] else QUIET
-    for role, status, count in store.rows(_FAILURES):
+    for role, status, count in store.failed_calls():
         yield f"{plural(count, 'call')} of {role}: {status}\n", BAD
 
 
@@ -155,7 +129,7 @@ def episode_list(store: Store, filters: EpisodeFilters, limit: int) -> Iterable[
     of_task = f" of task {filters.task}" if filters.task else ""
     left = f"the latest {len(found)} of " if len(found) < total else ""
     yield Text(f"{left}{plural(total, 'episode')}{of_task}\n", style="bold")
-    if not found and (where or not store.rows(_OPEN, (1,))):
+    if not found and (where or not store.open_episodes(1)):
         return
     table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
     rewards = store.rewards(id for (id,) in found)
@@ -171,7 +145,7 @@ def episode_list(store: Store, filters: EpisodeFilters, limit: int) -> Iterable[
         step = "" if episode.training_step is None else episode.training_step + 1
         row = (Text(str(id), style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
-    for id, calls in [] if where else store.rows(_OPEN, (limit,))[::-1]:
+    for id, calls in [] if where else store.open_episodes(limit)[::-1]:
         table.add_row(Text(str(id), style=NAME), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
 

@@ -20,7 +20,6 @@ from cotune.recording.chance import start_freezing
 from cotune.records.structs import Episode
 from cotune.records.tasks import load_tasks
 from cotune.storage.open_store import open_store
-from cotune.storage.outcomes import success_counts
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.whole_file import is_full
 from cotune.terminal import terminal
@@ -63,7 +62,7 @@ def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: C
         store.flush()
         lost = store.lost
         made = json.dumps([episode.id for episode in episodes])
-        solved = store.rows(success_counts("id IN (SELECT value FROM json_each(?))"), (made,))
+        solved = store.success_counts(made)
     finally:
         if live is not None:
             live.close()

@@ -9,11 +9,6 @@ import msgspec
 
 from cotune.tables import first_line, plural
 
-FAILED = """
-    SELECT phase, CASE WHEN json_valid(body) THEN CAST(json_extract(body, '$.error') AS TEXT) END AS cause,
-           count(*) AS times
-    FROM episodes WHERE status = 'error' GROUP BY 1, 2 ORDER BY times DESC, cause"""
-"""Rows of `causes`, of the table of episodes."""
 _NUMBER = re.compile(
     r"0x[0-9a-f]+"
     r"|\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"  # UUID

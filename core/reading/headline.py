@@ -17,13 +17,11 @@ from cotune.algorithms.run_recipe import config_of
 from cotune.intervals import Interval, share
 from cotune.reading.evaluations import IN_TRAINING, EvaluatedMode, StoredEvaluation, read_evaluations
 from cotune.storage.open_store import open_store
-from cotune.storage.outcomes import outcome_means, success_counts
+from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RECORDS, is_run, read_metrics, read_run_json
 
 Kind = Literal["held_out", "role", "loss", "training", "selected", "recorded"]
 Line = Mapping[str, Any]
-Rows = Callable[[str], Sequence[tuple[Any, ...]]]
-"""Rows of a SELECT on the records of a run."""
 
 DISTILL = "distill"
 """The recipe whose roles learn from a teacher; their rewards count for nothing."""
@@ -78,13 +76,13 @@ def read_headline(path: Path | str) -> Headline:
     if not records.is_file():
         return headline(lines, evaluations, recipe=recipe)
     with open_store(records, read_only=True) as store:
-        return headline(lines, evaluations, store.rows, config_of(store).on_failure, recipe=recipe)
+        return headline(lines, evaluations, store, config_of(store).on_failure, recipe=recipe)
 
 
 def headline(
     lines: Sequence[Line],
     evaluations: Sequence[StoredEvaluation],
-    rows: Rows | None = None,
+    store: Store | None = None,
     on_failure: str = "lowest",
     *,
     recipe: str | None = None,
@@ -97,8 +95,8 @@ def headline(
     taught = [*_distances(lines)] if recipe == DISTILL else []
     rewards = role_rewards(lines, trained=recipe != DISTILL)
     found = [*held_out, *_losses(lines), *taught, *rewards, *_outcomes(lines)]
-    if not found and rows is not None:
-        found = [*_recorded(rows, on_failure)]
+    if not found and store is not None:
+        found = [*_recorded(store, on_failure)]
     compared = newest.comparison(*compared_modes(newest)) if newest else None
     return Headline(changes=tuple(found), evaluation=newest, verdict=compared.verdict if compared else "")
 
@@ -258,10 +256,10 @@ def _change(
     )
 
 
-def _recorded(rows: Rows, on_failure: str) -> Iterator[Change]:
+def _recorded(store: Store, on_failure: str) -> Iterator[Change]:
     """Success and rewards of recorded episodes, each phase by itself; failed ones count."""
-    solved = [(phase, good, n) for phase, good, n in rows(success_counts()) if phase != "check"]
-    means = rows(outcome_means(on_failure))
+    solved = [(phase, good, n) for phase, good, n in store.success_counts() if phase != "check"]
+    means = store.outcome_means(on_failure)
     rewards = [(phase, name, value, n) for phase, name, value, n in means if value is not None and phase != "check"]
     several = len({phase for phase, *_ in (*solved, *rewards)}) > 1
     for phase, good, n in solved:

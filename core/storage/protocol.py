@@ -92,6 +92,50 @@ class Store(Protocol):
         """`lost` and `refused` over the life of the store, whoever wrote to it."""
         ...
 
+    def success_counts(self, episodes: str = "") -> list[tuple[str, int, int]]:
+        """Of each phase in which some episode reports `success`: the phase, how many solved their task, of how many.
+        `episodes`: of these ids alone, a JSON list."""
+        ...
+
+    def outcome_means(self, on_failure: str) -> list[tuple[str, str, float | None, int]]:
+        """Phase, name, mean and number of episodes of each component of outcomes; failed episodes count as
+        `on_failure` says."""
+        ...
+
+    def episodes_by_phase(self) -> list[tuple[Any, ...]]:
+        """Phase, episodes, those that ended ok, error, cancelled, abandoned, tasks, steps, mean seconds; phases in the
+        order of their first episodes."""
+        ...
+
+    def calls_by_role(self) -> list[tuple[Any, ...]]:
+        """Role, calls, failed ones, turns, candidates, tokens of prompts and of answers, mean seconds; roles in the
+        order of their first calls."""
+        ...
+
+    def rewards_by_role(self) -> list[tuple[str, str, float]]:
+        """Role, name and mean of the rewards of candidates."""
+        ...
+
+    def failed_episodes(self) -> list[tuple[str, str | None, int]]:
+        """Phase, error and number of failed episodes, the commonest first."""
+        ...
+
+    def failed_calls(self) -> list[tuple[str, str, int]]:
+        """Role, status and number of failed calls."""
+        ...
+
+    def answered_by(self, policy: str) -> list[tuple[str, int]]:
+        """By role, how many calls this policy answered."""
+        ...
+
+    def open_episodes(self, limit: int) -> list[tuple[str, int]]:
+        """Episodes without an end, the newest first, each with its number of calls: under way, or interrupted."""
+        ...
+
+    def has_scored_candidates(self) -> bool:
+        """Whether several candidates of one call have rewards of their own."""
+        ...
+
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
         """Rows of a SELECT."""
         ...

@@ -34,6 +34,7 @@ from cotune.storage.schema import (
     in_parts,
     join_path,
 )
+from cotune.storage.sqlite_figures import SqliteFigures
 from cotune.storage.sqlite_writer import Writer
 
 log = logging.getLogger("cotune.store")
@@ -50,7 +51,7 @@ WITH RECURSIVE path (id) AS (
 SELECT id, parent, token_ids FROM path JOIN segments USING (id)"""
 
 
-class SqliteStore:
+class SqliteStore(SqliteFigures):
     """A `Store` in one file. Reads see what is committed: `flush` first to read your own latest writes."""
 
     def __init__(self, path: Path, writer: Writer | None, lock: FileLock | None) -> None:

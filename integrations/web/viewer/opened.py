@@ -110,7 +110,7 @@ class OpenedRun:
     def headline(self) -> Headline:
         """What the run comes to."""
         on_failure, recipe = self.config.get("on_failure", "lowest"), self.config.get("recipe")
-        return headline(self.metrics, self.evaluations, self.rows, on_failure, recipe=recipe)
+        return headline(self.metrics, self.evaluations, self.store, on_failure, recipe=recipe)
 
     @property
     def now(self) -> Now | None:

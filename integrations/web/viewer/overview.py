@@ -13,7 +13,7 @@ import msgspec
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import USUAL
 from cotune.integrations.web.viewer.opened import OpenedRun
-from cotune.reading.causes import FAILED, causes, shortened
+from cotune.reading.causes import causes, shortened
 from cotune.storage.run_layout import Rollback
 from cotune.tables import plural
 
@@ -182,7 +182,7 @@ class Trouble(msgspec.Struct, frozen=True):
 
 def troubles(run: OpenedRun) -> list[Trouble]:
     """Causes of failed episodes, the commonest first, records that are lost, and what the last step noted."""
-    shown, others = shortened(causes(run.rows(FAILED)), MOST_CAUSES)
+    shown, others = shortened(causes(run.store.failed_episodes() if run.store else ()), MOST_CAUSES)
     found = [
         Trouble(
             f"{plural(cause.count, 'episode')} {cause.text}",

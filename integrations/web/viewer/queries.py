@@ -86,9 +86,7 @@ def neighbours(run: OpenedRun, episode: str) -> tuple[str, str]:
 
 def open_episodes(run: OpenedRun) -> list[tuple[str, int]]:
     """Twenty episodes without an end, the newest first, with their calls: under way, or interrupted."""
-    sql = """SELECT episode, count(*) FROM calls WHERE episode NOT IN (SELECT id FROM episodes)
-             GROUP BY episode ORDER BY episode DESC LIMIT 20"""
-    return [(str(id), calls) for id, calls in run.rows(sql)]
+    return run.store.open_episodes(20) if run.store else []
 
 
 def choices(run: OpenedRun) -> dict[str, list[Any]]:
