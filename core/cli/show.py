@@ -123,17 +123,17 @@ def _trouble(store: Store) -> Iterable[tuple[str, str] | str]:
 
 def episode_list(store: Store, filters: EpisodeFilters, limit: int) -> Iterable[RenderableType]:
     """The latest episodes that fit, newest last."""
-    where, asked = filters.where()
-    (total,) = store.rows(f"SELECT count(*) FROM episodes {where}", asked)[0]
-    found = store.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))
+    filtered = filters != EVERYTHING
+    total = store.episode_count(filters)
+    found = store.episode_ids(filters, limit)
     of_task = f" of task {filters.task}" if filters.task else ""
     left = f"the latest {len(found)} of " if len(found) < total else ""
     yield Text(f"{left}{plural(total, 'episode')}{of_task}\n", style="bold")
-    if not found and (where or not store.open_episodes(1)):
+    if not found and (filtered or not store.open_episodes(1)):
         return
     table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
-    rewards = store.rewards(id for (id,) in found)
-    for (id,) in reversed(found):
+    rewards = store.rewards(found)
+    for id in reversed(found):
         try:
             episode = store.episode(id)
         except RecordError:
@@ -145,7 +145,7 @@ def episode_list(store: Store, filters: EpisodeFilters, limit: int) -> Iterable[
         step = "" if episode.training_step is None else episode.training_step + 1
         row = (Text(str(id), style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
-    for id, calls in [] if where else store.open_episodes(limit)[::-1]:
+    for id, calls in [] if filtered else store.open_episodes(limit)[::-1]:
         table.add_row(Text(str(id), style=NAME), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
 

@@ -20,9 +20,7 @@ def line(value: Any) -> str:
 
 def episodes_as_json(store: Store, filters: EpisodeFilters, limit: int) -> Iterator[str]:
     """The latest episodes, the newest last, each with its rewards."""
-    where, asked = filters.where()
-    found = store.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))
-    ids = [id for (id,) in found][::-1]
+    ids = store.episode_ids(filters, limit)[::-1]
     rewards = store.rewards(ids)
     for id in ids:
         try:

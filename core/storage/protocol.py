@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from cotune.records.structs import CallRecord, Episode, Record
+from cotune.storage.episode_filters import EpisodeFilters
 
 
 class Store(Protocol):
@@ -130,6 +131,14 @@ class Store(Protocol):
 
     def open_episodes(self, limit: int) -> list[tuple[str, int]]:
         """Episodes without an end, the newest first, each with its number of calls: under way, or interrupted."""
+        ...
+
+    def episode_ids(self, filters: EpisodeFilters, limit: int) -> list[str]:
+        """Ids of the latest finished episodes that fit, the newest first."""
+        ...
+
+    def episode_count(self, filters: EpisodeFilters) -> int:
+        """How many finished episodes fit."""
         ...
 
     def has_scored_candidates(self) -> bool:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.outcomes import outcome_means, success_counts
 from cotune.storage.schema import Row
 
@@ -82,6 +83,16 @@ class SqliteFigures:
     def open_episodes(self, limit: int) -> list[tuple[str, int]]:
         """See `Store.open_episodes`."""
         return [(str(id), calls) for id, calls in self.rows(_OPEN, (limit,))]
+
+    def episode_ids(self, filters: EpisodeFilters, limit: int) -> list[str]:
+        """See `Store.episode_ids`."""
+        where, asked = filters.where()
+        return [id for (id,) in self.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))]
+
+    def episode_count(self, filters: EpisodeFilters) -> int:
+        """See `Store.episode_count`."""
+        where, asked = filters.where()
+        return int(self.rows(f"SELECT count(*) FROM episodes {where}", asked)[0][0])
 
     def has_scored_candidates(self) -> bool:
         """See `Store.has_scored_candidates`."""
