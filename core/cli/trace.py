@@ -62,7 +62,8 @@ def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: C
         store.flush()
         lost = store.lost
         made = json.dumps([episode.id for episode in episodes])
-        solved = store.success_counts(made)
+        # Lost records, perhaps with their file: what is left would give another share.
+        solved = () if lost else store.success_counts(made)
     finally:
         if live is not None:
             live.close()
