@@ -8,6 +8,7 @@ RUN/checkpoints/best.json      the best one of each policy, by held-out evaluati
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -51,7 +52,7 @@ class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
 class Best(msgspec.Struct, frozen=True):
     """The checkpoint at which a policy's held-out figure was the highest, and that figure."""
 
-    checkpoint: str
+    checkpoint: Annotated[str, msgspec.Meta(pattern=r"^step-[0-9]+\Z")]
     figure: float
 
 

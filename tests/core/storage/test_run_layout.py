@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cotune.errors import RunError
-from cotune.storage.checkpoints import newest_checkpoint, read_policies, steps_of
+from cotune.storage.checkpoints import newest_checkpoint, read_best, read_policies, steps_of
 from cotune.storage.run_layout import (
     RunConfig,
     RunDescription,
@@ -138,3 +138,10 @@ def test_an_end_that_is_nested_too_deeply_is_none(tmp_path: Path) -> None:
     deep = "[" * 200_000 + "]" * 200_000
     (tmp_path / "end.json").write_text(f'{{"kind": "failed", "cause": "c", "more": {deep}}}')
     assert read_end(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["", "../..", "step-", "step-000002/..", "step-000002\n", "\0"])
+def test_a_best_checkpoint_is_a_step_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "best.json").write_text(json.dumps({"p": {"checkpoint": name, "figure": 0.5}}))
+    with pytest.raises(RunError, match=r"best\.json is broken"):
+        read_best(tmp_path)
