@@ -9,6 +9,7 @@ from pathlib import Path
 from cotune.adapters.background import Background
 from cotune.adapters.manifest import ExportedRole, Manifest, not_updated
 from cotune.intervals import Interval
+from cotune.reading.headline import PLAIN_COLUMN
 from cotune.reading.words import change_text, interval_text
 from cotune.tables import figure, sparkline
 
@@ -135,9 +136,7 @@ def _evaluation(about: Background) -> Iterator[str]:
         )
         for label, mode in found.items()
     ]
-    yield _table(
-        ("", "success", "reward", *(["plain outcome, not trained on"] if plain else []), "episodes", "failed"), rows
-    )
+    yield _table(("", "success", "reward", *([PLAIN_COLUMN] if plain else []), "episodes", "failed"), rows)
     if verdicts := [f"- {compared.verdict}" for compared in about.evaluated.comparisons if compared.verdict]:
         yield "\n".join(verdicts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,9 +60,8 @@ def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: C
             episodes = run_sync(rollout(flow, batch))
         store.flush()
         lost = store.lost
-        made = json.dumps([episode.id for episode in episodes])
         # Lost records, perhaps with their file: what is left would give another share.
-        solved = () if lost else store.success_counts(made)
+        solved = () if lost else store.success_counts(episode.id for episode in episodes)
     finally:
         if live is not None:
             live.close()

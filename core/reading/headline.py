@@ -29,8 +29,8 @@ SINGLE = "single samples"
 """The `path` of a step whose episodes are played as the policies play them."""
 PLAYED = (("trained", "base"), ("as_deployed", "base_as_deployed"), ("greedy", "base_greedy"))
 """The modes that a headline takes, the first that was run, and what each begins from."""
-PLAIN = "plain outcome (not what is trained on)"
-"""Names the sum of an outcome's components as the workflow returns them, where the trained reward is another."""
+PLAIN, PLAIN_COLUMN = "plain outcome (not what is trained on)", "plain outcome, not trained on"
+"""Names, in text and as a column, the sum of an outcome's components where the trained reward is another."""
 STARTS = ("base", "start")
 """What training's own evaluations are compared with: the untrained model, or what `init` began from."""
 

@@ -93,9 +93,9 @@ class Store(Protocol):
         """`lost` and `refused` over the life of the store, whoever wrote to it."""
         ...
 
-    def success_counts(self, episodes: str = "") -> list[tuple[str, int, int]]:
+    def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
         """Of each phase in which some episode reports `success`: the phase, how many solved their task, of how many.
-        `episodes`: of these ids alone, a JSON list."""
+        With `episodes`, of these ids alone."""
         ...
 
     def outcome_means(self, on_failure: str) -> list[tuple[str, str, float | None, int]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cotune.storage.episode_filters import EpisodeFilters
@@ -47,10 +48,11 @@ class SqliteFigures:
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
         """Rows of any SELECT."""
 
-    def success_counts(self, episodes: str = "") -> list[tuple[str, int, int]]:
+    def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
         """See `Store.success_counts`."""
-        where = "id IN (SELECT value FROM json_each(?))" if episodes else "true"
-        return self.rows(success_counts(where), (episodes,) if episodes else ())
+        if episodes is None:
+            return self.rows(success_counts())
+        return self.rows(success_counts("id IN (SELECT value FROM json_each(?))"), (json.dumps([*episodes]),))
 
     def outcome_means(self, on_failure: str) -> list[tuple[str, str, float | None, int]]:
         """See `Store.outcome_means`."""

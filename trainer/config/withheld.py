@@ -15,8 +15,7 @@ from cotune.trainer.config.train import TrainConfig, assign
 
 def written(config: TrainConfig) -> dict[str, Any]:
     """The configuration as it is written: environment variables by their names alone."""
-    table: dict[str, Any] = without_values(msgspec.to_builtins(config))
-    return table
+    return without_values(msgspec.to_builtins(config))
 
 
 def with_values(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

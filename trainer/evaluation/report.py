@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cotune.errors import WorkflowError
 from cotune.intervals import Interval
+from cotune.reading.headline import PLAIN_COLUMN
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import grid
 from cotune.trainer.evaluation.run import Evaluation, share_floor
@@ -21,7 +22,6 @@ from cotune.trainer.evaluation.verdict import tasks_for_share, verdict_on_reward
 
 SHOWN = 3
 """Reasons of failure shown for each evaluation."""
-PLAIN_COLUMN = "plain outcome, not trained on>"
 OPPOSED = (
     "nothing to compare between {} and {}: the rewards of {roles} add up to the same in every episode, so one role's "
     "gain is another's loss"
@@ -188,7 +188,7 @@ def _failures(label: str, counts: dict[str, int]) -> list[str]:
 
 def _results(report: EvaluationReport) -> Table:
     plain = any(e.outcome for e in report.evaluations.values())
-    outcome = [PLAIN_COLUMN, "n>"] if plain else []
+    outcome = [f"{PLAIN_COLUMN}>", "n>"] if plain else []
     columns = ("success>", "n>", "reward>", "n>", *outcome, "episodes>", "failed>", "seconds>")
     table = grid("", *columns, title="Results, 95% intervals over n tasks")
     for label, e in report.evaluations.items():
@@ -214,7 +214,7 @@ def _pass_at(report: EvaluationReport) -> list[Table]:
 def _differences(report: EvaluationReport) -> Table:
     plain = any(c.outcome for c in report.comparisons)
     title = "Differences on the same tasks, 95% intervals over n tasks"
-    table = grid("", "success>", "n>", "reward>", "n>", *([PLAIN_COLUMN, "n>"] if plain else []), title=title)
+    table = grid("", "success>", "n>", "reward>", "n>", *([f"{PLAIN_COLUMN}>", "n>"] if plain else []), title=title)
     for c in report.comparisons:
         found = [_percent(c.success, "+"), _n(c.success), _number(c.reward, "+"), _n(c.reward)]
         found += [_number(c.outcome, "+"), _n(c.outcome)] if plain else []

@@ -7,7 +7,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,14 +109,15 @@ class RunFolder(RunLayout):
     def truncate_metrics(self, steps: int) -> None:
         """Drop the lines of steps that the checkpoint does not know, and their evaluations: they are done again."""
         drop_after(self.path, steps)
-        kept = [line for line in read_metrics(self.path) if line["step"] < steps]
-        write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self._write_metrics(line for line in read_metrics(self.path) if line["step"] < steps)
 
     def revise_held_out(self, figures: Mapping[int, Mapping[str, float]]) -> None:
         """Write held-out figures of steps anew, by the number of steps made; others of the same lines stay."""
-        lines = (
+        self._write_metrics(
             {**o, "held_out": {**o["held_out"], **figures.get(o["step"] + 1, {})}} for o in read_metrics(self.path)
         )
+
+    def _write_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def abandon_metrics(self, steps: int, rollback: int) -> None:

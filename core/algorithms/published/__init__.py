@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cotune.algorithms.published import (
     advantage_alignment,
+    afm_rl,
     c3,
     comas,
     cory,
@@ -21,7 +22,6 @@ from cotune.algorithms.published import (
     spiral,
     sweet_rl,
 )
-from cotune.algorithms.published import afm_rl as chain_of_agents
 
 PUBLISHED = (
     c3.RECIPE,
@@ -37,7 +37,7 @@ PUBLISHED = (
     self_redteam.RECIPE,
     cpmobius.RECIPE,
     mmedagent_rl.RECIPE,
-    chain_of_agents.RECIPE,
+    afm_rl.RECIPE,
     dart.RECIPE,
     distill.RECIPE,
     cory.RECIPE,
