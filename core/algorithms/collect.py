@@ -34,7 +34,7 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     roles: frozenset[str] = frozenset()
     """All roles that called, trained or not."""
     unrewarded: frozenset[str] = frozenset()
-    """Policies of which candidates were left out as no reward arrived."""
+    """Policies that had candidates left out because no reward arrived."""
     images: Mapping[str, bytes] = {}
     """The encoded bytes of the images that the calls show, by their hash."""
     outcomes: Mapping[str, Mapping[str, float]] = {}

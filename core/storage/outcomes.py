@@ -45,16 +45,16 @@ def failure_reward(on_failure: str) -> OnFailure:
 
 
 def metric(value: object) -> float | None:
-    """A reported metric as a number. A bool is 1 or 0, and so are the words true, yes, false and no; None for what is
-    no number, which reports nothing."""
+    """A reported metric as a number: a bool is 1 or 0, and so are the words true, yes, false and no. None for any other
+    value, which reports nothing."""
     if isinstance(value, str):
         return _WORDS.get(value.lower())
     return float(value) if isinstance(value, int | float) else None
 
 
 def success_counts(where: str = "true") -> str:
-    """A query for each phase in which some episode reports `success`: the phase, how many solved their task, of how
-    many. `where` chooses episodes."""
+    """A query for the phase, its solved episodes and those that count, for each phase in which an episode reports
+    `success`. `where` chooses episodes."""
     return f"""SELECT phase, sum(solved), count(solved) FROM (
             SELECT id, phase, {SOLVED} AS solved, {REPORTED} AS reported FROM episodes WHERE {where})
         GROUP BY phase HAVING count(reported) AND count(solved) ORDER BY min(id)"""

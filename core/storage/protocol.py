@@ -94,7 +94,7 @@ class Store(Protocol):
         ...
 
     def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
-        """Of each phase in which some episode reports `success`: the phase, how many solved their task, of how many.
+        """Phase, solved episodes and episodes that count, for each phase in which an episode reports `success`.
         With `episodes`, of these ids alone."""
         ...
 

@@ -15,7 +15,8 @@ from cotune.trainer.config.train import TrainConfig, assign
 
 def written(config: TrainConfig) -> dict[str, Any]:
     """The configuration as it is written: environment variables by their names alone."""
-    return without_values(msgspec.to_builtins(config))
+    table: dict[str, Any] = without_values(msgspec.to_builtins(config))
+    return table
 
 
 def with_values(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

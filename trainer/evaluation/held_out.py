@@ -87,7 +87,7 @@ def _share_lowest(run: Run, step: int, found: Evaluation, progress: Progress) ->
     """The evaluation before the first step, where there is one, and `found`, that after this step, with the lowest
     reward of all evaluations of the run for failed episodes: no policy gains by a crash where another did badly.
 
-    Where that is new, what is written of the earlier evaluations is computed again, so that they compare.
+    If that reward is new, the figures of the earlier evaluations are computed and written again, so that they compare.
     """
     lines = {line["step"] + 1: line["held_out"] for line in read_metrics(run.folder.path) if line["held_out"]}
     earlier = {done: of[-1] for done in (0, *lines) if done < step and (of := _stored(run, done))}

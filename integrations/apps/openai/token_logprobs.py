@@ -11,7 +11,7 @@ from cotune.records.structs import Candidate, ShownToken
 
 
 def token_logprobs(candidate: Candidate) -> list[msgspec.Raw]:
-    """The tokens that an application is told of, each as JSON: as objects, a long answer's would hold everybody up.
+    """The tokens that an application sees, each as JSON: objects of a long answer would hold up the other requests.
 
     Where an older record has no texts, ids stand in their place.
     """

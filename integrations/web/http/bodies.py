@@ -44,7 +44,7 @@ def check_positive(**limits: float) -> None:
 async def aside(size: int, work: Callable[[], T], unwanted: Callable[[T], object] | None = None) -> T:
     """What `work` returns, whose time grows with `size` (bytes): in a thread where it would hold up the event loop.
 
-    Where nobody waits any more, `unwanted` gets it, in such a thread too.
+    If nobody waits for it any more, `unwanted` gets it, also in a thread.
     """
     if size <= INLINE:
         return work()

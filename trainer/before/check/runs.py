@@ -260,7 +260,7 @@ _LEARNED = "that the last error asks for"
 
 
 def _and(known: Mapping[str, Sequence[str]], news: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
-    """What two errors in turn ask for: where the first wants an object, the second is about what is in it."""
+    """What two errors in turn ask for. If the first wants an object, the second is about its values."""
     before, after = known.get("", ()), news.get("", ())
     objects = [text for text in before if text.startswith("{")]
     if objects and after and not after[0].startswith("{"):

@@ -141,7 +141,7 @@ def _listed(text: str) -> list[str]:
 
 
 def _objects(text: str, begin: str = r"\[\s*(?=\{)|\{") -> Iterator[Any]:
-    """The JSON objects in a text, and lists of such, or what else begins so; outermost only."""
+    """The outermost JSON objects and lists of objects in a text, or the values that begin as `begin` says."""
     decoder, end = json.JSONDecoder(), 0
     for opened in re.finditer(begin, text):
         if opened.start() < end:
