@@ -100,7 +100,7 @@ def write_export(
         for model in {policy.model for policy in policies if policy.kind in ("lora", "full") and policy.model}:
             check_gguf(locate_model(model))
     if not any(policy.roles for policy in policies):
-        raise ConfigError("policies", [], "at least one policy that plays a role", "Train a run first.")
+        raise ConfigError("policies", [], "must be at least one policy that plays a role", "Train a run first.")
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -123,7 +123,9 @@ def _check_target(target: Path) -> None:
     if target.is_dir() and (is_export(target) or not any(target.iterdir())):
         return
     if target.exists():
-        raise ConfigError("to", str(target), "a new or empty folder, or an earlier export", "Choose another folder.")
+        raise ConfigError(
+            "to", str(target), "must be a new or empty folder, or an earlier export", "Choose another folder."
+        )
 
 
 def _write(

@@ -80,7 +80,9 @@ async def open_local(
     check_tool_format(tool_format or AUTO)
     if is_export(Path(source)):
         if names:
-            raise ConfigError("role", names[0], "no --role with an export: it names its own", "Leave --role out.")
+            raise ConfigError(
+                "role", names[0], "must be no --role with an export: it names its own", "Leave --role out."
+            )
         return await _open_export(load_export(source, base), tool_format)
     return await _open_model(source, base, names, tool_format)
 
@@ -92,10 +94,10 @@ def with_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> LocalPolic
     """
     for name, role in aliases.items():
         if role not in local.served:
-            allowed = f"NAME=ROLE with one of the roles {', '.join(local.served)}"
-            raise ConfigError("as", f"{name}={role}", allowed, did_you_mean(near_names(role, local.served)))
+            fault = f"must be NAME=ROLE with one of the roles {', '.join(local.served)}"
+            raise ConfigError("as", f"{name}={role}", fault, did_you_mean(near_names(role, local.served)))
         if name in local.served:
-            raise ConfigError("as", f"{name}={role}", "a name that is not served already", "Leave it out.")
+            raise ConfigError("as", f"{name}={role}", "must be a name that is not served already", "Leave it out.")
     return replace(local, served={**local.served, **{name: local.served[role] for name, role in aliases.items()}})
 
 
@@ -121,11 +123,15 @@ async def _open_model(
     source: str | Path, base: str | Path | None, names: Sequence[str], tool_format: str | None
 ) -> LocalPolicies:
     if base is not None:
-        raise ConfigError("model", str(base), "no --model with a plain model: it is the base itself", "Leave it out.")
+        raise ConfigError(
+            "model", str(base), "must be no --model with a plain model: it is the base itself", "Leave it out."
+        )
     try:
         folder = locate_model(source)
     except ConfigError as error:
-        raise ConfigError(error.field, error.value, f"an export, or {error.allowed}", error.remedy) from None
+        raise ConfigError(
+            error.field, error.value, error.fault.replace("must be", "must be an export, or", 1), error.remedy
+        ) from None
     digest = base_fingerprint(folder).weights
     own = folder.name if Path(source).expanduser().exists() else str(source)
     policy = PolicyRef("base", 0)

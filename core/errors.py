@@ -55,12 +55,12 @@ _KINDS = {
 
 
 def expected(fault: str) -> str:
-    """What msgspec's ValidationError says of a value of the wrong type, in words: "a number, not text"."""
+    """The clause for a ConfigError from the text of msgspec's ValidationError: "must be a number, not text"."""
     found = re.match(r"Expected `(.+)`, got `(.+)`$", fault)
     if found is None:
-        return fault
+        return f"is not valid: {fault}"
     wanted, got = (" or ".join(_KINDS.get(kind, kind) for kind in part.split(" | ")) for part in found.groups())
-    return f"{wanted}, not {got}"
+    return f"must be {wanted}, not {got}"
 
 
 def _restored(kind: type[CotuneError], message: str, fields: dict[str, Any]) -> CotuneError:
@@ -70,13 +70,16 @@ def _restored(kind: type[CotuneError], message: str, fields: dict[str, Any]) -> 
 
 
 class ConfigError(CotuneError):
-    """A setting is wrong: names the field, its value, what is allowed and the remedy."""
+    """A setting is wrong: names the field, its value, what is wrong with it, and the remedy.
 
-    def __init__(self, field: str, value: object, allowed: str, remedy: str = "") -> None:
+    `fault` is a clause that goes on from "field = value": "must be 2 or more: a group of one has no baseline".
+    """
+
+    def __init__(self, field: str, value: object, fault: str, remedy: str = "") -> None:
         self.field = field
         self.value = value
-        self.allowed = allowed
-        super().__init__(f"{field} = {value!r}: allowed is {allowed}.", remedy)
+        self.fault = fault
+        super().__init__(f"{field} = {value!r} {fault}.", remedy)
 
 
 def check_bounds(settings: object, *names: str, least: float | None = None, table: str = "") -> None:
@@ -85,7 +88,9 @@ def check_bounds(settings: object, *names: str, least: float | None = None, tabl
     for name in names:
         value = getattr(settings, name)
         if isinstance(value, int | float) and not (value > 0 if least is None else value >= least):
-            raise ConfigError(table + name, value, "a number above 0" if least is None else f"{least:g} or more")
+            raise ConfigError(
+                table + name, value, "must be a number above 0" if least is None else f"must be {least:g} or more"
+            )
 
 
 class WorkflowError(CotuneError):

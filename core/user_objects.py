@@ -34,16 +34,16 @@ def load_object(
     """
     source, _, name = spec.rpartition(":")
     if not source or not name:
-        raise ConfigError(field, spec, "module:name or path/to/file.py:name", f"For example: {example}.")
+        raise ConfigError(field, spec, "must be module:name or path/to/file.py:name", f"For example: {example}.")
     _put_first(str(Path.cwd()))  # here, not at the start: a command that loads no user code imports none from a folder
     module = _load_file(field, spec, source) if source.endswith(".py") else _load_module(field, spec, source)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
             known = [name for name, value in vars(module).items() if is_one(value)]
-            allowed = f"a name in {source}; {kind} there: {', '.join(known) or 'none'}"
+            fault = f"must be a name in {source}; {kind} there: {', '.join(known) or 'none'}"
             meant = did_you_mean([f"{source}:{near}" for near in near_names(part, known or vars(module), most=1)])
-            raise ConfigError(field, spec, allowed, f"{meant} {remedy.format(source=source)}".strip())
+            raise ConfigError(field, spec, fault, f"{meant} {remedy.format(source=source)}".strip())
         found = getattr(found, part)
     return found
 
@@ -69,8 +69,8 @@ def _load_module(field: str, spec: str, name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
-            allowed = f"a module on sys.path or in {Path.cwd()}"
-            raise ConfigError(field, spec, allowed, f"Name a file instead ({_file_of(name)}:solve).") from None
+            fault = f"must be a module on sys.path or in {Path.cwd()}"
+            raise ConfigError(field, spec, fault, f"Name a file instead ({_file_of(name)}:solve).") from None
         raise _broken(field, spec, error) from error
     except Exception as error:
         raise _broken(field, spec, error) from error
@@ -79,7 +79,7 @@ def _load_module(field: str, spec: str, name: str) -> ModuleType:
 def _load_file(field: str, spec: str, source: str) -> ModuleType:
     path = Path(source).resolve()
     if not path.is_file():
-        raise ConfigError(field, spec, "a file that exists", f"No file is at {path}.")
+        raise ConfigError(field, spec, "must be a file that exists", f"No file is at {path}.")
     if (packaged := _load_packaged(field, spec, path)) is not None:
         return packaged
     _put_first(str(path.parent))
@@ -154,8 +154,8 @@ _PROVIDER = {
 
 def _broken(field: str, spec: str, error: Exception) -> ConfigError:
     what = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
-    allowed = f"a module that imports; this one raised {what}{_line_of(error)}"
-    return ConfigError(field, spec, allowed, remedy_of(what, "Fix it first."))
+    fault = f"must be a module that imports; this one raised {what}{_line_of(error)}"
+    return ConfigError(field, spec, fault, remedy_of(what, "Fix it first."))
 
 
 def _line_of(error: Exception) -> str:

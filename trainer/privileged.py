@@ -38,6 +38,6 @@ def _text(task: Task, field: str) -> str:
     if not isinstance(found, str) or not found:
         remedy = "Give every task a text there, or leave critic_sees out."
         raise ConfigError(
-            "critic_sees", field, f"a field of every task that holds text; task {task.id} has {found!r}", remedy
+            "critic_sees", field, f"must be a field of every task that holds text; task {task.id} has {found!r}", remedy
         )
     return found

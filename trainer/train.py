@@ -170,7 +170,9 @@ def _resumed_app(
     another workflow is given than the run was started with."""
     known = described["workflow"]
     if isinstance(workflow, str) and known is not None and workflow.rpartition(":")[2] != known.rpartition(":")[2]:
-        raise ConfigError("workflow", workflow, f"{known!r}, with which the run was started", "Start a new run for it.")
+        raise ConfigError(
+            "workflow", workflow, f"must be {known!r}, with which the run was started", "Start a new run for it."
+        )
     if workflow is None and known is not None:
         source, _, name = known.rpartition(":")
         workflow = f"{relocated(source, described, folder.path)}:{name}"
@@ -180,7 +182,7 @@ def _resumed_app(
         tasks = relocated(described["tasks"], described, folder.path)
     if workflow is None or (tasks is None and not recorded):
         name = "workflow" if workflow is None else "tasks"
-        raise ConfigError(name, None, "given: the run was started from Python and did not record where it is")
+        raise ConfigError(name, None, "must be given: the run was started from Python and did not record where it is")
     return workflow_of(workflow), [] if tasks is None else as_tasks(tasks)
 
 
@@ -194,10 +196,14 @@ def _new_tasks(given: str | Path | Iterable[Any] | None, config: TrainConfig) ->
     """The tasks of a new run; none where it learns from records. Raises ConfigError."""
     if config.from_records:
         if given is not None:
-            raise ConfigError("tasks", given, f"left out with recipe {config.recipe}: its tasks are the recorded ones")
+            raise ConfigError(
+                "tasks", given, f"must be left out with recipe {config.recipe}: its tasks are the recorded ones"
+            )
         return []
     if given is None:
-        raise ConfigError("tasks", None, "given, unless --resume is or a recipe learns from records", "Pass --tasks.")
+        raise ConfigError(
+            "tasks", None, "must be given, unless --resume is or a recipe learns from records", "Pass --tasks."
+        )
     return as_tasks(given)
 
 

@@ -42,7 +42,7 @@ PROMPT_KEY = ("task", "role", "turn", "branch")
 
 def _within(field: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise ConfigError(field, value, f"between {low:g} and {high:g}")
+        raise ConfigError(field, value, f"must be between {low:g} and {high:g}")
 
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,12 +83,14 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
         _within("gamma", self.gamma, 0.0, 1.0)
         check_bounds(self, "overlong_buffer", "overlong_penalty", "timeout_penalty", least=0)
         if self.overlong_buffer and not self.overlong_penalty:
-            raise ConfigError("overlong_buffer", self.overlong_buffer, "0, as overlong_penalty is 0", "Set both.")
+            raise ConfigError(
+                "overlong_buffer", self.overlong_buffer, "must be 0, as overlong_penalty is 0", "Set both."
+            )
         if self.timeout_penalty and not self.takes_outcome:
             raise ConfigError(
                 "timeout_penalty",
                 self.timeout_penalty,
-                "0 where candidates answer for their own rewards alone, as under a tree plan",
+                "must be 0 where candidates answer for their own rewards alone, as under a tree plan",
                 "Use drop_timed_out, or --plan independent.",
             )
 
@@ -129,9 +131,9 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in (*self.key, *(self.scale_key or ())):
             if name not in KEY_FIELDS:
-                raise ConfigError("key", name, f"one of {', '.join(KEY_FIELDS)}")
+                raise ConfigError("key", name, f"must be one of {', '.join(KEY_FIELDS)}")
         if self.ddof not in (0, 1):
-            raise ConfigError("ddof", self.ddof, "0 (population) or 1 (sample standard deviation)")
+            raise ConfigError("ddof", self.ddof, "must be 0 (population) or 1 (sample standard deviation)")
         check_bounds(self, "eps", least=0)
         _within("decay", self.decay, 0.0, 1.0)
 
@@ -165,7 +167,7 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.top_entropy is not None and not 0.0 < self.top_entropy <= 1.0:
-            raise ConfigError("top_entropy", self.top_entropy, "a share above 0 and up to 1, or nothing")
+            raise ConfigError("top_entropy", self.top_entropy, "must be a share above 0 and up to 1, or nothing")
         check_bounds(self, "align_to", least=1)
 
 
@@ -246,15 +248,19 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
         _within("gae_lambda", self.gae_lambda, 0.0, 1.0)
         check_bounds(self, "critic_lr", "tis_cap")
         if self.critic_sees and not self.critic:
-            raise ConfigError("critic_sees", self.critic_sees, "nothing without a critic", "Set critic = true too.")
+            raise ConfigError(
+                "critic_sees", self.critic_sees, "must be nothing without a critic", "Set critic = true too."
+            )
         if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise ConfigError("dual_clip", self.dual_clip, "a number above 1, or nothing")
+            raise ConfigError("dual_clip", self.dual_clip, "must be a number above 1, or nothing")
         for name, bound in (("mask_low", self.mask_low), ("mask_high", self.mask_high)):
             if bound is not None and self.mask == "none":
-                raise ConfigError(name, bound, "nothing, as mask is none", "Set mask to token, sequence or geometric.")
+                raise ConfigError(
+                    name, bound, "must be nothing, as mask is none", "Set mask to token, sequence or geometric."
+                )
         low, high = self.mask_bounds
         if not 0.0 <= low < high:
-            raise ConfigError("mask_low", low, f"0 or more, and under mask_high ({high:g})")
+            raise ConfigError("mask_low", low, f"must be 0 or more, and under mask_high ({high:g})")
         check_bounds(self, "constant_length", least=1)
 
     @property
@@ -276,12 +282,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.terms:
-            raise ConfigError("terms", self.terms, "at least one term")
+            raise ConfigError("terms", self.terms, "must be at least one term")
         if self.plan != "independent" and not {"role", "turn", "branch"} <= set(self.key):
             raise ConfigError(
                 "plan",
                 self.plan,
-                f"independent, as {self.name} compares whole rollouts (key {', '.join(self.key)})",
+                f"must be independent, as {self.name} compares whole rollouts (key {', '.join(self.key)})",
                 f"Leave the plan out, or use {USUAL[self.plan]}, gspo, dapo or cispo under a {self.plan} plan.",
             )
         for term in self.terms if self.plan == "tree" else ():
@@ -291,25 +297,27 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(
                     field,
                     value,
-                    "own_turn without outcome under a tree plan: all candidates of a call share one future and one "
-                    "outcome, which can tell none of them from another",
+                    "must be own_turn without outcome under a tree plan: all candidates of a call share one "
+                    "future and so one outcome",
                     "Return the team reward from a scorer as `team`, or use --plan independent.",
                 )
         for term in self.terms if self.loss.critic else ():
             for name in ("baseline", "scale"):
                 if getattr(term, name) != "none":
-                    allowed = "none beside a critic, which takes the reward as it is"
-                    raise ConfigError(name, getattr(term, name), allowed)
+                    fault = "must be none beside a critic, which takes the reward as it is"
+                    raise ConfigError(name, getattr(term, name), fault)
             if term.advantage:
-                raise ConfigError("advantage", term.advantage, "nothing beside a critic, which makes the advantages")
+                raise ConfigError(
+                    "advantage", term.advantage, "must be nothing beside a critic, which makes the advantages"
+                )
         for name in ("zero_variance", "zero_advantage") if self.loss.critic else ():
             if getattr(self.filters, name):
-                raise ConfigError(name, True, "false with a critic, which learns from every reward")
+                raise ConfigError(name, True, "must be false with a critic, which learns from every reward")
         if self.plan == "tree" and self.loss.aggregation == "trajectory_mean":
             raise ConfigError(
                 "aggregation",
                 self.loss.aggregation,
-                "token_mean, sequence_mean or constant under a tree plan, whose candidates are no one trajectory",
+                "must be token_mean, sequence_mean or constant under a tree plan: candidates are no single trajectory",
             )
 
     @property

@@ -107,7 +107,7 @@ def pairs(flag: str, given: Sequence[str], form: str = "NAME=VALUE", hint: str =
     for pair in given:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise ConfigError(flag, pair, form, hint)
+            raise ConfigError(flag, pair, f"must be {form}", hint)
         found[name] = value
     return found
 
@@ -121,7 +121,7 @@ def prices(given: Sequence[str]) -> dict[str, tuple[float, float]]:
         try:
             found[name] = (float(prompt), float(completion if slash else prompt))
         except ValueError:
-            raise ConfigError("--price", f"{name}={text}", form) from None
+            raise ConfigError("--price", f"{name}={text}", f"must be {form}") from None
     return found
 
 

@@ -35,7 +35,9 @@ def add_show(commands: Any) -> None:
             terminal().print(show_steps(a.run_folder, a.limit, explain=a.explain))
             return 0
         if a.explain:
-            raise ConfigError("--explain", None, "given with --steps", "For example: cotune show RUN --steps --explain")
+            raise ConfigError(
+                "--explain", None, "must be given with --steps", "For example: cotune show RUN --steps --explain"
+            )
         from cotune.cli.show import show_run
 
         found = show_run(a.run_folder, episode=a.episode, groups=a.groups, filters=filters, full=a.full, limit=a.limit)
@@ -70,7 +72,9 @@ def _show_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:
 
     if a.groups or a.profile:
         asked = "--groups" if a.groups else "--profile"
-        raise ConfigError("--json", asked, "the list of episodes, --episode or --steps", "Leave one of them out.")
+        raise ConfigError(
+            "--json", asked, "must be the list of episodes, --episode or --steps", "Leave one of them out."
+        )
     if a.steps:
         for metrics in [*read_metrics(a.run_folder)][-a.limit :]:
             print(line(metrics))

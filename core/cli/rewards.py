@@ -18,12 +18,12 @@ def add_judge(commands: Any) -> None:
         from cotune.trainer.evaluation.labels import write_blanks
 
         if (a.labels is None) == (a.to_label is None):
-            raise ConfigError("labels", a.labels, "given where --to-label is not", "See cotune judge --help.")
+            raise ConfigError("labels", a.labels, "must be given where --to-label is not", "See cotune judge --help.")
         if a.to_label:
             try:
                 lines = write_blanks(a.run_folder, a.to_label, groups=a.groups, role=a.role)
             except FileExistsError:
-                raise ConfigError("to_label", a.to_label, "a new file", "Name another one.") from None
+                raise ConfigError("to_label", a.to_label, "must be a new file", "Name another one.") from None
             tell(
                 f"wrote {lines} candidates to {a.to_label}; fill in `score`, then: cotune judge {a.run_folder} --labels"
             )

@@ -27,12 +27,12 @@ def score_run(
     flow = load_workflow(workflow)
     if not flow.scorers and flow.episode_judge is None:
         remedy = "Add @solve.scorer(role) or @solve.judge."
-        raise ConfigError("workflow", workflow, "one with a scorer or a judge", remedy)
+        raise ConfigError("workflow", workflow, "must be one with a scorer or a judge", remedy)
     if role is not None and role not in flow.scorers:
-        raise ConfigError("role", role, f"a role with a scorer: {', '.join(sorted(flow.scorers)) or 'none'}")
+        raise ConfigError("role", role, f"must be a role with a scorer: {', '.join(sorted(flow.scorers)) or 'none'}")
     path = Path(run).absolute()
     if write and not path.exists():
-        raise ConfigError("run", run, "a run folder or records file that exists")
+        raise ConfigError("run", run, "must be a run folder or records file that exists")
     run_folder.set(path if path.is_dir() else path.parent)
     with open_store(path, read_only=not write) as store:
         found = run_sync(rescore(flow, store, phase=phase, role=role, write=write))

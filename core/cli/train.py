@@ -93,7 +93,7 @@ def add_doctor(commands: Any) -> None:
         if a.run_folder is not None:
             config = load_config(None, {**read_config(a.run_folder), **flags})
         if config is None and "cluster.address" in flags:
-            raise ConfigError("model", None, "given where --cluster is", "Pass --model or --config.")
+            raise ConfigError("model", None, "must be given where --cluster is", "Pass --model or --config.")
         report = examine(config, prompt=a.prompt_tokens)
         if a.json:
             print(report.to_json())
@@ -178,12 +178,12 @@ def _run_train(a: argparse.Namespace) -> int:
     fields = {**given(a), **settings(a.set)}
     if a.resume:
         if a.out is not None:
-            raise ConfigError("out", a.out, "left out with --resume, which names the run", "Leave out --out.")
+            raise ConfigError("out", a.out, "must be left out with --resume, which names the run", "Leave out --out.")
         changes = {**read_toml(a.config), **fields}
         summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks, changes=changes)
     else:
         if a.workflow is None:
-            raise ConfigError("workflow", None, "given, unless --resume is", "See cotune train --help.")
+            raise ConfigError("workflow", None, "must be given, unless --resume is", "See cotune train --help.")
         summary = train(a.workflow, a.tasks, load_config(a.config, fields), run=a.out)
     state = "finished" if summary.finished else "stopped"
     tell(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")

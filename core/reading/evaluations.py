@@ -142,8 +142,8 @@ def read_evaluation(folder: Path) -> StoredEvaluation:
     try:
         return _read(folder / EVALUATION, folder.name, folder)
     except (OSError, ValueError, RecursionError) as error:
-        allowed = f"a folder that `cotune eval --out` wrote ({error})"
-        raise ConfigError("evaluation", str(folder), allowed, "Evaluate the run with --out FOLDER.") from None
+        fault = f"must be a folder that `cotune eval --out` wrote ({error})"
+        raise ConfigError("evaluation", str(folder), fault, "Evaluate the run with --out FOLDER.") from None
 
 
 def read_evaluations(run: Path) -> list[StoredEvaluation]:

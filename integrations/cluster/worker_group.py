@@ -248,7 +248,7 @@ def _no_room(setting: str, size: int, wanted: Mapping[str, float], why: str) -> 
     return ConfigError(
         setting,
         size,
-        f"as many workers of {dict(wanted)} as the cluster has room for ({why})",
+        f"must be as many workers of {dict(wanted)} as the cluster has room for ({why})",
         "Ask for fewer of them, or for less of each.",
     )
 

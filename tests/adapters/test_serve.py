@@ -366,7 +366,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_opened() -> None:
 
 def test_what_cannot_be_opened_is_raised_to_the_caller() -> None:
     async def opening() -> LocalPolicies:
-        raise ConfigError("model", "/nowhere", "a model folder")
+        raise ConfigError("model", "/nowhere", "must be a model folder")
 
     with pytest.raises(ConfigError, match="/nowhere"), serving_local(opening):
         pass
@@ -398,7 +398,7 @@ def test_a_role_answers_under_the_names_that_the_application_uses() -> None:
 @pytest.mark.parametrize(
     ("aliases", "match"),
     [
-        ({"gpt": "critic"}, r"as = 'gpt=critic': allowed is NAME=ROLE with one of the roles planner, writer"),
+        ({"gpt": "critic"}, r"as = 'gpt=critic' must be NAME=ROLE with one of the roles planner, writer"),
         ({"gpt": "planer"}, r"one of the roles planner, writer\. Did you mean planner\?"),
         ({"writer": "planner"}, r"a name that is not served already"),
     ],
@@ -409,7 +409,7 @@ def test_an_alias_that_cannot_be_is_refused(aliases: dict[str, str], match: str)
 
 
 def test_a_folder_that_is_not_there_is_no_export_either(tmp_path: Path) -> None:
-    allowed = r"an export, or a model folder with a config\.json or a GGUF file; there is no such folder"
+    allowed = r"must be an export, or a model folder with a config\.json or a GGUF file; there is no such folder"
     with pytest.raises(ConfigError, match=allowed), serving.serving(tmp_path / "nothing"):
         pass
 
@@ -418,7 +418,7 @@ def test_an_alias_is_a_pair(capsys: pytest.CaptureFixture[str]) -> None:
     from cotune.cli.main import main
 
     assert main(["serve", "nowhere", "--as", "gpt-4o-mini"]) != 0
-    assert "as = 'gpt-4o-mini': allowed is NAME=ROLE" in " ".join(capsys.readouterr().err.split())
+    assert "as = 'gpt-4o-mini' must be NAME=ROLE" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "https://evil.example"}, {"origin": "null"}])

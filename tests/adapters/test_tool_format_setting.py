@@ -46,7 +46,7 @@ def test_an_export_says_how_its_model_writes_calls(base: Path, tmp_path: Path, m
 def test_serve_refuses_a_format_that_there_is_not(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(base), "--port", "0", "--tool-format", "gpt4"]) != 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "tool_format = 'gpt4': allowed is auto, hermes, qwen3_coder, mistral, mistral_v11, llama3_json or" in said
+    assert "tool_format = 'gpt4' must be auto, hermes, qwen3_coder, mistral, mistral_v11, llama3_json or" in said
 
 
 def test_a_run_is_refused_before_it_starts() -> None:

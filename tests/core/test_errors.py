@@ -10,7 +10,8 @@ from cotune.errors import ConfigError, CotuneError, SampleTimeout
 
 
 @pytest.mark.parametrize(
-    "error", [SampleTimeout("It took 3 s.", "Wait."), ConfigError("host", "moon", "process or thread", "Choose one.")]
+    "error",
+    [SampleTimeout("It took 3 s.", "Wait."), ConfigError("host", "moon", "must be process or thread", "Choose one.")],
 )
 def test_errors_cross_processes_whole(error: CotuneError) -> None:
     copy = pickle.loads(pickle.dumps(error))

@@ -205,7 +205,7 @@ def faults(
             yield ConfigError(
                 "scorer",
                 role,
-                f"a role of the application; seen in {len(outcomes)} episodes: {', '.join(seen)}",
+                f"must be a role of the application; seen in {len(outcomes)} episodes: {', '.join(seen)}",
                 f"{did_you_mean(near_names(role, seen, most=2, cutoff=0.5))} Correct the name, or list it under "
                 "`roles` in the configuration if it shows only on some tasks.".strip(),
             )

@@ -84,28 +84,32 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_bounds(self, *shares, "cpus_per_rollout_worker", *retries, least=0, table="cluster.")
         check_bounds(self, "engine_timeout", "learner_timeout", table="cluster.")
         if self.engine not in ("vllm", "vllm-url", "transformers") and ":" not in self.engine:
-            raise ConfigError("cluster.engine", self.engine, "vllm, vllm-url, transformers or module:function")
+            raise ConfigError("cluster.engine", self.engine, "must be vllm, vllm-url, transformers or module:function")
         self._check_url()
         if self.min_engines > self.engines:
-            raise ConfigError("cluster.min_engines", self.min_engines, f"at most cluster.engines ({self.engines})")
-        if self.gpus_per_learner > 1:
-            allowed = "0 or 1: a worker is one process on one GPU"
             raise ConfigError(
-                "cluster.gpus_per_learner", self.gpus_per_learner, allowed, "Set cluster.learners higher."
+                "cluster.min_engines", self.min_engines, f"must be at most cluster.engines ({self.engines})"
             )
+        if self.gpus_per_learner > 1:
+            fault = "must be 0 or 1: a worker is one process on one GPU"
+            raise ConfigError("cluster.gpus_per_learner", self.gpus_per_learner, fault, "Set cluster.learners higher.")
         if self.colocate:
             self._check_colocated()
 
     def _check_url(self) -> None:
         if self.engine != "vllm-url":
             if self.engine_url:
-                raise ConfigError("cluster.engine_url", self.engine_url, 'empty, unless cluster.engine is "vllm-url"')
+                raise ConfigError(
+                    "cluster.engine_url", self.engine_url, 'must be empty, unless cluster.engine is "vllm-url"'
+                )
             return
         if not self.engine_url.startswith(("http://", "https://")):
-            raise ConfigError("cluster.engine_url", self.engine_url, "the address of a vLLM server: http://HOST:PORT")
+            raise ConfigError(
+                "cluster.engine_url", self.engine_url, "must be the address of a vLLM server: http://HOST:PORT"
+            )
         for name, allowed in (("engines", 1), ("gpus_per_engine", 0)):
             if getattr(self, name) != allowed:
-                raise ConfigError(f"cluster.{name}", getattr(self, name), f"{allowed}, where a server samples")
+                raise ConfigError(f"cluster.{name}", getattr(self, name), f"must be {allowed}, where a server samples")
 
     def _check_colocated(self) -> None:
         for name, value, allowed in (
@@ -115,11 +119,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ("pools", self.pools, "shared"),
         ):
             if value != allowed:
-                raise ConfigError(f"cluster.{name}", value, f"{allowed}, where cluster.colocate is true")
+                raise ConfigError(f"cluster.{name}", value, f"must be {allowed}, where cluster.colocate is true")
         if self.gpus_per_engine != self.gpus_per_learner or self.gpus_per_engine > 1:
             both = f"{self.gpus_per_engine} and {self.gpus_per_learner}"
-            allowed = "1 and 1, where cluster.colocate is true (0 and 0 without a GPU)"
-            raise ConfigError("cluster.gpus_per_engine and gpus_per_learner", both, allowed)
+            fault = "must be 1 and 1, where cluster.colocate is true (0 and 0 without a GPU)"
+            raise ConfigError("cluster.gpus_per_engine and gpus_per_learner", both, fault)
 
     @property
     def gpu_shares(self) -> tuple[float, float]:

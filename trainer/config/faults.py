@@ -30,17 +30,17 @@ def fault(error: msgspec.ValidationError, table: Mapping[str, Any], kind: type[m
     field, message = field_and_fault(error)
     remedy = PAGE
     if "unknown field" in message:
-        message = "a field of the configuration; this is an unknown field"
+        message = "is not a field of the configuration"
         remedy = " ".join([*_belongs(field, kind), PAGE])
         if field in table and "." in field:  # a dotted name as a key of its own
             parent, _, name = field.partition(".")
             remedy = f"Here it is a table: {parent} = {{{name!r}: {table[field]!r}}}. {PAGE}"
             return ConfigError(field, table[field], message, remedy)
     elif message.startswith("Invalid enum value"):
-        message = f"one of {', '.join(_choices(field, kind))}"
+        message = f"must be one of {', '.join(_choices(field, kind))}"
     else:
         message = expected(message)
-        if message.startswith("a table, not") and field in kind.__struct_fields__:
+        if message.startswith("must be a table, not") and field in kind.__struct_fields__:
             remedy = " ".join([*_inside(field, kind), PAGE])
     field = field or "config"
     return ConfigError(field, _lookup(table, field), message, remedy)

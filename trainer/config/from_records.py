@@ -32,9 +32,9 @@ class RecordsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_bounds(self, "best_of", least=1, table="records.")
         check_bounds(self, "patience", least=0, table="records.")
         if not 0.0 <= self.held_out < 1.0:
-            raise ConfigError("records.held_out", self.held_out, "0 or more, and below 1")
+            raise ConfigError("records.held_out", self.held_out, "must be 0 or more, and below 1")
         if self.min_reward is not None and not math.isfinite(self.min_reward):
-            raise ConfigError("records.min_reward", self.min_reward, "a finite number")
+            raise ConfigError("records.min_reward", self.min_reward, "must be a finite number")
 
 
 class DpoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +47,7 @@ class DpoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         if not 0.0 < self.beta < math.inf:
-            raise ConfigError("dpo.beta", self.beta, "a number above 0")
+            raise ConfigError("dpo.beta", self.beta, "must be a number above 0")
 
 
 class DistillConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ class DistillConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_bounds(self, "retries", least=0, table="distill.")
         check_bounds(self, "concurrency", least=1, table="distill.")
         if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", self.teacher):
-            raise ConfigError("distill.teacher", self.teacher, "an address with http:// or https:// before it")
+            raise ConfigError("distill.teacher", self.teacher, "must be an address with http:// or https:// before it")
 
     @property
     def url(self) -> str:
@@ -81,15 +81,17 @@ def check_distill(recipe: str | None, distill: DistillConfig, temperature: float
     `temperature` than it scores at."""
     if bool(distill.teacher) != (recipe == "distill"):
         if distill.teacher:
-            raise ConfigError("recipe", recipe, "distill, where distill.teacher is given")
+            raise ConfigError("recipe", recipe, "must be distill, where distill.teacher is given")
         raise ConfigError(
-            "distill.teacher", "", "a model folder, Hugging Face id or a vLLM server's address, for recipe distill"
+            "distill.teacher",
+            "",
+            "must be a model folder, Hugging Face id or a vLLM server's address, for recipe distill",
         )
     if distill.url and temperature != 1.0:
         raise ConfigError(
             "sampling.temperature",
             temperature,
-            "1 with a teacher by its address: vLLM scores at no other",
+            "must be 1 with a teacher by its address: vLLM scores at no other",
             "Or name the teacher's model folder, to load it in this process.",
         )
 
@@ -99,16 +101,20 @@ def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSe
     if recipe not in FROM_RECORDS:
         if records.path:
             known = " or ".join(FROM_RECORDS)
-            raise ConfigError("recipe", recipe, f"{known}, where records are given", "Leave out --records.")
+            raise ConfigError("recipe", recipe, f"must be {known}, where records are given", "Leave out --records.")
         return
     if not records.path:
-        raise ConfigError("records", "", f"a run folder or records file, for recipe {recipe}", "Pass --records.")
+        raise ConfigError(
+            "records", "", f"must be a run folder or records file, for recipe {recipe}", "Pass --records."
+        )
     if recipe != "dpo":
         return
     if learner.epochs > 1:
-        raise ConfigError("learner.epochs", learner.epochs, "1 with recipe dpo", "Raise steps instead.")
+        raise ConfigError("learner.epochs", learner.epochs, "must be 1 with recipe dpo", "Raise steps instead.")
     if learner.mini_batch < 2:
-        raise ConfigError("learner.mini_batch", learner.mini_batch, "2 or more: a pair has two rows")
+        raise ConfigError("learner.mini_batch", learner.mini_batch, "must be 2 or more: a pair has two rows")
     for name in ("min_reward", "best_of"):
         if (value := getattr(records, name)) is not None:
-            raise ConfigError(f"records.{name}", value, "left out with recipe dpo, which takes best and worst answers")
+            raise ConfigError(
+                f"records.{name}", value, "must be left out with recipe dpo, which takes best and worst answers"
+            )

@@ -113,7 +113,7 @@ def _check_memory(memory: str) -> None:
     try:
         parse_size(memory)
     except ValueError:
-        raise ConfigError("learner.memory", memory, "a size such as 6GiB or 800MB") from None
+        raise ConfigError("learner.memory", memory, "must be a size such as 6GiB or 800MB") from None
 
 
 def check_one_process(settings: LearnerSettings, cluster: str, kinds: Collection[str]) -> None:
@@ -121,10 +121,10 @@ def check_one_process(settings: LearnerSettings, cluster: str, kinds: Collection
     for field, usual in (("optimizer", "adamw"), ("quantize", "none")):
         value = getattr(settings, field)
         if value != usual and cluster:
-            raise ConfigError(f"learner.{field}", value, f"{usual} on a cluster, where weights are divided")
+            raise ConfigError(f"learner.{field}", value, f"must be {usual} on a cluster, where weights are divided")
     if settings.quantize != "none" and "full" in kinds:
         raise ConfigError(
-            "learner.quantize", settings.quantize, "none, where all weights are trained", "Train adapters."
+            "learner.quantize", settings.quantize, "must be none, where all weights are trained", "Train adapters."
         )
 
 
@@ -134,7 +134,7 @@ def check_flex(settings: LearnerSettings, gpus_per_learner: int) -> None:
         raise ConfigError(
             "learner.tree_attention",
             "flex",
-            "blocks, where cluster.gpus_per_learner is 0",
+            "must be blocks, where cluster.gpus_per_learner is 0",
             "Leave it out, or train on GPUs: cluster.gpus_per_learner = 1.",
         )
 
@@ -155,7 +155,7 @@ def check_anchor(settings: LearnerSettings, loss: LossSpec) -> None:
             raise ConfigError(
                 "learner.anchor",
                 settings.anchor,
-                f"trainer, as the loss ({field} = {getattr(loss, field)!r}) has {why}",
+                f"must be trainer, as the loss ({field} = {getattr(loss, field)!r}) has {why}",
                 "Leave learner.anchor out.",
             )
 
@@ -164,4 +164,4 @@ def check_loss(loss: LossSpec, settings: LearnerSettings) -> None:
     """Raises ConfigError for a loss that lacks a number, or that the settings do not fit."""
     check_anchor(settings, loss)
     if loss.aggregation == "constant" and loss.constant_length is None:
-        raise ConfigError("loss.constant_length", None, "the run's response limit, in tokens")
+        raise ConfigError("loss.constant_length", None, "must be the run's response limit, in tokens")

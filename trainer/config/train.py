@@ -93,8 +93,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def __post_init__(self) -> None:
         check_bounds(self, "every", "limit", "patience", table="evaluation.")
         if self.tasks == NO_TASKS and (name := self.needing_tasks):
-            allowed = f"off with evaluation.tasks = {NO_TASKS!r}"
-            raise ConfigError(f"evaluation.{name}", getattr(self, name), allowed, "Pass --eval-tasks FILE.")
+            fault = f"must be off with evaluation.tasks = {NO_TASKS!r}"
+            raise ConfigError(f"evaluation.{name}", getattr(self, name), fault, "Pass --eval-tasks FILE.")
 
     @property
     def needing_tasks(self) -> str:
@@ -195,11 +195,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness")
         check_bounds(self, *counts, "episode_timeout", "probe_bound")
         if self.profile is not None and not 1 <= self.profile <= self.steps:
-            raise ConfigError("profile", self.profile, f"a step of the run, 1 to {self.steps}", "Steps count from 1.")
+            raise ConfigError(
+                "profile", self.profile, f"must be a step of the run, 1 to {self.steps}", "Steps count from 1."
+            )
         _check_failure(self.on_failure)
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
-            raise ConfigError("mode", self.mode, "sync, where cluster.colocate is true")
+            raise ConfigError("mode", self.mode, "must be sync, where cluster.colocate is true")
         check_distill(self.recipe, self.distill, self.sampling.temperature)
         check_records(self.recipe, self.records, self.learner)
         check_one_process(self.learner, self.cluster.address, {p.kind for p in self.policy} or {self.policies})
@@ -207,10 +209,14 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             check_flex(self.learner, self.cluster.gpus_per_learner)
         for name, count in Counter(p.name for p in self.policy).items():
             if count > 1:
-                raise ConfigError("policy.name", name, "one policy of each name", "Rename one of the two policies.")
+                raise ConfigError(
+                    "policy.name", name, "must be one policy of each name", "Rename one of the two policies."
+                )
         for role, count in Counter(role for p in self.policy for role in p.roles).items():
             if count > 1:
-                raise ConfigError("policy.roles", role, "one policy for each role", "Remove the role from all but one.")
+                raise ConfigError(
+                    "policy.roles", role, "must be one policy for each role", "Remove the role from all but one."
+                )
 
     @property
     def from_records(self) -> bool:
@@ -248,15 +254,15 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 "plan.kind",
                 kind,
-                "independent, as the workflow has no scorer",
+                "must be independent, as the workflow has no scorer",
                 "Add @workflow.scorer(role) for at least one role, or use --plan replay or independent.",
             )
         name = self.recipe or USUAL[kind]
         chosen = self._recipe(name, kind)
         check_anchor(self.learner, chosen.loss)
         if chosen.loss.token_loss and self.cluster.address:
-            allowed = "nothing on a cluster, whose learners do not have its module"
-            raise ConfigError("overrides.token_loss", chosen.loss.token_loss, allowed, "Train in one process.")
+            fault = "must be nothing on a cluster, whose learners do not have its module"
+            raise ConfigError("overrides.token_loss", chosen.loss.token_loss, fault, "Train in one process.")
         check_own(chosen)
         if kind == "replay":
             why = "a call is judged by the outcome of the episode that goes on from it"
@@ -273,7 +279,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         except ConfigError as error:
             if error.field not in self.overrides:
                 raise
-            raise ConfigError(f"overrides.{error.field}", error.value, error.allowed, error.remedy) from None
+            raise ConfigError(f"overrides.{error.field}", error.value, error.fault, error.remedy) from None
 
     def resolve_policies(self, seen: Sequence[str], *, scored: Sequence[str] | None = None) -> Policies:
         """The policy of each role. `scored`: the roles that can be trained (None: all); a layout leaves the others
@@ -294,7 +300,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(
                     "policy.roles",
                     role,
-                    f"a role of the application: {', '.join(known)}",
+                    f"must be a role of the application: {', '.join(known)}",
                     "Correct the name, or list it under `roles` if it shows only on some tasks.",
                 )
         missing = [role for role in known if role not in roles]
@@ -302,17 +308,17 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 "policy.roles",
                 ", ".join(missing),
-                "a policy for every role of the application",
+                "must be a policy for every role of the application",
                 'Add these roles to a policy; kind = "frozen" or "provider" leaves them untrained.',
             )
         if not any(spec.trained for spec in specs.values()):
-            raise ConfigError("policy.kind", "all untrained", "at least one policy of kind lora or full")
+            raise ConfigError("policy.kind", "all untrained", "must be at least one policy of kind lora or full")
         for p in self.policy:
             if specs[p.name].trained and not set(p.roles) & set(able):
                 raise ConfigError(
                     "policy.kind",
                     f"{p.kind} for {p.name}",
-                    "frozen, as none of its roles has a scorer under the tree plan",
+                    "must be frozen, as none of its roles has a scorer under the tree plan",
                     f"Add @workflow.scorer for one of {', '.join(p.roles)}, or use --plan independent.",
                 )
         return Policies(specs, roles)
@@ -347,11 +353,11 @@ def read_toml(path: str | Path | None) -> dict[str, Any]:
         return {}
     path = Path(path)
     if not path.is_file():
-        raise ConfigError("config", str(path), "a TOML file that is there", PAGE)
+        raise ConfigError("config", str(path), "must be a TOML file that is there", PAGE)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("config", str(path), f"valid TOML ({error})") from None
+        raise ConfigError("config", str(path), f"must be valid TOML ({error})") from None
 
 
 def convert(table: Mapping[str, Any]) -> TrainConfig:
@@ -361,13 +367,13 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
     if isinstance(table.get("records"), str | Path):
         table = {**table, "records": {"path": str(table["records"])}}
     if not table.get("model"):
-        raise ConfigError("model", table.get("model"), "a model folder or Hugging Face id", "Pass --model.")
+        raise ConfigError("model", table.get("model"), "must be a model folder or Hugging Face id", "Pass --model.")
     name = table.get("recipe")
     if isinstance(name, Mapping):
         remedy = "Its settings are overrides, such as overrides.clip_high."
-        raise ConfigError("recipe", dict(name), "the name of a recipe", remedy)
+        raise ConfigError("recipe", dict(name), "must be the name of a recipe", remedy)
     if name is not None and name not in (known := {*RECIPES, *FROM_RECORDS}):
-        raise ConfigError("recipe", name, f"one of {', '.join(sorted(known))}")
+        raise ConfigError("recipe", name, f"must be one of {', '.join(sorted(known))}")
     try:
         return msgspec.convert(table, TrainConfig)
     except msgspec.ValidationError as error:
@@ -378,12 +384,12 @@ def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
     """Set a field by its dotted name. Raises ConfigError where a part of the name is no table."""
     *parents, leaf = dotted.split(".")
     if not all((*parents, leaf)):
-        raise ConfigError(dotted, value, "a field of the configuration, such as lora.rank", PAGE)
+        raise ConfigError(dotted, value, "must be a field of the configuration, such as lora.rank", PAGE)
     for parent in parents:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
-            required = f"a field of the configuration; {parent} has none"
-            raise ConfigError(dotted, value, required, PAGE)
+            fault = f"must be a field of the configuration; {parent} has none"
+            raise ConfigError(dotted, value, fault, PAGE)
     table[leaf] = value
 
 
@@ -391,4 +397,6 @@ def _check_failure(value: str) -> None:
     try:
         failure_reward(value)
     except ValueError:
-        raise ConfigError("on_failure", value, "lowest, exclude or reward:<number>", "For example: reward:-1") from None
+        raise ConfigError(
+            "on_failure", value, "must be lowest, exclude or reward:<number>", "For example: reward:-1"
+        ) from None

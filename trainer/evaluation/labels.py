@@ -33,7 +33,7 @@ def load_labels(path: str | Path) -> dict[str, float]:
     Raises ConfigError for a missing file, a broken line (with its number) or a repeated id.
     """
     if not Path(path).is_file():
-        raise ConfigError("labels", str(path), "a file of JSON lines", EXAMPLE)
+        raise ConfigError("labels", str(path), "must be a file of JSON lines", EXAMPLE)
     found: dict[str, float] = {}
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if not line.strip():
@@ -41,13 +41,17 @@ def load_labels(path: str | Path) -> dict[str, float]:
         try:
             label = msgspec.json.decode(line, type=Label)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError("labels", f"{path}, line {number}", f"an id and a score ({error})", EXAMPLE) from None
+            raise ConfigError(
+                "labels", f"{path}, line {number}", f"must be an id and a score ({error})", EXAMPLE
+            ) from None
         if label.id in found:
-            raise ConfigError("labels", f"{path}, line {number}", f"unique ids; {label.id} is there twice", EXAMPLE)
+            raise ConfigError(
+                "labels", f"{path}, line {number}", f"must be unique ids; {label.id} is there twice", EXAMPLE
+            )
         if label.score is not None:
             found[label.id] = label.score
     if not found:
-        raise ConfigError("labels", str(path), "at least one label", EXAMPLE)
+        raise ConfigError("labels", str(path), "must be at least one label", EXAMPLE)
     return found
 
 
@@ -96,6 +100,6 @@ def labelled(
     unknown = [one for one in labels if one not in known]
     if unknown:
         some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-        allowed = f"labels of what is on record; {len(unknown)} of {len(labels)} ids are not: {some}"
-        raise ConfigError("labels", source, allowed, EXAMPLE)
+        fault = f"must be labels of what is on record; {len(unknown)} of {len(labels)} ids are not: {some}"
+        raise ConfigError("labels", source, fault, EXAMPLE)
     return calls, episodes

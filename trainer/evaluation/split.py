@@ -52,7 +52,9 @@ def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
     if len(own) < min(LEAST, wanted) or tenth < LEAST:
         few = f"no task is held out: {plural(len(tasks), 'task')}, and {SHARE * LEAST} different ones are needed"
         if needing := config.evaluation.needing_tasks:
-            raise ConfigError(f"evaluation.{needing}", getattr(config.evaluation, needing), f"off; {few}", _REMEDY)
+            raise ConfigError(
+                f"evaluation.{needing}", getattr(config.evaluation, needing), f"must be off; {few}", _REMEDY
+            )
         return Split(tasks=tasks, note=f"{few}, so what the policies reach is not known. {_REMEDY}")
     return _parted(
         tasks,
@@ -104,7 +106,7 @@ def _of_file(config: EvaluationConfig, tasks: Sequence[Task]) -> list[Task]:
     try:
         return load_tasks(config.tasks)[: config.limit]
     except ConfigError as error:
-        raise ConfigError("evaluation.tasks", error.value, error.allowed, error.remedy) from None
+        raise ConfigError("evaluation.tasks", error.value, error.fault, error.remedy) from None
 
 
 def _parted(tasks: Sequence[Task], own: Iterable[str], note: str) -> Split:

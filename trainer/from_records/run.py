@@ -165,7 +165,7 @@ def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
                 raise ConfigError(
                     field,
                     role,
-                    f"a role with recorded answers that can be learned from: {known}",
+                    f"must be a role with recorded answers that can be learned from: {known}",
                     f"Left out are {counts(recorded.left_out) or 'none'}. See the roles with cotune show.",
                 )
     return config.resolve_policies(recorded.roles)

@@ -58,7 +58,9 @@ def open_policy_models(
                 base, network = shared[path]
                 opened[spec.name] = PolicyModel(spec, index, network, settings, peft=base, adapter=adapter)
     if not opened:
-        raise ConfigError("policies", {n: s.kind for n, s in policies.specs.items()}, "at least one lora or full")
+        raise ConfigError(
+            "policies", {n: s.kind for n, s in policies.specs.items()}, "must be at least one lora or full"
+        )
     for policy in {id(p.network): p for p in opened.values()}.values():
         _prepare(policy, settings)
     if settings.shared_prompts:
@@ -103,7 +105,9 @@ def _lora_config(spec: PolicySpec, network: Any) -> Any:
 
     lora = spec.lora
     if "lm_head" in lora.targets:
-        raise ConfigError("lora.targets", lora.targets, "linear layers below the output embedding", "Remove lm_head.")
+        raise ConfigError(
+            "lora.targets", lora.targets, "must be linear layers below the output embedding", "Remove lm_head."
+        )
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -120,7 +124,9 @@ def _wrap(network: Any, spec: PolicySpec, adapter: str) -> Any:
     try:
         return get_peft_model(network, _lora_config(spec, network), adapter_name=adapter)
     except ValueError as error:
-        raise ConfigError("lora.targets", spec.lora.targets, f"names of linear layers of the model ({error})") from None
+        raise ConfigError(
+            "lora.targets", spec.lora.targets, f"must be names of linear layers of the model ({error})"
+        ) from None
 
 
 def _prepare(policy: PolicyModel, settings: LearnerSettings) -> None:
@@ -128,7 +134,9 @@ def _prepare(policy: PolicyModel, settings: LearnerSettings) -> None:
     network = policy.network
     if settings.activation_checkpointing is True and not policy.logprob_model.checkpointing.possible:
         kind = type(network).__name__
-        raise ConfigError("learner.activation_checkpointing", True, f"false or auto: {kind} does not name its layers")
+        raise ConfigError(
+            "learner.activation_checkpointing", True, f"must be false or auto: {kind} does not name its layers"
+        )
     _check_head(network)
 
 
@@ -151,7 +159,9 @@ def _check_head(network: Any) -> None:
         same = torch.allclose(logits.float() / LARGE, expected.float() / LARGE * factor, atol=1e-2, rtol=0.0)
     if not same:
         kind = type(network).__name__
-        raise ConfigError("model", kind, "a model whose logits are its output embedding times the last hidden state")
+        raise ConfigError(
+            "model", kind, "must be a model whose logits are its output embedding times the last hidden state"
+        )
 
 
 def _device(name: str) -> torch.device:
@@ -160,4 +170,4 @@ def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
-        raise ConfigError("learner.device", name, f"a torch device of this machine ({error})") from None
+        raise ConfigError("learner.device", name, f"must be a torch device of this machine ({error})") from None

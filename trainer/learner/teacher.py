@@ -51,7 +51,10 @@ def check_tokenizers(teacher: str, model: str) -> None:
     """Raises ConfigError unless two models have the same tokens under the same ids."""
     if tokenizer_of(teacher).get_vocab() != tokenizer_of(model).get_vocab():
         raise ConfigError(
-            "distill.teacher", teacher, f"a model with the tokenizer of {model}", "Take a larger model of its family."
+            "distill.teacher",
+            teacher,
+            f"must be a model with the tokenizer of {model}",
+            "Take a larger model of its family.",
         )
 
 

@@ -71,7 +71,7 @@ def _check_base(evaluated: EvaluatedPolicies) -> None:
     try:
         evaluated.check_base()
     except ConfigError as error:
-        raise ConfigError(error.field, error.value, error.allowed, _PUT_BACK) from None
+        raise ConfigError(error.field, error.value, error.fault, _PUT_BACK) from None
     except AdapterError as error:
         raise AdapterError(error.cause, _PUT_BACK) from None
 

@@ -42,12 +42,12 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.episode is None) == (not self.all):
-            raise ConfigError("episode", self.episode, "an episode's id, or else --all", "See cotune show RUN.")
+            raise ConfigError("episode", self.episode, "must be an episode's id, or else --all", "See cotune show RUN.")
         if self.all and (self.answer is not None or self.k != 1):
             name = "answer" if self.answer is not None else "k"
-            raise ConfigError(name, getattr(self, name), "given with --episode only", "Leave out --all.")
+            raise ConfigError(name, getattr(self, name), "must be given with --episode only", "Leave out --all.")
         if self.answer is not None and (self.call is None or self.k != 1):
             raise ConfigError(
-                "answer", self.answer, "given with --call, and without -k", "Name the call that it answers."
+                "answer", self.answer, "must be given with --call, and without -k", "Name the call that it answers."
             )
         check_bounds(self, "k", "limit", "max_tokens", "concurrency", "timeout")

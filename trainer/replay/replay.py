@@ -88,7 +88,7 @@ def replay(run: str | Path, options: ReplayOptions, watch: Watch | None = None) 
     """
     workflow = _workflow(Path(run), options)
     if options.out is not None and RunLayout(options.out).records.exists():
-        raise ConfigError("out", options.out, "a folder without records", "Name a new folder.")
+        raise ConfigError("out", options.out, "must be a folder without records", "Name a new folder.")
     with open_store(run, read_only=True) as store:
         plan = [_planned(store, episode, options) for episode in _episodes(store, options)]
         with watch(len(plan) * options.k) if watch else nullcontext() as on_episode:
@@ -178,7 +178,9 @@ def _workflow(run: Path, options: ReplayOptions) -> Workflow:
         sys.path[:0] = [path for path in (described.get("folder"),) if path and path not in sys.path]
     if spec is None:
         remedy = "For example: cotune replay RUN --workflow app:solve --all"
-        raise ConfigError("workflow", None, "given, as the records do not say which application made them", remedy)
+        raise ConfigError(
+            "workflow", None, "must be given, as the records do not say which application made them", remedy
+        )
     return load_workflow(spec).named_by(options.roles_by or config.get("roles_by"))
 
 
@@ -209,11 +211,13 @@ def _planned(store: Store, episode: Episode, options: ReplayOptions) -> tuple[Se
     at = options.call if options.episode or options.call < len(calls) else len(calls) - 1
     fork = next((call for call in calls if call.step == at), None)
     if fork is None:
-        raise ConfigError("call", at, f"0 to {len(calls) - 1}, the steps of this episode", "See cotune show --episode.")
+        raise ConfigError(
+            "call", at, f"must be 0 to {len(calls) - 1}, the steps of this episode", "See cotune show --episode."
+        )
     if not repeatable(calls, fork):
         bad = next(call for call in calls if call.status != "ok" and call.id != fork.id)
         raise ConfigError(
-            "call", at, f"{bad.step} or less: call {bad.step} of role {bad.role!r} has no answer to repeat", ""
+            "call", at, f"must be {bad.step} or less: call {bad.step} of role {bad.role!r} has no answer to repeat", ""
         )
     return old, Replay(script=script, fork=fork.id, answer=_given(options.answer))
 

@@ -92,7 +92,7 @@ def import_path(workflow: Workflow) -> str:
     code = getattr(workflow.fn, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     raise ConfigError(
-        "workflow", f"{workflow.name}{where}", "one that rollout workers can import by module and name", _REMEDY
+        "workflow", f"{workflow.name}{where}", "must be one that rollout workers can import by module and name", _REMEDY
     )
 
 

@@ -189,9 +189,9 @@ class WorkerPool:
             self._check(started)
         except TypeError as error:
             await asyncio.shield(process.kill())
-            allowed = f"one that crosses processes ({str(error).splitlines()[0]})"
+            fault = f"must be one that crosses processes ({str(error).splitlines()[0]})"
             raise ConfigError(
-                "sampler", type(self._setup.sampler).__name__, allowed, "Host it by start_sampler."
+                "sampler", type(self._setup.sampler).__name__, fault, "Host it by start_sampler."
             ) from error
         except BaseException:
             await asyncio.shield(process.kill())
@@ -203,7 +203,7 @@ class WorkerPool:
             return ConfigError(
                 "cluster.rollout_workers",
                 self._config.rollout_workers,
-                f"as many as the cluster has room for: not all were up within {self._limits.start:g} s",
+                f"must be as many as the cluster has room for: not all were up within {self._limits.start:g} s",
                 f"Each takes {self._config.cpus_per_rollout_worker:g} CPUs: ask for fewer workers or CPUs, or look at "
                 "`ray status`.",
             )

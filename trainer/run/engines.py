@@ -62,7 +62,7 @@ def owners(config: TrainConfig, policies: Policies) -> tuple[list[str], bool]:
     full = [name for name, kind in kinds.items() if kind == "full"]
     rest = any(kind in ("lora", "frozen") for kind in kinds.values())
     if config.cluster.colocate and len(full) + rest > 1:
-        raise ConfigError("cluster.colocate", True, f"false, where {', '.join(full)} need engines of their own")
+        raise ConfigError("cluster.colocate", True, f"must be false, where {', '.join(full)} need engines of their own")
     return full, rest
 
 
@@ -91,7 +91,9 @@ def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str
     if cluster.engine == "vllm-url":
         kinds: list[str] = [p.kind for p in config.policy]
         if "full" in (kinds or [config.policies]):
-            raise ConfigError("policies", "full", "lora or shared, where a vLLM server samples: it takes adapters only")
+            raise ConfigError(
+                "policies", "full", "must be lora or shared, where a vLLM server samples: it takes adapters only"
+            )
         key = os.environ.get("VLLM_API_KEY")
         return {
             "model": model, "url": cluster.engine_url, "api_key": key, "max_lora_rank": rank, **cluster.engine_args
@@ -109,7 +111,7 @@ def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str
             raise ConfigError(
                 "mode",
                 config.mode,
-                "sync, where vLLM serves full weights: it holds one version only",
+                "must be sync, where vLLM serves full weights: it holds one version only",
                 'Train adapters (--policies lora), or set cluster.engine = "transformers".',
             )
         return {**arguments, "weights": "full"}

@@ -65,10 +65,10 @@ def check_curriculum(config: CurriculumConfig, plan: Plan, tasks: Sequence[Task]
     if config.k_easy is None:
         return
     if plan.kind != "independent":
-        allowed = f"nothing under the plan {plan.kind}, which runs each task once"
-        raise ConfigError("curriculum.k_easy", config.k_easy, allowed, "Use --plan independent.")
+        fault = f"must be nothing under the plan {plan.kind}, which runs each task once"
+        raise ConfigError("curriculum.k_easy", config.k_easy, fault, "Use --plan independent.")
     if config.k_easy > plan.k:
-        raise ConfigError("curriculum.k_easy", config.k_easy, f"at most plan.k ({plan.k})")
+        raise ConfigError("curriculum.k_easy", config.k_easy, f"must be at most plan.k ({plan.k})")
 
 
 def task_rewards(collected: Collected, recipe: Recipe) -> dict[str, float]:
@@ -94,6 +94,9 @@ def _level(task: Task, by: str) -> float:
     if isinstance(found, bool) or not isinstance(found, int | float):
         remedy = "Give every task a number there, or leave curriculum.by out."
         raise ConfigError(
-            "curriculum.by", by, f"a field of every task that holds a number; task {task.id} has {found!r}", remedy
+            "curriculum.by",
+            by,
+            f"must be a field of every task that holds a number; task {task.id} has {found!r}",
+            remedy,
         )
     return float(found)

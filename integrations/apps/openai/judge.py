@@ -95,10 +95,10 @@ class Judge(Ranking):
         _check(rubric, model, role, price, max_cost)
         for field, number in {"passes": passes, "max_tokens": max_tokens}.items():
             if number < 1:
-                raise ConfigError(f"Judge.{field}", number, "1 or more")
+                raise ConfigError(f"Judge.{field}", number, "must be 1 or more")
         if role is not None and (max_calls, max_cost, price, base_url, api_key) != (None,) * 5:
             fields = "max_calls, max_cost, price, base_url and api_key"
-            raise ConfigError("Judge.role", role, f"given without {fields}: a policy of the run answers")
+            raise ConfigError("Judge.role", role, f"must be given without {fields}: a policy of the run answers")
         self.rubric = rubric
         self.model = model
         self.role = role
@@ -269,10 +269,14 @@ def _check(
     max_cost: float | None,
 ) -> None:
     if not isinstance(rubric, str) or not rubric.strip():
-        raise ConfigError("Judge.rubric", rubric, "a text that says what makes an answer better")
+        raise ConfigError("Judge.rubric", rubric, "must be a text that says what makes an answer better")
     if (model is None) == (role is None):
-        raise ConfigError("Judge.model", model, "given where role is not", "Name a model, or a role of the run.")
+        raise ConfigError(
+            "Judge.model", model, "must be given where role is not", "Name a model, or a role of the run."
+        )
     if price is not None and (len(price) != 2 or not all(number >= 0 for number in price)):
-        raise ConfigError("Judge.price", price, "prices of a million prompt and completion tokens, such as (0.15, 0.6)")
+        raise ConfigError(
+            "Judge.price", price, "must be prices of a million prompt and completion tokens, such as (0.15, 0.6)"
+        )
     if max_cost is not None and price is None:
-        raise ConfigError("Judge.max_cost", max_cost, "given with price", "For example: price=(0.15, 0.6).")
+        raise ConfigError("Judge.max_cost", max_cost, "must be given with price", "For example: price=(0.15, 0.6).")

@@ -26,8 +26,8 @@ def install() -> None:
     try:
         import time_machine
     except ImportError:
-        allowed = "false, as time-machine, by which the clock is frozen, is not installed"
-        raise ConfigError("replay.freeze", True, allowed, "pip install time-machine") from None
+        fault = "must be false, as time-machine, by which the clock is frozen, is not installed"
+        raise ConfigError("replay.freeze", True, fault, "pip install time-machine") from None
     _installed = True
     generate: Any = uuid._generate_time_safe  # type: ignore[attr-defined]
     real = time_machine.escape_hatch.time.time_ns

@@ -63,7 +63,9 @@ def otlp_exporter(endpoint: str, headers: Mapping[str, str] | None = None, timeo
         raise CotuneError("OpenTelemetry's exporter is not installed.", "pip install 'cotune[otel]'") from error
     scheme, _, rest = endpoint.partition("://")
     if scheme not in ("http", "https") or not rest:
-        raise ConfigError("endpoint", endpoint, "an http or https address", "For example: http://127.0.0.1:4318")
+        raise ConfigError(
+            "endpoint", endpoint, "must be an http or https address", "For example: http://127.0.0.1:4318"
+        )
     if "/" not in rest.rstrip("/"):
         endpoint = f"{endpoint.rstrip('/')}/v1/traces"
     return OTLPSpanExporter(endpoint=endpoint, headers=dict(headers or {}), timeout=timeout)

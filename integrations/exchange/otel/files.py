@@ -16,7 +16,9 @@ from cotune.integrations.exchange.otel.phoenix import is_row, span_of
 from cotune.integrations.exchange.otel.spans import Span
 
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_ACCEPTED = "OTLP/JSON with spans (resourceSpans / scopeSpans / spans), spans of Phoenix, or observations of Langfuse"
+_ACCEPTED = (
+    "must be OTLP/JSON with spans (resourceSpans / scopeSpans / spans), spans of Phoenix, or observations of Langfuse"
+)
 
 
 def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
@@ -26,7 +28,7 @@ def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError("file", str(path), "a file of OTLP/JSON", "For example: a collector's file exporter.")
+        raise ConfigError("file", str(path), "must be a file of OTLP/JSON", "For example: a collector's file exporter.")
     found = 0
     langfuse = Observations(left_out)
     for value in _values(path.read_bytes(), left_out):

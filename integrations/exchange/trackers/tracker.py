@@ -26,7 +26,9 @@ def check_tools(tools: Sequence[Tool]) -> None:
     """Raises ConfigError for a tool that is not installed."""
     for tool in tools:
         if not any(find_spec(package) for package in PACKAGES[tool]):
-            raise ConfigError("loggers", tool, "an installed tool", f"Install it: pip install {PACKAGES[tool][0]}")
+            raise ConfigError(
+                "loggers", tool, "must be an installed tool", f"Install it: pip install {PACKAGES[tool][0]}"
+            )
 
 
 class Tracker:

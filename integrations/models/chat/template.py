@@ -92,7 +92,7 @@ class ChatTemplate:
 
         path = Path(model)
         if path.exists() and not (path / "config.json").exists():
-            raise ConfigError("model", str(model), "a folder with config.json, tokenizer and weights", _REMEDY)
+            raise ConfigError("model", str(model), "must be a folder with config.json, tokenizer and weights", _REMEDY)
         with reading(model):
             tokenizer = AutoTokenizer.from_pretrained(str(model), **loading())
             config = AutoConfig.from_pretrained(str(model), **loading())
@@ -101,7 +101,7 @@ class ChatTemplate:
             raise ConfigError(
                 "model",
                 str(model),
-                "a model whose tokenizer has a chat template",
+                "must be a model whose tokenizer has a chat template",
                 "Use an instruct model, or put a chat_template.jinja into the folder.",
             )
         made = cls(tokenizer, ends, tools=tools, images=ImageInputs(str(model)) if sees_images(config) else None)
@@ -109,8 +109,8 @@ class ChatTemplate:
             made._template([{"role": "user", "content": "hi"}], None, {})
         except SamplerError as error:  # any other cause may be of this message alone
             if isinstance(error.__cause__, TookTooLong):
-                allowed = f"a model whose chat template renders a message within {PATIENCE:g} s"
-                raise ConfigError("model", str(model), allowed, "Repair its chat_template.jinja.") from None
+                fault = f"must be a model whose chat template renders a message within {PATIENCE:g} s"
+                raise ConfigError("model", str(model), fault, "Repair its chat_template.jinja.") from None
         if made.tool_format is None and not made._replies.template:
             log.warning("%s Calls with tools are refused. %s", made._unknown(), _NAME_IT)
         return made

@@ -233,7 +233,7 @@ def check_tool_format(name: str) -> None:
     """Raises ConfigError for what is no setting `tool_format`; whether vLLM has a parser shows when it is loaded."""
     if name in (AUTO, *FORMATS) or name.startswith(VLLM):
         return
-    raise ConfigError("tool_format", name, f"auto, {', '.join(FORMATS)} or vllm:NAME of a tool parser of vLLM")
+    raise ConfigError("tool_format", name, f"must be auto, {', '.join(FORMATS)} or vllm:NAME of a tool parser of vLLM")
 
 
 def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
@@ -241,17 +241,17 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
         remedy = "Install the extra: pip install 'cotune[vllm]'."
-        raise ConfigError("tool_format", name, f"a format that needs no vLLM ({error})", remedy) from None
+        raise ConfigError("tool_format", name, f"must be a format that needs no vLLM ({error})", remedy) from None
     try:
         parser = ToolParserManager.get_tool_parser(name.removeprefix(VLLM))
     except KeyError:
         known = ", ".join(ToolParserManager.list_registered())
-        raise ConfigError("tool_format", name, f"vllm: and one of {known}") from None
+        raise ConfigError("tool_format", name, f"must be vllm: and one of {known}") from None
     try:
         make: Any = parser
         make(tokenizer)
     except Exception as error:  # noqa: BLE001, parsers look for their marks in the vocabulary and raise what they like
-        raise ConfigError("tool_format", name, f"a format of this model ({error})") from None
+        raise ConfigError("tool_format", name, f"must be a format of this model ({error})") from None
 
     def read(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -54,8 +54,8 @@ def locate_model(model: str | Path) -> Path:
         return _checked(Path(snapshot_download(str(model), allow_patterns=_NEEDED)))
     except (OSError, ValueError) as error:
         remedy = "Correct the id, or fetch the model where there is a network (`hf download`) and name its folder."
-        allowed = f"a model folder, or a Hugging Face id that can be fetched ({_cause(error)})"
-        raise ConfigError("model", str(model), allowed, remedy) from None
+        fault = f"must be a model folder, or a Hugging Face id that can be fetched ({_cause(error)})"
+        raise ConfigError("model", str(model), fault, remedy) from None
 
 
 def locate_base(model: str | Path) -> Path:
@@ -64,7 +64,7 @@ def locate_base(model: str | Path) -> Path:
         return locate_model(model)
     except ConfigError as error:
         remedy = f"{error.remedy} Where it was moved, --model says where it is now."
-        raise ConfigError("model", error.value, error.allowed, remedy) from None
+        raise ConfigError("model", error.value, error.fault, remedy) from None
 
 
 def loading() -> dict[str, Any]:
@@ -85,8 +85,8 @@ def reading(model: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        allowed = f"a model folder or hub id ({_cause(error)})"
-        raise ConfigError("model", str(model), allowed, "Check --model.") from error
+        fault = f"must be a model folder or hub id ({_cause(error)})"
+        raise ConfigError("model", str(model), fault, "Check --model.") from error
 
 
 def _checked(folder: Path) -> Path:
@@ -95,7 +95,7 @@ def _checked(folder: Path) -> Path:
         raise ConfigError(
             "model",
             str(folder),
-            f"a model with its weights in *.safetensors ({bins[0]} is a pickle, which may run code when read)",
+            f"must be a model with its weights in *.safetensors ({bins[0]} is a pickle, which may run code when read)",
             "Convert it where you trust it: model.save_pretrained(FOLDER) writes safetensors.",
         )
     own = None if loading()["trust_remote_code"] else _own_code(folder)
@@ -103,7 +103,7 @@ def _checked(folder: Path) -> Path:
         raise ConfigError(
             "model",
             str(folder),
-            f"a model that transformers knows; this one runs code of its own ({own})",
+            f"must be a model that transformers knows; this one runs code of its own ({own})",
             "Read that code, then allow it with --trust-remote-code.",
         )
     return folder
@@ -131,13 +131,13 @@ def _settings(file: Path) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        allowed = f"a model folder whose {file.name} is a JSON object"
-        raise ConfigError("model", str(file.parent), allowed, "Fetch it again.")
+        fault = f"must be a model folder whose {file.name} is a JSON object"
+        raise ConfigError("model", str(file.parent), fault, "Fetch it again.")
     return found
 
 
 def _no_model(model: str | Path, why: str, remedy: str) -> ConfigError:
-    return ConfigError("model", str(model), f"a model folder with a config.json or a GGUF file; {why}", remedy)
+    return ConfigError("model", str(model), f"must be a model folder with a config.json or a GGUF file; {why}", remedy)
 
 
 def _may_be_id(model: str) -> bool:
@@ -176,7 +176,7 @@ def write_model(base: Path, weights: Weights, to: Path) -> None:
     parameters = dict(model.named_parameters())
     if odd := sorted(parameters.keys() ^ weights.keys()):
         raise ConfigError(
-            "weights", odd[0], f"the {len(parameters)} parameters of {base}", "Name the right base model."
+            "weights", odd[0], f"must be the {len(parameters)} parameters of {base}", "Name the right base model."
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -198,7 +198,7 @@ def write_merged(base: Path, weights: Weights, lora: LoraSpec, to: Path) -> Weig
             layer = name.removesuffix(_LORA_A)
             target = layer.removeprefix("base_model.model.") + ".weight"
             if target not in parameters:
-                raise ConfigError("weights", name, f"an adapter of {base}", "Name the right base model.")
+                raise ConfigError("weights", name, f"must be an adapter of {base}", "Name the right base model.")
             delta = lora.scale * (np.asarray(weights[f"{layer}.lora_B.weight"], np.float32) @ np.asarray(a, np.float32))
             parameters[target].add_(torch.from_numpy(delta))
     _save(model, base, to)

@@ -26,7 +26,7 @@ def find_gguf(model: Path) -> Path | None:
     found = sorted(model.glob("*.gguf")) if model.is_dir() else []
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:4]) + (", …" if len(found) > 4 else "")
-        raise ConfigError("model", str(model), f"one model; the folder holds {names}", "Name the file.")
+        raise ConfigError("model", str(model), f"must be one model; the folder holds {names}", "Name the file.")
     return found[0].resolve() if found else None
 
 
@@ -48,8 +48,8 @@ def unpack_gguf(file: Path) -> Path:
                 (Path(made) / "model").rename(folder)
         except OSError as error:
             if not folder.is_dir():  # else another process was faster
-                allowed = f"room and rights in {folder.parent} ({error.strerror or error})"
-                raise ConfigError("model", str(file), allowed, "Free the disk, or set XDG_CACHE_HOME.") from error
+                fault = f"must be room and rights in {folder.parent} ({error.strerror or error})"
+                raise ConfigError("model", str(file), fault, "Free the disk, or set XDG_CACHE_HOME.") from error
     return folder
 
 
@@ -66,11 +66,11 @@ def _unpack(file: Path, to: Path) -> None:
         AutoTokenizer.from_pretrained(**source).save_pretrained(to)
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     except ImportError as error:
-        raise ConfigError("model", str(file), f"readable here ({error})", "pip install gguf") from None
+        raise ConfigError("model", str(file), f"must be readable here ({error})", "pip install gguf") from None
     except Exception as error:  # whatever a file that is none makes the reader raise
         first = str(error).partition("\n")[0]
-        allowed = f"a GGUF file whose architecture transformers reads ({type(error).__name__}: {first})"
-        raise ConfigError("model", str(file), allowed, "Fetch it again, or name the model's own folder.") from error
+        fault = f"must be a GGUF file whose architecture transformers reads ({type(error).__name__}: {first})"
+        raise ConfigError("model", str(file), fault, "Fetch it again, or name the model's own folder.") from error
     read.config.rope_parameters = _positions(file, read.config)
     # One that was read from GGUF counts as quantised and refuses to be saved: its twin of the same weights does not.
     settings = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
@@ -114,6 +114,6 @@ def _positions(file: Path, config: Any) -> dict[str, Any]:
         return plain
     config.rope_parameters = {**plain, **LLAMA3, "factor": float(found.max())}
     if not np.allclose(slowed_positions(config), found, rtol=1e-3):
-        allowed = "a GGUF file whose positions are slowed (rope_freqs) as those of Llama 3.1 to 3.3"
-        raise ConfigError("model", str(file), allowed, "Name the model's own folder.")
+        fault = "must be a GGUF file whose positions are slowed (rope_freqs) as those of Llama 3.1 to 3.3"
+        raise ConfigError("model", str(file), fault, "Name the model's own folder.")
     return dict(config.rope_parameters)

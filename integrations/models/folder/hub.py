@@ -15,9 +15,9 @@ def check_repository(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise ConfigError("push", name, f"USER/NAME ({error})") from None
+        raise ConfigError("push", name, f"must be USER/NAME ({error})") from None
     if "/" not in name:
-        raise ConfigError("push", name, "USER/NAME, of the user or organisation that it belongs to")
+        raise ConfigError("push", name, "must be USER/NAME, of the user or organisation that it belongs to")
 
 
 def push(folder: Path, name: str, *, private: bool) -> str:

@@ -50,14 +50,14 @@ def _checked(model: Path) -> tuple[Any, str]:
     with reading(model):
         config = AutoConfig.from_pretrained(model, **loading())
     if config.model_type not in _ARCHITECTURES:
-        raise _refused(model, f"a model of type {', '.join(_ARCHITECTURES)}; this one is {config.model_type}")
+        raise _refused(model, f"must be a model of type {', '.join(_ARCHITECTURES)}; this one is {config.model_type}")
     rope = config.rope_parameters["rope_type"]
     if rope not in _ROPE:
-        raise _refused(model, f"a model with rope_type {' or '.join(_ROPE)}; this one has {rope}")
+        raise _refused(model, f"must be a model with rope_type {' or '.join(_ROPE)}; this one has {rope}")
     if _slides(config):
-        raise _refused(model, "a model without sliding windows of attention")
+        raise _refused(model, "must be a model without sliding windows of attention")
     if config.hidden_act != "silu":
-        raise _refused(model, f"a model with hidden_act silu; this one has {config.hidden_act}")
+        raise _refused(model, f"must be a model with hidden_act silu; this one has {config.hidden_act}")
     return config, _split_name(model)
 
 
@@ -90,8 +90,8 @@ def write_gguf(model: Path, file: Path, precision: Precision, *, name: str, base
         writer.close()
 
 
-def _refused(model: Path, allowed: str) -> ConfigError:
-    return ConfigError("gguf", str(model), allowed, _REMEDY)
+def _refused(model: Path, fault: str) -> ConfigError:
+    return ConfigError("gguf", str(model), fault, _REMEDY)
 
 
 def _slides(config: Any) -> bool:
@@ -106,12 +106,12 @@ def _split_name(model: Path) -> str:
 
     file = model / "tokenizer.json"
     if not file.is_file():
-        raise _refused(model, "a model with a tokenizer.json")
+        raise _refused(model, "must be a model with a tokenizer.json")
     settings = json.loads(file.read_bytes())
     inner, before = settings["model"], settings["normalizer"]
     splitter = Tokenizer.from_file(str(file)).pre_tokenizer
     if inner["type"] != "BPE" or not inner["merges"] or splitter is None or (before and before["type"] != "NFC"):
-        raise _refused(model, f"a model with a byte-level BPE tokenizer; this one's is {inner['type']}")
+        raise _refused(model, f"must be a model with a byte-level BPE tokenizer; this one's is {inner['type']}")
     found = splitter.pre_tokenize_str(_TOLD_APART)
     for name, expressions in _SPLITS.items():
         parts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
@@ -120,7 +120,9 @@ def _split_name(model: Path) -> str:
         whole = bool(inner.get("ignore_merges")) == (name in _KEEPS_WHOLE)
         if whole and [piece for piece, _ in known] == [piece for piece, _ in found]:
             return name
-    raise _refused(model, f"a model whose tokenizer splits text as {', '.join(_SPLITS)} (names of llama.cpp) does")
+    raise _refused(
+        model, f"must be a model whose tokenizer splits text as {', '.join(_SPLITS)} (names of llama.cpp) does"
+    )
 
 
 def _add_settings(writer: Any, config: Any, precision: Precision, name: str, base: str) -> None:

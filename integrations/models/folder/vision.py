@@ -114,8 +114,8 @@ class ImageInputs:
                     with reading(self._model):
                         self._loaded = AutoProcessor.from_pretrained(self._model, **loading())
                 except ImportError as error:
-                    allowed = f"a model whose processor can be loaded ({first_line(error)})"
-                    raise ConfigError("model", self._model, allowed, "Install what its processor needs.") from None
+                    fault = f"must be a model whose processor can be loaded ({first_line(error)})"
+                    raise ConfigError("model", self._model, fault, "Install what its processor needs.") from None
             return self._loaded
 
 

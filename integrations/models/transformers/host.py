@@ -180,7 +180,7 @@ def serve(pipe: Connection) -> None:
     try:
         engine = load(source, lambda replies: send(pipe, replies))
     except ConfigError as error:
-        pipe.send(("config", error.field, error.value, error.allowed, error.remedy))
+        pipe.send(("config", error.field, error.value, error.fault, error.remedy))
         return
     except SamplerError as error:
         pipe.send(("sampler", error.cause, error.remedy))

@@ -54,11 +54,13 @@ class TransformersSampler(CalledSampler):
         ConfigError for a model that cannot be loaded.
         """
         if prefix_cache is not None and prefix_cache < 0:
-            raise ConfigError("prefix_cache", prefix_cache, "a number of bytes, or 0 for none")
+            raise ConfigError("prefix_cache", prefix_cache, "must be a number of bytes, or 0 for none")
         if host not in ("process", "thread"):
-            raise ConfigError("host", host, "process or thread")
+            raise ConfigError("host", host, "must be process or thread")
         if host == "process" and not isinstance(model, str | Path):
-            raise ConfigError("host", host, "thread, for a model that is already loaded", "Pass the model's folder.")
+            raise ConfigError(
+                "host", host, "must be thread, for a model that is already loaded", "Pass the model's folder."
+            )
         if isinstance(model, Path) or (isinstance(model, str) and Path(model).is_absolute()):
             _check_folder(Path(model))
         source = ModelSource(
@@ -153,4 +155,6 @@ class TransformersSampler(CalledSampler):
 
 def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").exists():
-        raise ConfigError("model", str(folder), "a folder with config.json and weights, or a hub id", "Check --model.")
+        raise ConfigError(
+            "model", str(folder), "must be a folder with config.json and weights, or a hub id", "Check --model."
+        )

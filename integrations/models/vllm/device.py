@@ -21,6 +21,6 @@ def check_gpu() -> None:
         raise ConfigError(
             "cluster.gpus_per_engine",
             0,
-            "1 or more, as this vLLM was built for GPUs, and a GPU that torch can use",
+            "must be 1 or more, as this vLLM was built for GPUs, and a GPU that torch can use",
             'Set it, or sample with cluster.engine = "transformers".',
         )

@@ -60,7 +60,9 @@ def prepare() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("sampler", "vllm", "an installed vLLM", "See docs/how-to/vllm.md for how to install it.")
+        raise ConfigError(
+            "sampler", "vllm", "must be an installed vLLM", "See docs/how-to/vllm.md for how to install it."
+        )
     require("vllm")
 
 
@@ -106,9 +108,11 @@ class VllmSampler(LoopSampler):
         SamplerError when it does not start.
         """
         if weights not in ("lora", "full"):
-            raise ConfigError("weights", weights, "lora or full")
+            raise ConfigError("weights", weights, "must be lora or full")
         if max_lora_rank > _RANKS[-1]:
-            raise ConfigError("max_lora_rank", max_lora_rank, f"up to {_RANKS[-1]}", "Train adapters of a lower rank.")
+            raise ConfigError(
+                "max_lora_rank", max_lora_rank, f"must be up to {_RANKS[-1]}", "Train adapters of a lower rank."
+            )
         prepare()
         skeleton = await asyncio.to_thread(ModelSkeleton, model)
         adapters = slots(policies, staleness)
@@ -127,7 +131,7 @@ class VllmSampler(LoopSampler):
         try:
             arguments = AsyncEngineArgs(**{**self._arguments(), **engine_args})
         except TypeError as error:
-            raise ConfigError("engine_args", engine_args, "vLLM's engine arguments", f"{error}.") from error
+            raise ConfigError("engine_args", engine_args, "must be vLLM's engine arguments", f"{error}.") from error
         try:
             self._llm = AsyncLLM.from_engine_args(arguments)
             self.max_model_len = self._llm.model_config.max_model_len

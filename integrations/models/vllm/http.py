@@ -122,7 +122,7 @@ class VllmHttpSampler(LoopSampler):
             raise ConfigError(
                 "model",
                 model,
-                f"what {self._url} serves: {[c.id for c in cards if c.parent is None]}",
+                f"must be what {self._url} serves: {[c.id for c in cards if c.parent is None]}",
                 "Serve the run's model, or name it with --served-model-name.",
             )
         self.max_model_len = base.max_model_len
@@ -140,7 +140,7 @@ class VllmHttpSampler(LoopSampler):
             raise ConfigError(
                 "url",
                 self._url,
-                "a server that takes adapters while it runs",
+                "must be a server that takes adapters while it runs",
                 "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora.",
             )
 
@@ -156,7 +156,7 @@ class VllmHttpSampler(LoopSampler):
             raise ConfigError(
                 "url",
                 self._url,
-                f"a server that takes adapters of rank {rank} ({error.cause})",
+                f"must be a server that takes adapters of rank {rank} ({error.cause})",
                 f"Start it with --enable-lora and a --max-lora-rank of at least {rank}.",
             ) from error
         self._base_name = name
@@ -169,7 +169,7 @@ class VllmHttpSampler(LoopSampler):
             raise ConfigError(
                 "url",
                 self._url,
-                "a server that reports the log-probabilities it sampled from",
+                "must be a server that reports the log-probabilities it sampled from",
                 "Start it with --logprobs-mode processed_logprobs.",
             )
 
@@ -234,7 +234,7 @@ class VllmHttpSampler(LoopSampler):
             return msgspec.json.decode(answer.content, type=kind)
         except (httpx.HTTPStatusError, msgspec.DecodeError) as error:
             key = "Check the API key." if answer.status_code == 401 else "Name the address of a vLLM server."
-            raise ConfigError("url", self._url, f"a vLLM server ({path}: {reason_of(error)})", key) from None
+            raise ConfigError("url", self._url, f"must be a vLLM server ({path}: {reason_of(error)})", key) from None
 
     async def _post(self, path: str, body: Mapping[str, Any], seconds: float | None = None) -> bytes:
         answer = await self._request("POST", path, json=body, timeout=seconds)

@@ -213,7 +213,7 @@ class VllmTeacher:
         cards = self._get("/v1/models", Models).data
         served = [card.id for card in cards if card.parent is None]
         if not served:
-            raise ConfigError(FIELD, self.url, "a vLLM server with a model", "Start it with: vllm serve MODEL")
+            raise ConfigError(FIELD, self.url, "must be a vLLM server with a model", "Start it with: vllm serve MODEL")
         self._model = served[0]
         if len(served) < len(cards) or self._client.get("/v1/load_lora_adapter").status_code != 404:
             self.concurrency = 1
@@ -222,7 +222,7 @@ class VllmTeacher:
             self._check_scores(len(tokenizer))
         except _Unscored as error:
             raise ConfigError(
-                FIELD, self.url, f"a server that scores tokens ({error})", "Read the server's log."
+                FIELD, self.url, f"must be a server that scores tokens ({error})", "Read the server's log."
             ) from None
 
     def _check_tokenizer(self, tokenizer: Any) -> None:
@@ -234,8 +234,8 @@ class VllmTeacher:
                 raise ConfigError(
                     FIELD,
                     self.url,
-                    f"a server whose model has the tokenizer of the run's; {self._model} reads the tokens {ids[0]} to "
-                    f"{ids[-1]} otherwise",
+                    f"must be a server whose model has the run's tokenizer; {self._model} reads the tokens "
+                    f"{ids[0]} to {ids[-1]} otherwise",
                     "Serve a larger model of the same family.",
                 )
 
@@ -248,7 +248,7 @@ class VllmTeacher:
                 raise ConfigError(
                     FIELD,
                     self.url,
-                    "a server that gives log-probabilities",
+                    "must be a server that gives log-probabilities",
                     "Start it with --logprobs-mode raw_logprobs, which is vLLM's default.",
                 )
 
@@ -261,8 +261,11 @@ class VllmTeacher:
                 return msgspec.json.decode(answer.content, type=kind)
         except (httpx.HTTPError, msgspec.DecodeError) as error:
             raise ConfigError(
-                FIELD, self.url, f"the address of a vLLM server that runs ({reason_of(error)})", "Look whether it runs."
+                FIELD,
+                self.url,
+                f"must be the address of a vLLM server that runs ({reason_of(error)})",
+                "Look whether it runs.",
             ) from None
         key = answer.status_code in (401, 403)
         remedy = "Put its key into VLLM_API_KEY." if key else "Name the address of a vLLM server."
-        raise ConfigError(FIELD, self.url, f"a vLLM server ({path} answered {answer.status_code})", remedy)
+        raise ConfigError(FIELD, self.url, f"must be a vLLM server ({path} answered {answer.status_code})", remedy)

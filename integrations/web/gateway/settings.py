@@ -52,9 +52,9 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.idle is not None and not 0 < self.idle < math.inf:
-            raise ConfigError("episode_idle", self.idle, "a number of seconds above 0")
+            raise ConfigError("episode_idle", self.idle, "must be a number of seconds above 0")
         if self.by and self.header:
-            raise ConfigError("episode_by", self.by, "one of --episode-by and --episode-header")
+            raise ConfigError("episode_by", self.by, "must be one of --episode-by and --episode-header")
 
     def of(self, scope: Scope) -> tuple[Hashable, str] | None:
         """What a request's episode is known by, and its task's id; None where its calls are not divided."""
@@ -94,4 +94,4 @@ class GatewayConfig:
                 if parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0:
                     continue
             remedy = "For example: --upstream https://api.openai.com/v1"
-            raise ConfigError("upstream", url, "the base URL of an OpenAI-compatible API", remedy)
+            raise ConfigError("upstream", url, "must be the base URL of an OpenAI-compatible API", remedy)

@@ -38,7 +38,7 @@ def check_positive(**limits: float) -> None:
     """Raises ConfigError for a limit that is no number above 0, by its flag."""
     for flag, value in limits.items():
         if not 0 < value < math.inf:
-            raise ConfigError(flag, value, "a number above 0", "Leave the flag out for the default.")
+            raise ConfigError(flag, value, "must be a number above 0", "Leave the flag out for the default.")
 
 
 async def aside(size: int, work: Callable[[], T], unwanted: Callable[[T], object] | None = None) -> T:

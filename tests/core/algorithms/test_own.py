@@ -83,5 +83,5 @@ def test_a_function_that_is_not_there_or_takes_something_else_is_refused_before_
 
 
 def test_it_is_refused_beside_a_critic() -> None:
-    with pytest.raises(ConfigError, match="advantage = 'm:f': allowed is nothing beside a critic"):
+    with pytest.raises(ConfigError, match="advantage = 'm:f' must be nothing beside a critic"):
         recipe("dr_mas", critic=True, advantage="m:f")

@@ -71,10 +71,10 @@ def test_wrong_usage_is_status_2(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train"], "cotune train: workflow = None: allowed is given, unless --resume is. See cotune train --help.\n"),
-        (["train", "a:b", "--tasks", "t", "--set", "x"], "cotune train: --set = 'x': allowed is FIELD=VALUE."),
+        (["train"], "cotune train: workflow = None must be given, unless --resume is. See cotune train --help.\n"),
+        (["train", "a:b", "--tasks", "t", "--set", "x"], "cotune train: --set = 'x' must be FIELD=VALUE."),
         (["train", "--resume", "nowhere"], "cotune train: nowhere holds no run: there is no run.json."),
-        (["trace", "nowhere:solve", "--tasks", "t"], "cotune trace: app = 'nowhere:solve': allowed is a module"),
+        (["trace", "nowhere:solve", "--tasks", "t"], "cotune trace: app = 'nowhere:solve' must be a module"),
         (["export", "nowhere", "--to", "there"], "cotune export: nowhere holds no run"),
         (["show", "nowhere"], "cotune show: "),
         (["serve", "./nowhere"], "cotune serve: "),
@@ -315,7 +315,7 @@ def test_a_wrong_setting_is_named(table, field, value, allowed):
     with pytest.raises(ConfigError) as caught:
         train_config.convert(table)
     assert (caught.value.field, caught.value.value) == (field, value)
-    assert allowed in caught.value.allowed
+    assert allowed in caught.value.fault
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_a_configuration_that_cannot_be_read(text, allowed, tmp_path):
     with pytest.raises(ConfigError) as caught:
         train_config.load_config(file, {})
     assert (caught.value.field, caught.value.value) == ("config", str(file))
-    assert caught.value.allowed.startswith(allowed)
+    assert caught.value.fault.startswith(allowed)
 
 
 def test_the_command_line_opens_without_torch():

@@ -20,7 +20,7 @@ def test_a_group_of_one_has_no_baseline(kind, k):
     with pytest.raises(ConfigError) as caught:
         Plan(kind=kind, k=k)
     assert (caught.value.field, caught.value.value) == ("plan.k", k)
-    assert "2 or more" in caught.value.allowed
+    assert "2 or more" in caught.value.fault
     assert "cotune trace" in caught.value.remedy
 
 

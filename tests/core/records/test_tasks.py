@@ -33,7 +33,7 @@ def test_broken_line_is_named(file):
     with pytest.raises(ConfigError) as caught:
         load_tasks(path)
     assert (caught.value.field, caught.value.value) == ("tasks", f"{path}, line 2")
-    assert caught.value.allowed.startswith("valid JSON (")
+    assert caught.value.fault.startswith("must be valid JSON (")
     assert caught.value.remedy == 'Write one JSON object per line, such as {"id": "t1", "question": "..."}.'
 
 
@@ -58,7 +58,7 @@ def test_repeated_id_names_both_lines(file):
     with pytest.raises(ConfigError) as caught:
         load_tasks(path)
     assert caught.value.value == f"{path}, line 3"
-    assert caught.value.allowed == "unique ids; 'a' is also on line 1"
+    assert caught.value.fault == "must be unique ids; 'a' is also on line 1"
     assert caught.value.remedy == "Rename or remove one of the two tasks."
 
 
@@ -67,21 +67,21 @@ def test_no_tasks(file, text):
     path = file(text)
     with pytest.raises(ConfigError) as caught:
         load_tasks(path)
-    assert (caught.value.value, caught.value.allowed) == (str(path), "at least one task")
+    assert (caught.value.value, caught.value.fault) == (str(path), "at least one task")
 
 
 def test_a_json_list_is_no_file_of_tasks(file):
     path = file('[{"q": 1}, {"q": 2}]\n')
     with pytest.raises(ConfigError) as caught:
         load_tasks(path)
-    assert caught.value.allowed == "one task on each line; this is one JSON list"
+    assert caught.value.fault == "must be one task on each line; this is one JSON list"
     assert caught.value.remedy.endswith('One task that is a list stands under a name: {"messages": [...]}.')
 
 
 def test_no_file(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_tasks(tmp_path / "nowhere.jsonl")
-    assert (caught.value.field, caught.value.allowed) == ("tasks", "a file of JSON lines")
+    assert (caught.value.field, caught.value.fault) == ("must be tasks", "a file of JSON lines")
 
 
 def test_values():
@@ -103,5 +103,5 @@ def test_one_task_is_no_list_of_tasks(value):
 
 
 def test_a_line_that_is_nested_too_deeply_is_named(file):
-    with pytest.raises(ConfigError, match=r"line 2': allowed is valid JSON; this is nested too deeply"):
+    with pytest.raises(ConfigError, match=r"line 2' must be valid JSON; this is nested too deeply"):
         load_tasks(file("1\n" + "[" * 10**6 + "\n"))

@@ -355,7 +355,7 @@ def test_a_router_that_cannot_start_says_why_and_leaves_nothing() -> None:
     assert all(engine.closed for engine in site.all())
 
     async def misconfigured() -> FakeEngine:
-        raise ConfigError("model", "nowhere", "a model")
+        raise ConfigError("model", "nowhere", "must be a model")
 
     async def scenario() -> None:
         with pytest.raises(ConfigError, match="nowhere"):

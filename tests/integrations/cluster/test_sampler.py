@@ -57,7 +57,7 @@ class Slow:
 
 async def make(variable: str = "PATH") -> Slow:
     if variable == "wrong":
-        raise ConfigError("variable", variable, "another", "Choose one.")
+        raise ConfigError("variable", variable, "must be another", "Choose one.")
     return Slow(variable)
 
 

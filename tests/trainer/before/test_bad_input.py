@@ -52,20 +52,20 @@ def module(tmp_path, monkeypatch):
 def test_no_such_app(refused):
     error = refused(ConfigError, "no_such_app:solve")
     assert (error.field, error.value) == ("app", "no_such_app:solve")
-    assert error.allowed.startswith("a module on sys.path or in ")
+    assert error.fault.startswith("must be a module on sys.path or in ")
     assert "path/to/app.py:solve" in error.remedy
 
 
 def test_no_such_file(refused):
     error = refused(ConfigError, "nowhere/app.py:solve")
-    assert (error.field, error.value, error.allowed) == ("app", "nowhere/app.py:solve", "a file that exists")
+    assert (error.field, error.value, error.fault) == ("must be app", "nowhere/app.py:solve", "a file that exists")
 
 
 def test_no_such_name_in_the_app(refused, module):
     text = "import cotune\n@cotune.workflow\ndef solve(task): return 0\n"
     error = refused(ConfigError, f"{module('bad_name_app', text)}:slove")
     assert (error.field, error.value) == ("app", "bad_name_app:slove")
-    assert error.allowed == "a name in bad_name_app; workflows there: solve"
+    assert error.fault == "must be a name in bad_name_app; workflows there: solve"
     meant = "Did you mean bad_name_app:solve?"
     assert error.remedy == f"{meant} Decorate a function in bad_name_app with @cotune.workflow."
 
@@ -73,7 +73,7 @@ def test_no_such_name_in_the_app(refused, module):
 def test_an_app_that_does_not_import(refused, module):
     error = refused(ConfigError, f"{module('bad_import_app', 'import no_such_package')}:solve")
     assert (error.field, error.value) == ("app", "bad_import_app:solve")
-    assert "ModuleNotFoundError: No module named 'no_such_package'" in error.allowed
+    assert "ModuleNotFoundError: No module named 'no_such_package'" in error.fault
 
 
 def test_not_a_workflow(refused, module):
@@ -87,7 +87,7 @@ def test_a_broken_line_of_the_tasks(refused, tmp_path):
     path.write_text('{"id": "a"}\n{"id": \n')
     error = refused(ConfigError, application(**BOTH), path)
     assert (error.field, error.value) == ("tasks", f"{path}, line 2")
-    assert error.allowed.startswith("valid JSON (")
+    assert error.fault.startswith("must be valid JSON (")
     assert error.remedy.startswith("Write one JSON object per line")
 
 
@@ -95,7 +95,7 @@ def test_no_tasks(refused, tmp_path):
     (tmp_path / "tasks.jsonl").touch()
     for tasks, value in ((tmp_path / "tasks.jsonl", str(tmp_path / "tasks.jsonl")), ([], [])):
         error = refused(ConfigError, application(**BOTH), tasks)
-        assert (error.field, error.value, error.allowed) == ("tasks", value, "at least one task")
+        assert (error.field, error.value, error.fault) == ("must be tasks", value, "at least one task")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_no_tasks(refused, tmp_path):
 )
 def test_a_wrong_setting_is_named_as_it_was_written(settings, field, allowed, remedy, refused):
     error = refused(ConfigError, application(**BOTH), **settings)
-    assert error.field == field and error.allowed.endswith(allowed)
+    assert error.field == field and error.fault.endswith(allowed)
     assert error.remedy.startswith(remedy)
 
 
@@ -134,39 +134,39 @@ def test_a_wrong_override_is_named_as_it_was_written(setting, value, allowed):
     with pytest.raises(ConfigError) as caught:
         config.resolve_plan([])
     assert (caught.value.field, caught.value.value) == (f"overrides.{setting}", value)
-    assert caught.value.allowed.startswith(allowed)
+    assert caught.value.fault.startswith(allowed)
     assert caught.value.remedy == ("Did you mean clip_high or clip_low?" if setting == "clip_hi" else "")
 
 
 @pytest.mark.parametrize("name", ["", ".", "lora.", "a..b"])
 def test_a_name_with_nothing_between_its_dots_is_no_field(name):
-    with pytest.raises(ConfigError, match=r"allowed is a field of the configuration, such as lora\.rank\."):
+    with pytest.raises(ConfigError, match=r"must be a field of the configuration, such as lora\.rank\."):
         load_config(None, {"model": "m", name: 1})
 
 
 def test_two_policies_of_one_name(refused):
     policy = [{"name": "p", "roles": ["first"]}, {"name": "p", "roles": ["second"]}]
     error = refused(ConfigError, application(**BOTH), policy=policy)
-    assert (error.field, error.value, error.allowed) == ("policy.name", "p", "one policy of each name")
+    assert (error.field, error.value, error.fault) == ("must be policy.name", "p", "one policy of each name")
     assert error.remedy == "Rename one of the two policies."
 
 
 def test_two_policies_of_one_role(refused):
     policy = [{"name": "p", "roles": ["first"]}, {"name": "q", "roles": ["first"]}]
     error = refused(ConfigError, application(**BOTH), policy=policy)
-    assert (error.field, error.value, error.allowed) == ("policy.roles", "first", "one policy for each role")
+    assert (error.field, error.value, error.fault) == ("must be policy.roles", "first", "one policy for each role")
 
 
 def test_k_below_two_with_a_tree(refused):
     error = refused(ConfigError, application(**BOTH), plan={"kind": "tree", "k": 1})
     assert (error.field, error.value) == ("plan.k", 1)
-    assert error.allowed.startswith("2 or more")
+    assert error.fault.startswith("must be 2 or more")
 
 
 def test_a_tree_without_a_scorer(refused):
     error = refused(ConfigError, application(), plan={"kind": "tree"})
     assert (error.field, error.value) == ("plan.kind", "tree")
-    assert error.allowed == "independent, as the workflow has no scorer"
+    assert error.fault == "must be independent, as the workflow has no scorer"
     assert "@workflow.scorer(role)" in error.remedy
     assert "--plan replay or independent" in error.remedy
 
@@ -174,14 +174,14 @@ def test_a_tree_without_a_scorer(refused):
 def test_a_model_folder_that_is_missing(refused, tmp_path):
     error = refused(ConfigError, application(**BOTH), model=str(tmp_path / "nowhere"))
     assert (error.field, error.value) == ("model", str(tmp_path / "nowhere"))
-    assert error.allowed == "a model folder with a config.json or a GGUF file; there is no such folder"
+    assert error.fault == "must be a model folder with a config.json or a GGUF file; there is no such folder"
 
 
 def test_a_model_without_a_chat_template(refused, tmp_path):
     base = build_base(tmp_path / "bare", template=False)
     error = refused(ConfigError, application(**BOTH), model=str(base))
     assert (error.field, error.value) == ("model", str(base))
-    assert error.allowed == "a model whose tokenizer has a chat template"
+    assert error.fault == "must be a model whose tokenizer has a chat template"
     assert "chat_template.jinja" in error.remedy
 
 
@@ -189,7 +189,7 @@ def test_an_unknown_role_in_the_configuration(refused):
     policy = [{"name": "p", "roles": ["first", "secnod"]}]
     error = refused(ConfigError, application(**BOTH), policy=policy)
     assert (error.field, error.value) == ("policy.roles", "secnod")
-    assert error.allowed == "a role of the application: first, second"
+    assert error.fault == "must be a role of the application: first, second"
     assert "`roles`" in error.remedy
 
 
@@ -202,7 +202,7 @@ def test_a_role_without_a_policy(refused):
 def test_an_unknown_role_of_a_scorer(refused):
     error = refused(ConfigError, application(**BOTH, thrid=letters))
     assert (error.field, error.value) == ("scorer", "thrid")
-    assert error.allowed == "a role of the application; seen in 3 episodes: first, second"
+    assert error.fault == "must be a role of the application; seen in 3 episodes: first, second"
     assert error.remedy.startswith("Correct the name")
 
 

@@ -124,7 +124,7 @@ def test_several_episodes_of_each_task_show_how_often_one_succeeds(
             said.setdefault(episode.task.id, set()).add(store.calls(episode.id)[-1].candidates[0].token_ids)
         assert max(map(len, said.values())) > 1, "each episode draws its own"
     assert evaluated(run, "SOLVE", "--samples", "0") == 1
-    assert "samples = 0: allowed is a number above 0" in capsys.readouterr().err
+    assert "samples = 0 must be a number above 0" in capsys.readouterr().err
 
 
 def test_all_episodes_failed_is_an_error_that_names_the_commonest_cause(
@@ -147,7 +147,7 @@ def test_a_mode_in_which_all_failed_is_exit_status_1_too(
 def test_a_folder_with_other_records_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (run / "records.db").stat().st_mtime_ns
     assert evaluated(run, "SOLVE", "--out", str(run)) == 1
-    assert "allowed is a folder without records; this one has records.db" in capsys.readouterr().err
+    assert "must be a folder without records; this one has records.db" in capsys.readouterr().err
     assert (run / "records.db").stat().st_mtime_ns == before
 
 

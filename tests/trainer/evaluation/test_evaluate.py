@@ -179,5 +179,5 @@ def test_bad_input_is_named_before_work_starts(tmp_path: Path) -> None:
         evaluate(tmp_path, TALK, tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="modes = 'best'"):
         evaluate(tmp_path, TALK, TASKS, modes=("best",))
-    with pytest.raises(ConfigError, match="limit = 0: allowed is a number above 0"):
+    with pytest.raises(ConfigError, match="limit = 0 must be a number above 0"):
         EvaluationOptions(limit=0)

@@ -295,10 +295,10 @@ def test_the_command_line(records: Path, tiny_base: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"records": ""}, "records = '': allowed is a run folder or records file, for recipe sft"),
-        ({"recipe": "grpo"}, "recipe = 'grpo': allowed is sft or dpo, where records are given"),
-        ({"roles": ("third",)}, "roles = 'third': allowed is a role with recorded answers .*: first, second"),
-        ({"policy": ({"name": "p", "roles": ["first"]},)}, "policy.roles = 'second': allowed is a policy for every"),
+        ({"records": ""}, "records = '' must be a run folder or records file, for recipe sft"),
+        ({"recipe": "grpo"}, "recipe = 'grpo' must be sft or dpo, where records are given"),
+        ({"roles": ("third",)}, "roles = 'third' must be a role with recorded answers .*: first, second"),
+        ({"policy": ({"name": "p", "roles": ["first"]},)}, "policy.roles = 'second' must be a policy for every"),
         ({"tasks": [{"id": "a"}]}, "tasks = .* left out with recipe sft"),
     ],
 )
@@ -370,5 +370,5 @@ def test_a_model_without_a_chat_template(trainer: Trainer, records: Path, tmp_pa
 
 
 def test_rollouts_still_need_tasks(trainer: Trainer) -> None:
-    with pytest.raises(ConfigError, match="tasks = None: allowed is given, unless --resume is"):
+    with pytest.raises(ConfigError, match="tasks = None must be given, unless --resume is"):
         trainer(application(converse), None)

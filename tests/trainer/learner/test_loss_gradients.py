@@ -145,7 +145,7 @@ def test_gradients_are_those_of_plain_autograd(base, network, rows, name, anchor
     loss = msgspec.structs.replace(recipe(name, **fields).loss, constant_length=7)
     settings = change(FAST, anchor=anchor, grad_clip=0.0, epochs=2, micro_batch_tokens=60)
     if anchor == "sampler" and name in ("gspo", "cispo"):
-        with pytest.raises(ConfigError, match=r"learner.anchor = 'sampler': allowed is trainer, as the loss"):
+        with pytest.raises(ConfigError, match=r"learner.anchor = 'sampler' must be trainer, as the loss"):
             LocalLearner.open(base, policies_for("full", ["a"], SMALL), settings, loss)
         return
     learner = LocalLearner.open(base, policies_for("full", ["a"], SMALL), settings, loss)

@@ -161,16 +161,16 @@ def test_a_run_whose_teacher_dies_goes_on_with_another(trainer: Trainer, servers
 
 def test_bad_teachers_are_named(trainer: Trainer, tmp_path: Path) -> None:
     tiny_models.build("qwen3", tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"distill.teacher = .*other': allowed is a model with the tokenizer of"):
+    with pytest.raises(ConfigError, match=r"distill.teacher = .*other' must be a model with the tokenizer of"):
         trainer(application(converse), recipe="distill", distill={"teacher": str(tmp_path / "other")})
-    with pytest.raises(ConfigError, match=r"distill.teacher = '': allowed is a model folder"):
+    with pytest.raises(ConfigError, match=r"distill.teacher = '' must be a model folder"):
         trainer(application(converse), recipe="distill")
-    with pytest.raises(ConfigError, match=r"recipe = None: allowed is distill, where distill.teacher is given"):
+    with pytest.raises(ConfigError, match=r"recipe = None must be distill, where distill.teacher is given"):
         trainer(application(converse), distill={"teacher": str(tmp_path / "other")})
-    with pytest.raises(ConfigError, match=r"distill.teacher = '10.0.0.5:8000': allowed is an address with http://"):
+    with pytest.raises(ConfigError, match=r"distill.teacher = '10.0.0.5:8000' must be an address with http://"):
         trainer(application(converse), recipe="distill", distill={"teacher": "10.0.0.5:8000"})
     url = {"recipe": "distill", "distill": {"teacher": "http://127.0.0.1:9"}}
-    with pytest.raises(ConfigError, match=r"sampling.temperature = 0.5: allowed is 1 with a teacher by its address"):
+    with pytest.raises(ConfigError, match=r"sampling.temperature = 0.5 must be 1 with a teacher by its address"):
         trainer(application(converse), **url, sampling={"temperature": 0.5})
     with pytest.raises(ConfigError, match="the address of a vLLM server that runs"):
         trainer(application(converse), **url)

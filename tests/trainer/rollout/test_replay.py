@@ -274,12 +274,12 @@ def test_the_best_move_is_told_from_others_where_the_shared_outcome_hides_it(tra
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"replay": {"forks": "best:2"}}, "replay.forks = 'best:2': allowed is all, first:N"),
+        ({"replay": {"forks": "best:2"}}, "replay.forks = 'best:2' must be all, first:N"),
         ({"replay": {"forks": "first:0"}}, "replay.forks = 'first:0'"),
         ({"replay": {"forks": "role:nobody"}}, "replay.forks = 'role:nobody'"),
-        ({"replay": {"forks_per_episode": 0}}, "replay.forks_per_episode = 0: allowed is 1 or more"),
-        ({"recipe": "dr_mas"}, "plan = 'replay': allowed is independent"),
-        ({"recipe": "c3", "plan": {"kind": "independent"}}, "plan.kind = 'independent': allowed is replay"),
+        ({"replay": {"forks_per_episode": 0}}, "replay.forks_per_episode = 0 must be 1 or more"),
+        ({"recipe": "dr_mas"}, "plan = 'replay' must be independent"),
+        ({"recipe": "c3", "plan": {"kind": "independent"}}, "plan.kind = 'independent' must be replay"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_training(trainer: Trainer, settings: Any, text: str):

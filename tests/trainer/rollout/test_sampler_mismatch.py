@@ -81,7 +81,7 @@ def test_the_penalty_for_leaving_the_untrained_policy_is_asked_for_by_name(train
     ],
 )
 def test_the_ratio_against_the_sampler_is_refused_where_it_is_another_method(trainer, recipe, overrides, words):
-    with pytest.raises(ConfigError, match=r"learner.anchor = 'sampler': allowed is trainer, as the loss") as refused:
+    with pytest.raises(ConfigError, match=r"learner.anchor = 'sampler' must be trainer, as the loss") as refused:
         trainer(application(), recipe=recipe, overrides=overrides, **MIXED, learner={"anchor": "sampler"})
     assert words in str(refused.value)
     assert "Leave learner.anchor out" in str(refused.value)

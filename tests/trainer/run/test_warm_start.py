@@ -96,7 +96,7 @@ async def first_and_third(task: Any) -> dict[str, float]:
         ({"policies": "shared"}, "a run in which one policy plays first, second; there it is first, second"),
         ({"policies": "full"}, "has the shape of first: full; it is lora, rank 16"),
         ({"lora": {"rank": 8}}, "has the shape of first: lora, rank 8, .*; it is lora, rank 16"),
-        ({"init": "nothing"}, "init = .*nothing': allowed is a run with a checkpoint, or an export"),
+        ({"init": "nothing"}, "init = .*nothing' must be a run with a checkpoint, or an export"),
     ],
 )
 def test_what_does_not_fit_is_named(trainer: Trainer, taught: Path, settings: dict[str, Any], message: str) -> None:

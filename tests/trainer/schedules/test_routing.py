@@ -68,10 +68,10 @@ def test_opponents_are_drawn_from_what_is_served():
 @pytest.mark.parametrize(
     ("routing", "message"),
     [
-        ({"swap": ("pioneer",)}, r"routing.swap = \['pioneer'\]: allowed is two or more roles"),
-        ({"swap_every": 0}, "routing.swap_every = 0: allowed is 1 or more"),
-        ({"swap": ("pioneer", "nobody")}, "routing.swap = 'nobody': allowed is a trained role: observer, pioneer"),
-        ({"past": ("judge",)}, "routing.past = 'judge': allowed is a trained role: observer, pioneer"),
+        ({"swap": ("pioneer",)}, r"routing.swap = \['pioneer'\] must be two or more roles"),
+        ({"swap_every": 0}, "routing.swap_every = 0 must be 1 or more"),
+        ({"swap": ("pioneer", "nobody")}, "routing.swap = 'nobody' must be a trained role: observer, pioneer"),
+        ({"past": ("judge",)}, "routing.past = 'judge' must be a trained role: observer, pioneer"),
         ({"swap": ("pioneer", "observer"), "past": ("observer",)}, "not in routing.swap too"),
     ],
 )

@@ -95,7 +95,7 @@ def check(
     started = time.perf_counter()
     for name, value in (("limit", limit), ("calls", calls), ("timeout", timeout)):
         if value <= 0:
-            raise ConfigError(name, value, "a number above 0")
+            raise ConfigError(name, value, "must be a number above 0")
     with tempfile.TemporaryDirectory() as folder, open_store(RunLayout(folder).records) as store:
         with watched() as watch:
             say("loading the application ...")

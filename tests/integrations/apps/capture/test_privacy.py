@@ -214,7 +214,7 @@ def test_a_redactor_from_the_command_line(provider: Provider, app: Path, capsys,
 
 def test_a_redactor_that_does_not_exist_is_said_before_anything_runs(provider: Provider, app: Path, capsys):
     assert main(["trace", "app.py:solve", "--tasks", "tasks.jsonl", "--redact", "nowhere:hide"]) == 1
-    assert "redact = 'nowhere:hide': allowed is a module on sys.path" in capsys.readouterr().err
+    assert "redact = 'nowhere:hide' must be a module on sys.path" in capsys.readouterr().err
     assert provider.requests == []
     sys.modules.pop("app", None)
 

@@ -208,5 +208,5 @@ def qwen_adapter(tmp_path: Path) -> Any:
 
 
 def test_a_negative_bound_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="prefix_cache = -1: allowed is a number of bytes, or 0 for none"):
+    with pytest.raises(ConfigError, match="prefix_cache = -1 must be a number of bytes, or 0 for none"):
         asyncio.run(TransformersSampler.open(tmp_path, prefix_cache=-1))

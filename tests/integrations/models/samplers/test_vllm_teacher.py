@@ -154,9 +154,9 @@ def test_a_server_that_hangs_is_a_matter_of_the_time_out(server: FakeServer, tok
 @pytest.mark.parametrize(
     ("path", "answer", "message"),
     [
-        ("/version", (404, {}), "allowed is a vLLM server"),
+        ("/version", (404, {}), "must be a vLLM server"),
         ("/version", (401, {}), "Put its key into VLLM_API_KEY"),
-        ("/v1/models", (200, {"data": []}), "allowed is a vLLM server with a model"),
+        ("/v1/models", (200, {"data": []}), "must be a vLLM server with a model"),
         ("/detokenize", (200, {"prompt": "abc"}), "base reads the tokens 0 to .* otherwise. Serve a larger model"),
         ("/detokenize", (400, {"error": {"message": "no such token"}}), r"scores tokens \(it answered 400: no such to"),
         ("/v1/completions", (200, b"<html>"), "it answered in another form"),

@@ -185,5 +185,5 @@ def test_a_cluster_that_leaves_the_gpus_alone_is_told_so() -> None:
 
 
 def test_a_learner_is_one_process_on_one_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_learner = 2: allowed is 0 or 1.* Set cluster\.learners"):
+    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_learner = 2 must be 0 or 1.* Set cluster\.learners"):
         ClusterConfig(address="auto", gpus_per_learner=2)

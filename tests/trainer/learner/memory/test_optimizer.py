@@ -29,7 +29,7 @@ def test_a_machine_without_a_gpu_is_told_before_work_starts(
     def solve(task: object) -> float:
         raise AssertionError("work has started")
 
-    said = rf"learner\.{field} = '{value}': allowed is {usual}, where there is no GPU\. Leave it out, or train on a GPU"
+    said = rf"learner\.{field} = '{value}' must be {usual}, where there is no GPU\. Leave it out, or train on a GPU"
     with pytest.raises(ConfigError, match=said):
         cotune.train(solve, [{"q": 1}], {"model": base, "learner": {field: value}}, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -39,14 +39,14 @@ def test_a_machine_without_a_gpu_is_told_before_work_starts(
     ("field", "value", "usual"), [("optimizer", "adamw8bit", "adamw"), ("quantize", "4bit", "none")]
 )
 def test_what_bitsandbytes_does_is_of_one_process(field: str, value: str, usual: str) -> None:
-    with pytest.raises(ConfigError, match=rf"learner\.{field} = '{value}': allowed is {usual} on a cluster"):
+    with pytest.raises(ConfigError, match=rf"learner\.{field} = '{value}' must be {usual} on a cluster"):
         convert({"model": "m", "learner": {field: value}, "cluster": {"address": "local"}})
 
 
 def test_on_a_cluster_the_learners_gpus_count() -> None:
     """Not those of this machine, which may have others, or none."""
     table = {"model": "m", "learner": {"tree_attention": "flex"}}
-    with pytest.raises(ConfigError, match=r"tree_attention = 'flex': allowed is blocks, where cluster.gpus_per"):
+    with pytest.raises(ConfigError, match=r"tree_attention = 'flex' must be blocks, where cluster.gpus_per"):
         convert({**table, "cluster": {"address": "10.0.0.5:6379"}})
     convert({**table, "cluster": {"address": "10.0.0.5:6379", "gpus_per_learner": 1}})
     convert(table)
@@ -60,7 +60,7 @@ def test_a_driver_without_gpus_starts_learners_that_have_some(base: str, tmp_pat
 
 
 def test_four_bits_are_of_weights_that_are_not_trained() -> None:
-    with pytest.raises(ConfigError, match=r"quantize = '4bit': allowed is none, where all weights are trained"):
+    with pytest.raises(ConfigError, match=r"quantize = '4bit' must be none, where all weights are trained"):
         convert({"model": "m", "policies": "full", "learner": {"quantize": "4bit"}})
     assert convert({"model": "m", "learner": {"quantize": "4bit"}}).learner.quantize == "4bit"
 
