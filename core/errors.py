@@ -72,14 +72,16 @@ def _restored(kind: type[CotuneError], message: str, fields: dict[str, Any]) -> 
 class ConfigError(CotuneError):
     """A setting is wrong: names the field, its value, what is wrong with it, and the remedy.
 
-    `fault` is a clause that goes on from "field = value": "must be 2 or more: a group of one has no baseline".
+    `fault` is a clause that follows "field = value", or the field alone where the value is None: "must be 2 or more: a
+    group of one has no baseline".
     """
 
     def __init__(self, field: str, value: object, fault: str, remedy: str = "") -> None:
         self.field = field
         self.value = value
         self.fault = fault
-        super().__init__(f"{field} = {value!r} {fault}.", remedy)
+        given = field if value is None else f"{field} = {value!r}"
+        super().__init__(f"{given} {fault}.", remedy)
 
 
 def check_bounds(settings: object, *names: str, least: float | None = None, table: str = "") -> None:
