@@ -62,14 +62,6 @@ class Chance:
                 self._given.setdefault((read.kind, read.place), deque()).append(read)
             self._behind["wall"] = round(started * 1e9) - wall_ns()
 
-    def skip(self, until: float) -> None:
-        """Do not give what was asked before `until` (seconds since the epoch): it is not asked this time."""
-        with self._lock:
-            for queue in self._given.values():
-                while queue and queue[0].at < until:
-                    queue.popleft()
-        self.reach(until)
-
     def reach(self, at: float) -> None:
         """The clock is no earlier than `at` (seconds since the epoch) from now on."""
         with self._lock:

@@ -100,7 +100,7 @@ def identify() -> CallerContext:
         read=caller.read,
         output=caller.output,
         given=True,
-        checkpoint=caller.checkpoint,
+        thread=caller.thread,
     )
 
 

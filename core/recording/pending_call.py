@@ -29,8 +29,8 @@ class CallerContext(msgspec.Struct):
     """Identity of the enclosing scope that this context stands for, where it does: equal for one scope's contexts."""
     given: bool = False
     """Whether the application itself names the role (`role`, the gateway's header): nothing overrules it."""
-    checkpoint: tuple[str, str, str] | None = None
-    """Thread, checkpoint and namespace of the node around it, where its graph keeps checkpoints."""
+    thread: str | None = None
+    """The LangGraph thread of the node around it, where its graph has a checkpointer."""
     nameless: tuple[object, str] | None = None
     """The agent, and where it is run, where it has no name and the role is that of every such agent."""
     done: bool = False

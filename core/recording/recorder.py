@@ -24,7 +24,6 @@ from cotune.records.blame import Blame
 from cotune.records.ids import new_id
 from cotune.records.structs import (
     CallStatus,
-    Checkpointed,
     Episode,
     EpisodeStatus,
     Fork,
@@ -168,7 +167,7 @@ class LiveEpisode:
         self._ending = 0
         self._steps = 0
         self._turns: dict[str, int] = {}
-        self._checkpoints: list[Checkpointed] = []
+        self._threads: set[str] = set()
         self._open: dict[str, LiveCall] = {}
         self._stopped: list[LiveCall] = []
         self.interrupted = False
@@ -214,8 +213,8 @@ class LiveEpisode:
             caller.calls += 1
             if (tool := tool_at_work.get()) is not None:
                 tool.calls += 1
-            if caller.checkpoint is not None:
-                self._checkpoints.append(Checkpointed(call.id, *caller.checkpoint, caller.output))
+            if caller.thread is not None:
+                self._threads.add(caller.thread)
             self._link(call)  # under the lock: what ends from now on was not read
         return call
 
@@ -310,7 +309,7 @@ class LiveEpisode:
             fork=self.fork,
             results=results,
             chance=chance.id if chance else None,
-            checkpoints=tuple(self._checkpoints),
+            threads=tuple(sorted(self._threads)),
         )
         now = time.time()
         self._write([*bodies, *(RewardRecord(self.id, k, v, now) for k, v in (rewards or {}).items()), record])

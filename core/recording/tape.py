@@ -69,12 +69,6 @@ class Tape:
         for one in sorted(results, key=lambda one: one.started):
             self._given.setdefault((one.name, one.arguments), deque()).append(one)
 
-    def skip(self, until: float) -> None:
-        """Do not give what was recorded before `until` (seconds since the epoch): it is not asked this time."""
-        with self._lock:
-            for key, queue in self._given.items():
-                self._given[key] = deque(one for one in queue if one.started >= until)
-
     @contextmanager
     def using(self, name: str, arguments: Any) -> Iterator[ToolUse]:
         """A use of a tool; within it the model calls that it makes are counted."""

@@ -144,23 +144,11 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
     """Where an episode leaves the one that it repeats: the recorded `call` of the episode `trunk`, and the id of the
-    call that stands `at` its place here; `resumed` says whether it went on from a checkpoint of the trunk."""
+    call that stands `at` its place here."""
 
     trunk: str
     call: str
     at: str
-    resumed: bool = False
-
-
-class Checkpointed(msgspec.Struct, frozen=True, gc=False):
-    """The `checkpoint` of a LangGraph `thread` from which the node started that made `call`. `space` is the node's
-    namespace, `output` the id under which the framework knows the call's answer."""
-
-    call: str
-    thread: str
-    checkpoint: str
-    space: str
-    output: str | None
 
 
 class ToolResult(msgspec.Struct, frozen=True, gc=False):
@@ -180,6 +168,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     belongs to, `rollout` its number among the episodes of the same task in that step. `blame` is the cause of a
     failure: the policy, the infrastructure, or a replay that diverged. `fork` is set where the episode repeats another.
     `chance` is the id of a `Message` with what clock, uuid and random gave (`Chance.record`), where that is kept.
+    `threads` are the LangGraph threads in which its calls were made.
     """
 
     id: str
@@ -198,7 +187,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     fork: Fork | None = None
     results: tuple[ToolResult, ...] = ()
     chance: str | None = None
-    checkpoints: tuple[Checkpointed, ...] = ()
+    threads: tuple[str, ...] = ()
 
     @property
     def solved(self) -> bool | None:

@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import threading
 from collections import Counter, deque
-from collections.abc import Collection
 
 from cotune.errors import ReplayDiverged
 from cotune.recording.recorder import LiveCall, Responder
@@ -47,8 +46,6 @@ class ReplayResponder:
         """The first divergence; no call is answered after it."""
         self.repeated = 0
         """Calls that were answered from the script."""
-        self.resumed = False
-        """Whether the calls before a checkpoint were left out."""
         script = replay.script
         self._before = script.before(replay.fork) if replay.fork else {call.id for call in script.calls}
         self._entries = [_Entry(call) for call in script.calls]
@@ -73,23 +70,6 @@ class ReplayResponder:
             return entry.call.answer
         finally:
             entry.answered.set_result(None)
-
-    @property
-    def asked(self) -> set[str]:
-        """Ids of the recorded calls that were asked this time."""
-        with self._lock:
-            return {entry.call.id for entry in self._entries if entry.asked.done()}
-
-    def leave_out(self, calls: Collection[ScriptCall]) -> None:
-        """Do not wait for recorded calls: the episode goes on from a checkpoint after them."""
-        ids = {call.id for call in calls}
-        with self._lock:
-            self.resumed = True
-            for queue in self._queues.values():
-                for entry in [entry for entry in queue if entry.call.id in ids]:
-                    queue.remove(entry)
-                    entry.asked.set_result(None)
-                    entry.answered.set_result(None)
 
     def require_followed(self) -> None:
         """Raise the first divergence, if any: also one that the application has swallowed."""
@@ -145,7 +125,7 @@ class ReplayResponder:
         await asyncio.sleep(min(most, max(least, recorded.ended - max(other.call.ended for other in earlier))))
 
     async def _fork(self, call: LiveCall, recorded: ScriptCall) -> Answer | None:
-        call.episode.fork = Fork(self.replay.script.episode, recorded.id, call.id, self.resumed)
+        call.episode.fork = Fork(self.replay.script.episode, recorded.id, call.id)
         if call.episode.chance is not None:
             call.episode.chance.reach(recorded.started)
         answer = self.replay.answer or await self._others(call)

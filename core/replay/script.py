@@ -11,7 +11,7 @@ from cotune.errors import RecordError
 from cotune.recording.chance import Read, stored_reads
 from cotune.recording.tape import Given
 from cotune.records.answers import Answer
-from cotune.records.structs import CallRecord, Checkpointed
+from cotune.records.structs import CallRecord
 from cotune.storage.protocol import Store
 
 
@@ -33,14 +33,12 @@ class ScriptCall(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
     answer: Answer
     fault: str = ""
-    streamed: bool = False
-    integration: str = ""
 
 
 class Script(msgspec.Struct, frozen=True):
     """The calls of a recorded episode in step order, the bodies of their messages and tools by id, what its tools
     returned, when it started (seconds since the epoch), what clock, uuid and random gave, where that is kept, and the
-    checkpoints from which its calls were made."""
+    LangGraph threads in which its calls were made."""
 
     episode: str
     calls: tuple[ScriptCall, ...]
@@ -48,7 +46,7 @@ class Script(msgspec.Struct, frozen=True):
     results: tuple[Given, ...] = ()
     started: float = 0.0
     reads: tuple[Read, ...] = ()
-    checkpoints: tuple[Checkpointed, ...] = ()
+    threads: tuple[str, ...] = ()
 
     def asked(self, call: ScriptCall) -> tuple[list[Any], Any]:
         """Messages and tools of a call."""
@@ -67,8 +65,6 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     script: Script
     fork: str = ""
     answer: Answer | None = None
-    resume: bool = False
-    """Whether a LangGraph graph may go on from a checkpoint of the recorded episode."""
 
     @property
     def forked(self) -> ScriptCall | None:
@@ -106,7 +102,7 @@ def read_script(store: Store, episode: str) -> Script:
         tuple(Given(r.name, r.arguments, r.started, store.message(r.value)["result"]) for r in ended.results),
         ended.started,
         stored_reads(store.message(ended.chance)) if ended.chance else (),
-        ended.checkpoints,
+        ended.threads,
     )
 
 
@@ -135,8 +131,6 @@ def _script_call(store: Store, call: CallRecord) -> ScriptCall:
             replayed=call.id,
         ),
         fault=_fault(call),
-        streamed=call.streamed,
-        integration=call.integration,
     )
 
 

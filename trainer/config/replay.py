@@ -30,11 +30,6 @@ class ReplayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What a framework's tools do in the part of a branch that repeats its trunk: they run again | they give back what
     they returned in the trunk, as functions under `cotune.recorded` always do."""
 
-    prefix: Literal["run", "checkpoint"] = "run"
-    """What a branch does up to its fork: the workflow runs again | a LangGraph graph with a checkpointer goes on from
-    the checkpoint before the forked node, where it can (else it runs again). Only for nodes that share nothing but the
-    graph's state: what others leave in variables, or in the world, is not done again."""
-
     freeze: bool = False
     """Whether clock, uuid and random give, in the part of a branch that repeats its trunk, what they gave there: for
     prompts that hold a date, an id or a random choice. See docs/how-to/replay.md for what is frozen."""

@@ -89,7 +89,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     replay: dict[str, int] = {}
     """Under a replay plan: calls that were forked, those that could not be as the record cannot repeat what was before
-    (`unrepeatable`), branches, how many of them diverged, and how many went on from a checkpoint (`resumed`); calls of
+    (`unrepeatable`), branches, and how many of them diverged; calls of
     branches that the policies were expected to answer (`budget`), did answer (`sampled`), and that were answered from
     the record (`repeated`)."""
 

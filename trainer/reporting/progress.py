@@ -171,8 +171,6 @@ def summary(metrics: StepMetrics) -> str:
                 **metrics.replay
             )
         )
-        if metrics.replay.get("resumed"):
-            parts.append(f"{metrics.replay['resumed']} branches from a checkpoint")
     if metrics.failed:
         parts.append(f"failed episodes {metrics.failed} of {metrics.episodes}")
     if metrics.staleness.keys() - {"0"}:

@@ -65,7 +65,7 @@ async def run_forks(
         if forks := forks_of(run, trunk).calls:
             script = read_script(run.store, trunk.id)
             for number, fork in enumerate(forks):
-                replay = Replay(script=script, fork=fork.id, resume=run.config.replay.prefix == "checkpoint")
+                replay = Replay(script=script, fork=fork.id)
                 replays.update({(trunk.task.id, 1 + number * more + i): replay for i in range(more)})
     kept = [e for e in done if e.fork and _repeats(e, replays.get((e.task.id, e.rollout)))]
     judged.already(kept)
@@ -91,7 +91,6 @@ def replay_figures(run: Run, episodes: Sequence[Episode]) -> dict[str, int]:
         "unrepeatable": sum(forks.unrepeatable for forks in found),
         "branches": len(branches),
         "diverged": sum(episode.blame == "divergence" for episode in branches),
-        "resumed": sum(episode.fork is not None and episode.fork.resumed for episode in branches),
         "budget": planned.sampled,
         "sampled": len(calls) - repeated,
         "repeated": repeated,

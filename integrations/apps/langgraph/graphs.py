@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from cotune.integrations.apps.langgraph import resume
-from cotune.integrations.apps.langgraph.resume import own_thread, watch_thread
+from cotune.integrations.apps.langgraph import threads
+from cotune.integrations.apps.langgraph.threads import own_thread, watch_thread
 from cotune.integrations.versions import missing_hook
 from cotune.recording.context import current_episode
 
@@ -40,7 +40,7 @@ def install() -> None:
         return parts if current_episode.get() is None else _Astarted(self, parts)
 
     Pregel.stream, Pregel.astream = named_stream, named_astream
-    resume.install(Pregel)
+    threads.install(Pregel)
 
 
 def _started(graph: Any, parts: Any) -> Iterator[Any]:

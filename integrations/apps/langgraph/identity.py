@@ -141,7 +141,7 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
         caller.nameless = nameless(made)
     else:
         caller.read, caller.output = (*caller.read, *read), output
-    caller.checkpoint = _checkpoint(var_child_runnable_config.get())
+    caller.thread = _thread(var_child_runnable_config.get())
     known.callers[run.run_id.int] = caller
     current_caller.set(caller)
 
@@ -194,18 +194,16 @@ def _node_scope() -> CallerContext | None:
     role = role_of(run)
     if role == "app":
         return None
-    found = CallerContext(role, NAME, state=run.state, scope_id=_node_of(run), checkpoint=_checkpoint(config))
+    found = CallerContext(role, NAME, state=run.state, scope_id=_node_of(run), thread=_thread(config))
     found.nameless = nameless(run)
     return found
 
 
-def _checkpoint(config: Any) -> tuple[str, str, str] | None:
-    """Thread, checkpoint of the outermost graph, and namespace of the node whose code runs here."""
+def _thread(config: Any) -> str | None:
+    """The thread in which a checkpointer keeps the graph whose node runs here."""
     known = (config or {}).get("configurable") or {}
-    checkpoint = (known.get("checkpoint_map") or {}).get("")
-    if not checkpoint or not known.get("__pregel_checkpointer") or not known.get("thread_id"):
-        return None
-    return str(known["thread_id"]), checkpoint, str(known.get("checkpoint_ns") or "")
+    thread = known.get("thread_id")
+    return str(thread) if thread and known.get("__pregel_checkpointer") else None
 
 
 def _entered_within(run: GraphRun) -> CallerContext | None:

@@ -44,26 +44,21 @@ def play(
     trunk: Any = None,
     at: int = 3,
     *,
-    resumed: bool = False,
     blame: Any = "policy",
 ) -> Any:
-    """An episode that says `letters`; of a branch those before `at` are from the trunk's record, or where it is
-    `resumed` from a checkpoint not asked again. Without an outcome it fails, by `blame`."""
+    """An episode that says `letters`; of a branch those before `at` are from the trunk's record.
+    Without an outcome it fails, by `blame`."""
     live = LiveEpisode(store, Task(id="a", input={"letter": "a"}), workflow="w", phase="train")
     made: list[str] = []
     heard = ""
     for step, (role, letter) in enumerate(zip(ROLES, letters, strict=True)):
-        if resumed and step < at:
-            made.append("")
-            heard += f" {letter}"
-            continue
         call = live.start(CallerContext(role, "test"), {"messages": asked(f"say{heard}")})
         replayed = trunk.calls[step] if trunk is not None and step < at else None
         call.finish(Answer(candidates=(said(letter),), replayed=replayed))
         made.append(call.id)
         heard += f" {letter}"
     if trunk is not None:
-        live.fork = Fork(trunk=trunk.id, call=trunk.calls[at], at=made[at], resumed=resumed)
+        live.fork = Fork(trunk=trunk.id, call=trunk.calls[at], at=made[at])
     if outcome is None:
         live.end("error", error="crashed", blame=blame)
     else:
@@ -72,18 +67,12 @@ def play(
     return live
 
 
-@pytest.fixture(params=[False, True], ids=["repeated", "resumed"])
-def resumed(request: pytest.FixtureRequest) -> bool:
-    """Whether branches went on from a checkpoint instead of repeating what was before."""
-    return bool(request.param)
-
-
 @pytest.fixture
-def recorded(tmp_path: Path, resumed: bool) -> Path:
+def recorded(tmp_path: Path) -> Path:
     with SqliteStore.open(tmp_path / "tree") as store:
         trunk = play(store, "ijk", 1.0)
         for at, letters, outcome in BRANCHES:
-            play(store, "ijk"[:at] + letters, outcome, trunk, at, resumed=resumed)
+            play(store, "ijk"[:at] + letters, outcome, trunk, at)
     return tmp_path / "tree"
 
 
@@ -97,7 +86,7 @@ def letters_of(*names: str) -> list[str]:
     return [LETTERS[name] for name in names]
 
 
-def test_sft_learns_the_answers_whose_value_is_above_a_half(recorded: Path, tiny_base: Path, resumed: bool) -> None:
+def test_sft_learns_the_answers_whose_value_is_above_a_half(recorded: Path, tiny_base: Path) -> None:
     with SqliteStore.open(recorded, read_only=True) as store:
         found = read_answers(store, ChatTemplate.load(tiny_base), RecordsConfig(path="x", min_reward=0.51), 256)
         high = read_answers(store, ChatTemplate.load(tiny_base), RecordsConfig(path="x", min_reward=0.6), 256)
@@ -106,20 +95,20 @@ def test_sft_learns_the_answers_whose_value_is_above_a_half(recorded: Path, tiny
         "verifier": letters_of("v0", "v2", "v4"),
         "refiner": letters_of("r0", "r1", "r4", "r6"),
     }
-    assert found.left_out == {"below_reward": 6, **({} if resumed else {"replayed": 6})}
+    assert found.left_out == {"below_reward": 6, "replayed": 6}
     assert texts(high, tiny_base)["generator"] == letters_of("g2"), "V(g0) = 5/9"
 
 
 @pytest.mark.parametrize(("on_failure", "learned"), [("lowest", ""), (0.5, "i"), (-2.0, ""), ("exclude", "i")])
 def test_branches_that_failed_count_in_the_value_of_the_answer_before(
-    tmp_path: Path, tiny_base: Path, resumed: bool, on_failure: Any, learned: str
+    tmp_path: Path, tiny_base: Path, on_failure: Any, learned: str
 ) -> None:
     """V(i) = (1 + 3 failures) / 4: 0.25, 0.625, -1.25, and 1 without them; what the infrastructure failed never counts.
     dpo compares i, where it is worth less, with the answer of another episode, which is worth 0.5."""
     with SqliteStore.open(tmp_path / "tree") as store:
         trunk = play(store, "ijk", 1.0)
         for letters, blame in (("imo", "policy"), ("iqs", None), ("ilu", "policy"), ("ivx", "infrastructure")):
-            play(store, letters, None, trunk, 1, resumed=resumed, blame=blame)
+            play(store, letters, None, trunk, 1, blame=blame)
         play(store, "tuv", 0.5)
         store.flush()
         chat = ChatTemplate.load(tiny_base)
@@ -141,14 +130,14 @@ def test_dpo_takes_the_answer_of_an_episode_that_failed_for_the_worse(tmp_path: 
     assert found.left_out == {"no_reward": 3, "only_answer": 4}
 
 
-def test_dpo_pairs_siblings_by_their_values(recorded: Path, tiny_base: Path, resumed: bool) -> None:
+def test_dpo_pairs_siblings_by_their_values(recorded: Path, tiny_base: Path) -> None:
     with SqliteStore.open(recorded, read_only=True) as store:
         found = read_pairs(store, ChatTemplate.load(tiny_base), 256)
     pairs = texts(found, tiny_base)
     assert pairs["generator"] == letters_of("g2", "g1")
     assert pairs["verifier"] == letters_of("v2", "v1")
     assert pairs["refiner"][1] == LETTERS["r2"] and pairs["refiner"][0] in letters_of("r0", "r1")
-    assert found.left_out == {"in_between": 3, "only_answer": 6, **({} if resumed else {"replayed": 6})}
+    assert found.left_out == {"in_between": 3, "only_answer": 6, "replayed": 6}
 
 
 def test_the_commands_of_the_docs_on_a_run_of_its_own(trainer: Trainer, tmp_path: Path) -> None:

@@ -9,11 +9,9 @@ import signal
 import time
 import uuid
 from collections import Counter
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
-from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import START, StateGraph
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
@@ -91,7 +89,7 @@ def test_the_groups_are_the_forks_and_are_trained_once(ran: tuple[Trainer, Recor
         asked = sum(len(records.calls[e.id]) for e in trunks)
         branch_calls = [c for e in branches for c in records.calls[e.id]]
         assert figures == {
-            "forks": 6, "unrepeatable": 0, "branches": 12, "diverged": 0, "resumed": 0,
+            "forks": 6, "unrepeatable": 0, "branches": 12, "diverged": 0,
             "budget": figures["sampled"], "sampled": sum(c.replayed is None for c in branch_calls),
             "repeated": sum(c.replayed is not None for c in branch_calls),
         }  # fmt: skip
@@ -202,39 +200,6 @@ def test_steps_ahead_fork_the_roles_that_are_trained_in_them(trainer: Trainer, r
         assert forked == {"first", "second", "third"} - past
         assert line["replay"]["branches"] == len(branches) == 3 * 2 * len(forked)
         assert line["left_out"].get("untrained_role", 0) == 0 or past
-
-
-def test_branches_go_on_from_checkpoints(trainer: Trainer):
-    def says(role: str) -> Any:
-        async def node(state: dict[str, Any]) -> dict[str, Any]:
-            ran.append(role)
-            return {"said": state["said"] + await ask(role, f"say {state['said']}")}
-
-        return node
-
-    ran: list[str] = []
-    builder = StateGraph(Said)
-    builder.add_sequence([(role, says(role)) for role in ("first", "second", "third")])
-    builder.add_edge(START, "first")
-    graph = builder.compile(checkpointer=InMemorySaver())
-
-    async def relayed(task: dict[str, str]) -> dict[str, float]:
-        state = await graph.ainvoke({"said": task["letter"]}, {"configurable": {"thread_id": str(uuid.uuid4())}})
-        return {"team": sum(letter in "abcdefgh" for letter in state["said"]) / 13}
-
-    settings = {**SETTINGS, "replay": {"forks": "all", "prefix": "checkpoint", "freeze": True}}
-    trainer(application(relayed), steps=1, **settings)
-    (line,) = trainer.metrics()
-    figures = line["replay"]
-    # 3 forks of 3 trunks, each twice: those at the first call have nothing before them
-    assert (figures["branches"], figures["diverged"], figures["resumed"]) == (18, 0, 12)
-    assert figures["sampled"] == 3 * 2 * (3 + 2 + 1) and figures["repeated"] == 3 * 2 * (0 + 1 + 2)
-    assert ran.count("first") == ran.count("second") - 6 == ran.count("third") - 12
-    assert "12 branches from a checkpoint" in " ".join(trainer.said.split())
-
-
-class Said(TypedDict):
-    said: str
 
 
 async def game(task: dict[str, str]) -> float:
