@@ -209,14 +209,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             check_flex(self.learner, self.cluster.gpus_per_learner)
         for name, count in Counter(p.name for p in self.policy).items():
             if count > 1:
-                raise ConfigError(
-                    "policy.name", name, "must be one policy of each name", "Rename one of the two policies."
-                )
+                raise ConfigError("policy.name", name, "is the name of two policies", "Rename one of them.")
         for role, count in Counter(role for p in self.policy for role in p.roles).items():
             if count > 1:
-                raise ConfigError(
-                    "policy.roles", role, "must be one policy for each role", "Remove the role from all but one."
-                )
+                raise ConfigError("policy.roles", role, "is in two policies", "Remove the role from all but one.")
 
     @property
     def from_records(self) -> bool:

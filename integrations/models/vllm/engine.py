@@ -60,9 +60,7 @@ def prepare() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "sampler", "vllm", "must be an installed vLLM", "See docs/how-to/vllm.md for how to install it."
-        )
+        raise ConfigError("sampler", "vllm", "is not installed", "See docs/how-to/vllm.md for how to install it.")
     require("vllm")
 
 
@@ -110,9 +108,8 @@ class VllmSampler(LoopSampler):
         if weights not in ("lora", "full"):
             raise ConfigError("weights", weights, "must be lora or full")
         if max_lora_rank > _RANKS[-1]:
-            raise ConfigError(
-                "max_lora_rank", max_lora_rank, f"must be up to {_RANKS[-1]}", "Train adapters of a lower rank."
-            )
+            remedy = "Train adapters of a lower rank."
+            raise ConfigError("max_lora_rank", max_lora_rank, f"must be at most {_RANKS[-1]}", remedy)
         prepare()
         skeleton = await asyncio.to_thread(ModelSkeleton, model)
         adapters = slots(policies, staleness)

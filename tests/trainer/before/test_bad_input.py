@@ -147,14 +147,14 @@ def test_a_name_with_nothing_between_its_dots_is_no_field(name):
 def test_two_policies_of_one_name(refused):
     policy = [{"name": "p", "roles": ["first"]}, {"name": "p", "roles": ["second"]}]
     error = refused(ConfigError, application(**BOTH), policy=policy)
-    assert (error.field, error.value, error.fault) == ("must be policy.name", "p", "one policy of each name")
+    assert (error.field, error.value, error.fault) == ("policy.name", "p", "is the name of two policies")
     assert error.remedy == "Rename one of the two policies."
 
 
 def test_two_policies_of_one_role(refused):
     policy = [{"name": "p", "roles": ["first"]}, {"name": "q", "roles": ["first"]}]
     error = refused(ConfigError, application(**BOTH), policy=policy)
-    assert (error.field, error.value, error.fault) == ("must be policy.roles", "first", "one policy for each role")
+    assert (error.field, error.value, error.fault) == ("policy.roles", "first", "is in two policies")
 
 
 def test_k_below_two_with_a_tree(refused):
