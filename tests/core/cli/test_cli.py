@@ -71,7 +71,7 @@ def test_wrong_usage_is_status_2(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train"], "cotune train: workflow = None must be given, unless --resume is. See cotune train --help.\n"),
+        (["train"], "cotune train: workflow must be given, unless --resume is. See cotune train --help.\n"),
         (["train", "a:b", "--tasks", "t", "--set", "x"], "cotune train: --set = 'x' must be FIELD=VALUE."),
         (["train", "--resume", "nowhere"], "cotune train: nowhere holds no run: there is no run.json."),
         (["trace", "nowhere:solve", "--tasks", "t"], "cotune trace: app = 'nowhere:solve' must be a module"),
@@ -301,8 +301,8 @@ def test_a_stopped_run_is_status_130(trained, capsys):
             True,
             "off with evaluation.tasks = 'none'",
         ),
-        ({"model": "m", "stepz": 3}, "stepz", 3, "unknown field"),
-        ({"model": "m", "lora": {"rnak": 3}}, "lora.rnak", 3, "unknown field"),
+        ({"model": "m", "stepz": 3}, "stepz", 3, "is not a field"),
+        ({"model": "m", "lora": {"rnak": 3}}, "lora.rnak", 3, "is not a field"),
         (
             {"model": "m", "policy": [{"name": "p", "roles": ["a"], "kind": "big"}]},
             "policy[0].kind",
@@ -333,7 +333,7 @@ def test_a_wrong_setting_is_named(table, field, value, allowed):
     ],
 )
 def test_a_field_at_the_wrong_level_names_its_place(table, remedy):
-    with pytest.raises(ConfigError, match="unknown field") as caught:
+    with pytest.raises(ConfigError, match="is not a field") as caught:
         train_config.convert({"model": "m", **table})
     assert caught.value.remedy.startswith(remedy)
 
@@ -346,7 +346,7 @@ def test_a_configuration_that_cannot_be_read(text, allowed, tmp_path):
     with pytest.raises(ConfigError) as caught:
         train_config.load_config(file, {})
     assert (caught.value.field, caught.value.value) == ("config", str(file))
-    assert caught.value.fault.startswith(allowed)
+    assert caught.value.fault.startswith(f"must be {allowed}")
 
 
 def test_the_command_line_opens_without_torch():

@@ -67,7 +67,7 @@ def test_no_tasks(file, text):
     path = file(text)
     with pytest.raises(ConfigError) as caught:
         load_tasks(path)
-    assert (caught.value.value, caught.value.fault) == (str(path), "at least one task")
+    assert (caught.value.value, caught.value.fault) == (str(path), "must be at least one task")
 
 
 def test_a_json_list_is_no_file_of_tasks(file):
@@ -81,7 +81,7 @@ def test_a_json_list_is_no_file_of_tasks(file):
 def test_no_file(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_tasks(tmp_path / "nowhere.jsonl")
-    assert (caught.value.field, caught.value.fault) == ("must be tasks", "a file of JSON lines")
+    assert (caught.value.field, caught.value.fault) == ("tasks", "must be a file of JSON lines")
 
 
 def test_values():

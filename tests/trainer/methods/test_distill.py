@@ -165,7 +165,7 @@ def test_bad_teachers_are_named(trainer: Trainer, tmp_path: Path) -> None:
         trainer(application(converse), recipe="distill", distill={"teacher": str(tmp_path / "other")})
     with pytest.raises(ConfigError, match=r"distill.teacher = '' must be a model folder"):
         trainer(application(converse), recipe="distill")
-    with pytest.raises(ConfigError, match=r"recipe = None must be distill, where distill.teacher is given"):
+    with pytest.raises(ConfigError, match=r"recipe must be distill, where distill.teacher is given"):
         trainer(application(converse), distill={"teacher": str(tmp_path / "other")})
     with pytest.raises(ConfigError, match=r"distill.teacher = '10.0.0.5:8000' must be an address with http://"):
         trainer(application(converse), recipe="distill", distill={"teacher": "10.0.0.5:8000"})

@@ -183,7 +183,7 @@ def test_what_was_traced_frozen_is_repeated(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "episode = None must be an episode's id, or else --all"),
+        ([], "episode must be an episode's id, or else --all"),
         (["--all", "--episode", "x"], "or else --all"),
         (["--all", "-k", "2"], "k = 2 must be given with --episode only"),
         (["--episode", "TRUNK", "--answer", "x"], "answer = 'x' must be given with --call"),
@@ -202,4 +202,4 @@ def test_wrong_words_are_refused_before_anything_runs(trained: Path, capsys, wor
 def test_records_alone_need_the_workflow_named(provider: Provider, tmp_path: Path, capsys):
     SqliteStore.open(tmp_path / "records.db").close()
     status, text = replay(capsys, str(tmp_path), "--all")
-    assert status == 1 and "workflow = None" in text and "--workflow app:solve" in text
+    assert status == 1 and "workflow must be given" in text and "--workflow app:solve" in text
