@@ -171,7 +171,7 @@ def test_servers_that_cannot_teach_are_refused(
     server: FakeServer, tokenizer: Any, path: str, answer: Any, message: str
 ) -> None:
     server.answers["GET" if path in ("/version", "/v1/models") else "POST", path] = answer
-    with pytest.raises(ConfigError, match=rf"distill.teacher = '{server.url}': .*{message}"):
+    with pytest.raises(ConfigError, match=rf"distill.teacher = '{server.url}' .*{message}"):
         VllmTeacher(server.url, tokenizer)
 
 
