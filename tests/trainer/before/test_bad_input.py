@@ -163,7 +163,7 @@ def test_two_policies_of_one_name(refused):
     policy = [{"name": "p", "roles": ["first"]}, {"name": "p", "roles": ["second"]}]
     error = refused(ConfigError, application(**BOTH), policy=policy)
     assert (error.field, error.value, error.fault) == ("policy.name", "p", "is the name of two policies")
-    assert error.remedy == "Rename one of the two policies."
+    assert error.remedy == "Rename one of them."
 
 
 def test_two_policies_of_one_role(refused):
