@@ -23,14 +23,14 @@ from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, Restarting, ServedModel, open_local, with_aliases
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.apps.openai.chat_request import ChatRequest
-from cotune.integrations.apps.openai.completions import completion_of, to_stream
-from cotune.integrations.web.http.bodies import BodyLimits, aside, decoded
+from cotune.integrations.apps.openai.forms import CHAT, encoded
+from cotune.integrations.web.http.bodies import aside, decoded
+from cotune.integrations.web.http.limits import BodyLimits
 from cotune.integrations.web.http.requests import (
     Access,
     ClientGone,
     RequestError,
     application,
-    json_bytes,
     json_response,
     read_body,
     refusal,
@@ -227,24 +227,23 @@ class ChatEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.access.check(scope)
-        raw = await read_body(scope, receive, self.limits.bytes)
-        request = await aside(len(raw), lambda: decoded(raw, ChatRequest, self.limits.values))
+        raw = await read_body(scope, receive, self.limits.max_body)
+        request = await aside(len(raw), lambda: decoded(raw, ChatRequest, self.limits.max_values))
         try:
-            content = await unless_gone(receive, functools.partial(self._answer, request))
+            content, kind = await unless_gone(receive, functools.partial(self._answer, request))
         except ClientGone:
             self.counts["disconnected"] += 1
             return
         self.counts["ok"] += 1
-        if request.stream:
-            response = Response(content, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
-        else:
-            response = Response(content, media_type="application/json")
-        await response(scope, receive, send)
+        headers = {"content-type": kind, **({"cache-control": "no-cache"} if request.stream else {})}
+        await Response(content, headers=headers)(scope, receive, send)
 
-    async def _answer(self, request: ChatRequest) -> bytes:
+    async def _answer(self, request: ChatRequest) -> tuple[bytes, str]:
         self.find(request.model)
-        self._count_unenforced(request)
-        call = LiveCall(self._episode, CallerContext(request.model, "serve"), 0, 0, msgspec.structs.asdict(request))
+        asked = msgspec.structs.asdict(request)
+        # The responder logs the options that it leaves out.
+        self.not_enforced.update(name for name in template_options(asked) if not self.local.chat.reads(name))
+        call = LiveCall(self._episode, CallerContext(request.model, "serve"), 0, 0, asked)
         try:
             held = [await self.responder.respond(call)]
         except SampleTimeout as error:
@@ -256,20 +255,15 @@ class ChatEndpoint:
             raise RequestError(500, str(error), code="sampler_error") from None
         except RecursionError:
             raise RequestError(400, "The body is nested too deeply.", code="invalid_value") from None
-        return await asyncio.to_thread(_content, request, call, held)
-
-    def _count_unenforced(self, request: ChatRequest) -> None:
-        options = template_options(msgspec.structs.asdict(request))
-        self.not_enforced.update(name for name in options if not self.local.chat.reads(name))  # the responder logs them
+        return await asyncio.to_thread(_content, call, asked, held)
 
 
-def _content(request: ChatRequest, call: LiveCall, held: list[Answer | None]) -> bytes:
-    """The body of the answer that is `held`, as the request asks for it. A long answer takes a while to be freed: taken
-    out of the list, it is freed in this thread."""
+def _content(call: LiveCall, asked: Mapping[str, Any], held: list[Answer | None]) -> tuple[bytes, str]:
+    """The answer that is `held`, as the request asks for it. A long answer takes a while to be freed: taken out of the
+    list, it is freed in this thread."""
     answer = held.pop()
     assert answer is not None, "find leaves no model to a provider"
-    body, options = completion_of(call, answer), request.stream_options
-    return to_stream(body, usage=bool(options and options.include_usage)) if request.stream else json_bytes(body)
+    return encoded(call, CHAT, asked, answer)
 
 
 class _Responder(LocalResponder):

@@ -89,7 +89,8 @@ def documentation(table: type[msgspec.Struct]) -> Mapping[str, str]:
     """The text below each field of a class, on one line."""
     (made,) = ast.parse(textwrap.dedent(inspect.getsource(table))).body
     assert isinstance(made, ast.ClassDef)
-    found: dict[str, str] = {}
+    bases = [documentation(base) for base in table.__bases__ if base is not msgspec.Struct]
+    found = {name: text for base in bases for name, text in base.items()}
     for line, below in zip(made.body, made.body[1:], strict=False):
         if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             found[ast.unparse(line.target)] = " ".join(str(below.value.value).split())

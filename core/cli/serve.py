@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cotune.cli.command import add_address, add_command, add_repeated, add_trust, pairs
-from cotune.cli.fields import add_fields
+from cotune.cli.fields import add_fields, given
 from cotune.storage.checkpoints import newest_checkpoint, read_best, steps_of
 from cotune.storage.run_layout import RunLayout, read_run, read_run_json
 from cotune.terminal import tell
@@ -89,14 +89,14 @@ def add_export(commands: Any) -> None:
 
 def add_serve(commands: Any) -> None:
     """Add `cotune serve`."""
+    from cotune.integrations.web.http.limits import BodyLimits
 
     def run(a: argparse.Namespace) -> int:
         tell(f"loading {a.folder} ...")
         from cotune.adapters.serving import serve
-        from cotune.integrations.web.http.bodies import BodyLimits
 
         token = a.token or os.environ.get("COTUNE_TOKEN")
-        limits = BodyLimits(a.max_body, a.max_values)
+        limits = BodyLimits(**given(a))
         options = {"base": a.model, "names": a.role, "tool_format": a.tool_format, "limits": limits}
         aliases = pairs("--as", a.alias, "NAME=ROLE", "For example: --as gpt-4o-mini=planner")
         serve(a.folder, tell, host=a.host, port=a.port, token=token, aliases=aliases, **options)
@@ -111,7 +111,7 @@ def add_serve(commands: Any) -> None:
     add_repeated(command, "--role", "NAME", "further model name for a plain model")
     text = "answer for this model name too, by the role: --as gpt-4o-mini=planner"
     add_repeated(command, "--as", "NAME=ROLE", text, dest="alias")
-    _add_body_limits(command)
+    add_fields(command, *BodyLimits.__struct_fields__, table=BodyLimits)
     command.add_argument(
         "--tool-format",
         metavar="FORMAT",
@@ -122,18 +122,19 @@ def add_serve(commands: Any) -> None:
 
 def add_gateway(commands: Any) -> None:
     """Add `cotune gateway`."""
+    from cotune.integrations.web.http.limits import Limits
 
     def run(a: argparse.Namespace) -> int:
         from cotune.episodes.workflows import load_roles
         from cotune.integrations.web.gateway.server import serve
-        from cotune.integrations.web.gateway.settings import GatewayConfig, Limits, Split
+        from cotune.integrations.web.gateway.settings import GatewayConfig, Split
         from cotune.recording.redaction import load_redactor
 
         config = GatewayConfig(
             upstream=a.upstream,
             key=os.environ.get("COTUNE_UPSTREAM_KEY"),
             token=a.token or os.environ.get("COTUNE_TOKEN"),
-            limits=Limits(a.max_body, a.max_inflight, a.timeout, a.max_values, a.max_answer),
+            limits=Limits(**given(a)),
             anthropic=a.anthropic_upstream,
             anthropic_key=os.environ.get("COTUNE_ANTHROPIC_KEY"),
             roles=load_roles(a.roles_by) if a.roles_by else None,
@@ -158,33 +159,8 @@ def add_gateway(commands: Any) -> None:
     )
     add_address(command, port=8100)
     _add_identity(command)
-    _add_body_limits(command)
-    command.add_argument(
-        "--max-answer",
-        type=int,
-        default=64 << 20,
-        metavar="BYTES",
-        help="longest answer that is recorded (default: %(default)s)",
-    )
-    command.add_argument(
-        "--max-inflight", type=int, default=512, metavar="N", help="requests in flight (default: %(default)s)"
-    )
-    command.add_argument("--timeout", type=float, default=600.0, help="seconds for one request (default: %(default)s)")
     add_fields(command, "redact")
-
-
-def _add_body_limits(command: Any) -> None:
-    """How large requests may be."""
-    command.add_argument(
-        "--max-body",
-        type=int,
-        default=16 << 20,
-        metavar="BYTES",
-        help="largest body, before and after decompression (default: %(default)s)",
-    )
-    command.add_argument(
-        "--max-values", type=int, default=250_000, metavar="N", help="most JSON values in a body (default: %(default)s)"
-    )
+    add_fields(command, *Limits.__struct_fields__, table=Limits)
 
 
 def _add_identity(command: Any) -> None:

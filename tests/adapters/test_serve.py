@@ -19,7 +19,7 @@ from cotune.adapters import serving
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import Endpoint, serve, serving_local
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
-from cotune.integrations.web.http.bodies import BodyLimits
+from cotune.integrations.web.http.limits import BodyLimits
 from cotune.integrations.web.http.server import check_access
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef

@@ -13,7 +13,7 @@ import pytest
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import build_app
 from cotune.integrations.models.chat.template import ChatTemplate
-from cotune.integrations.web.http.bodies import BodyLimits
+from cotune.integrations.web.http.limits import BodyLimits
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion
 from tests.adapters.test_serve import Scripted, scripted

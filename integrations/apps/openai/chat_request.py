@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 
-from cotune.integrations.web.http.bodies import MOST_MESSAGES
+from cotune.integrations.web.http.limits import MOST_MESSAGES
 from cotune.integrations.web.http.requests import invalid_value
 from cotune.sampling.protocol import MOST_TOP_LOGPROBS
 
@@ -15,10 +15,10 @@ _Limit = Annotated[int, msgspec.Meta(ge=1, le=_INT32)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class StreamOptions(TypedDict, total=False):
     """Options of a streamed response."""
 
-    include_usage: bool | None = None
+    include_usage: bool | None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):

@@ -78,34 +78,33 @@ def _chat_unsupported(asked: Mapping[str, Any], chat: Mapping[str, Any], episode
     return " and ".join(found)
 
 
-FORMS = (
-    Form(
-        name="chat",
-        path="/chat/completions",
-        chat=lambda asked, episode: dict(asked),
-        unsupported_reason=_chat_unsupported,
-        body=lambda call, answer, asked: chat_completions.completion_of(call, answer),
-        events=lambda body, asked: chat_completions.to_stream(
-            body, usage=bool((asked.get("stream_options") or {}).get("include_usage"))
-        ),
-        answer=chat_completions.answer_of,
-        stream=chat_completions.from_stream,
-        part=chat_completions.part_of_stream,
-        keep=lambda call, asked, body: None,
+CHAT = Form(
+    name="chat",
+    path="/chat/completions",
+    chat=lambda asked, episode: dict(asked),
+    unsupported_reason=_chat_unsupported,
+    body=lambda call, answer, asked: chat_completions.completion_of(call, answer),
+    events=lambda body, asked: chat_completions.to_stream(
+        body, usage=bool((asked.get("stream_options") or {}).get("include_usage"))
     ),
-    Form(
-        name="responses",
-        path="/responses",
-        chat=openai_responses.chat_of,
-        unsupported_reason=openai_responses.unsupported_reason,
-        body=openai_response_body.response_of,
-        events=lambda body, asked: openai_response_body.to_events(body),
-        answer=openai_response_body.answer_of,
-        stream=openai_response_body.from_events,
-        part=openai_response_body.part_of_events,
-        keep=lambda call, asked, body: openai_responses.earlier_in(call.episode).keep(call, asked, body),
-    ),
+    answer=chat_completions.answer_of,
+    stream=chat_completions.from_stream,
+    part=chat_completions.part_of_stream,
+    keep=lambda call, asked, body: None,
 )
+RESPONSES = Form(
+    name="responses",
+    path="/responses",
+    chat=openai_responses.chat_of,
+    unsupported_reason=openai_responses.unsupported_reason,
+    body=openai_response_body.response_of,
+    events=lambda body, asked: openai_response_body.to_events(body),
+    answer=openai_response_body.answer_of,
+    stream=openai_response_body.from_events,
+    part=openai_response_body.part_of_events,
+    keep=lambda call, asked, body: openai_responses.earlier_in(call.episode).keep(call, asked, body),
+)
+FORMS = (CHAT, RESPONSES)
 
 
 def asked_in(request: Any) -> dict[str, Any]:
@@ -114,6 +113,15 @@ def asked_in(request: Any) -> dict[str, Any]:
     if not isinstance(asked, dict):
         raise ValueError("the body is no JSON object")
     return asked
+
+
+def encoded(call: LiveCall, form: Form, asked: Mapping[str, Any], answer: Answer) -> tuple[bytes, str]:
+    """What answers a request: its content, a stream where it asks for one, and the content type."""
+    body = form.body(call, answer, asked)
+    form.keep(call, asked, body)
+    if call.streamed:
+        return form.events(body, asked), "text/event-stream; charset=utf-8"
+    return msgspec.json.encode(body), "application/json"
 
 
 BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError)

@@ -22,6 +22,7 @@ from cotune.integrations.apps.openai.forms import (
     TEXT_COMPLETIONS,
     Form,
     asked_in,
+    encoded,
     finish,
     form_of,
     part_of,
@@ -207,12 +208,8 @@ def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -
 
 
 def _answered(request: Any, call: LiveCall, form: Form, asked: dict[str, Any], found: Answer) -> Any:
-    body = form.body(call, found, asked)
-    form.keep(call, asked, body)
-    if call.streamed:
-        response = _response(request, 200, "text/event-stream", form.events(body, asked), call.id)
-    else:
-        response = _response(request, 200, "application/json", msgspec.json.encode(body), call.id)
+    content, kind = encoded(call, form, asked, found)
+    response = _response(request, 200, kind, content, call.id)
     call.finish(found)
     return response
 

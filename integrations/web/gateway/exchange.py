@@ -9,10 +9,10 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from cotune.integrations.apps.openai.forms import Form, finish, part_of
-from cotune.integrations.web.gateway.settings import Limits
-from cotune.integrations.web.http.bodies import MOST_MESSAGES, aside, decoded, json_values
-from cotune.integrations.web.http.requests import RequestError, invalid_value, json_bytes
+from cotune.integrations.apps.openai.forms import Form, encoded, finish, part_of
+from cotune.integrations.web.http.bodies import aside, decoded, json_values
+from cotune.integrations.web.http.limits import MOST_MESSAGES, Limits
+from cotune.integrations.web.http.requests import RequestError, invalid_value
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.structs import CallStatus
@@ -46,7 +46,7 @@ class _Response(_Request, kw_only=True):
 def read_call(form: Form, raw: bytes, coding: str, limits: Limits) -> dict[str, Any]:
     """The body of a call. Raises RequestError (400, 413, 415) that names the field or limit for one that cannot be
     recorded."""
-    body = decoded(inflated(raw, coding, limits.body, "--max-body"), dict[str, Any], limits.values)
+    body = decoded(inflated(raw, coding, limits.max_body, "--max-body"), dict[str, Any], limits.max_values)
     try:
         msgspec.convert(body, _Response if form.name == "responses" else _Messages)
     except msgspec.ValidationError as error:
@@ -107,7 +107,7 @@ class Exchange:
     def add(self, chunk: bytes) -> None:
         """Keep a copy of what passes."""
         self.size += len(chunk)
-        if self.size <= self.limits.answer:
+        if self.size <= self.limits.max_answer:
             self._chunks.append(chunk)
         else:
             self._chunks.clear()
@@ -125,23 +125,19 @@ class Exchange:
         await self._aside(lambda: self.call.fail(status, text, outage=outage))
         self._ended(self)
 
-    async def answered(self, found: Answer) -> tuple[bytes, bytes]:
+    async def answered(self, found: Answer) -> tuple[bytes, str]:
         """End the call with what a policy answers; the body that says it, and its content type."""
         shown = 1 + int(self.call.params.get("top_logprobs") or 0) if asks_logprobs(self.asked) else 0
         tokens = found.usage.prompt_tokens + found.usage.completion_tokens * (1 + _SHOWN * shown)
-        said = await aside(self.asked_bytes + _TOKEN * tokens, lambda: self._answered(found))
-        self._ended(self)
-        return said
 
-    def _answered(self, found: Answer) -> tuple[bytes, bytes]:
-        body = self.form.body(self.call, found, self.asked)
-        self.form.keep(self.call, self.asked, body)
-        if self.call.streamed:
-            content, kind = self.form.events(body, self.asked), b"text/event-stream; charset=utf-8"
-        else:
-            content, kind = json_bytes(body), b"application/json"
-        self.call.finish(found)
-        return content, kind
+        def encode_and_record() -> tuple[bytes, str]:
+            content = encoded(self.call, self.form, self.asked, found)
+            self.call.finish(found)
+            return content
+
+        content = await aside(self.asked_bytes + _TOKEN * tokens, encode_and_record)
+        self._ended(self)
+        return content
 
     async def settle(self, status: CallStatus, text: str) -> None:
         """End the call with the answer as it came; where that is not a whole one, as `status` for the reason `text`."""
@@ -167,10 +163,8 @@ class Exchange:
             return True
         if not self.answering:
             return False
-        if self.size > self.limits.answer:
-            text = (
-                f"the answer has more than the {self.limits.answer} bytes that are kept for the record (--max-answer)"
-            )
+        if self.size > self.limits.max_answer:
+            text = f"the answer has more than {self.limits.max_answer} bytes, the most that is recorded (--max-answer)"
             self.call.fail("malformed", text)
             return True
         try:
@@ -180,10 +174,8 @@ class Exchange:
                 self.call.fail("malformed", broken.message)
             return broken.status != 400
         # The events of a stream are read one by one, and so take no more than their bytes.
-        if not self._streamed and (found := json_values(raw, self.limits.values)) > self.limits.values:
-            text = (
-                f"the answer holds {found} JSON values, more than the {self.limits.values} that are read (--max-values)"
-            )
+        if not self._streamed and (found := json_values(raw, self.limits.max_values)) > self.limits.max_values:
+            text = f"the answer holds {found} JSON values; at most {self.limits.max_values} are read (--max-values)"
             self.call.fail("malformed", text)
             return True
         return finish(self.call, self.form, self.asked, raw, self._streamed)
@@ -200,7 +192,7 @@ class Exchange:
         return self.call.streamed and "text/event-stream" in self._kind
 
     def _part(self) -> Answer | None:
-        if self.size > self.limits.answer:
+        if self.size > self.limits.max_answer:
             return None
         try:
             return part_of(self.form, self._raw(whole=False), self._streamed)
@@ -208,4 +200,4 @@ class Exchange:
             return None
 
     def _raw(self, whole: bool) -> bytes:
-        return inflated(b"".join(self._chunks), self._coding, self.limits.answer, "--max-answer", whole)
+        return inflated(b"".join(self._chunks), self._coding, self.limits.max_answer, "--max-answer", whole)

@@ -75,10 +75,10 @@ class Proxy:
     async def __call__(self, address: Address, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. What breaks off after its first byte is left incomplete, so that the client sees it."""
         self.access.check(scope)
-        if self.in_flight >= self.limits.in_flight:
+        if self.in_flight >= self.limits.max_inflight:
             raise RequestError(
                 429,
-                f"{self.limits.in_flight} requests are in flight already.",
+                f"{self.limits.max_inflight} requests are in flight already.",
                 code="too_many_requests",
                 headers={"retry-after": "1"},
             )
@@ -98,7 +98,7 @@ class Proxy:
     async def _guarded(self, passage: _Passage) -> None:
         """Turn what interrupts a request into the end of its call and an answer that names the cause."""
         try:
-            async with asyncio.timeout(self.limits.seconds):
+            async with asyncio.timeout(self.limits.timeout):
                 await self._pass(passage)
             if (exchange := passage.exchange) is not None and (exchange.answering or exchange.refusal):
                 await exchange.settle("malformed", f"the answer is not whole, after {exchange.size} bytes")
@@ -106,7 +106,7 @@ class Proxy:
             self.counts["disconnected"] += 1
             await self._interrupted(passage, "cancelled", "the client went away")
         except TimeoutError:
-            text = f"The request took longer than the gateway's {self.limits.seconds:g} seconds."
+            text = f"The request took longer than the gateway's {self.limits.timeout:g} seconds."
             await self._interrupted(passage, "timeout", text)
             raise RequestError(504, text, code="timeout") from None
         except UpstreamError as error:
@@ -141,18 +141,18 @@ class Proxy:
         own_key = any(self.access.given(scope, name) for name in KEYS)
         headers = self._provider(scope, address).request_headers(scope["headers"], own_key)
         if address.form is not None and scope["method"] == "POST":
-            raw = await read_body(scope, passage.receive, self.limits.body)
+            raw = await read_body(scope, passage.receive, self.limits.max_body)
             coding = header(scope, b"content-encoding").decode("latin-1")
             packed = INLINE if coding else 0  # nobody knows how large it is
             asked = await aside(packed + len(raw), functools.partial(read_call, address.form, raw, coding, self.limits))
             await self._open(passage, address.form, asked, packed + len(raw))
         elif scope["method"] == "POST":
-            raw = await read_body(scope, passage.receive, self.limits.body)
+            raw = await read_body(scope, passage.receive, self.limits.max_body)
             if address.tail == TEXT_COMPLETIONS.strip("/"):
                 named = identity(scope, address).episode or ""
                 (self.episodes.open.get(named) or self.episodes).warn(*TEXT_COMPLETION)
         else:
-            raw = await read_any(scope, passage.receive, self.limits.body)
+            raw = await read_any(scope, passage.receive, self.limits.max_body)
         await unless_gone(passage.receive, functools.partial(self._answer, passage, headers, raw))
 
     def _provider(self, scope: Scope, address: Address) -> Upstream:
@@ -197,7 +197,7 @@ class Proxy:
             exchange.over()
             raise RequestError(status, text, code="cotune", headers={"x-should-retry": "false"}) from None
         length = str(len(content)).encode()
-        fields = [(b"content-type", kind), (b"content-length", length), (b"x-should-retry", b"false")]
+        fields = [(b"content-type", kind.encode()), (b"content-length", length), (b"x-should-retry", b"false")]
         await passage.start(200, [*fields, *_names(exchange)])
         await passage.body(content, more=False)
         return True

@@ -32,8 +32,9 @@ from cotune.errors import CotuneError, WorkflowError
 from cotune.integrations.web.gateway.address import address_of
 from cotune.integrations.web.gateway.episodes import EndEpisode, Episodes, OpenEpisode, Rewards, task_of
 from cotune.integrations.web.gateway.proxy import KEYS, Proxy
-from cotune.integrations.web.gateway.settings import GatewayConfig, Limits
+from cotune.integrations.web.gateway.settings import GatewayConfig
 from cotune.integrations.web.http.bodies import aside, decoded
+from cotune.integrations.web.http.limits import Limits
 from cotune.integrations.web.http.requests import (
     Access,
     RequestError,
@@ -122,7 +123,7 @@ def running_gateway(
         token=config.token,
         name="cotune-gateway",
         date_header=False,
-        seconds=config.limits.seconds,
+        seconds=config.limits.timeout,
     )
 
 
@@ -228,8 +229,8 @@ def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store |
 
     async def body(request: Request, kind: type[T]) -> T:
         access.check(request.scope)
-        raw = await read_body(request.scope, request.receive, limits.body)
-        return await aside(len(raw), lambda: decoded(raw, kind, limits.values))
+        raw = await read_body(request.scope, request.receive, limits.max_body)
+        return await aside(len(raw), lambda: decoded(raw, kind, limits.max_values))
 
     async def open_(request: Request) -> Response:
         given = await body(request, OpenEpisode)

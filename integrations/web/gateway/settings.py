@@ -5,42 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
+import msgspec
 from starlette.types import Scope
 
 from cotune.errors import ConfigError
-from cotune.integrations.web.http.bodies import MAX_BODY, MAX_VALUES, check_positive
+from cotune.integrations.web.http.limits import Limits
 from cotune.integrations.web.http.requests import header
 from cotune.recording.redaction import Redactor
 from cotune.recording.role_functions import RolesFunction
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of one gateway: bytes and JSON values of a body, bytes of an answer that are kept for the record, requests
-    in flight, and seconds from a request's start to its end."""
-
-    body: int = MAX_BODY
-    in_flight: int = 512
-    seconds: float = 600.0
-    values: int = MAX_VALUES
-    answer: int = 64 << 20
-
-    def __post_init__(self) -> None:
-        check_positive(
-            max_body=self.body,
-            max_inflight=self.in_flight,
-            timeout=self.seconds,
-            max_values=self.values,
-            max_answer=self.answer,
-        )
-
-
-@dataclass(frozen=True)
-class Split:
+class Split(msgspec.Struct, frozen=True):
     """How calls that name no episode are divided into episodes; not at all where everything is left out."""
 
     by: Literal["connection"] | None = None
@@ -67,8 +45,7 @@ class Split:
         return None if self.idle is None else ("", "gateway")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GatewayConfig:
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway forwards to and how it records. Raises ConfigError for a provider that is no base URL."""
 
     upstream: str

@@ -3,42 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from cotune.errors import ConfigError
 from cotune.integrations.web.http.requests import RequestError, decode_body
 from cotune.runtime.bounded_cache import INLINE
 
 T = TypeVar("T")
 
-MAX_BODY, MAX_VALUES = 16 << 20, 250_000
-MOST_MESSAGES = 10_000
-"""Most messages of one request."""
 _large = ThreadPoolExecutor(4, "cotune-large")
-
-
-@dataclass(frozen=True)
-class BodyLimits:
-    """Most bytes of a body, before and after decompression, and most JSON values in it."""
-
-    bytes: int = MAX_BODY
-    values: int = MAX_VALUES
-
-    def __post_init__(self) -> None:
-        check_positive(max_body=self.bytes, max_values=self.values)
-
-
-def check_positive(**limits: float) -> None:
-    """Raises ConfigError for a limit that is no number above 0, by its flag."""
-    for flag, value in limits.items():
-        if not 0 < value < math.inf:
-            raise ConfigError(flag, value, "must be a number above 0", "Leave the flag out for the default.")
 
 
 async def aside(size: int, work: Callable[[], T], unwanted: Callable[[T], object] | None = None) -> T:

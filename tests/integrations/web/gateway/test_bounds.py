@@ -19,7 +19,7 @@ import pytest
 
 import cotune
 from cotune.integrations.apps.openai import responses as openai_responses
-from cotune.integrations.web.gateway.settings import Limits
+from cotune.integrations.web.http.limits import Limits
 from cotune.recording import call_records, recorder
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
@@ -33,7 +33,7 @@ WHOLE = json.dumps(completion({"role": "assistant", "content": "hello"})).encode
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Any:
-    with bench(tmp_path, limits=Limits(seconds=1.0)) as made:
+    with bench(tmp_path, limits=Limits(timeout=1.0)) as made:
         yield made
 
 

@@ -20,7 +20,8 @@ import pytest
 
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.web.gateway.server import running_gateway
-from cotune.integrations.web.gateway.settings import GatewayConfig, Limits
+from cotune.integrations.web.gateway.settings import GatewayConfig
+from cotune.integrations.web.http.limits import Limits
 from cotune.storage.sqlite_store import SqliteStore
 from tests.core.storage.whole_file import copied
 from tests.integrations import provider as scripted
@@ -32,7 +33,7 @@ BODY = {"model": "m", "messages": HELLO}
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench(tmp_path_factory.mktemp("gateway"), limits=Limits(body=4096, in_flight=2, seconds=5)) as made:
+    with bench(tmp_path_factory.mktemp("gateway"), limits=Limits(max_body=4096, max_inflight=2, timeout=5)) as made:
         yield made
 
 
@@ -181,7 +182,7 @@ def test_limits(gate: Bench) -> None:
 
 
 def test_a_request_that_takes_too_long(tmp_path: Path) -> None:
-    with bench(tmp_path, limits=Limits(seconds=1.0)) as gate:
+    with bench(tmp_path, limits=Limits(timeout=1.0)) as gate:
         gate.provider.reply = lambda body, number: (200, "text/event-stream", [Provider.HANG])
         opened = gate.open()
         with pytest.raises(httpx.RemoteProtocolError):
@@ -208,7 +209,7 @@ def test_a_request_that_ends_while_its_call_starts(tmp_path: Path, leaves: bool)
         starting.set()
         assert go.wait(20)
 
-    with bench(tmp_path, limits=Limits(seconds=60 if leaves else 0.5), roles=roles) as gate:
+    with bench(tmp_path, limits=Limits(timeout=60 if leaves else 0.5), roles=roles) as gate:
         opened = gate.open()
         body = {**BODY, "user": "x" * (64 << 10)}
         if leaves:
@@ -268,7 +269,7 @@ def test_no_access_from_outside_without_a_token_and_no_bad_upstream(tmp_path: Pa
             GatewayConfig(upstream=wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"body": 0}, {"in_flight": -1}, {"seconds": float("nan")}])
+@pytest.mark.parametrize("wrong", [{"max_body": 0}, {"max_inflight": -1}, {"timeout": float("nan")}])
 def test_limits_are_above_zero(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="above 0"):
         Limits(**wrong)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from cotune.integrations.web.gateway.server import Gateway, running_gateway
-from cotune.integrations.web.gateway.settings import GatewayConfig, Limits
+from cotune.integrations.web.gateway.settings import GatewayConfig
+from cotune.integrations.web.http.limits import Limits
 from cotune.storage.sqlite_store import SqliteStore
 from tests.core.storage.whole_file import copied
 from tests.integrations.http_fuzz import (
@@ -124,7 +125,7 @@ def test_malformed_requests_are_refused_with_their_cause(tmp_path: Path, count: 
     async def main() -> None:
         rng = random.Random(5)
         attacks = all_attacks(rng, count)
-        gateway = Gateway(GatewayConfig(upstream=NOWHERE, limits=Limits(body=LIMIT)), store)
+        gateway = Gateway(GatewayConfig(upstream=NOWHERE, limits=Limits(max_body=LIMIT)), store)
 
         def nothing_left() -> None:
             assert gateway.proxy.in_flight == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from rich.console import Console
@@ -68,7 +68,7 @@ def test_an_episode_at_a_time_ends_after_a_pause(tmp_path: Path) -> None:
         listing = shown(gate)
         (episode,) = opened.open
         assert episode in listing and "open" in listing
-        opened.config = dataclasses.replace(opened.config, split=Split(idle=0.2))
+        opened.config = msgspec.structs.replace(opened.config, split=Split(idle=0.2))
         ask(client, "two")
         until(lambda: ended(gate))
         ask(client, "three")
