@@ -33,6 +33,17 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
+def error_line(error: BaseException) -> str:
+    """An error in one line without a full stop: the cause of one of cotune's, else the class and the first line of the
+    text, or of the text of its cause."""
+    if isinstance(error, CotuneError):
+        return error.cause.rstrip(".")
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if not text and error.__cause__ is not None:
+        return error_line(error.__cause__)
+    return f"{type(error).__name__}: {text}".rstrip(": .")
+
+
 def field_and_fault(error: Exception) -> tuple[str, str]:
     """Dotted path of the field ("" for the whole) and what is wrong with it, of msgspec's ValidationError, which has
     both in its text alone."""

@@ -23,8 +23,7 @@ def add_show(commands: Any) -> None:
             _show_json(a, filters)
             return 0
         if a.profile:
-            from cotune.step_profile import print_profile
-            from cotune.storage.run_layout import read_profiles
+            from cotune.integrations.profiling.step import print_profile, read_profiles
 
             for profile in read_profiles(a.run_folder):
                 print_profile(terminal(), profile)

@@ -26,7 +26,6 @@ import msgspec
 from cotune.errors import RunError
 from cotune.records.plans import PlanKind
 from cotune.records.policies import OtherRoles
-from cotune.step_profile import StepProfile
 from cotune.storage.checkpoints import latest_in, read_identity
 from cotune.storage.outcomes import failure_reward
 from cotune.storage.typed_json import converted, fault, loaded, read_if_typed, read_typed
@@ -312,14 +311,6 @@ def _known(figures: Mapping[str, Any]) -> dict[str, Any]:
 def read_end(path: str | Path) -> RunEnd | None:
     """Why a run ended before its last step; None where nothing says so, or what does cannot be read."""
     return read_if_typed(RunLayout(path).end, RunEnd)
-
-
-def read_profiles(path: str | Path) -> list[StepProfile]:
-    """Of each step that was profiled, where its time went. Raises RunError for a folder without one."""
-    files = sorted(RunLayout(path).profiles.glob("step-*[0-9].json"))
-    if not files:
-        raise RunError(f"No step of {path} was profiled.", "Profile one: cotune train ... --profile STEP.")
-    return [read_typed(file, StepProfile, "Profile another step.") for file in files]
 
 
 def is_abandoned(checkpoint: Path, rollbacks: Sequence[Rollback]) -> bool:

@@ -11,10 +11,10 @@ import msgspec
 
 from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.models.served_versions import Version, Versions
+from cotune.integrations.profiling.spans import Trace
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, in_time
-from cotune.step_profile import Trace
 
 T = TypeVar("T")
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, LearnerError, RunError
-from cotune.integrations.models.torch_trace import Tracer
+from cotune.integrations.profiling.spans import Trace
+from cotune.integrations.profiling.tracer import Tracer
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
-from cotune.step_profile import Trace
 from cotune.trainer.config.learner import LearnerSettings, check_loss
 from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import (

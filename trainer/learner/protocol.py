@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cotune.algorithms.samples import TrainRow
+from cotune.integrations.profiling.spans import Trace
 from cotune.sampling.protocol import Weights
-from cotune.step_profile import Trace
 
 
 class Learner(Protocol):

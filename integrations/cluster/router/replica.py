@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal, TypeVar
 
-from cotune.errors import ConfigError, CotuneError, SamplerError, SyncError
+from cotune.errors import ConfigError, SamplerError, SyncError, error_line
 from cotune.integrations.cluster.router import limits
 from cotune.integrations.models.served_versions import Version, Versions
+from cotune.integrations.profiling.spans import Trace
 from cotune.sampling.protocol import Sampler, SamplerInfo
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,9 @@ class Engine:
             raise SamplerError("It cancelled the request by itself.")
         if task.done():
             return task.result()
-        raise TimeoutError if self.healthy else TakenOut(self.down.result())
+        if not self.healthy:
+            raise TakenOut(self.down.result())
+        raise TimeoutError("no answer in time")
 
     async def probe(self) -> str | None:
         """Whether it answers and serves everything that was published: None, or what is wrong, and it is taken out."""
@@ -109,13 +112,19 @@ class Engine:
         """An engine that does not wake is taken out."""
         await self._do("wake", self.sampler.wake())  # type: ignore[attr-defined]
 
+    async def begin_trace(self) -> None:
+        await self.within(limits.CONTROL_SECONDS, self.sampler.begin_trace())  # type: ignore[attr-defined]
+
+    async def end_trace(self) -> list[Trace]:
+        return await self.within(limits.CONTROL_SECONDS, self.sampler.end_trace())  # type: ignore[attr-defined]
+
     async def _do(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         try:
             await self.within(limits.CONTROL_SECONDS, work)
         except TakenOut:
             return
         except Exception as error:  # noqa: BLE001
-            self.fail("unhealthy", f"it did not {what}: {describe(error)}")
+            self.fail("unhealthy", f"it did not {what}: {error_line(error)}")
 
     async def _wrong(self) -> str | None:
         before = expected(self._versions)
@@ -126,7 +135,7 @@ class Engine:
         except TimeoutError:
             return f"it did not answer a health check within {self._health_timeout} s"
         except Exception as error:  # noqa: BLE001
-            return describe(error)
+            return error_line(error)
         now = expected(self._versions)
         missing = differences({k: v for k, v in before.items() if now.get(k) == v}, info.served)
         return f"it has lost what was published: {'; '.join(missing)}" if missing else None
@@ -175,13 +184,13 @@ class Replica:
             except ConfigError as error:
                 if self.state == "starting":
                     self.refused = error
-                    self._lose(describe(error))
+                    self._lose(error_line(error))
                     return
-                self._not_started(describe(error))
+                self._not_started(error_line(error))
             except TimeoutError:
                 self._not_started(f"it did not start within {limits.START_SECONDS:g} s")
             except Exception as error:  # noqa: BLE001
-                self._not_started(describe(error))
+                self._not_started(error_line(error))
             else:
                 await self._watch()
             await self.end()
@@ -198,7 +207,7 @@ class Replica:
                 async with asyncio.timeout(limits.CLOSE_SECONDS):
                     await engine.sampler.aclose()
             except Exception as error:  # noqa: BLE001
-                log.warning("Engine %s failed while it ended: %s.", self.name, describe(error))
+                log.warning("Engine %s failed while it ended: %s.", self.name, error_line(error))
 
     def close(self) -> None:
         """No request goes to it any more, and what it works on is given up."""
@@ -263,15 +272,6 @@ class Replica:
         self.state, self.fault = "lost", reason
         log.warning("Engine %s is given up: %s.", self.name, reason)
         self._changed()
-
-
-def describe(error: BaseException) -> str:
-    """An error in a line that goes on."""
-    if isinstance(error, CotuneError):
-        return error.cause.rstrip(".")
-    if isinstance(error, TimeoutError):
-        return "it did not answer in time"
-    return f"{type(error).__name__}: {error}"
 
 
 def expected(versions: Versions) -> dict[str, str]:

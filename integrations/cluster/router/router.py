@@ -12,18 +12,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cotune.errors import CotuneError, RequestRefused, SamplerError, SampleTimeout, SyncError
+from cotune.errors import CotuneError, RequestRefused, SamplerError, SampleTimeout, SyncError, error_line
 from cotune.integrations.cluster.router import limits
-from cotune.integrations.cluster.router.profiling import begin_traces, end_traces
 from cotune.integrations.cluster.router.queue import Queue, Request
-from cotune.integrations.cluster.router.replica import Engine, Make, Replica, TakenOut, describe
+from cotune.integrations.cluster.router.replica import Engine, Make, Replica, TakenOut
 from cotune.integrations.cluster.router.validate import validate_completions
 from cotune.integrations.models.engine_sampler import LoopSampler
 from cotune.integrations.models.served_versions import Version
+from cotune.integrations.profiling.spans import Trace, traced, untraced
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
-from cotune.step_profile import Trace
 
 _ENDS = {SampleTimeout: "late", RequestRefused: "refused", asyncio.CancelledError: "cancelled"}
 """Counters of requests that were not answered, by what was raised; all else is "failed"."""
@@ -76,7 +75,8 @@ class RoutedSampler(LoopSampler):
         ]  # fmt: skip
         self._queue = Queue(self._replicas, min_healthy, self.counters)
         self._supervisors: list[asyncio.Task[None]] = []
-        self._traced: dict[Engine, str] = {}
+        self._traced: dict[Engine, list[Trace]] = {}
+        """Engines that note what they do now; for one that does not, the trace that says why."""
 
     @classmethod
     async def open(
@@ -141,10 +141,17 @@ class RoutedSampler(LoopSampler):
         )
 
     async def _begin_trace(self) -> None:
-        self._traced = await begin_traces(self._queue.healthy())
+        engines = self._queue.healthy()
+        answers = await asyncio.gather(*(traced(engine.name, engine, "begin_trace") for engine in engines))
+        self._traced = dict(zip(engines, answers, strict=True))
 
     async def _end_trace(self) -> list[Trace]:
-        return await end_traces(self._queue.healthy(), self._traced)
+        engines, failed = self._queue.healthy(), self._traced
+        ended = await asyncio.gather(*(traced(e.name, e, "end_trace") for e in engines if failed.get(e) == []))
+        lost = [
+            untraced(e.name, "it was taken out meanwhile") for e, why in failed.items() if e not in engines and not why
+        ]
+        return [*(trace for traces in (*ended, *failed.values()) for trace in traces), *lost]
 
     async def _close(self) -> None:
         for replica in self._replicas:
@@ -194,12 +201,12 @@ class RoutedSampler(LoopSampler):
         except Exception as error:
             wrong = await engine.probe()
             if wrong is not None:
-                raise Failed("died", f"{describe(error)} ({wrong})") from None
+                raise Failed("died", f"{error_line(error)} ({wrong})") from None
             if isinstance(error, RequestRefused):
                 raise
             if isinstance(error, TimeoutError | SampleTimeout):
                 raise Failed("timeouts", f"no answer within {limits.REQUEST_SECONDS:g} s") from None
-            raise Failed("errors", describe(error), error) from None
+            raise Failed("errors", error_line(error), error) from None
         wrong = validate_completions(answer, request.n, request.params.max_tokens, self._vocabulary)
         if wrong is not None:
             raise Failed("garbage", f"garbage, {wrong}")
@@ -245,11 +252,11 @@ class RoutedSampler(LoopSampler):
         except TakenOut:
             return None
         except TimeoutError as error:
-            engine.fail("unhealthy", f"{version.policy} could not be published: {describe(error)}")
+            engine.fail("unhealthy", f"{version.policy} could not be published: {error_line(error)}")
             return None
         except Exception as error:  # noqa: BLE001
             await engine.probe()
-            return error if isinstance(error, CotuneError) else SamplerError(describe(error))
+            return error if isinstance(error, CotuneError) else SamplerError(error_line(error))
         return None if arrived == version.fingerprint else SyncError(f"it arrived with fingerprint {arrived}")
 
     async def _on_all(self, deed: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
@@ -285,7 +292,7 @@ def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, Fail
     if isinstance(error, CotuneError):
         raise RequestRefused(error.cause, error.remedy) from error
     raise RequestRefused(
-        f"{request.policy} cannot be asked for this: {describe(erring[-1][1])}.",
+        f"{request.policy} cannot be asked for this: {error_line(error)}.",
         "Every engine that was asked raises it, and is healthy otherwise.",
     ) from error
 

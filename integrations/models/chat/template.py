@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.errors import ConfigError, PromptTooLong, RequestRefused, SamplerError
+from cotune.errors import ConfigError, PromptTooLong, RequestRefused, SamplerError, error_line
 from cotune.integrations.models.chat.content import SEEING, for_template
 from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.chat.replies import Replies
@@ -329,7 +329,7 @@ class ChatTemplate:
             ) from error
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SamplerError(
-                f"The chat template cannot render these messages: {_first_line(error)}.",
+                f"The chat template cannot render these messages: {error_line(error)}.",
                 "Check roles and their order against the model's chat template.",
             ) from error
 
@@ -370,10 +370,6 @@ def _too_long(size: str, most: int) -> PromptTooLong:
     return PromptTooLong(
         f"The prompt has {size}; the model takes {most + 1} tokens with the reply.", "Send a shorter conversation."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, error_line
 from cotune.integrations.models.folder.gguf import find_gguf, unpack_gguf
 from cotune.integrations.models.folder.kinds import auto_class, sees_images
 from cotune.near_names import did_you_mean, near_names
@@ -54,7 +54,7 @@ def locate_model(model: str | Path) -> Path:
         return _checked(Path(snapshot_download(str(model), allow_patterns=_NEEDED)))
     except (OSError, ValueError) as error:
         remedy = "Correct the id, or fetch the model where there is a network (`hf download`) and name its folder."
-        fault = f"must be a model folder, or a Hugging Face id that can be fetched ({_cause(error)})"
+        fault = f"must be a model folder, or a Hugging Face id that can be fetched ({error_line(error)})"
         raise ConfigError("model", str(model), fault, remedy) from None
 
 
@@ -85,7 +85,7 @@ def reading(model: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        fault = f"must be a model folder or hub id ({_cause(error)})"
+        fault = f"must be a model folder or hub id ({error_line(error)})"
         raise ConfigError("model", str(model), fault, "Check --model.") from error
 
 
@@ -153,11 +153,6 @@ def _near(path: Path) -> str:
     except OSError:
         return ""
     return did_you_mean([str(path.with_name(near)) for near in near_names(path.name, here, most=1)])
-
-
-def _cause(error: Exception) -> str:
-    first = str(error).partition("\n")[0].strip().rstrip(".")
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def read_parameters(folder: Path) -> Weights:

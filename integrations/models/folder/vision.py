@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cotune.errors import ConfigError, RequestRefused
+from cotune.errors import ConfigError, RequestRefused, error_line
 from cotune.integrations.models.folder.folder import loading, reading
 from cotune.runtime.bounded_cache import BoundedCache
 
@@ -53,7 +53,7 @@ class ImageInputs:
         try:
             found = processor(text=[text], images=[opened_image(image) for image in images], add_special_tokens=False)
         except (ValueError, TypeError, RuntimeError, OSError) as error:
-            raise RequestRefused(f"The model's processor refuses the images: {first_line(error)}.", _CHECK) from None
+            raise RequestRefused(f"The model's processor refuses the images: {error_line(error)}.", _CHECK) from None
         decoded: str = processor.tokenizer.decode(found["input_ids"][0], skip_special_tokens=False)
         return decoded
 
@@ -114,7 +114,7 @@ class ImageInputs:
                     with reading(self._model):
                         self._loaded = AutoProcessor.from_pretrained(self._model, **loading())
                 except ImportError as error:
-                    fault = f"must be a model whose processor can be loaded ({first_line(error)})"
+                    fault = f"must be a model whose processor can be loaded ({error_line(error)})"
                     raise ConfigError("model", self._model, fault, "Install what its processor needs.") from None
             return self._loaded
 
@@ -133,7 +133,7 @@ def opened_image(data: bytes) -> Any:
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError, SyntaxError) as error:
         kinds = ", ".join(FORMATS)
         raise RequestRefused(
-            f"An image of {len(data):,} bytes cannot be read: {first_line(error)}.", f"Send {kinds}."
+            f"An image of {len(data):,} bytes cannot be read: {error_line(error)}.", f"Send {kinds}."
         ) from None
 
 
@@ -144,11 +144,6 @@ def _places(processor: Any) -> list[int]:
 
 def _bytes(value: Any) -> int:
     return int(value.nbytes) if hasattr(value, "nbytes") else 64
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says first, without a full stop."""
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 _CHECK = "Check that they are images that the model takes."

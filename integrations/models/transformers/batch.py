@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicCache
 
 from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.folder.vision import ImageInputs
-from cotune.integrations.models.torch_trace import Tracer
 from cotune.integrations.models.transformers.arrange import arrange
 from cotune.integrations.models.transformers.attention import alike_rows, runs, use_rows_attention
 from cotune.integrations.models.transformers.cache import RowCache
@@ -25,6 +24,7 @@ from cotune.integrations.models.transformers.lora import Adapter, LoraRows
 from cotune.integrations.models.transformers.prefill import image_shift, like_lengths, prefill, states_of, stems
 from cotune.integrations.models.transformers.prefixes import NOTHING, Prefix, PrefixCache
 from cotune.integrations.models.transformers.rows import Job, Rows, Source
+from cotune.integrations.profiling.tracer import Tracer
 from cotune.sampling.protocol import Completion
 
 BASE = -1

@@ -20,13 +20,13 @@ from cotune.integrations.models.folder.kinds import auto_class, sees_images
 from cotune.integrations.models.folder.meta_model import check_finite, check_full
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.integrations.models.served_versions import Version, Versions
-from cotune.integrations.models.torch_trace import Tracer
 from cotune.integrations.models.transformers.batch import BASE, Batch
 from cotune.integrations.models.transformers.cache import attention_only
 from cotune.integrations.models.transformers.lora import read_adapter
 from cotune.integrations.models.transformers.prefixes import PrefixCache
 from cotune.integrations.models.transformers.rows import Job
 from cotune.integrations.models.transformers.wire import PREFIX_PART, Answer, Command, ModelSource
+from cotune.integrations.profiling.tracer import Tracer
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.runtime.memory import machine_memory

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.errors import ConfigError, RequestRefused, SamplerError, error_line
 from cotune.integrations.apps.activation import NO_ACTIVATION
 from cotune.integrations.models.engine_sampler import LoopSampler
 from cotune.integrations.models.folder.meta_model import ModelSkeleton
@@ -22,11 +22,11 @@ from cotune.integrations.models.vllm.adapters import SharedFolders, left_in_shar
 from cotune.integrations.models.vllm.device import check_gpu, on_gpu
 from cotune.integrations.models.vllm.images import image_prompt
 from cotune.integrations.models.vllm.requests import python_completion, python_params
+from cotune.integrations.profiling.spans import Trace
 from cotune.integrations.versions import require
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights
-from cotune.step_profile import Trace
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class VllmSampler(LoopSampler):
 
                 await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         except Exception as error:
-            raise SamplerError(f"vLLM did not start: {_reason(error)}.", "Read vLLM's log above.") from error
+            raise SamplerError(f"vLLM did not start: {error_line(error)}.", "Read vLLM's log above.") from error
         kind = "the full weights of one policy" if self._full else f"up to {self._slots} adapters of rank {self._rank}"
         log.info("vLLM serves %s, %s.", self._skeleton.folder, kind)
 
@@ -276,7 +276,7 @@ class VllmSampler(LoopSampler):
             return Version(policy, _same(await self._ask("cotune_weights")))
         except Exception as error:
             lost = SamplerError(
-                f"{policy} arrived in part only, and the engine's weights are lost: {_reason(error)}.", _REOPEN
+                f"{policy} arrived in part only, and the engine's weights are lost: {error_line(error)}.", _REOPEN
             )
             self._fail(lost)
             raise lost from error
@@ -379,10 +379,10 @@ class VllmSampler(LoopSampler):
     def _failed(self, error: Exception) -> SamplerError:
         """What a failure of vLLM's is to the caller; a dead engine stays dead."""
         if self._llm.errored:
-            gone = SamplerError(f"The sampler's engine is gone: {_reason(error)}.", _REOPEN)
+            gone = SamplerError(f"The sampler's engine is gone: {error_line(error)}.", _REOPEN)
             self._fail(gone)
             return gone
-        return SamplerError(f"vLLM failed: {_reason(error)}.", "Read vLLM's log.")
+        return SamplerError(f"vLLM failed: {error_line(error)}.", "Read vLLM's log.")
 
 
 def _same(answers: Sequence[str]) -> str:
@@ -390,11 +390,3 @@ def _same(answers: Sequence[str]) -> str:
     if len(set(answers)) != 1:
         raise RuntimeError(f"the engine's workers hold different weights: {sorted(set(answers))}")
     return answers[0]
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what an error, or else its cause, says."""
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
-    if not text and error.__cause__ is not None:
-        return _reason(error.__cause__)
-    return f"{type(error).__name__}: {text}".rstrip(": .")

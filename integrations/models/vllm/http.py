@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.errors import ConfigError, RequestRefused, SamplerError, error_line
 from cotune.integrations.models.engine_sampler import LoopSampler
 from cotune.integrations.models.folder.meta_model import ModelSkeleton
 from cotune.integrations.models.served_versions import BASE, Version
@@ -26,6 +26,9 @@ from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, To
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
+IDLE_SECONDS = 2.0
+"""How long a connection may be idle and still be used: vLLM closes one after 5 s, and a request that arrives in that
+moment is lost (ReadError)."""
 CONTROL_SECONDS = 60.0
 """How long the server may take for anything but sampling."""
 
@@ -113,7 +116,7 @@ class VllmHttpSampler(LoopSampler):
             base_url=self._url,
             headers=headers,
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            limits=httpx.Limits(max_keepalive_connections=256, keepalive_expiry=IDLE_SECONDS),
         )
         check("vllm", (await self._get("/version", ServerVersion)).version)
         cards = (await self._get("/v1/models", Models)).data
@@ -234,7 +237,7 @@ class VllmHttpSampler(LoopSampler):
             return msgspec.json.decode(answer.content, type=kind)
         except (httpx.HTTPStatusError, msgspec.DecodeError) as error:
             key = "Check the API key." if answer.status_code == 401 else "Name the address of a vLLM server."
-            raise ConfigError("url", self._url, f"must be a vLLM server ({path}: {reason_of(error)})", key) from None
+            raise ConfigError("url", self._url, f"must be a vLLM server ({path}: {error_line(error)})", key) from None
 
     async def _post(self, path: str, body: Mapping[str, Any], seconds: float | None = None) -> bytes:
         answer = await self._request("POST", path, json=body, timeout=seconds)
@@ -251,7 +254,7 @@ class VllmHttpSampler(LoopSampler):
         try:
             return await self._client.request(method, path, **arguments)
         except httpx.HTTPError as error:
-            raise SamplerError(f"{self._url} does not answer: {reason_of(error)}.", "Look whether it runs.") from error
+            raise SamplerError(f"{self._url} does not answer: {error_line(error)}.", "Look whether it runs.") from error
 
 
 def _top(told: _Logprobs, most: int) -> list[TopTokens]:
@@ -270,8 +273,3 @@ def message_of(content: bytes) -> str:
         return str(body.get("error", body).get("message", body))
     except (msgspec.DecodeError, AttributeError):
         return content[:200].decode(errors="replace")
-
-
-def reason_of(error: Exception) -> str:
-    """Kind and text of an error."""
-    return f"{type(error).__name__}: {error}".rstrip(": .")

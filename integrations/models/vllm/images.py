@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from cotune.errors import RequestRefused
-from cotune.integrations.models.folder.vision import first_line, opened_image
+from cotune.errors import RequestRefused, error_line
+from cotune.integrations.models.folder.vision import opened_image
 
 _REMEDY = 'Sample in process: without [cluster], or with cluster.engine = "transformers".'
 
@@ -30,7 +30,7 @@ async def image_prompt(renderer: Any, token_ids: Sequence[int], images: Sequence
             [{"prompt": text, "multi_modal_data": {"image": opened}}], skip_mm_cache=True
         )
     except (ValueError, TypeError, RuntimeError) as error:
-        raise RequestRefused(f"vLLM refuses the images: {first_line(error)}.", _REMEDY) from None
+        raise RequestRefused(f"vLLM refuses the images: {error_line(error)}.", _REMEDY) from None
     places = _places(list(token_ids), made["prompt_token_ids"], made["mm_placeholders"]["image"])
     return mm_input(list(token_ids), made["mm_kwargs"], made["mm_hashes"], {"image": places})
 

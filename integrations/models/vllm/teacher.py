@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cotune.algorithms.samples import TrainRow
-from cotune.errors import ConfigError, LearnerError
+from cotune.errors import ConfigError, LearnerError, error_line
 from cotune.integrations.models.vllm.http import (
     CONNECT_SECONDS,
     CONTROL_SECONDS,
     Models,
     ServerVersion,
     message_of,
-    reason_of,
 )
 from cotune.integrations.versions import check
 
@@ -195,7 +194,7 @@ class VllmTeacher:
             self._count("timeouts")
             raise _Unscored("no answer in time", passing=True) from None
         except httpx.HTTPError as error:
-            raise _Unscored(f"no answer ({reason_of(error)})", passing=True) from None
+            raise _Unscored(f"no answer ({error_line(error)})", passing=True) from None
         if not answer.is_success:
             passing = answer.status_code >= 500 or answer.status_code in (408, 429)
             raise _Unscored(f"it answered {answer.status_code}: {message_of(answer.content)}", passing=passing)
@@ -263,7 +262,7 @@ class VllmTeacher:
             raise ConfigError(
                 FIELD,
                 self.url,
-                f"must be the address of a vLLM server that runs ({reason_of(error)})",
+                f"must be the address of a vLLM server that runs ({error_line(error)})",
                 "Look whether it runs.",
             ) from None
         key = answer.status_code in (401, 403)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from cotune.errors import RequestRefused, SamplerError
+from cotune.integrations.profiling.spans import Span, Trace
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
-from cotune.step_profile import Span, Trace
 
 BASE_MARK = 7
 

@@ -130,7 +130,7 @@ def test_profilers_that_fail_stop_no_run_and_the_table_says_what_it_lacks(traine
     )
     assert table["notes"] == [
         "torch's profiler failed, and operators are missing: RuntimeError: no counters here",
-        "not traced: the sampler: The engine keeps no clock.",
+        "not traced: the sampler: The engine keeps no clock",
     ]
     assert all(note in " ".join(trainer.said.split()) for note in table["notes"])
     assert not [event for event in events if event["name"].startswith("aten::")]

@@ -12,7 +12,7 @@ import pytest
 
 from cotune.adapters.export import export_run
 from cotune.errors import ConfigError, LearnerLost
-from cotune.storage.run_layout import read_profiles
+from cotune.integrations.profiling.step import read_profiles
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from tests.trainer import chaos, worker_app
 from tests.trainer.conftest import Trainer

@@ -16,9 +16,9 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, LearnerError, LearnerLost
 from cotune.integrations.cluster.worker_group import WorkerGroup, WorkersClosed, WorkersLost
+from cotune.integrations.profiling.spans import Trace
 from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
-from cotune.step_profile import Trace
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings, check_loss
 from cotune.trainer.learner import files

@@ -26,9 +26,9 @@ from torch.distributed.fsdp import (
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.folder.kinds import sees_images
+from cotune.integrations.profiling.spans import Trace
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
-from cotune.step_profile import Trace
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.critic import CriticLearner
 from cotune.trainer.learner.load import open_policy_models

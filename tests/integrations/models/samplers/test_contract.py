@@ -22,7 +22,7 @@ from cotune.integrations.cluster.sampler import start_sampler
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import ALL_LINEAR, LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Completion, Sampler, SamplingParams, Weights, fingerprint
+from cotune.sampling.protocol import NEVER, Completion, Sampler, SamplingParams, Weights, fingerprint
 from tests.integrations import tiny_models
 from tests.integrations.conftest import client_of
 
@@ -73,6 +73,8 @@ cancellation, time-outs, versions and closing, which are checked on all."""
 
 LORA = LoraSpec(rank=4, alpha=8.0)
 BASE = PolicyRef("anyone")
+END = 2
+"""The token that ends a reply of the tests' models."""
 PROMPTS = [[1, *range(20, 20 + length)] for length in (3, 40, 11, 27)]
 
 
@@ -162,6 +164,11 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 12, **changes})
+
+
+def endless(**changes: Any) -> SamplingParams:
+    """The longest that a request can take: 480 tokens of each candidate, as no end token is drawn."""
+    return params(max_tokens=480, logit_bias=((END, NEVER),), **changes)
 
 
 async def ask(sampler: Sampler, policy: PolicyRef, how: SamplingParams, n: int = 3) -> list[list[Completion]]:
@@ -498,11 +505,11 @@ def test_incomplete_full_weights_are_refused(sampler: Sampler) -> None:
 
 def test_a_cancelled_request_makes_way(sampler: Sampler) -> None:
     async def scenario() -> list[Completion]:
-        endless = [asyncio.create_task(sampler.sample(PROMPTS[0], 11, params(max_tokens=480), BASE)) for _ in range(4)]
+        running = [asyncio.create_task(sampler.sample(PROMPTS[0], 11, endless(), BASE)) for _ in range(4)]
         await asyncio.sleep(0.05)
-        for task in endless:
+        for task in running:
             task.cancel()
-        done = await asyncio.gather(*endless, return_exceptions=True)
+        done = await asyncio.gather(*running, return_exceptions=True)
         assert [type(d) for d in done] == [asyncio.CancelledError] * 4
         return await asyncio.wait_for(sampler.sample(PROMPTS[0], 2, params(), BASE), 30)
 
@@ -511,7 +518,7 @@ def test_a_cancelled_request_makes_way(sampler: Sampler) -> None:
 
 def test_a_request_past_its_timeout_fails_and_others_go_on(sampler: Sampler) -> None:
     async def scenario() -> list[Completion]:
-        late = sampler.sample(PROMPTS[0], 8, params(max_tokens=480, timeout=0.05), BASE)
+        late = sampler.sample(PROMPTS[0], 8, endless(timeout=0.05), BASE)
         other = asyncio.create_task(sampler.sample(PROMPTS[0], 2, params(), BASE))
         with pytest.raises(SampleTimeout, match=r"within 0\.05 s"):
             await late
@@ -543,11 +550,13 @@ def test_closing_fails_what_is_pending_and_may_be_repeated(
     policy = PolicyRef("alone", 3) if name == "vllm-ray" else BASE
 
     async def scenario() -> None:
-        pending = asyncio.create_task(sampler.sample(PROMPTS[0], 8, params(max_tokens=480), policy))
+        # More rows than an engine decodes at once: the last request waits, however late the close comes.
+        pending = [asyncio.create_task(sampler.sample(PROMPTS[0], 8, endless(), policy)) for _ in range(40)]
         await asyncio.sleep(0)
         await sampler.aclose()
-        with pytest.raises(SamplerError, match="closed"):
-            await pending
+        *_, last = await asyncio.gather(*pending, return_exceptions=True)
+        assert isinstance(last, SamplerError)
+        assert "closed" in str(last)
         with pytest.raises(SamplerError, match="closed"):
             await sampler.sample(PROMPTS[0], 1, params(), policy)
         await sampler.aclose()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.integrations.models.vllm import http as client
 from cotune.integrations.models.vllm.http import VllmHttpSampler
 from cotune.integrations.versions import UnsupportedVersion
 from cotune.records.structs import PolicyRef
@@ -24,9 +27,11 @@ TOKEN = {"index": 0, "finish_reason": "stop", "token_ids": [2], "logprobs": {"to
 
 
 class FakeServer:
-    """Answers as a vLLM server would; tests change one answer at a time. `asked` holds the bodies of completions."""
+    """Answers as a vLLM server would; tests change one answer at a time. `asked` holds the bodies of completions. A
+    connection that was idle for `patience` seconds is closed, even where a request has just arrived on it."""
 
     def __init__(self, model: Path) -> None:
+        self.patience = math.inf
         self.asked: list[dict[str, Any]] = []
         self.answers: dict[tuple[str, str], Any] = {
             ("GET", "/version"): (200, {"version": "0.28.0"}),
@@ -40,6 +45,7 @@ class FakeServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            answered_at = math.inf
 
             def do_GET(self) -> None:
                 self.answer("GET")
@@ -49,6 +55,10 @@ class FakeServer:
                 self.answer("POST")
 
             def answer(self, method: str) -> None:
+                if time.monotonic() - self.answered_at > fake.patience:
+                    self.close_connection = True
+                    return
+                self.answered_at = time.monotonic()
                 found = fake.answers.get((method, self.path), (404, {"detail": "Not Found"}))
                 status, body = found(fake.asked[-1]) if callable(found) else found
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -184,3 +194,18 @@ def test_what_a_server_answers_instead_of_candidates_is_said(
     with pytest.raises(error, match=said) as raised:
         sampling(server, contract_model, answer)
     assert type(raised.value) is error
+
+
+def test_a_connection_that_the_server_may_be_closing_is_not_used_again(
+    server: FakeServer, contract_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "IDLE_SECONDS", 0.05)
+    server.patience = 0.2
+
+    async def scenario() -> None:
+        sampler = await VllmHttpSampler.open(server.url, contract_model)
+        await asyncio.sleep(0.3)
+        assert (await sampler.info()).max_model_len == 512
+        await sampler.aclose()
+
+    asyncio.run(scenario())

@@ -1,26 +1,28 @@
-"""What a process that computes with torch does: spans with names, and the operators of the first of each name."""
+"""Notes the work of a process that computes with torch: spans, and the operators of the first spans of each name."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cotune.step_profile import Span, Trace
+from cotune.errors import error_line
+from cotune.integrations.profiling.spans import Span, Trace
 
 OPERATOR_SPANS = 2
 """Spans of each name whose operators are kept: a step has thousands, and a trace of all would take gigabytes."""
 MOST_OPERATORS = 50_000
-"""Events of operators that a process keeps, at most."""
+"""Most events of operators that a process keeps."""
 _SESSION = threading.Lock()
 """torch can profile once at a time in a process, which may have a learner and a sampler."""
 
@@ -33,6 +35,7 @@ class Tracer:
         self._spans: list[Span] | None = None
         self._seen: Counter[str] = Counter()
         self._files: list[Path] = []
+        self._watched: list[tuple[Any, str]] = []
         self._fault = ""
         """Why operators are missing."""
 
@@ -47,67 +50,76 @@ class Tracer:
         self._seen.clear()
         self._spans = []
 
+    def watch(self, place: Any, method: str, name: Callable[..., str]) -> None:
+        """Until `end`, each call of a method is a span; `name` gives its name from the first argument, "" for none."""
+        original = getattr(place, method)
+
+        @functools.wraps(original)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            if not (span := name(*arguments[:1])):
+                return original(*arguments, **named)
+            with self.span(span):
+                return original(*arguments, **named)
+
+        setattr(place, method, watched)
+        self._watched.append((place, method))
+
     def end(self) -> Trace:
         """All since `begin`."""
+        for place, method in self._watched:
+            vars(place).pop(method, None)
         spans, self._spans = self._spans or [], None
-        files, self._files = self._files, []
+        files, self._files, self._watched = self._files, [], []
         operators = [event for file in files for event in _operators(file)]
         notes = (f"torch's profiler failed, and operators are missing: {self._fault}",) if self._fault else ()
         return Trace(spans, operators[:MOST_OPERATORS], max(0, len(operators) - MOST_OPERATORS), notes)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """What is inside is a span of this name."""
+        """The body is a span of this name."""
         if self._spans is None:
             yield
             return
         self._seen[name] += 1
-        session = self._start() if self._seen[name] <= OPERATOR_SPANS else None
+        session = None
+        if self._seen[name] <= OPERATOR_SPANS and _SESSION.acquire(blocking=False):
+            with self._noted("profiler"):
+                session = self._started()
+            if session is None:
+                _SESSION.release()
+        try:
+            with self._noted(name):
+                yield
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+        finally:
+            if session is not None:
+                with self._noted("profiler"):
+                    self._stop(session)
+
+    @contextmanager
+    def _noted(self, name: str) -> Iterator[None]:
         began = time.time()
         try:
             yield
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
         finally:
-            self._add(name, began)
-            if session is not None:
-                self._stop(session)
+            if self._spans is not None:
+                self._spans.append(Span(name, began, time.time(), os.getpid(), threading.get_native_id()))
 
-    def _add(self, name: str, began: float) -> None:
-        if self._spans is not None:
-            self._spans.append(Span(name, began, time.time(), os.getpid(), threading.get_native_id()))
-
-    def _profiler(self) -> Any:
+    def _started(self) -> Any:
+        """A session of torch's profiler, or None where it does not start: the trace then lacks operators."""
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self._device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        return torch.profiler.profile(activities=kinds)
-
-    def _started(self) -> Any:
-        """A session that has started, or None where it cannot: what is traced goes on without."""
         try:
-            session = self._profiler()
+            session = torch.profiler.profile(activities=kinds)
             session.start()
             return session
         except Exception as error:  # noqa: BLE001
-            self._failed(error)
+            self._fault = error_line(error)
             return None
-
-    def _failed(self, error: Exception) -> None:
-        self._fault = f"{type(error).__name__}: {error}".splitlines()[0]
-
-    def _start(self) -> Any:
-        if not _SESSION.acquire(blocking=False):
-            return None
-        began = time.time()
-        session = self._started()
-        if session is None:
-            _SESSION.release()
-        self._add("profiler", began)
-        return session
 
     def _stop(self, session: Any) -> None:
-        began = time.time()
         try:
             session.stop()
             handle, name = tempfile.mkstemp(suffix=".json")
@@ -115,20 +127,19 @@ class Tracer:
             session.export_chrome_trace(name)
             self._files.append(Path(name))
         except Exception as error:  # noqa: BLE001
-            self._failed(error)
+            self._fault = error_line(error)
         finally:
             _SESSION.release()
-            self._add("profiler", began)
 
 
 def _operators(file: Path) -> list[dict[str, Any]]:
     """Events of an exported trace, at microseconds since 1970. The file is removed."""
-    found = json.loads(file.read_text())
+    exported = json.loads(file.read_text())
     file.unlink()
-    base = found.get("baseTimeNanoseconds", 0) / 1e3
+    base = exported.get("baseTimeNanoseconds", 0) / 1e3
     kept = ("name", "cat", "pid", "tid", "dur")
     return [
         {"ph": "X", "ts": event["ts"] + base, **{key: event[key] for key in kept if key in event}}
-        for event in found["traceEvents"]
+        for event in exported["traceEvents"]
         if event.get("ph") == "X" and event.get("cat") not in (None, "Trace")
     ]

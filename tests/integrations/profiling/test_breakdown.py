@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.step_profile import PARTS, ProfileRow, Span, breakdown
+from cotune.integrations.profiling.spans import PARTS, ProfileRow, Span, breakdown
 
 
 def test_each_moment_counts_once():
