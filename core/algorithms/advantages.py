@@ -1,4 +1,4 @@
-"""Advantages: how much better than its peers each sample did. Pure functions over arrays."""
+"""Advantages: how much better than its peers each sample did. Pure functions over arrays, [n] of samples."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from cotune.algorithms.attribution import Bools, Codes, Floats, attribute, codes, keys
+from cotune.algorithms.attribution import attribute
+from cotune.algorithms.baselines import BASELINES, FLAT, Compared, spread, units
 from cotune.algorithms.own import own_advantages
-from cotune.algorithms.recipes import Term
-from cotune.algorithms.samples import Sample
+from cotune.algorithms.recipes import Shaping, Term
+from cotune.algorithms.samples import Floats, Sample, codes, keys
 from cotune.errors import GroupError
-
-FLAT = 1e-12
-"""Rewards whose range is within this share of their size count as equal, and so do a reward and its baseline: sums of
-floats differ by less."""
 
 
 class AdvantageState(msgspec.Struct, frozen=True):
@@ -25,113 +22,56 @@ class AdvantageState(msgspec.Struct, frozen=True):
 
 
 def advantages(
-    samples: Sequence[Sample], terms: Sequence[Term], state: AdvantageState | None = None
+    samples: Sequence[Sample],
+    terms: Sequence[Term],
+    state: AdvantageState | None = None,
+    rewards: Sequence[Floats] | None = None,
 ) -> tuple[Floats, AdvantageState]:
-    """Weighted sum of the terms' advantages, [n] aligned with `samples`, and the state for the next step.
+    """[n] weighted sum of the terms' advantages, and the state for the next step.
 
-    Raises GroupError when a sample lacks a reward that a term needs; `prepare` leaves such samples out.
+    `rewards` are the attributed rewards of each term, [n] each; without them they are attributed here. Raises
+    GroupError when a sample lacks a reward that a term needs.
     """
-    returns = [attribute(samples, term.attribution, term.key) for term in terms]
-    if any(np.isnan(r).any() for r in returns):
+    if rewards is None:
+        rewards = [attribute(samples, term.attribution, term.key) for term in terms]
+    if any(np.isnan(r).any() for r in rewards):
         raise GroupError("A sample lacks a reward component that the recipe needs.", "Leave it out before.")
-    return combine(samples, returns, terms, state or AdvantageState())
-
-
-def combine(
-    samples: Sequence[Sample], returns: Sequence[Floats], terms: Sequence[Term], state: AdvantageState
-) -> tuple[Floats, AdvantageState]:
-    """Like `advantages`, with the attributed rewards of each term given ([n] per term)."""
+    state = state or AdvantageState()
     total = np.zeros(len(samples))
-    for slot, (term, reward) in enumerate(zip(terms, returns, strict=True)):
+    for slot, (term, reward) in enumerate(zip(terms, rewards, strict=True)):
         if len(samples):
             advantage, state = _advantage(samples, reward, term, slot, state)
             total += term.weight * advantage
     return total, state
 
 
-class Spread(msgspec.Struct, frozen=True):
-    """Statistics of groups, one entry per group: number of units, their mean, variance, maximum, and flatness."""
-
-    size: Floats
-    weight: Floats
-    mean: Floats
-    variance: Floats
-    maximum: Floats
-    flat: Bools
-
-
-def spread(reward: Floats, group: Codes, weight: Floats, count: int, ddof: int = 0) -> Spread:
-    """Statistics of `reward` ([n]) by `group` ([n], numbers under `count`), weighted by `weight` ([n])."""
-    size = np.bincount(group, minlength=count).astype(np.float64)
-    total: Floats = np.bincount(group, weight, minlength=count).astype(np.float64)
-    mean = np.bincount(group, weight * reward, minlength=count) / np.maximum(total, 1e-300)
-    squares = np.bincount(group, weight * (reward - mean[group]) ** 2, minlength=count)
-    variance = squares / np.where(total > ddof, total - ddof, 1.0)
-    high = np.full(count, -np.inf)
-    low = np.full(count, np.inf)
-    np.maximum.at(high, group, reward)
-    np.minimum.at(low, group, reward)
-    largest = np.maximum(np.abs(high), np.abs(low))
-    flat = (size < 2) | (high - low <= FLAT * largest)
-    return Spread(size, total, mean, variance, high, flat)
-
-
-def units(samples: Sequence[Sample], reward: Floats, group: Codes, term: Term) -> tuple[Codes, Codes, Floats, Floats]:
-    """What counts once in a term's statistics: ([n] unit of each sample, and per unit: group, reward, weight).
-
-    A trajectory's reward is the mean of its samples; a sample counted by its tokens weighs as many.
-    """
-    if term.unit == "trajectory":
-        unit, _ = codes(list(zip(group.tolist(), (s.rollout for s in samples), strict=True)))
-        size = np.bincount(unit)
-        first = np.unique(unit, return_index=True)[1]
-        return unit, group[first], np.bincount(unit, reward) / size, np.ones(len(size))
-    weight = np.array([s.tokens for s in samples], np.float64) if term.unit == "token" else np.ones(len(samples))
-    return np.arange(len(samples)), group, reward, weight
-
-
 def _advantage(
     samples: Sequence[Sample], reward: Floats, term: Term, slot: int, state: AdvantageState
 ) -> tuple[Floats, AdvantageState]:
-    key = keys(samples, term.key)
-    group, distinct = codes(key)
+    group, distinct = codes(keys(samples, term.key))
     if term.advantage:
         return own_advantages(term.advantage, samples, reward, group), state
-    unit, unit_group, value, weight = units(samples, reward, group, term)
-    stats = spread(value, unit_group, weight, len(distinct), term.ddof)
-    baseline = np.zeros(len(samples))
-    if term.baseline == "mean":
-        baseline = stats.mean[group]
-    elif term.baseline == "max":
-        baseline = stats.maximum[group]
-    elif term.baseline == "leave_one_out":
-        others = stats.weight[unit_group] - weight
-        rest = (stats.weight * stats.mean)[unit_group] - weight * value
-        baseline = (rest / np.where(others > 0, others, 1.0))[unit]
-    elif term.baseline == "ema":
-        names = [f"{slot} {'/'.join(map(str, k))}" for k in distinct if isinstance(k, tuple)]
-        averages, state = _update_ema(names, stats.mean, term.decay, state)
-        baseline = averages[group]
-    advantage = reward - baseline
+    counted = units(samples, reward, group, term.unit)
+    stats = spread(counted, len(distinct), term.ddof)
+    average = np.zeros(0)
+    if term.baseline == "ema":
+        names = [f"{slot} {'/'.join(map(str, key))}" for key in distinct if isinstance(key, tuple)]
+        average, state = _update_ema(names, stats.mean, term.decay, state)
+    advantage = reward - BASELINES[term.baseline](Compared(group, counted, stats, average))
     largest = np.zeros(len(distinct))
     np.maximum.at(largest, group, np.abs(reward))
     advantage[np.abs(advantage) <= FLAT * largest[group]] = 0.0  # all that is left is rounding
-    if term.scale == "std" and term.scale_key is not None:
-        advantage = advantage / _deviation(samples, advantage, term)
-    elif term.scale == "std":
-        deviation = np.where(stats.flat, 1.0, np.sqrt(stats.variance) + term.eps)
-        advantage = advantage / deviation[group]
+    if term.scale == "std":
+        advantage = advantage / _deviation(samples, reward if term.scale_key is None else advantage, term)
     if term.compares:
         advantage = np.where(stats.flat[group], 0.0, advantage)
     return advantage, state
 
 
-def _deviation(samples: Sequence[Sample], advantage: Floats, term: Term) -> Floats:
-    """[n] standard deviation of the advantages over `scale_key`, plus eps; 1 where they are all equal."""
-    assert term.scale_key is not None
-    group, distinct = codes(keys(samples, term.scale_key))
-    _, unit_group, value, weight = units(samples, advantage, group, term)
-    stats = spread(value, unit_group, weight, len(distinct), term.ddof)
+def _deviation(samples: Sequence[Sample], values: Floats, term: Term) -> Floats:
+    """[n] standard deviation of the values over `scale_key`, else the term's key, plus eps; 1 where they are equal."""
+    group, distinct = codes(keys(samples, term.key if term.scale_key is None else term.scale_key))
+    stats = spread(units(samples, values, group, term.unit), len(distinct), term.ddof)
     return np.where(stats.flat, 1.0, np.sqrt(stats.variance) + term.eps)[group]
 
 
@@ -146,3 +86,56 @@ def _update_ema(
     old = np.array([state.ema.get(name, 0.0) for name in names])
     new = decay * old + (1.0 - decay) * mean
     return new, AdvantageState({**state.ema, **dict(zip(names, new.tolist(), strict=True))})
+
+
+def shape(samples: Sequence[Sample], advantages: Floats, shaping: Shaping) -> Floats:
+    """[n] advantages with the term of Advantage Alignment (arXiv 2406.14662; for language models 2511.19405):
+
+        A*_t = A_t + opponent * (sum over k < t of opponent_gamma^(t - k) A_k) * B_t
+
+    A_t is the role's own advantage at its turn t of the episode, B_t the sum of the other roles' at that turn. What the
+    other has gained where one's own past was good is encouraged, and the reverse. A turn that is not there counts 0.
+    """
+    if not shaping.opponent:
+        return advantages
+    own: dict[tuple[str, str], dict[int, float]] = {}
+    total: dict[tuple[str, int], float] = {}
+    for sample, advantage in zip(samples, advantages.tolist(), strict=True):
+        own.setdefault((sample.rollout, sample.role), {})[sample.turn] = advantage
+    for (rollout, _), turns in own.items():
+        for turn, advantage in turns.items():
+            total[rollout, turn] = total.get((rollout, turn), 0.0) + advantage
+    shaped = advantages.copy()
+    for i, sample in enumerate(samples):
+        turns = own[sample.rollout, sample.role]
+        past = sum(shaping.opponent_gamma ** (sample.turn - k) * a for k, a in turns.items() if k < sample.turn)
+        shaped[i] += shaping.opponent * past * (total[sample.rollout, sample.turn] - turns[sample.turn])
+    return np.asarray(shaped)
+
+
+def gae(values: Floats, reward: float, gamma: float, lam: float) -> Floats:
+    """[tokens] advantages of a response with the critic's `values` ([tokens], before each token) and one reward, which
+    comes with its last token (arXiv 1506.02438, equation 16):
+
+        delta_t = r_t + gamma V_(t+1) - V_t,  A_t = delta_t + gamma lam A_(t+1),  V and A after the last token 0
+
+    What the critic should have said is A + V.
+    """
+    after = np.append(values[1:], 0.0)
+    rewards = np.zeros(len(values))
+    rewards[-1] = reward
+    deltas = rewards + gamma * after - values
+    advantages = np.zeros(len(values))
+    following = 0.0
+    for t in range(len(values) - 1, -1, -1):
+        following = deltas[t] + gamma * lam * following
+        advantages[t] = following
+    return advantages
+
+
+def whitened(advantages: Sequence[Floats]) -> list[Floats]:
+    """The advantages of a batch of responses, (A - mean) / std over all its tokens; less the mean alone where all are
+    equal."""
+    pooled = np.concatenate(advantages)
+    deviation = float(pooled.std())
+    return [(own - pooled.mean()) / (deviation + 1e-8 if deviation > 0.0 else 1.0) for own in advantages]

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution
-from cotune.algorithms.samples import Sample
+from cotune.algorithms.samples import Bools, Codes, Floats, Sample, codes, keys
 
-Floats = npt.NDArray[np.float64]
-Codes = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 LARGEST = 1e38
 """Most that a reward may be: the 32-bit numbers of training end a little above it."""
-
-
-def codes(values: Sequence[Hashable]) -> tuple[Codes, list[Hashable]]:
-    """Number equal values alike, in order of first appearance. Returns ([n] numbers, the distinct values)."""
-    index: dict[Hashable, int] = {}
-    numbers = [index.setdefault(value, len(index)) for value in values]
-    return np.array(numbers, dtype=np.int64), list(index)
-
-
-def keys(samples: Sequence[Sample], fields: tuple[str, ...]) -> list[Hashable]:
-    """The values of `fields` of each sample, as tuples; of a policy its name, whatever its version."""
-    if not fields:
-        return [()] * len(samples)
-    get = attrgetter(*("policy.name" if field == "policy" else field for field in fields))
-    return [(get(s),) for s in samples] if len(fields) == 1 else [get(s) for s in samples]
 
 
 def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[str, ...] = PROMPT_KEY) -> Floats:

@@ -8,72 +8,16 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from cotune.algorithms.published import PUBLISHED
-from cotune.algorithms.recipes import USUAL, Attribution, Filters, LossSpec, Recipe, Shaping, Term
+from cotune.algorithms.published import METHODS, PUBLISHED
+from cotune.algorithms.recipes import USUAL, Attribution, Filters, LossSpec, Recipe, Shaping
 from cotune.errors import ConfigError, expected, field_and_fault
 from cotune.near_names import did_you_mean, near_names
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-_TERMINAL = Attribution(horizon="terminal")
-_ROLLOUT = Term(key=("task",), attribution=_TERMINAL, unit="trajectory")
 _REPLACE = msgspec.structs.replace
 
-RECIPES: Mapping[str, Recipe] = {
-    r.name: r
-    for r in (
-        *PUBLISHED,
-        # arXiv 2510.11062: siblings of one call (equation 1), r = alpha * team + local of the own turn (equation 3),
-        # clip 0.2, no KL.
-        Recipe(name="at_grpo", plan="tree", terms=(Term(),), filters=Filters(zero_variance=True)),
-        # arXiv 2402.03300, equation 3, without its KL of 0.04 (set kl). It leaves ddof open; this is torch.std's.
-        Recipe(name="grpo", plan="independent", terms=(_ROLLOUT,), loss=LossSpec(aggregation="trajectory_mean")),
-        # arXiv 2503.20783, section 3.2: no std, and no length under the token sum.
-        Recipe(
-            name="dr_grpo",
-            plan="independent",
-            terms=(_REPLACE(_ROLLOUT, scale="none"),),
-            loss=LossSpec(aggregation="constant"),
-        ),
-        # arXiv 2402.14740, section 2.3: a response is one action, so its token log-probabilities are summed.
-        Recipe(
-            name="rloo",
-            plan="independent",
-            terms=(_REPLACE(_ROLLOUT, baseline="leave_one_out", scale="none"),),
-            loss=LossSpec(aggregation="constant"),
-        ),
-        # arXiv 2602.08847, equation 5: mean and std per role over its active steps, population formula.
-        Recipe(
-            name="dr_mas",
-            plan="independent",
-            terms=(Term(key=("task", "role"), attribution=_TERMINAL, ddof=0),),
-        ),
-        # arXiv 2507.18071, equations 5 to 7: one ratio per response, clipped far tighter (section 5.1).
-        Recipe(
-            name="gspo",
-            plan="independent",
-            terms=(_ROLLOUT,),
-            loss=LossSpec(ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="trajectory_mean"),
-        ),
-        # arXiv 2503.14476: clip-higher, dynamic sampling (equation 11), token mean (equation 12).
-        Recipe(
-            name="dapo",
-            plan="independent",
-            terms=(_ROLLOUT,),
-            filters=Filters(zero_variance=True),
-            loss=LossSpec(clip_high=0.28),
-        ),
-        # arXiv 2506.13585, equations 4 and 5: the weight is clipped, not the update; no lower bound; dynamic sampling,
-        # token mean.
-        Recipe(
-            name="cispo",
-            plan="independent",
-            terms=(_ROLLOUT,),
-            filters=Filters(zero_variance=True),
-            loss=LossSpec(style="cispo", clip_low=1.0, clip_high=4.0),
-        ),
-    )
-}
+RECIPES: Mapping[str, Recipe] = {r.name: r for r in (*METHODS, *PUBLISHED)}
 
 ANY_PLAN = ("gspo", "dapo", "cispo")
 """Recipes that are a loss for any grouping: under a tree plan they take the groups of at_grpo, under a replay plan

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from cotune.algorithms.attribution import Floats, attribute
+from cotune.algorithms.attribution import attribute
 from cotune.algorithms.recipes import Attribution
-from cotune.algorithms.samples import Failure, Sample
+from cotune.algorithms.samples import Failure, Floats, Sample
 from cotune.errors import RecordError
 from cotune.records.images import prompt_id
 from cotune.records.plans import PlanKind

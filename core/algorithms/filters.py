@@ -7,11 +7,11 @@ from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
-from cotune.algorithms.advantages import Spread
-from cotune.algorithms.attribution import Bools, Floats, codes
+from cotune.algorithms.baselines import Spread
 from cotune.algorithms.groups import Group
 from cotune.algorithms.recipes import Filters
-from cotune.algorithms.samples import Sample
+from cotune.algorithms.samples import Bools, Floats, Sample, codes
+from cotune.records.plans import seed_of
 
 REASONS: Mapping[str, str] = {
     "failed_episode": "the episode was cancelled, or it failed and such episodes are excluded",
@@ -56,13 +56,13 @@ REASONS: Mapping[str, str] = {
 """Reason -> why candidates with it are not trained on. A failed call without candidates counts as one."""
 
 
-def sample_reason(sample: Sample, advantage: float, filters: Filters) -> str | None:
-    """The first reason to leave out a sample that has its advantage, or None."""
+def sample_reason(sample: Sample, advantage: float, filters: Filters) -> str:
+    """The first reason to leave out a sample that has its advantage, or ""."""
     if filters.drop_truncated and sample.truncated:
         return "truncated"
     if filters.drop_timed_out and sample.timed_out:
         return "timed_out_episode"
-    return "zero_advantage" if filters.zero_advantage and not advantage else None
+    return "zero_advantage" if filters.zero_advantage and not advantage else ""
 
 
 def tied(samples: Sequence[Sample], reward: Floats) -> Bools:
@@ -105,3 +105,24 @@ def group_reasons(
         else:
             reasons.append(None)
     return reasons
+
+
+def align(samples: Sequence[Sample], most: int) -> list[int]:
+    """Indices of the samples to train on, some of them twice or more, in order.
+
+    M-GRPO (arXiv 2511.13288, trajectory alignment): a sub-agent is called d times in an episode, and the episodes of a
+    task differ in d. All get D = min(most, the largest d of the task), so that each weighs the same: of more than D a
+    random D stay, of fewer all are taken again, at random, until there are D. The choice depends on the task, the role,
+    the episode's place among those of the task, and the training step alone.
+    """
+    calls: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for i, sample in enumerate(samples):
+        calls.setdefault((sample.task, sample.role), {}).setdefault(sample.rollout, []).append(i)
+    taken: list[int] = []
+    for (task, role), episodes in calls.items():
+        count = min(most, max(map(len, episodes.values())))
+        for place, own in enumerate(episodes.values()):
+            order = np.random.default_rng(seed_of(samples[own[0]].training_step, task, role, place))
+            whole, rest = divmod(count, len(own))
+            taken += own * whole + [own[i] for i in order.choice(len(own), rest, replace=False)]
+    return sorted(taken)

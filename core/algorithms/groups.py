@@ -7,9 +7,8 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import msgspec
 
-from cotune.algorithms.attribution import codes, keys
 from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.samples import Sample
+from cotune.algorithms.samples import Sample, codes, keys
 from cotune.errors import GroupError
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cotune.algorithms.attribution import Codes, Floats
 from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.samples import Sample
+from cotune.algorithms.samples import Codes, Floats, Sample
 from cotune.errors import ConfigError, GroupError, error_text
 from cotune.runtime.user_code import origin
 from cotune.user_objects import load_object, takes

@@ -11,15 +11,14 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from cotune.algorithms.advantages import AdvantageState, Spread, combine, spread, units
-from cotune.algorithms.align import align
-from cotune.algorithms.attribution import LARGEST, Bools, Codes, Floats, attribute, codes, lacking, overlong
+from cotune.algorithms.advantages import AdvantageState, advantages, shape
+from cotune.algorithms.attribution import LARGEST, attribute, lacking, overlong
+from cotune.algorithms.baselines import Spread, spread, units
 from cotune.algorithms.collect import Collected, temperature
-from cotune.algorithms.filters import group_reasons, high_entropy, sample_reason, tied
+from cotune.algorithms.filters import align, group_reasons, high_entropy, sample_reason, tied
 from cotune.algorithms.groups import Group, build_groups, explain_alone, one_prompt
 from cotune.algorithms.recipes import Attribution, Recipe
-from cotune.algorithms.samples import Sample, TrainRow
-from cotune.algorithms.shaping import shape
+from cotune.algorithms.samples import Bools, Codes, Floats, Sample, TrainRow, codes
 from cotune.errors import GroupError
 from cotune.storage.protocol import Store
 
@@ -79,17 +78,18 @@ def prepare(
     decays: bool = False,
     others: Sequence[Sample] = (),
 ) -> Prepared:
-    """Attribute rewards, build groups, filter, compute advantages, filter again; count whatever is left out.
+    """Attribute rewards, build groups, filter, compute advantages, filter again; count every sample that is left out.
 
-    `consumed` holds the ids of groups that were trained on before, `others` what else was answered in the episodes
+    `consumed` holds the ids of groups that were trained on before, `others` the other answers in the episodes
     (`Collected.others`). A policy whose advantages are all zero has no signal: its samples are left out, unless the
     loss or weight decay (`decays`) moves it all the same. Raises GroupError when candidates of different prompts meet
     in a group that must share one, and when more than half of the candidates of independent rollouts stand alone under
     a recipe that compares candidates of one prompt.
     """
-    state = state or AdvantageState()
+    filters, every = recipe.filters, [*samples, *others]
     left_out: Counter[str] = Counter()
-    every = [*samples, *others]
+
+    # Rewards: one number per sample and term. A sample that lacks one, or that ties, is in no group.
     returns = [attribute(every, term.attribution, term.key)[: len(samples)] for term in recipe.terms]
     shown = _shown(samples, every, returns[0])
     for rewards in returns:
@@ -97,69 +97,68 @@ def prepare(
     if not recipe.takes_rewards:
         returns = [np.nan_to_num(values) for values in returns]
     complete = ~np.isnan(np.sum(returns, axis=0)) if samples else np.zeros(0, np.bool_)
-    left_out["missing_reward"] = int((~complete).sum())
-    ties = complete & tied(samples, returns[0]) if recipe.filters.ties else np.zeros(len(samples), np.bool_)
-    left_out["tie"] = int(ties.sum())
-    rewarded = [sample for sample, stays in zip(samples, (complete & ~ties).tolist(), strict=True) if stays]
-    going_on = [sample for sample in rewarded if sample.continues]
-    rewarded = [sample for sample in rewarded if not sample.continues]
-    built = build_groups(rewarded, recipe)
+    ties = complete & tied(samples, returns[0]) if filters.ties else np.zeros(len(samples), np.bool_)
+    left_out.update(missing_reward=int((~complete).sum()), tie=int(ties.sum()))
+
+    # Groups. Calls after the fork of a branch are in none; they join their branch's candidate below.
+    usable = [sample for sample, stays in zip(samples, (complete & ~ties).tolist(), strict=True) if stays]
+    continuing = [sample for sample in usable if sample.continues]
+    built = build_groups([sample for sample in usable if not sample.continues], recipe)
     left_out.update(built.left_out)
     warnings = [
         *_missing(samples, complete),
         *(_lacking(every, recipe) if recipe.takes_rewards else ()),
-        *_alone(recipe, left_out["group_of_one"], len(rewarded)),
+        *_alone(recipe, left_out["group_of_one"], len(usable) - len(continuing)),
     ]
-
     place = {sample.id: i for i, sample in enumerate(samples)}
     members = [sample for group in built.groups for sample in group.samples]
     order = np.array([place[sample.id] for sample in members], np.int64)
     number = np.repeat(np.arange(len(built.groups)), [len(group.samples) for group in built.groups])
-    stats = group_spread(members, returns[0][order], number, recipe, len(built.groups))
-    reasons = group_reasons(built.groups, stats, recipe.filters, consumed)
-    for group, reason in zip(built.groups, reasons, strict=True):
-        if reason is not None:
-            left_out[reason] += len(group.samples)
 
-    stays = np.array([reason is None for reason in reasons], np.bool_)[number]
-    kept = [sample for sample, stay in zip(members, stays, strict=True) if stay]
-    order = order[stays]
-    values, state = combine(kept, [r[order] for r in returns], recipe.terms, state)
-    values = shape(kept, values, recipe.shaping)
+    # Filters of whole groups, before the advantages.
+    stats = group_spread(members, returns[0][order], number, recipe, len(built.groups))
+    reasons = group_reasons(built.groups, stats, filters, consumed)
     groups = [group for group, reason in zip(built.groups, reasons, strict=True) if reason is None]
-    more, more_values = _continuations(going_on, kept, values)
-    left_out["continuation"] = len(going_on) - len(more)
-    kept, values = [*kept, *more], np.concatenate([values, more_values])
-    gone = [sample_reason(s, value, recipe.filters) for s, value in zip(kept, values.tolist(), strict=True)]
-    if recipe.filters.top_entropy is not None:
-        high = [*high_entropy(groups, recipe.filters.top_entropy), *[True] * len(more)]
-        gone = [reason or (None if stays else "low_entropy") for reason, stays in zip(gone, high, strict=True)]
-    left_out.update(reason for reason in gone if reason is not None)
-    stays = np.array([reason is None for reason in gone], np.bool_)
-    groups = _only(groups, stays)
-    kept = [sample for sample, stay in zip(kept, stays, strict=True) if stay]
-    values = values[stays]
-    if not (decays or recipe.loss.moves_alone):
-        signal = {sample.policy.name for sample, value in zip(kept, values.tolist(), strict=True) if value}
-        moves = np.array([sample.policy.name in signal for sample in kept], np.bool_)
-        left_out["no_signal"] = int((~moves).sum())
-        groups = _only(groups, moves)
-        kept = [sample for sample in kept if sample.policy.name in signal]
-        values = values[moves]
-    rows = np.arange(len(kept))
-    if recipe.filters.align_to is not None:
-        rows = np.array(align(kept, recipe.filters.align_to), np.int64)
-    stays = np.isin(np.arange(len(kept)), rows)
-    left_out["beyond_alignment"] = int((~stays).sum())
-    teaches = (values != 0.0) | recipe.loss.moves_alone
-    left_out["zero_advantage"] += int((stays & ~teaches).sum())
-    groups = _only(groups, stays & teaches)
-    trained = [kept[i] for i in rows[teaches[rows]]]
+    left_out.update(reasons[group] for group in number if reasons[group])
+    order = order[np.array([reason is None for reason in reasons], np.bool_)[number]]
+
+    # Advantages of the groups that stay; each later call of a branch has that of the candidate at its fork.
+    kept = [samples[i] for i in order]
+    values, state = advantages(kept, recipe.terms, state, [rewards[order] for rewards in returns])
+    values = shape(kept, values, recipe.shaping)
+    of_branch = {sample.rollout: value for sample, value in zip(kept, values.tolist(), strict=True)}
+    joined = [sample for sample in continuing if sample.rollout in of_branch]
+    left_out["continuation"] = len(continuing) - len(joined)
+    kept += joined
+    values = np.concatenate([values, [of_branch[sample.rollout] for sample in joined]])
+
+    # Filters of samples: `gone` holds why each is left out, "" where it stays.
+    gone = [sample_reason(s, value, filters) for s, value in zip(kept, values.tolist(), strict=True)]
+    if filters.top_entropy is not None:
+        high = [*high_entropy(groups, filters.top_entropy), *[True] * len(joined)]
+        gone = [reason or ("" if stays else "low_entropy") for reason, stays in zip(gone, high, strict=True)]
+    moved = recipe.loss.moves_alone
+    if not (decays or moved):
+        signal = {s.policy.name for s, value, why in zip(kept, values.tolist(), gone, strict=True) if value and not why}
+        gone = [why or ("" if s.policy.name in signal else "no_signal") for s, why in zip(kept, gone, strict=True)]
+    rows = [i for i, why in enumerate(gone) if not why]
+
+    # Alignment takes some samples twice and leaves others out. A sample without an advantage teaches nothing.
+    if filters.align_to is not None:
+        aligned = [rows[i] for i in align([kept[i] for i in rows], filters.align_to)]
+        for i in set(rows).difference(aligned):
+            gone[i] = "beyond_alignment"
+        rows = aligned
+    teaches = (values != 0.0) | moved
+    left_out.update(why or "zero_advantage" for why, does in zip(gone, teaches, strict=True) if why or not does)
+    taught = {kept[i].id for i in rows if teaches[i]}
+    trained = tuple(kept[i] for i in rows if teaches[i])
+    trimmed = (msgspec.structs.replace(g, samples=tuple(s for s in g.samples if s.id in taught)) for g in groups)
     return Prepared(
         samples=tuple(kept[i] for i in rows),
         advantages=values[rows],
-        trained=tuple(trained),
-        groups=tuple(groups),
+        trained=trained,
+        groups=tuple(group for group in trimmed if group.samples),
         left_out={reason: count for reason, count in left_out.items() if count},
         roles=_role_stats(samples, shown, members, number, stats, trained, recipe.attribution),
         reward=float(np.nanmean(shown)) if (~np.isnan(shown)).any() else None,
@@ -207,18 +206,6 @@ def train_rows(
             )
         )
     return rows
-
-
-def _continuations(samples: Sequence[Sample], first: Sequence[Sample], values: Floats) -> tuple[list[Sample], Floats]:
-    """What branches went on to say, each with the advantage of the candidate that its branch began with, which is in
-    `first` ([n], as `values`); without those whose candidate is not there.
-
-    That advantage is the outcome less what the siblings of the fork had, which no call after the fork has a part in: a
-    baseline for all of them, and a closer one than the mean of whole episodes.
-    """
-    of_branch = {sample.rollout: value for sample, value in zip(first, values.tolist(), strict=True)}
-    found = [sample for sample in samples if sample.rollout in of_branch]
-    return found, np.array([of_branch[sample.rollout] for sample in found], np.float64)
 
 
 def _require_small(samples: Sequence[Sample], rewards: Floats) -> None:
@@ -278,8 +265,7 @@ def _alone(recipe: Recipe, alone: int, total: int) -> Iterable[str]:
 
 def group_spread(samples: Sequence[Sample], reward: Floats, number: Codes, recipe: Recipe, count: int) -> Spread:
     """Spread of the rewards [n] of samples in each of `count` groups; `number` [n] is the group of each."""
-    _, group, value, weight = units(samples, reward, number, recipe.terms[0])
-    return spread(value, group, weight, count)
+    return spread(units(samples, reward, number, recipe.terms[0].unit), count)
 
 
 def _shown(samples: Sequence[Sample], every: Sequence[Sample], rewards: Floats) -> Floats:
@@ -288,14 +274,6 @@ def _shown(samples: Sequence[Sample], every: Sequence[Sample], rewards: Floats) 
         return rewards
     unknown = np.array([s.failure == "lowest" and not (s.rewards or s.outcome) for s in samples], np.bool_)
     return np.where(unknown, np.nan, rewards)
-
-
-def _only(groups: Sequence[Group], moves: Bools) -> list[Group]:
-    """The groups without the samples that do not move; groups left empty are gone."""
-    flags = iter(moves.tolist())
-    trimmed = [tuple(s for s in group.samples if next(flags)) for group in groups]
-    pairs = zip(groups, trimmed, strict=True)
-    return [msgspec.structs.replace(group, samples=samples) for group, samples in pairs if samples]
 
 
 def _role_stats(

@@ -10,15 +10,14 @@ from typing import Literal
 
 import msgspec
 
+from cotune.algorithms.baselines import COMPARING, Baseline, Unit
 from cotune.algorithms.samples import KEY_FIELDS
 from cotune.errors import ConfigError, check_bounds
 from cotune.records.plans import PlanKind
 
 Horizon = Literal["own_turn", "terminal", "reward_to_go", "mean_to_go"]
 Scope = Literal["own", "sum", "mean"]
-Baseline = Literal["none", "mean", "leave_one_out", "max", "ema"]
 Scale = Literal["none", "std"]
-Unit = Literal["sample", "trajectory", "token"]
 Ratio = Literal["none", "token", "sequence"]
 ClipStyle = Literal["ppo", "cispo", "none"]
 Aggregation = Literal["token_mean", "sequence_mean", "trajectory_mean", "constant"]
@@ -140,7 +139,7 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def compares(self) -> bool:
         """Whether a sample is judged by others of its group, so that one alone has no advantage."""
-        return self.baseline in ("mean", "leave_one_out", "max") or (self.scale == "std" and self.scale_key is None)
+        return self.baseline in COMPARING or (self.scale == "std" and self.scale_key is None)
 
 
 class Filters(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,14 +270,16 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """A named method. The first term's key makes the groups that are trained on and kept in the ledger."""
+    """A named method. The first term's key makes the groups that are trained on and kept in the ledger. `about` says
+    which paper it is from, and its formulas."""
 
     name: str
-    plan: PlanKind
+    plan: PlanKind = "independent"
     terms: tuple[Term, ...]
     filters: Filters = Filters()
     shaping: Shaping = Shaping()
     loss: LossSpec = LossSpec()
+    about: str = ""
 
     def __post_init__(self) -> None:
         if not self.terms:

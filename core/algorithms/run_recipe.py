@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
-from cotune.algorithms.advantages import FLAT
-from cotune.algorithms.attribution import Floats
+from cotune.algorithms.baselines import FLAT
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import Collected, attributed, collect
 from cotune.algorithms.groups import Group, build_groups
 from cotune.algorithms.prepare import Prepared, prepare
 from cotune.algorithms.recipes import USUAL, Recipe
+from cotune.algorithms.samples import Floats
 from cotune.errors import GroupError, RunError
 from cotune.records.plans import PlanKind
 from cotune.records.policies import past_role, swapped_roles

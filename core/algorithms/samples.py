@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from operator import attrgetter
 from typing import Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from cotune.records.structs import PolicyRef
+
+Floats = npt.NDArray[np.float64]
+Codes = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 Failure = float | Literal["lowest"]
 """The reward of a failed episode, after weights and gates: a number, or the lowest of the step and 0."""
@@ -60,6 +67,21 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     def call(self) -> str:
         """Id of the call that this candidate answers."""
         return self.id.rpartition(".")[0]
+
+
+def codes(values: Sequence[Hashable]) -> tuple[Codes, list[Hashable]]:
+    """Number equal values alike, in order of first appearance. Returns ([n] numbers, the distinct values)."""
+    index: dict[Hashable, int] = {}
+    numbers = [index.setdefault(value, len(index)) for value in values]
+    return np.array(numbers, dtype=np.int64), list(index)
+
+
+def keys(samples: Sequence[Sample], fields: tuple[str, ...]) -> list[Hashable]:
+    """The values of `fields` of each sample, as tuples; of a policy its name, whatever its version."""
+    if not fields:
+        return [()] * len(samples)
+    get = attrgetter(*("policy.name" if field == "policy" else field for field in fields))
+    return [(get(s),) for s in samples] if len(fields) == 1 else [get(s) for s in samples]
 
 
 class TrainRow(msgspec.Struct, frozen=True, kw_only=True):

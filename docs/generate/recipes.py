@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
 import tomllib
+from inspect import cleandoc
 from pathlib import Path
 
 from wording import prose
 
-from cotune.algorithms import published
 from cotune.algorithms.catalogue import ANY_PLAN, RECIPES
+from cotune.algorithms.published import METHODS, PUBLISHED
 from cotune.algorithms.recipes import LossSpec, Recipe, Term
 
-PAPERS = {
-    "at_grpo": "2510.11062",
-    "dr_mas": "2602.08847",
-    "grpo": "2402.03300",
-    "dr_grpo": "2503.20783",
-    "rloo": "2402.14740",
-    "gspo": "2507.18071",
-    "dapo": "2503.14476",
-    "cispo": "2506.13585",
-}
-"""Of the recipes in the catalogue itself; the others have theirs in the docstrings of their modules."""
 DIFFERS: dict[str, str] = tomllib.loads((Path(__file__).parent / "differences.toml").read_text())
 """By recipe, how it differs from its paper."""
 PARTS = {"sample": "calls", "trajectory": "episodes", "token": "tokens"}
@@ -33,37 +21,24 @@ PARTS = {"sample": "calls", "trajectory": "episodes", "token": "tokens"}
 def recipes() -> str:
     """A table of all recipes: first those of the catalogue, then the published systems."""
     titles = ("recipe", "plan", "groups samples by", "reward", "advantage", "loss", "paper")
-    ordered = [*(RECIPES[name] for name in PAPERS), *(recipe for name, recipe in RECIPES.items() if name not in PAPERS)]
-    rows = [titles, ["---"] * len(titles), *map(_row, ordered)]
+    rows = [titles, ["---"] * len(titles), *map(_row, RECIPES.values())]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def formulas() -> str:
     """Each published system with its formula, then how recipes differ from their papers."""
     parts = []
-    for names, text in _documented().items():
-        title, _, formula = text.partition("\n\n")
-        differs = " ".join(DIFFERS.get(name, "") for name in names.split("`, `")).strip()
-        here = f" Here: {differs}" if differs else ""
-        parts.append(f"`{names}`\n:   {_links(prose(title))} {_links(prose(formula))}{here}\n")
-    parts += [f"`{name}`\n:   Here: {DIFFERS[name]}\n" for name in PAPERS if name in DIFFERS]
+    for recipe in PUBLISHED:
+        title, _, formula = cleandoc(recipe.about).partition("\n\n")
+        differs = f" Here: {DIFFERS[recipe.name]}" if recipe.name in DIFFERS else ""
+        parts.append(f"`{recipe.name}`\n:   {_links(prose(title))} {_links(prose(formula))}{differs}\n")
+    parts += [f"`{recipe.name}`\n:   Here: {DIFFERS[recipe.name]}\n" for recipe in METHODS if recipe.name in DIFFERS]
     return "\n".join(parts)
-
-
-def _documented() -> dict[str, str]:
-    """The docstring of the module of each published system, by the names of its recipes."""
-    found: dict[str, str] = {}
-    for info in pkgutil.iter_modules(published.__path__):
-        module = importlib.import_module(f"{published.__name__}.{info.name}")
-        names = [value.name for value in vars(module).values() if isinstance(value, Recipe)]
-        found["`, `".join(names)] = (module.__doc__ or "").strip()
-    return found
 
 
 def _row(recipe: Recipe) -> tuple[str, ...]:
     first = recipe.terms[0]
-    text = next((text for names, text in _documented().items() if recipe.name in names.split("`, `")), "")
-    papers = [PAPERS[recipe.name]] if recipe.name in PAPERS else re.findall(r"\d{4}\.\d{5}", text.partition("\n\n")[0])
+    papers = re.findall(r"\d{4}\.\d{5}", cleandoc(recipe.about).partition("\n\n")[0])
     return (
         f"`{recipe.name}`",
         "any" if recipe.name in ANY_PLAN else recipe.plan,

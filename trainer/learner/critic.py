@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cotune.algorithms.attribution import Floats
-from cotune.algorithms.gae import gae, whitened
+from cotune.algorithms.advantages import gae, whitened
 from cotune.algorithms.recipes import LossSpec
-from cotune.algorithms.samples import TrainRow
+from cotune.algorithms.samples import Floats, TrainRow
 from cotune.trainer.learner.batching import lengths_of
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess
 from cotune.trainer.learner.files import read_critic, restoring, write_critic

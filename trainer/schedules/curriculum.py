@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from cotune.algorithms.attribution import codes
 from cotune.algorithms.collect import Collected, attributed
 from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.samples import codes
 from cotune.errors import ConfigError
 from cotune.records.plans import Plan
 from cotune.records.structs import Task

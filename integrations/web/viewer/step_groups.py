@@ -9,13 +9,12 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from cotune.algorithms.attribution import Floats
 from cotune.algorithms.filters import group_reasons
 from cotune.algorithms.groups import Group
 from cotune.algorithms.prepare import Prepared, group_spread
 from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.run_recipe import GroupCell, Regrouped, config_of, recipe_of, regroup, trained_roles
-from cotune.algorithms.samples import Sample
+from cotune.algorithms.samples import Floats, Sample
 from cotune.integrations.web.viewer.opened import OpenedRun
 from cotune.records.structs import CallRecord, Candidate, Episode
 from cotune.storage.protocol import Store

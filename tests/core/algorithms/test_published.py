@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import pytest
 
 from cotune.algorithms.advantages import AdvantageState
-from cotune.algorithms.align import align
 from cotune.algorithms.attribution import attribute_siblings
 from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.filters import align
 from cotune.algorithms.learning_signal import learns_from
 from cotune.algorithms.prepare import prepare
 from cotune.algorithms.recipes import Attribution

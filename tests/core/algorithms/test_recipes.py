@@ -195,6 +195,7 @@ def test_overrides_go_where_the_setting_lives():
         terms=(Term(attribution=Attribution(alpha=0.5), eps=1e-4),),
         filters=Filters(zero_variance=True, mean_range=(0.2, 0.8)),
         loss=LossSpec(clip_high=0.28, entropy=0.01),
+        about=RECIPES["at_grpo"].about,
     )
     assert RECIPES["at_grpo"].loss.clip_high == 0.2
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from cotune.algorithms.advantages import gae, whitened
 from cotune.algorithms.catalogue import RECIPES, recipe
-from cotune.algorithms.gae import gae, whitened
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, RunError
 from cotune.records.policies import LoraSpec, policies_for
