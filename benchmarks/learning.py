@@ -34,12 +34,13 @@ from cotune.episodes.rollout import EpisodeBatch
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.intervals import share
+from cotune.reading.evaluations import EvaluatedMode
 from cotune.recording.recorder import Nowhere
 from cotune.records.structs import PolicyRef
 from cotune.records.tasks import as_tasks
 from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.sampling.responder import PolicyResponder
-from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes
+from cotune.trainer.evaluation.run import evaluate_episodes
 
 TRAIN_SEED, FRESH_SEED = 100, 900
 FULL_LR, LORA_LR = 7e-4, 3e-3
@@ -202,7 +203,7 @@ def trained(name: str, settings: Settings, seed: int) -> list[TrainedPolicy]:
     return latest_policies(train_once(folder, flow, tasks, table, steps, settings.console))
 
 
-async def play(row: Row, players: Mapping[str, TrainedPolicy], model: Path, settings: Settings) -> Evaluation:
+async def play(row: Row, players: Mapping[str, TrainedPolicy], model: Path, settings: Settings) -> EvaluatedMode:
     """Evaluate at temperature 1; roles without a player are the base model's."""
     flow = WORKFLOWS[row.workflow].cotune
     tasks = as_tasks(grid.make_tasks(settings.fresh, FRESH_SEED))

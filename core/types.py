@@ -16,9 +16,9 @@ from cotune.sampling.scoring import Call, GroupScorer, Reward, Scorer
 if TYPE_CHECKING:
     from cotune.adapters.deployed import Deployment
     from cotune.integrations.web.gateway.server import Gate
+    from cotune.reading.evaluations import EvaluationReport
     from cotune.trainer.config.train import TrainConfig
     from cotune.trainer.evaluation.modes import EvaluationOptions
-    from cotune.trainer.evaluation.report import EvaluationReport
     from cotune.trainer.reporting.summary import RunSummary
 else:
     __getattr__ = opener(
@@ -26,7 +26,7 @@ else:
         {
             "Deployment": "cotune.adapters.deployed",
             "EvaluationOptions": "cotune.trainer.evaluation.modes",
-            "EvaluationReport": "cotune.trainer.evaluation.report",
+            "EvaluationReport": "cotune.reading.evaluations",
             "Gate": "cotune.integrations.web.gateway.server",
             "RunSummary": "cotune.trainer.reporting.summary",
             "TrainConfig": "cotune.trainer.config.train",

@@ -10,12 +10,14 @@ import contextlib
 import itertools
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, WorkflowError
 from cotune.intervals import Interval
 
 log = logging.getLogger("cotune")
@@ -31,11 +33,12 @@ IN_TRAINING = "in training"
 
 
 class TaskEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """How the first episode of a task ended in one mode, after how many seconds.
+    """How an episode of a task ended in one mode, after how many seconds.
 
-    `reward` is the one that is trained on, `outcome` the sum of the outcome's components; None where it has none that
-    is known. A `floored` one failed without an outcome of its own and counts the lowest of the evaluation. One that is
-    not `known` says nothing of the policies, as it was cancelled or an outage, and counts in no figure.
+    `reward` is the one that is trained on, `by_role` that of each role, `outcome` the sum of the outcome's components;
+    None where it has none that is known. A `floored` one failed without an outcome of its own and counts the lowest
+    reward of the evaluation, an `outcome_floored` one the lowest outcome. One that is not `known` says nothing of the
+    policies, as it was cancelled or an outage, and counts in no figure.
     """
 
     status: str
@@ -46,6 +49,8 @@ class TaskEnding(msgspec.Struct, frozen=True, kw_only=True):
     known: bool = True
     floored: bool = False
     outcome: float | None = None
+    by_role: dict[str, float] = {}
+    outcome_floored: bool = False
 
     @property
     def solved(self) -> bool | None:
@@ -57,40 +62,101 @@ class TaskEnding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModeUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What the episodes of a mode took; `cost` where prices were known."""
+    """What the episodes of a mode took. `seconds` is the mean of an episode, `uncounted` counts calls whose provider
+    reported no tokens. `cost` is what calls with a price came to, None without any; `unpriced` counts the others."""
 
+    calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    uncounted: int = 0
+    seconds: Interval | None = None
     cost: float | None = None
     unpriced: int = 0
 
 
-class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one mode: base, trained, greedy, swapped, ...
+class RoleStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What one role did. Means are per answered call; `turns` is per episode in which the role took part."""
 
-    `reward` is the one that is trained on, `outcome` the plain sum of the outcome where that is another. The count of
-    an interval is its own: `reward.n` may be below `episodes`. `failed` counts episodes by cause.
+    calls: int
+    failed: int
+    turns: float
+    prompt_tokens: float
+    completion_tokens: float
+    truncated: float
+    """Share of answers cut off at the token limit."""
+    policies: tuple[str, ...] = ()
+    """Who answered: `name@version`, or `provider`."""
+    rewards: dict[str, float] = {}
+    """Mean of each reward component of its answers; empty for a role without a scorer."""
+    reward: float | None = None
+    """Mean over episodes of the reward that it is trained on; None for a role that is not trained, or has none."""
+
+
+class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
+    """Results of one mode (base, trained, greedy, swapped, ...) over the tasks: `success`, `reward` and `endings` of
+    the first episode of each, the rest of all.
+
+    `success` counts a failed episode as no success; it is None where the workflow reports no `success`. `reward` is the
+    one that is trained on, `outcome` the plain sum of the outcome's components, None where that is the same; both count
+    a failed episode as `on_failure` says in training. Episodes that the infrastructure has failed are in none of them,
+    so `reward.n` may be below `episodes`. `failed` counts failed episodes by reason.
     """
 
+    label: str = ""
     episodes: int
     success: Interval | None = None
     reward: Interval | None = None
     outcome: Interval | None = None
+    roles: dict[str, RoleStatistics] = {}
     failed: dict[str, int] = {}
+    seconds: float = 0.0
+    use: ModeUse = ModeUse()
+    scorer_errors: dict[str, int] = {}
+    unlisted: dict[str, int] = {}
+    """Calls by role that has no policy."""
+    pass_at: dict[int, Interval] = {}
+    """By k, the chance that one of k episodes of a task succeeds; empty for single episodes."""
+    opposed: tuple[str, ...] = ()
+    """Trained roles of which one's gain is another's loss: `success` says nothing of them, and there is no `reward` and
+    no `outcome`."""
     floor: float = 0.0
     """The reward of a failed episode where it is the lowest."""
     endings: dict[str, TaskEnding] = {}
-    """By task id; empty in files that do not have them."""
-    use: ModeUse = ModeUse()
+    """By task id, what paired comparisons are made of; empty in files that do not have them."""
 
     @property
     def failures(self) -> int:
         """How many episodes failed."""
         return sum(self.failed.values())
 
+    @property
+    def all_failed(self) -> str | None:
+        """Why most episodes failed, where all did."""
+        if not self.episodes or self.failures < self.episodes:
+            return None
+        return max(self.failed, key=self.failed.__getitem__)
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """The trained reward by task, of the episodes that have one."""
+        return {task: e.reward for task, e in self.endings.items() if e.reward is not None}
+
+    @property
+    def outcomes(self) -> dict[str, float]:
+        """The plain sum of the outcome's components by task, of the episodes that have one."""
+        return {task: e.outcome for task, e in self.endings.items() if e.outcome is not None}
+
+    @property
+    def successes(self) -> dict[str, bool]:
+        """Success by task; empty where no episode reports it."""
+        if all(e.success is None for e in self.endings.values()):
+            return {}
+        return {task: e.solved for task, e in self.endings.items() if e.solved is not None}
+
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One mode minus another over the tasks of both, and what that shows, in a sentence."""
+    """One mode minus another, over the tasks that both ran, and what that shows, in a sentence. `outcome` is there
+    where it is not the trained reward."""
 
     label: str = ""
     against: str = ""
@@ -100,25 +166,57 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str = ""
 
 
-class StoredEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation that was written. `evaluations` are by mode; `steps` are those of the weights that it tried."""
+class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Evaluations by mode, their comparisons, and what was left out and why."""
 
     evaluations: dict[str, EvaluatedMode]
     comparisons: tuple[Comparison, ...] = ()
     notes: tuple[str, ...] = ()
     steps: int | None = None
+    """Those of the weights that were tried."""
     created: float = 0.0
-    """Unix time; that of the file where it does not say."""
+    """Unix time; in a file that does not say, that of the file."""
     tasks: str = ""
     """The file of its tasks, where there was one."""
-    name: str = ""
-    """What it is called on screens: its folder's name, or `in training, after step 40`."""
-    records: str = ""
-    """Path of the folder that has its episodes; empty where they were not kept."""
+    stored: str = ""
+    """The folder that has it with its records; empty where it was not stored."""
+
+    @property
+    def broken(self) -> list[str]:
+        """Modes in which every episode failed."""
+        return [label for label, e in self.evaluations.items() if e.all_failed is not None]
+
+    def require_some_episode(self) -> None:
+        """Raise WorkflowError where every episode of every mode failed."""
+        if len(self.broken) < len(self.evaluations):
+            return
+        failed = sum((Counter(e.failed) for e in self.evaluations.values()), Counter[str]())
+        cause, count = failed.most_common(1)[0]
+        total = failed.total()
+        often = "" if count == total else f", {count} times"
+        raise WorkflowError(
+            f"All {total} episodes failed, so there is nothing to evaluate; the commonest cause{often}: {cause}",
+            "Fix that first; cotune check runs the application without a model.",
+        )
 
     def comparison(self, label: str, against: str) -> Comparison | None:
         """The comparison of two modes, if it was made."""
         return next((c for c in self.comparisons if (c.label, c.against) == (label, against)), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, as the file has them."""
+        plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        del plain["stored"]
+        return plain
+
+
+class StoredEvaluation(EvaluationReport, frozen=True, kw_only=True):
+    """An evaluation that was read from its file."""
+
+    name: str = ""
+    """What it is called on screens: its folder's name, or `in training, after step 40`."""
+    records: str = ""
+    """Path of the folder that has its episodes; empty where they were not kept."""
 
 
 def claim_folder(run: Path) -> Path:
@@ -187,7 +285,8 @@ def _if_readable(file: Path) -> StoredEvaluation | None:
 
 
 def _read(file: Path, name: str, records: Path) -> StoredEvaluation:
-    found = msgspec.convert(json.loads(file.read_bytes()), StoredEvaluation)  # which takes NaN, as a figure may be
+    # `json` takes NaN, as a figure may be.
+    found = msgspec.convert(json.loads(file.read_bytes()), StoredEvaluation, str_keys=True)
     kept = str(records) if (records / "records.db").is_file() else ""
     created = found.created or file.stat().st_mtime
     return msgspec.structs.replace(found, name=name, records=kept, created=created)

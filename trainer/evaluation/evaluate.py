@@ -8,7 +8,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.transformers.sampler import TransformersSampler
-from cotune.reading.evaluations import EVALUATION, claim_folder
+from cotune.reading.evaluations import EVALUATION, EvaluatedMode, EvaluationReport, claim_folder
 from cotune.recording.recorder import Nowhere
 from cotune.records.policies import UNTRAINED, stand_in
 from cotune.records.structs import Episode, Task
@@ -47,8 +47,8 @@ from cotune.trainer.evaluation.modes import (
 )
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
 from cotune.trainer.evaluation.recorded import beside, read_recorded
-from cotune.trainer.evaluation.report import EvaluationReport, compare, remarks
-from cotune.trainer.evaluation.run import Evaluation, evaluate_episodes, share_floor
+from cotune.trainer.evaluation.report import compare, remarks
+from cotune.trainer.evaluation.run import evaluate_episodes, of_role, share_floor
 from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run.run_folder import write_atomically
 
@@ -103,8 +103,9 @@ def evaluate(
     if out is not None:
         newest = newest_checkpoint(RunLayout(source).checkpoints) if of_run else None
         named = str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else ""
-        of = {"created": time.time(), "steps": steps_of(newest) if newest else None, "tasks": named}
-        report = _written(report, out.path / EVALUATION, of)
+        steps = steps_of(newest) if newest else None
+        report = msgspec.structs.replace(report, created=time.time(), steps=steps, tasks=named)
+        report = _written(report, out.path / EVALUATION)
     report.require_some_episode()
     return report
 
@@ -190,7 +191,7 @@ async def evaluate_modes(
     own, `ROLE against base`, with the untrained model in the other seats, and is compared with its untrained self.
     """
     played, notes = lineups(responder.policies, trained, check_modes(modes))
-    evaluations: dict[str, Evaluation] = {}
+    evaluations: dict[str, EvaluatedMode] = {}
 
     async def play(label: str, lineup: Lineup, goal: Goal | None) -> None:
         player = None
@@ -218,7 +219,7 @@ async def evaluate_modes(
             await play(
                 label, against_base(responder.policies, role, seats), msgspec.structs.replace(goal, roles=[role])
             )
-            comparisons.append(compare(evaluations[label], evaluations["base"].of_role(role)))
+            comparisons.append(compare(evaluations[label], of_role(evaluations["base"], role)))
     return EvaluationReport(
         evaluations=evaluations,
         comparisons=tuple(comparisons),
@@ -286,10 +287,10 @@ def _ended(out: RunLayout) -> int:
         return sum(episode.status != "cancelled" for episode in store.episodes())
 
 
-def _written(report: EvaluationReport, file: Path, of: Mapping[str, Any]) -> EvaluationReport:
-    """Write the report and what it is `of`; where that fails its figures are still shown, with a note."""
+def _written(report: EvaluationReport, file: Path) -> EvaluationReport:
+    """Write the report; where that fails its figures are still shown, with a note."""
     try:
-        write_atomically(file, json.dumps({**of, **report.to_json()}, indent=2).encode())
+        write_atomically(file, json.dumps(report.to_json(), indent=2).encode())
     except OSError as error:
         log.error("The figures are shown, and not stored: %s", of_system(error, "evaluate again"))
         note = f"{file} could not be written: {error.strerror}."

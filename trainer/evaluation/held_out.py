@@ -11,12 +11,12 @@ import msgspec
 
 from cotune.algorithms.goal import goal_of
 from cotune.episodes.rollout import EpisodeBatch
-from cotune.reading.evaluations import in_training, step_file
+from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, in_training, step_file
 from cotune.records.structs import PolicyRef
 from cotune.storage.run_layout import read_metrics
 from cotune.tables import plural
-from cotune.trainer.evaluation.report import EvaluationReport, compare
-from cotune.trainer.evaluation.run import Evaluation, share_floor, summarise
+from cotune.trainer.evaluation.report import compare
+from cotune.trainer.evaluation.run import share_floor, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
 from cotune.trainer.reporting.progress import Progress, held_out_text
 from cotune.trainer.reporting.step_report import StepReport
@@ -78,12 +78,12 @@ async def evaluate_base(run: Run, report: StepReport, progress: Progress) -> Non
     progress.activity.begin(run.state.steps)
 
 
-def _base(run: Run) -> Evaluation | None:
+def _base(run: Run) -> EvaluatedMode | None:
     """What was evaluated before the first step, on the held-out tasks of now."""
     return next(iter(_stored(run, 0)), None)
 
 
-def _share_lowest(run: Run, step: int, found: Evaluation, progress: Progress) -> list[Evaluation]:
+def _share_lowest(run: Run, step: int, found: EvaluatedMode, progress: Progress) -> list[EvaluatedMode]:
     """The evaluation before the first step, where there is one, and `found`, that after this step, with the lowest
     reward of all evaluations of the run for failed episodes: no policy gains by a crash where another did badly.
 
@@ -109,29 +109,33 @@ def _share_lowest(run: Run, step: int, found: Evaluation, progress: Progress) ->
     return [*base, found]
 
 
-def _stored(run: Run, steps: int) -> list[Evaluation]:
+def _stored(run: Run, steps: int) -> list[EvaluatedMode]:
     """The evaluations of a file of this run, if they are of the held-out tasks of now."""
     try:
         plain = json.loads(step_file(run.folder.path, steps).read_bytes())
-        found = msgspec.convert(plain, EvaluationReport, strict=False).evaluations
+        found = msgspec.convert(plain, EvaluationReport, str_keys=True).evaluations
     except (OSError, ValueError):
         return []
     tasks = {task.id for task in run.held_out}
     return [one for one in found.values() if one.endings.keys() == tasks]
 
 
-def _store(run: Run, steps: int, evaluations: Sequence[Evaluation], created: float | None = None) -> None:
+def _store(run: Run, steps: int, evaluations: Sequence[EvaluatedMode], created: float | None = None) -> None:
     """Write an evaluation after so many steps, the last of `evaluations`, and how it compares with the one before. It
     was `created` now, or then."""
     compared = [compare(after, before) for before, after in itertools.pairwise(evaluations)]
-    report = EvaluationReport(evaluations={one.label: one for one in evaluations}, comparisons=tuple(compared))
+    report = EvaluationReport(
+        evaluations={one.label: one for one in evaluations},
+        comparisons=tuple(compared),
+        created=created or time.time(),
+        steps=steps,
+    )
     file = step_file(run.folder.path, steps)
     file.parent.mkdir(exist_ok=True)
-    about = {"created": created or time.time(), "steps": steps}
-    write_atomically(file, json.dumps({**about, **report.to_json()}).encode())
+    write_atomically(file, json.dumps(report.to_json()).encode())
 
 
-def _figures(*evaluations: Evaluation) -> dict[str, float]:
+def _figures(*evaluations: EvaluatedMode) -> dict[str, float]:
     """The figures of an evaluation for metrics.jsonl, the last of these; one before it is the base."""
     *base, found = evaluations
     figures = {"episodes": float(found.episodes), "failed": float(sum(found.failed.values()))}
@@ -149,7 +153,7 @@ def _figures(*evaluations: Evaluation) -> dict[str, float]:
     return figures
 
 
-def _no_figure(found: Evaluation) -> str:
+def _no_figure(found: EvaluatedMode) -> str:
     """Why an evaluation has neither success nor a reward; empty where it has one."""
     if found.opposed and found.success is None:
         return (
@@ -186,7 +190,7 @@ async def _played(
     label: str,
     phase: str = "eval",
     training_step: int | None = None,
-) -> Evaluation | None:
+) -> EvaluatedMode | None:
     """The held-out tasks with these policies; None when the run is stopped. Its episodes are those of the step in hand,
     or of `training_step`."""
     seen = EvaluationSink(run.store)

@@ -11,13 +11,14 @@ import msgspec
 from cotune.algorithms.goal import Goal
 from cotune.errors import ConfigError
 from cotune.judging.episodes import JUDGING
+from cotune.reading.evaluations import EvaluatedMode, EvaluationReport
 from cotune.recording.recorder import Nowhere
 from cotune.records.structs import CallRecord, Episode, Record, RewardRecord, Task, candidate_id
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.trainer.evaluation.modes import Prices
-from cotune.trainer.evaluation.report import EvaluationReport, compare
-from cotune.trainer.evaluation.run import Evaluation, share_floor, summarise
+from cotune.trainer.evaluation.report import compare
+from cotune.trainer.evaluation.run import share_floor, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
 
 RECORDED = "recorded"
@@ -27,7 +28,7 @@ COMPARED = ("trained", "greedy", "as_deployed")
 
 def read_recorded(
     path: str | Path, tasks: Sequence[Task], prices: Prices, goal: Goal | None = None
-) -> tuple[Evaluation, str]:
+) -> tuple[EvaluatedMode, str]:
     """The first recorded episode of each task of a records file, and a sentence that says which tasks those are.
 
     Of `tasks`, where any of them was recorded; else of all that were. Raises ConfigError where nothing was.
@@ -60,7 +61,7 @@ def read_recorded(
     return evaluation, f"{RECORDED}: none of the tasks is in {path}; the figures are of its own {len(episodes)} tasks."
 
 
-def beside(report: EvaluationReport, recorded: Evaluation, note: str) -> EvaluationReport:
+def beside(report: EvaluationReport, recorded: EvaluatedMode, note: str) -> EvaluationReport:
     """The report with what was recorded as its first row, compared with the trained policies."""
     rows = {RECORDED: recorded, **report.evaluations}
     if not any(e.opposed for e in rows.values()):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import msgspec
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cotune.errors import WorkflowError
 from cotune.intervals import Interval
+from cotune.reading.evaluations import Comparison, EvaluatedMode, EvaluationReport
 from cotune.reading.headline import PLAIN_COLUMN
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import grid
-from cotune.trainer.evaluation.run import Evaluation, share_floor
+from cotune.trainer.evaluation.run import share_floor
 from cotune.trainer.evaluation.statistics import paired_difference, paired_shares
 from cotune.trainer.evaluation.verdict import tasks_for_share, verdict_on_reward, verdict_on_success
 
@@ -28,56 +26,7 @@ OPPOSED = (
 )
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation minus another, over the tasks that both ran, and what that shows, in a sentence."""
-
-    label: str
-    against: str
-    success: Interval | None
-    reward: Interval | None
-    """Of the trained reward."""
-    outcome: Interval | None = None
-    """Of the plain sum of the outcome, where that is not the trained reward."""
-    verdict: str = ""
-
-
-class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Evaluations by mode, their comparisons, and what was left out and why."""
-
-    evaluations: dict[str, Evaluation]
-    comparisons: tuple[Comparison, ...] = ()
-    notes: tuple[str, ...] = ()
-    stored: str = ""
-    """The folder that has it with its records; empty where it was not stored."""
-
-    @property
-    def broken(self) -> list[str]:
-        """Modes in which every episode failed."""
-        return [label for label, e in self.evaluations.items() if e.all_failed is not None]
-
-    def require_some_episode(self) -> None:
-        """Raise WorkflowError where every episode of every mode failed."""
-        if len(self.broken) < len(self.evaluations):
-            return
-        failed: Counter[str] = Counter()
-        for evaluation in self.evaluations.values():
-            failed.update(evaluation.failed)
-        cause, count = failed.most_common(1)[0]
-        total = failed.total()
-        often = "" if count == total else f", {count} times"
-        raise WorkflowError(
-            f"All {total} episodes failed, so there is nothing to evaluate; the commonest cause{often}: {cause}",
-            "Fix that first; cotune check runs the application without a model.",
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values, as evaluation.json has them."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        del plain["stored"]
-        return plain
-
-
-def compare(after: Evaluation, before: Evaluation) -> Comparison:
+def compare(after: EvaluatedMode, before: EvaluatedMode) -> Comparison:
     """Paired differences of success and rewards over the shared tasks. The verdict is on success where it is told, else
     on the trained reward, or the plain outcome where one of both has none; it names failures that differ.
 
@@ -113,7 +62,7 @@ def compare(after: Evaluation, before: Evaluation) -> Comparison:
     )
 
 
-def _failures_differ(after: Evaluation, before: Evaluation) -> str:
+def _failures_differ(after: EvaluatedMode, before: EvaluatedMode) -> str:
     """How many episodes of each side failed, where the shares differ."""
     failed, other = sum(after.failed.values()), sum(before.failed.values())
     if failed * before.episodes == other * after.episodes:
@@ -124,7 +73,7 @@ def _failures_differ(after: Evaluation, before: Evaluation) -> str:
     )
 
 
-def remarks(evaluations: Mapping[str, Evaluation], responder: PolicyResponder) -> Iterator[str]:
+def remarks(evaluations: Mapping[str, EvaluatedMode], responder: PolicyResponder) -> Iterator[str]:
     """What to know beside the figures: modes in which all failed, what is not reported, and the roles that no policy of
     `responder` played."""
     for label, found in evaluations.items():
@@ -140,7 +89,7 @@ def remarks(evaluations: Mapping[str, Evaluation], responder: PolicyResponder) -
             yield f"{label}: {found.use.uncounted} of {found.use.calls} calls report no tokens, and count as none."
 
 
-def _role_remarks(played: Collection[Evaluation], responder: PolicyResponder) -> Iterator[str]:
+def _role_remarks(played: Collection[EvaluatedMode], responder: PolicyResponder) -> Iterator[str]:
     seen = {role for found in played for role in found.roles}
     if any(found.all_failed is None for found in played):
         for role in sorted(set(responder.policies) - seen):

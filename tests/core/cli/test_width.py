@@ -15,6 +15,7 @@ from cotune.cli.runs import list_runs, show_steps
 from cotune.cli.score import _table as score_table
 from cotune.cli.show import show_run
 from cotune.episodes.rescore import Rescored, Rescoring
+from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, ModeUse, RoleStatistics, TaskEnding
 from cotune.records.structs import CallRecord, Candidate, Episode, RewardRecord, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.terminal import terminal
@@ -24,10 +25,8 @@ from cotune.trainer.before.doctor.doctor import render as doctor
 from cotune.trainer.before.doctor.forecast import Part, ProcessMemory
 from cotune.trainer.before.doctor.memory import render_memory
 from cotune.trainer.evaluation import judge_agreement as agreement
-from cotune.trainer.evaluation.report import EvaluationReport, compare
+from cotune.trainer.evaluation.report import compare
 from cotune.trainer.evaluation.report import render as evaluation
-from cotune.trainer.evaluation.run import Evaluation
-from cotune.trainer.evaluation.sink import Ending, RoleStatistics, Use
 from cotune.trainer.evaluation.statistics import Interval
 from cotune.trainer.replay.replay import Repetition, ReplayReport, Seen
 from cotune.trainer.replay.report import render as replay
@@ -93,16 +92,16 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def evaluated(label: str, successes: int) -> Evaluation:
+def evaluated(label: str, successes: int) -> EvaluatedMode:
     role = RoleStatistics(
         calls=102400, failed=12, turns=12.5, prompt_tokens=12345.6, completion_tokens=2345.6, truncated=0.125,
         policies=("quality_assurance_reviewer@104",), rewards={"cites_sources": -0.125, "local": 1.0},
     )  # fmt: skip
-    use = Use(
+    use = ModeUse(
         calls=1000, prompt_tokens=10**7, completion_tokens=10**6, uncounted=0, seconds=SPAN, cost=1.25, unpriced=3
     )
-    endings = {str(n): Ending(status="ok", reward=float(n < successes), success=n < successes) for n in range(40)}
-    return Evaluation(
+    endings = {str(n): TaskEnding(status="ok", reward=float(n < successes), success=n < successes) for n in range(40)}
+    return EvaluatedMode(
         label=label, episodes=1000, success=SPAN, reward=SPAN, roles=dict.fromkeys(ROLES, role), seconds=12345.6,
         failed={"TimeoutError: no answer": 3}, use=use, pass_at={1: SPAN, 2: SPAN, 4: SPAN, 8: SPAN}, endings=endings,
     )  # fmt: skip

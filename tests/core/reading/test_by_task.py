@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from cotune.reading.by_task import by_task
 from cotune.reading.evaluations import EvaluatedMode, StoredEvaluation, TaskEnding
-from cotune.trainer.evaluation.run import successes
 
 
 def mode(**endings: float | str) -> EvaluatedMode:
@@ -56,4 +55,7 @@ def test_an_outcome_that_nobody_knows_is_no_loss() -> None:
     trained = EvaluatedMode(episodes=2, endings={"a": unknown, "b": silent})
     found = by_task(StoredEvaluation(evaluations={"base": base, "trained": trained}), "trained", "base")
     assert [(one.task, one.change) for one in found] == [("b", -1.0), ("a", None)]
-    assert successes({"a": unknown, "b": silent, "c": known}) == {"b": False, "c": True}
+    assert EvaluatedMode(episodes=3, endings={"a": unknown, "b": silent, "c": known}).successes == {
+        "b": False,
+        "c": True,
+    }
