@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -49,11 +49,11 @@ def untraced(name: str, reason: str) -> Trace:
     return Trace([], [], 0, (f"not traced: {name}: {reason}",))
 
 
-async def traced(name: str, sampler: Any, method: str) -> list[Trace]:
+async def traced(name: str, call: Callable[[], Awaitable[list[Trace] | None]]) -> list[Trace]:
     """What `begin_trace` or `end_trace` of a sampler returns; where it fails, a trace that says why: no run ends for
     that."""
     try:
-        return await getattr(sampler, method)() or []
+        return await call() or []
     except Exception as error:  # noqa: BLE001, an engine may be of any kind
         return [untraced(name, error_line(error))]
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 from cotune.integrations.profiling.spans import Span, traced
 from cotune.integrations.profiling.step import print_profile, write_profile
@@ -16,20 +17,21 @@ from cotune.trainer.run.run import Run
 @contextlib.asynccontextmanager
 async def profiled(run: Run, report: StepReport) -> AsyncIterator[None]:
     """The body is a step of the run: where the configuration names it, its profile is written and shown."""
-    number, learner, sampler = run.state.steps + 1, run.learner, run.sampler
+    sampler: Any = run.sampler  # one of a user's own may have no begin_trace
+    number, learner = run.state.steps + 1, run.learner
     if number != run.config.profile:
         yield
         return
     report.progress.say(f"step {number} is profiled ...")
     await asyncio.to_thread(learner.begin_trace)
-    failed = await traced("the sampler", sampler, "begin_trace")
+    failed = await traced("the sampler", lambda: sampler.begin_trace())
     report.phases, run.runner.scoring = [], []
     began = time.time()
     try:
         yield
         whole = Span(f"step {number}", began, time.time())
         traces = await asyncio.to_thread(learner.end_trace)
-        traces += failed or await traced("the sampler", sampler, "end_trace")
+        traces += failed or await traced("the sampler", lambda: sampler.end_trace())
         if run.state.steps < number:
             return  # stopped
         parts = [*(Span("scorers", *times) for times in run.runner.scoring), *_recorded(run, number - 1)]

@@ -1,24 +1,31 @@
-"""One replica of the router: its engine from start to end, how well that is, and a new one in its place."""
+"""One replica of the router: its engine from start to end, its health, and a new one in its place."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from cotune.errors import ConfigError, SamplerError, SyncError, error_line
+from cotune.errors import ConfigError, SamplerError, error_line
 from cotune.integrations.cluster.router import limits
 from cotune.integrations.models.served_versions import Version, Versions
-from cotune.integrations.profiling.spans import Trace
-from cotune.sampling.protocol import Sampler, SamplerInfo
+from cotune.records.policies import LoraSpec
+from cotune.sampling.protocol import Sampler, SamplerInfo, Weights, publish_verified
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 Make = Callable[[], Coroutine[Any, Any, Sampler]]
+
+
+class Artifact(NamedTuple):
+    """Weights of a version, kept for engines that start later."""
+
+    weights: Weights
+    lora: LoraSpec | None
 
 
 class TakenOut(Exception):
@@ -36,17 +43,18 @@ class Engine:
         self, name: str, sampler: Any, versions: Versions, health_timeout: float, failed: Callable[[str], None]
     ) -> None:
         self.name = name
-        self.sampler: Sampler = sampler
+        self.sampler = sampler
         self.down: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.running = 0
         """Requests that it works on; `load` are the tokens that they may take."""
         self.load = 0
         self.idle_since = 0
         """A number that grows with each request it is given; the smallest was given one the longest time ago."""
+        self.faults = 0
+        """Requests that failed by its fault since its last good answer."""
         self._versions = versions
         self._health_timeout = health_timeout
         self._failed = failed
-        self._faults = 0
 
     @property
     def healthy(self) -> bool:
@@ -58,16 +66,12 @@ class Engine:
             self.down.set_result(reason)
             self._failed(kind)
 
-    def answered(self) -> None:
-        """A request was answered as it should be."""
-        self._faults = 0
-
     def fault(self, reason: str) -> None:
         """A request failed by the engine's fault; too many in a row take it out."""
         log.warning("Engine %s: %s.", self.name, reason)
-        self._faults += 1
-        if self._faults >= limits.FAULTS_IN_A_ROW:
-            self.fail("faulty", f"{self._faults} requests in a row failed; the last one: {reason}")
+        self.faults += 1
+        if self.faults >= limits.FAULTS_IN_A_ROW:
+            self.fail("faulty", f"{self.faults} requests in a row failed; the last one: {reason}")
 
     async def within(self, seconds: float, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work` on this engine, which is cancelled when it is not there in time.
@@ -86,59 +90,55 @@ class Engine:
             return task.result()
         if not self.healthy:
             raise TakenOut(self.down.result())
-        raise TimeoutError("no answer in time")
+        raise TimeoutError(f"no answer within {seconds:g} s")
 
-    async def probe(self) -> str | None:
-        """Whether it answers and serves everything that was published: None, or what is wrong, and it is taken out."""
-        wrong = await self._wrong()
-        if wrong is not None:
-            self.fail("unhealthy", wrong)
-        return wrong
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the sampler other than `sample`. Raises as `within`."""
+        return await self.within(limits.CONTROL_SECONDS, getattr(self.sampler, method)(*arguments))
 
-    async def publish(self, version: Version) -> str:
-        """Serve a version; returns the fingerprint that arrived. Raises as `within`."""
-        work = self.sampler.publish(version.policy, version.target.weights, version.target.lora)
-        return await self.within(limits.CONTROL_SECONDS, work)
-
-    async def retire(self, version: Version) -> None:
-        """Stop serving a version. An engine that does not is taken out."""
-        await self._do(f"retire {version.policy}", self.sampler.retire(version.policy))
-
-    async def sleep(self) -> None:
-        """An engine that does not sleep is taken out."""
-        await self._do("sleep", self.sampler.sleep())  # type: ignore[attr-defined]
-
-    async def wake(self) -> None:
-        """An engine that does not wake is taken out."""
-        await self._do("wake", self.sampler.wake())  # type: ignore[attr-defined]
-
-    async def begin_trace(self) -> None:
-        await self.within(limits.CONTROL_SECONDS, self.sampler.begin_trace())  # type: ignore[attr-defined]
-
-    async def end_trace(self) -> list[Trace]:
-        return await self.within(limits.CONTROL_SECONDS, self.sampler.end_trace())  # type: ignore[attr-defined]
-
-    async def _do(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+    async def order(self, method: str, *arguments: Any) -> None:
+        """`ask`, where an engine that does not do it is taken out."""
         try:
-            await self.within(limits.CONTROL_SECONDS, work)
+            await self.ask(method, *arguments)
         except TakenOut:
             return
         except Exception as error:  # noqa: BLE001
+            what = " ".join([method, *map(str, arguments)])
             self.fail("unhealthy", f"it did not {what}: {error_line(error)}")
 
-    async def _wrong(self) -> str | None:
-        before = expected(self._versions)
+    async def publish(self, version: Version) -> None:
+        """Serve a version. Raises SyncError where it arrives altered, and as `within`."""
+        weights, lora = version.target
+        await self.within(
+            limits.CONTROL_SECONDS, publish_verified(self.sampler, version.policy, weights, lora, version.fingerprint)
+        )
+
+    async def info(self) -> SamplerInfo:
+        """Raises as `within`."""
+        return await self.within(self._health_timeout, self.sampler.info())
+
+    async def probe(self) -> str | None:
+        """Whether it answers and serves everything that was published: None, or what is wrong, and it is taken out."""
+        before = _expected(self._versions)
+        wrong = []
         try:
-            info = await self.within(self._health_timeout, self.sampler.info())
+            served = (await self.info()).served
+            for key, digest in sorted(_expected(self._versions).items()):
+                if before.get(key) == digest != served.get(key):  # and it was not published just now
+                    has = f"has the fingerprint {served[key]} instead of {digest}" if key in served else "is missing"
+                    wrong.append(f"{key} {has}")
         except TakenOut as gone:
             return str(gone)
         except TimeoutError:
-            return f"it did not answer a health check within {self._health_timeout} s"
+            fault = f"it did not answer a health check within {self._health_timeout} s"
         except Exception as error:  # noqa: BLE001
-            return error_line(error)
-        now = expected(self._versions)
-        missing = differences({k: v for k, v in before.items() if now.get(k) == v}, info.served)
-        return f"it has lost what was published: {'; '.join(missing)}" if missing else None
+            fault = error_line(error)
+        else:
+            if not wrong:
+                return None
+            fault = f"it has lost what was published: {'; '.join(wrong)}"
+        self.fail("unhealthy", fault)
+        return fault
 
 
 class Replica:
@@ -167,7 +167,7 @@ class Replica:
         self.fault = ""
         """Why its engine was taken out, or did not start, the last time."""
         self.info: SamplerInfo | None = None
-        """What its engine said when it started."""
+        """Of its engine when it started."""
         self._restarts = 0
         self._make = make
         self._versions = versions
@@ -181,26 +181,29 @@ class Replica:
         while True:
             try:
                 await self._start()
-            except ConfigError as error:
-                if self.state == "starting":
-                    self.refused = error
-                    self._lose(error_line(error))
-                    return
-                self._not_started(error_line(error))
-            except TimeoutError:
-                self._not_started(f"it did not start within {limits.START_SECONDS:g} s")
             except Exception as error:  # noqa: BLE001
-                self._not_started(error_line(error))
+                if isinstance(error, ConfigError) and self.state == "starting":
+                    self.refused = error
+                    self._becomes("lost", error_line(error), "lost", "is given up")
+                    return
+                late = isinstance(error, TimeoutError) and self.engine is None
+                reason = f"it did not start within {limits.START_SECONDS:g} s" if late else error_line(error)
+                self._becomes("failed", f"it did not start: {reason}", "failed_starts", "is not there")
             else:
                 await self._watch()
             await self.end()
             if self._restarts >= self._max_restarts:
-                self._lose(f"{self.fault} (after {self._restarts} restarts)")
+                self._becomes("lost", f"{self.fault} (after {self._restarts} restarts)", "lost", "is given up")
                 return
-            await self._pause()
+            pause = min(limits.BACKOFF * 2**self._restarts, limits.MAX_BACKOFF)
+            self._restarts += 1
+            self._counters["restarts"] += 1
+            of = f"{self._restarts} of {self._max_restarts}"
+            log.warning("Engine %s is restarted in %.3g s (%s).", self.name, pause, of)
+            await asyncio.sleep(pause)
 
     async def end(self) -> None:
-        """End the engine, if there is one; what it says about that is logged only."""
+        """End the engine, if there is one; an error in that is logged only."""
         engine, self.engine = self.engine, None
         if engine is not None:
             try:
@@ -210,7 +213,7 @@ class Replica:
                 log.warning("Engine %s failed while it ended: %s.", self.name, error_line(error))
 
     def close(self) -> None:
-        """No request goes to it any more, and what it works on is given up."""
+        """No request goes to it any more, and those that it works on are given up."""
         engine, self.state = self.engine, "closed"
         if engine is not None:
             engine.fail("", "the sampler was closed")
@@ -222,13 +225,8 @@ class Replica:
         async with self._versions.lock:
             versions = self._versions.all()
             for version in versions:
-                arrived = await engine.publish(version)
-                if arrived != version.fingerprint:
-                    raise SyncError(
-                        f"{version.policy} arrived at {self.name} with fingerprint {arrived}; "
-                        f"{version.fingerprint} was sent."
-                    )
-            self.info = await engine.within(self._health_timeout, engine.sampler.info())
+                await engine.publish(version)
+            self.info = await engine.info()
             if self.state == "failed":
                 log.warning("Engine %s is back, with %d published versions.", self.name, len(versions))
             self.state = "healthy"
@@ -244,37 +242,19 @@ class Replica:
             if well and asyncio.get_running_loop().time() - since >= limits.FORGIVE_AFTER:
                 self._restarts = 0
 
-    async def _pause(self) -> None:
-        pause = min(limits.BACKOFF * 2**self._restarts, limits.MAX_BACKOFF)
-        self._restarts += 1
-        self._counters["restarts"] += 1
-        log.warning(
-            "Engine %s is restarted in %.3g s (%d of %d).", self.name, pause, self._restarts, self._max_restarts
-        )
-        await asyncio.sleep(pause)
-
     def _taken_out(self, kind: str) -> None:
         """Called by its engine, once."""
         if self.state == "healthy" and self.engine is not None:
-            self._counters[kind] += 1
-            self.state, self.fault = "failed", self.engine.down.result()
-            log.warning("Engine %s is taken out: %s.", self.name, self.fault)
-            self._changed()
+            self._becomes("failed", self.engine.down.result(), kind, "is taken out")
 
-    def _not_started(self, reason: str) -> None:
-        self._counters["failed_starts"] += 1
-        self.state, self.fault = "failed", f"it did not start: {reason}"
-        log.warning("Engine %s did not start: %s.", self.name, reason)
-        self._changed()
-
-    def _lose(self, reason: str) -> None:
-        self._counters["lost"] += 1
-        self.state, self.fault = "lost", reason
-        log.warning("Engine %s is given up: %s.", self.name, reason)
+    def _becomes(self, state: Literal["failed", "lost"], reason: str, counter: str, event: str) -> None:
+        self._counters[counter] += 1
+        self.state, self.fault = state, reason
+        log.warning("Engine %s %s: %s.", self.name, event, reason)
         self._changed()
 
 
-def expected(versions: Versions) -> dict[str, str]:
+def _expected(versions: Versions) -> dict[str, str]:
     """Fingerprints of what every healthy engine serves at this moment; nothing while versions come or go.
 
     An engine may hold the full weights of one version only: of those the last one counts.
@@ -284,14 +264,3 @@ def expected(versions: Versions) -> dict[str, str]:
     last = {version.policy.name: version for version in versions.all() if version.target.lora is None}
     kept = [v for v in versions.all() if not v.retired and (v.target.lora is not None or v in last.values())]
     return {str(version.policy): version.fingerprint for version in kept}
-
-
-def differences(wanted: Mapping[str, str], served: Mapping[str, str]) -> list[str]:
-    """What an engine does not serve as it should, in words."""
-    wrong = []
-    for key, fingerprint in sorted(wanted.items()):
-        if key not in served:
-            wrong.append(f"{key} is missing")
-        elif served[key] != fingerprint:
-            wrong.append(f"{key} has the fingerprint {served[key]} instead of {fingerprint}")
-    return wrong

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from cotune.errors import CotuneError, RequestRefused, SamplerError, SampleTimeout, SyncError, error_line
 from cotune.integrations.cluster.router import limits
 from cotune.integrations.cluster.router.queue import Queue, Request
-from cotune.integrations.cluster.router.replica import Engine, Make, Replica, TakenOut
+from cotune.integrations.cluster.router.replica import Artifact, Engine, Make, Replica, TakenOut
 from cotune.integrations.cluster.router.validate import validate_completions
 from cotune.integrations.models.engine_sampler import LoopSampler
 from cotune.integrations.models.served_versions import Version
@@ -26,14 +26,6 @@ from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, We
 
 _ENDS = {SampleTimeout: "late", RequestRefused: "refused", asyncio.CancelledError: "cancelled"}
 """Counters of requests that were not answered, by what was raised; all else is "failed"."""
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """What a version is made of."""
-
-    weights: Weights
-    lora: LoraSpec | None
 
 
 class NoEngine(Exception):
@@ -123,11 +115,11 @@ class RoutedSampler(LoopSampler):
 
     async def sleep(self) -> None:
         """Let all engines sleep; one that fails to is taken out and started anew."""
-        await self._run(self._on_all(Engine.sleep), to_its_end=True)
+        await self._run(self._locked_order("sleep"), to_its_end=True)
 
     async def wake(self) -> None:
         """Wake all engines; one whose weights are not what they were is taken out and started anew."""
-        await self._run(self._on_all(Engine.wake), to_its_end=True)
+        await self._run(self._locked_order("wake"), to_its_end=True)
 
     async def _info(self) -> SamplerInfo:
         """What every engine serves once it is healthy; the shortest of their context lengths."""
@@ -142,15 +134,15 @@ class RoutedSampler(LoopSampler):
 
     async def _begin_trace(self) -> None:
         engines = self._queue.healthy()
-        answers = await asyncio.gather(*(traced(engine.name, engine, "begin_trace") for engine in engines))
+        answers = await asyncio.gather(*(traced(e.name, partial(e.ask, "begin_trace")) for e in engines))
         self._traced = dict(zip(engines, answers, strict=True))
 
     async def _end_trace(self) -> list[Trace]:
         engines, failed = self._queue.healthy(), self._traced
-        ended = await asyncio.gather(*(traced(e.name, e, "end_trace") for e in engines if failed.get(e) == []))
-        lost = [
-            untraced(e.name, "it was taken out meanwhile") for e, why in failed.items() if e not in engines and not why
-        ]
+        tracing = [engine for engine in engines if failed.get(engine) == []]
+        ended = await asyncio.gather(*(traced(e.name, partial(e.ask, "end_trace")) for e in tracing))
+        gone = [engine for engine, why in failed.items() if not why and engine not in engines]
+        lost = [untraced(engine.name, "it was taken out meanwhile") for engine in gone]
         return [*(trace for traces in (*ended, *failed.values()) for trace in traces), *lost]
 
     async def _close(self) -> None:
@@ -179,7 +171,7 @@ class RoutedSampler(LoopSampler):
                 request.tried.add(engine)
                 _refuse_if_two_agree(request, failures)
             else:
-                engine.answered()
+                engine.faults = 0
                 _count_faults(failures)
                 return answer
             finally:
@@ -230,16 +222,25 @@ class RoutedSampler(LoopSampler):
         version = Version(policy, await asyncio.to_thread(fingerprint, weights), Artifact(weights, lora))
         engines = self._queue.healthy()
         outcomes = await asyncio.gather(*(self._publish_to(engine, version) for engine in engines))
-        found = [(e, error) for e, error in zip(engines, outcomes, strict=True) if e.healthy]
-        errors = {e.name: error for e, error in found if error is not None}
-        if found and not errors:
+        known = [(e, error) for e, error in zip(engines, outcomes, strict=True) if e.healthy]
+        errors = {e.name: error for e, error in known if error is not None}
+        if known and not errors:
             return version
-        has_it = [e for e, error in found if error is None or isinstance(error, SyncError)]
-        await asyncio.gather(*(engine.retire(version) for engine in has_it))
-        raise _unpublished(version, errors, everywhere=not has_it) if errors else NoEngine
+        # Served by all engines or by none.
+        has_it = [e for e, error in known if error is None or isinstance(error, SyncError)]
+        await asyncio.gather(*(engine.order("retire", policy) for engine in has_it))
+        if not errors:
+            raise NoEngine
+        if not has_it:
+            raise next(iter(errors.values()))
+        reasons = "; ".join(f"{name}: {error.cause}" for name, error in errors.items())
+        raise SyncError(
+            f"{policy} with fingerprint {version.fingerprint} is not served by all engines, so by none: {reasons}",
+            "Read the logs of the engines named.",
+        )
 
     async def _unload(self, version: Version) -> None:
-        await asyncio.gather(*(engine.retire(version) for engine in self._queue.healthy()))
+        await self._order("retire", version.policy)
 
     async def _drop(self, version: Version) -> None:
         async with self._versions.lock:
@@ -248,7 +249,7 @@ class RoutedSampler(LoopSampler):
     async def _publish_to(self, engine: Engine, version: Version) -> CotuneError | None:
         """Why a healthy engine does not serve the version; None when it does, or was taken out meanwhile."""
         try:
-            arrived = await engine.publish(version)
+            await engine.publish(version)
         except TakenOut:
             return None
         except TimeoutError as error:
@@ -257,11 +258,14 @@ class RoutedSampler(LoopSampler):
         except Exception as error:  # noqa: BLE001
             await engine.probe()
             return error if isinstance(error, CotuneError) else SamplerError(error_line(error))
-        return None if arrived == version.fingerprint else SyncError(f"it arrived with fingerprint {arrived}")
+        return None
 
-    async def _on_all(self, deed: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+    async def _order(self, method: str, *arguments: Any) -> None:
+        await asyncio.gather(*(engine.order(method, *arguments) for engine in self._queue.healthy()))
+
+    async def _locked_order(self, method: str) -> None:
         async with self._versions.lock:
-            await asyncio.gather(*map(deed, self._queue.healthy()))
+            await self._order(method)
 
     def _begun(self) -> bool:
         """Every engine's first start is over."""
@@ -295,17 +299,6 @@ def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, Fail
         f"{request.policy} cannot be asked for this: {error_line(error)}.",
         "Every engine that was asked raises it, and is healthy otherwise.",
     ) from error
-
-
-def _unpublished(version: Version, errors: Mapping[str, CotuneError], everywhere: bool) -> CotuneError:
-    """What stands against serving a version, by engine; `everywhere`: no engine has taken it."""
-    if everywhere:
-        return next(iter(errors.values()))
-    reasons = "; ".join(f"{name}: {error.cause}" for name, error in errors.items())
-    return SyncError(
-        f"{version.policy} with fingerprint {version.fingerprint} is not served by all engines, so by none: {reasons}.",
-        "Read the logs of the engines named.",
-    )
 
 
 def keep(weights: Weights) -> dict[str, npt.NDArray[Any]]:

@@ -57,7 +57,7 @@ def test_an_engine_where_something_else_arrives_is_named_and_the_version_is_serv
 
     async def scenario(router: RoutedSampler) -> None:
         site.now(1).break_down("alters")
-        with pytest.raises(SyncError, match=r"planner@1 .* engine-1: it arrived with fingerprint ffff"):
+        with pytest.raises(SyncError, match=r"planner@1 .* engine-1: Policy planner@1 arrived with fingerprint ffff"):
             await router.publish(ROLE, weights_of(11))
         assert [engine.has for engine in site.all()] == [{}, {}, {}]
         with pytest.raises(RequestRefused, match="planner@1 is not served"):
