@@ -18,6 +18,8 @@ from cotune.trainer.run.run import Run
 Line = Mapping[str, Any]
 Watched = Literal["each", "together", "none"]
 
+REWARD_DROP = 0.5
+"""Share of its gain, or of half its best, that a collapsed reward has lost."""
 NOISE = 4.0
 """Standard errors that a fall must exceed."""
 
@@ -25,7 +27,7 @@ NOISE = 4.0
 def collapse(lines: Sequence[Line], config: GuardConfig, rewards: Watched = "each") -> str | None:
     """What has collapsed in the last `window` steps of these metrics, in one sentence; None where nothing has.
 
-    A reward has where its mean over the window is below that of the best window by more than `reward_drop` of what the
+    A reward has where its mean over the window is below that of the best window by more than `REWARD_DROP` of what the
     run had gained since its first window (or of half the best, if that is more), and by more than four standard errors
     of both. Watched is what each role is trained on, or its mean over the roles where they are taken `together`, as one
     may gain what another loses.
@@ -35,7 +37,7 @@ def collapse(lines: Sequence[Line], config: GuardConfig, rewards: Watched = "eac
     watched = [_watched(line, rewards) for line in lines]
     for name in sorted({name for own in watched for name in own}):
         series = [own[name] for own in watched if name in own]
-        if said := _fallen(name, series, config):
+        if said := _fallen(name, series, config.window):
             return said
     for role in sorted({role for line in lines for role in line["roles"]}):
         recent = [line["roles"].get(role, {}) for line in lines[-config.window :]]
@@ -103,8 +105,7 @@ def roll_back(run: Run) -> None:
         run.ended = f"{run.ended}; rolled back to {safe}"
 
 
-def _fallen(name: str, series: Sequence[float], config: GuardConfig) -> str | None:
-    window = config.window
+def _fallen(name: str, series: Sequence[float], window: int) -> str | None:
     if len(series) < 2 * window:
         return None
     values = np.asarray(series, np.float64)
@@ -112,7 +113,7 @@ def _fallen(name: str, series: Sequence[float], config: GuardConfig) -> str | No
     best = int(np.argmax(means))
     drop, had = means[best] - means[-1], max(means[best] - means[0], abs(means[best]) / 2)
     spread = values[best : best + window].var(ddof=1) + values[-window:].var(ddof=1)
-    if drop <= config.reward_drop * had or drop <= NOISE * math.sqrt(spread / window):
+    if drop <= REWARD_DROP * had or drop <= NOISE * math.sqrt(spread / window):
         return None
     return f"{name} fell from {means[best]:.3f} to {means[-1]:.3f} (means over {window} steps)"
 

@@ -11,14 +11,16 @@ from cotune.errors import ConfigError, check_bounds
 Pools = Literal["shared", "per_policy"]
 Placement = Literal["pack", "spread"]
 
+CPUS = 1.0
+"""CPUs that Ray counts for an engine, an FSDP worker or a rollout worker."""
+
 
 class Demand(msgspec.Struct, frozen=True):
-    """Processes of one kind that a run starts, and what each of them takes."""
+    """Processes of one kind that a run starts, and the GPUs of each; each also takes `CPUS`."""
 
     part: str
     count: int
-    cpus: float
-    gpus: float
+    gpus: float = 0.0
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,12 +40,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Engines that sample, in all or of each policy that trains all weights."""
     gpus_per_engine: int = 0
     """GPUs of one engine; above 1 it is tensor parallel. 0: the CPU build of vLLM."""
-    cpus_per_engine: float = 1.0
-    """CPUs that Ray counts for an engine."""
-    min_engines: int = 1
-    """Below this many healthy engines the run pauses until restarts bring them back."""
-    engine_restarts: int = 3
-    """How often one engine is started again; then it stays away."""
     engine_timeout: float = 60.0
     """Seconds that an engine may take to answer a health check; then it is restarted, and others do its work."""
     engine_args: dict[str, Any] = {}
@@ -55,18 +51,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """shared: one pool trains all policies, in turn | per_policy: a pool for each, in parallel."""
     gpus_per_learner: int = 0
     """GPUs of each FSDP worker; 0: it trains on the CPU."""
-    cpus_per_learner: float = 1.0
-    """CPUs that Ray counts for an FSDP worker."""
     learner_timeout: float = 1800.0
     """Seconds that one update, checkpoint or start of a learner may take; then it counts as lost."""
-    learner_restarts: int = 3
-    """How often lost learners go on from the last checkpoint; then the run stops, and can be resumed."""
     rollout_workers: int = 1
     """Processes that run the application; one that crashes costs its episodes only."""
-    cpus_per_rollout_worker: float = 1.0
-    """CPUs that Ray counts for a rollout worker."""
-    episode_retries: int = 1
-    """How often an episode whose worker died is run again; then it counts as failed, if it ran alone the last time."""
     colocate: bool = False
     """One engine and one learner share a GPU: vLLM sleeps while the learner updates, and is checked as it wakes. It
     takes engine_args.gpu_memory_utilization of the GPU (0.5 where that is not set), the learner keeps the rest."""
@@ -78,18 +66,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """[cluster.runtime_env] Ray's runtime environment of the rollout workers, such as working_dir or pip."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "engines", "learners", "rollout_workers", "min_engines", least=1, table="cluster.")
-        shares = [f"{unit}_per_{part}" for unit in ("cpus", "gpus") for part in ("engine", "learner")]
-        retries = ("engine_restarts", "learner_restarts", "episode_retries")
-        check_bounds(self, *shares, "cpus_per_rollout_worker", *retries, least=0, table="cluster.")
+        check_bounds(self, "engines", "learners", "rollout_workers", least=1, table="cluster.")
+        check_bounds(self, "gpus_per_engine", "gpus_per_learner", least=0, table="cluster.")
         check_bounds(self, "engine_timeout", "learner_timeout", table="cluster.")
         if self.engine not in ("vllm", "vllm-url", "transformers") and ":" not in self.engine:
             raise ConfigError("cluster.engine", self.engine, "must be vllm, vllm-url, transformers or module:function")
         self._check_url()
-        if self.min_engines > self.engines:
-            raise ConfigError(
-                "cluster.min_engines", self.min_engines, f"must be at most cluster.engines ({self.engines})"
-            )
         if self.gpus_per_learner > 1:
             fault = "must be 0 or 1: a worker is one process on one GPU"
             raise ConfigError("cluster.gpus_per_learner", self.gpus_per_learner, fault, "Set cluster.learners higher.")
@@ -136,7 +118,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         pools = policies if self.pools == "per_policy" else 1
         engine, learner = self.gpu_shares
         return (
-            Demand("engine", self.engines * samplers, self.cpus_per_engine, engine),
-            Demand("learner", self.learners * pools, self.cpus_per_learner, learner),
-            Demand("rollout worker", self.rollout_workers, self.cpus_per_rollout_worker, 0),
+            Demand("engine", self.engines * samplers, engine),
+            Demand("learner", self.learners * pools, learner),
+            Demand("rollout worker", self.rollout_workers),
         )

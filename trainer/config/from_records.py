@@ -23,14 +23,9 @@ class RecordsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Recipe sft: of each task take only so many episodes, those with the highest outcome."""
     held_out: float = 0.1
     """Share of the tasks that are held out, to measure the loss on; 0 for none."""
-    patience: int = 3
-    """A policy stops learning when so many held-out losses in a row were not its lowest; 0: never."""
-    join_turns: bool = True
-    """Recipe sft: compute the turns of a conversation as one row where each goes on from the one before."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "best_of", least=1, table="records.")
-        check_bounds(self, "patience", least=0, table="records.")
         if not 0.0 <= self.held_out < 1.0:
             raise ConfigError("records.held_out", self.held_out, "must be 0 or more, and below 1")
         if self.min_reward is not None and not math.isfinite(self.min_reward):
@@ -56,17 +51,8 @@ class DistillConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     teacher: str = ""
     """A model with the tokenizer of the run's own: folder or Hugging Face id, which is loaded beside the learner, or
     the address of a vLLM server, such as http://10.0.0.5:8000. The server's key is read from VLLM_API_KEY."""
-    timeout: float = 120.0
-    """Seconds that a server may take to score one answer."""
-    retries: int = 2
-    """How often a request that failed is made again; then its answer is left out."""
-    concurrency: int = 16
-    """Most requests to a server at once."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "timeout", table="distill.")
-        check_bounds(self, "retries", least=0, table="distill.")
-        check_bounds(self, "concurrency", least=1, table="distill.")
         if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", self.teacher):
             raise ConfigError("distill.teacher", self.teacher, "must be an address with http:// or https:// before it")
 

@@ -16,9 +16,6 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """stop: end the run | roll_back: end it, and let its newest checkpoint be that of its best time."""
     window: int = 5
     """Steps whose mean is looked at."""
-    reward_drop: float = 0.5
-    """Collapsed is a reward that has lost more than this share of what the run had gained, or of half its best, beyond
-    noise."""
     min_entropy: float | None = None
     """Collapsed is a role whose entropy, in nats per token, is below."""
     max_gap: float | None = None
@@ -26,4 +23,3 @@ class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         check_bounds(self, "window", least=2, table="guard.")
-        check_bounds(self, "reward_drop", table="guard.")

@@ -81,12 +81,6 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """How rows with `shared_prompts` attend. blocks: a few calls of SDPA with masks. flex: FlexAttention, compiled on
     the first pass, on a GPU."""
 
-    anchor: Literal["trainer", "sampler"] = "trainer"
-    """What the policy ratio is taken against. trainer: the policy before the update, at the cost of one more forward
-    pass where an update has more than one optimizer step or the loss has a mask. sampler: the sampler's
-    log-probabilities, without that pass; the clip then also acts on what sampler and trainer disagree about. Only for
-    losses with a ratio per token, style ppo or none, no dual_clip and no mask."""
-
     threads: int | None = None
     """CPU threads of torch; None leaves torch's own setting."""
 
@@ -139,29 +133,7 @@ def check_flex(settings: LearnerSettings, gpus_per_learner: int) -> None:
         )
 
 
-def check_anchor(settings: LearnerSettings, loss: LossSpec) -> None:
-    """Raises ConfigError for `anchor = "sampler"` under a loss in which it would be another method."""
-    if settings.anchor == "trainer":
-        return
-    obstacles = {
-        "ratio": loss.ratio == "sequence" and "a ratio per response: its clip is tighter than the engines agree",
-        "style": loss.style == "cispo" and "a clipped weight: tis_cap would cut it first",
-        "dual_clip": loss.dual_clip is not None and "a dual clip: tis_cap would cut the ratio first",
-        "mask": loss.mask != "none" and "a mask: it needs the policy before the update",
-        "token_loss": loss.token_loss and "a function of your own: it is given the policy before the update",
-    }
-    for field, why in obstacles.items():
-        if why:
-            raise ConfigError(
-                "learner.anchor",
-                settings.anchor,
-                f"must be trainer, as the loss ({field} = {getattr(loss, field)!r}) has {why}",
-                "Leave learner.anchor out.",
-            )
-
-
-def check_loss(loss: LossSpec, settings: LearnerSettings) -> None:
-    """Raises ConfigError for a loss that lacks a number, or that the settings do not fit."""
-    check_anchor(settings, loss)
+def check_loss(loss: LossSpec) -> None:
+    """Raises ConfigError for a loss that lacks a number."""
     if loss.aggregation == "constant" and loss.constant_length is None:
         raise ConfigError("loss.constant_length", None, "must be the run's response limit, in tokens")

@@ -25,7 +25,7 @@ from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.config.faults import PAGE, fault
 from cotune.trainer.config.from_records import DistillConfig, DpoConfig, RecordsConfig, check_distill, check_records
 from cotune.trainer.config.guard import GuardConfig
-from cotune.trainer.config.learner import LearnerSettings, check_anchor, check_flex, check_one_process
+from cotune.trainer.config.learner import LearnerSettings, check_flex, check_one_process
 from cotune.trainer.config.replay import ReplayConfig
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.config.sampling import SamplingConfig
@@ -255,7 +255,6 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         name = self.recipe or USUAL[kind]
         chosen = self._recipe(name, kind)
-        check_anchor(self.learner, chosen.loss)
         if chosen.loss.token_loss and self.cluster.address:
             fault = "must be nothing on a cluster, whose learners do not have its module"
             raise ConfigError("overrides.token_loss", chosen.loss.token_loss, fault, "Train in one process.")

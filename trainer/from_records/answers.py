@@ -99,9 +99,8 @@ def read_answers(
             f"No recorded answer can be learned from ({counts(left_out) or 'there is none'}).", _remedy(left_out)
         )
     notes = (*unwritten.notes(rows), *(text.format(count=count) for text, count in noted.items() if count))
-    if settings.join_turns:
-        rows = {e: {role: join_turns(turns) for role, turns in roles.items()} for e, roles in rows.items()}
-    packed, images = pack(rows)
+    joined = {e: {role: join_turns(turns) for role, turns in roles.items()} for e, roles in rows.items()}
+    packed, images = pack(joined)
     return Recorded(rows=packed, images=images, tasks=tasks, left_out=dict(left_out), notes=notes)
 
 

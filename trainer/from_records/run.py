@@ -34,6 +34,8 @@ from cotune.trainer.run.run_folder import RunFolder
 from cotune.trainer.run.warm_start import warm_start
 from cotune.trainer.schedules.schedule import TaskSchedule
 
+PATIENCE = 3
+"""A policy stops learning when so many held-out losses in a row were not its lowest."""
 START = "start.json"
 """File of a run for what is compared with the weights that it starts from."""
 
@@ -71,10 +73,9 @@ class RecordsRun:
     @property
     def learning(self) -> list[str]:
         """The policies that go on learning: whose held-out loss has not ceased to fall."""
-        patience = self.config.records.patience
         best = self.state.best
         trained = [name for name, spec in self.state.policies.specs.items() if spec.trained]
-        return [name for name in trained if not (patience and name in best and best[name].since >= patience)]
+        return [name for name in trained if name not in best or best[name].since < PATIENCE]
 
     @property
     def finished(self) -> bool:

@@ -73,7 +73,7 @@ def tokens_for_loss(
     *,
     new: Tensor,
     entropy: Tensor,
-    old: Tensor | None,
+    old: Tensor,
     reference: Tensor | None,
 ) -> Tokens:
     """Those response tokens of a pass over `rows` that are `counted` (bool, [tokens], on the CPU), of which alone
@@ -88,7 +88,7 @@ def tokens_for_loss(
         exploration=exploration.to(device),
         weight=weight.to(device),
         row=row.to(device),
-        old=None if old is None else old[there],
+        old=old[there],
         entropy=entropy[there],
         reference=None if reference is None else reference[there],
     )

@@ -108,7 +108,7 @@ class LocalLearner:
     @classmethod
     def open(cls, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec) -> LocalLearner:
         """Load `model` for every trained policy. Raises ConfigError for a model or loss that cannot be trained."""
-        check_loss(loss, settings)
+        check_loss(loss)
         check_hardware(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -156,18 +156,17 @@ class LocalLearner:
                 return {**found, **dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)}
             sums = MetricSums([row.role for row in rows])
             update = _Update(model, rows, passed, old, counted, trajectory_tokens(rows, counted), sums)
-            norms, losses, checkpointed, first = [0.0] * len(batches), [0.0] * len(batches), 0, True
+            norms, losses, checkpointed = [0.0] * len(batches), [0.0] * len(batches), 0
             for step, batch in enumerate(batches):
                 self._skip(update, batch)
                 if not (any(passed[i] for i in batch) or self._settings.weight_decay):
                     continue  # idle
-                backward = partial(self._backward, update, batch, first=first)
+                backward = partial(self._backward, update, batch)
                 losses[step] = self._passes.fitting(backward, self._optimizers[policy].zero_grad)
                 checkpointed += self._passes.checkpointed
                 with self._tracer.span("optimizer"):
                     moves = any(rows[i].has_advantage for i in batch)
                     norms[step] = self._step(policy, lr_scale, moves=moves)
-                first = False
             losses = self._group.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
             finite = [norm for norm in norms if np.isfinite(norm)]
             if not finite:
@@ -293,7 +292,7 @@ class LocalLearner:
         Computed in the passes of the first epoch: in bfloat16 other passes round otherwise.
         """
         masks, several = self._loss.mask != "none", len(epochs) > 1 or len(epochs[0]) > 1
-        if self._settings.anchor != "trainer" or not (several or masks):
+        if not (several or masks):
             return None
         batches = [[i for i in batch if passed[i]] for batch in epochs[0]]
         batches.append([i for i in range(len(rows)) if masks and not passed[i]])
@@ -333,7 +332,7 @@ class LocalLearner:
             logprobs = sampler_logprobs(rows)[counted].to(update.model.device)
             update.sums.skip(skipped, row_of_token(rows)[counted], logprobs)
 
-    def _backward(self, update: _Update, batch: Sequence[int], *, first: bool) -> float:
+    def _backward(self, update: _Update, batch: Sequence[int]) -> float:
         """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss."""
         model, counted = update.model, update.counted
         lengths = torch.tensor([int(counted[i].sum()) for i in batch])
@@ -358,7 +357,7 @@ class LocalLearner:
             done.append((micro, tokens.detached(), parts._replace(loss=parts.loss.detach())))
         for micro, tokens, parts in done:
             computed = pass_tokens([update.rows[i] for i in micro], model.shares_prompts)
-            update.sums.add(micro, tokens, parts, computed=computed, first=first)
+            update.sums.add(micro, tokens, parts, computed=computed)
         return total
 
     def _tokens(self, update: _Update, micro: Sequence[int], weight: Tensor) -> Tokens:
@@ -366,9 +365,7 @@ class LocalLearner:
         rows = [update.rows[i] for i in micro]
         reference = update.model.reference_logprobs(rows) if self._loss.needs_untrained else None
         new, entropy = update.model.token_logprobs(rows)
-        old = None
-        if self._settings.anchor == "trainer":
-            old = new.detach() if update.old is None else torch.cat([update.old[i] for i in micro])
+        old = new.detach() if update.old is None else torch.cat([update.old[i] for i in micro])
         if self._loss.kl and self._loss.kl_to == "teacher":
             reference = teacher_logprobs(rows).to(new.device)
         counted = torch.cat([update.counted[i] for i in micro])

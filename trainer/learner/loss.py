@@ -20,17 +20,17 @@ class Tokens:
     """The response tokens of one pass that count, flattened over rows; every tensor has shape [N].
 
     `new`, `sampler`, `old` are log-probabilities in nats: of the weights being trained (with gradient), of the sampler,
-    and of the policy before the update; `old` None takes the ratio straight against the sampler. `row` numbers the
-    row of each token from 0. `weight` is the token's share of the loss (`token_weights`). `entropy` (with gradient)
-    and `reference` are needed by their loss terms only; `exploration` multiplies the weight of `entropy`, where given.
+    and of the policy before the update. `row` numbers the row of each token from 0. `weight` is the token's share of
+    the loss (`token_weights`). `entropy` (with gradient) and `reference` are needed by their loss terms only;
+    `exploration` multiplies the weight of `entropy`, where given.
     """
 
     new: Tensor
     sampler: Tensor
+    old: Tensor
     advantage: Tensor
     weight: Tensor
     row: Tensor
-    old: Tensor | None = None
     entropy: Tensor | None = None
     exploration: Tensor | None = None
     reference: Tensor | None = None
@@ -98,18 +98,15 @@ def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
 
     r = exp(new - old) per token, or its geometric mean over the row (ratio "sequence", GSPO), and
     w = min(exp(old - sampler), tis_cap), detached, corrects for a sampler that disagrees with the trainer.
-    Straight against the sampler (`old` None) r itself carries that correction, so w = 1 and r is truncated instead:
-    above the cap it counts as the cap, with gradient cap * d new.
 
     ppo: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). cispo: -stop_gradient(clip(r)) A new. none: -r A.
     ppo with dual_clip c: never above c |A| where A < 0. Without a ratio: -A new with w = min(exp(new - sampler),
     tis_cap). k3 = exp(q) - q - 1 with q = reference - new, continued along its tangent above exp(q) = KL_SLOPE.
-    With kl_in "reward" there is no k3; A is less by kl * (old - reference), the sampler standing for an `old` of None.
+    With kl_in "reward" there is no k3; A is less by kl * (old - reference).
     `token_loss` stands for the policy loss of the tokens. Raises LearnerError where it is none.
     """
     if tokens.reference is not None and spec.kl_in == "reward":
-        before = tokens.sampler if tokens.old is None else tokens.old
-        tokens = replace(tokens, advantage=tokens.advantage - spec.kl * (before - tokens.reference))
+        tokens = replace(tokens, advantage=tokens.advantage - spec.kl * (tokens.old - tokens.reference))
     ratio, correction, truncated = _ratio(spec, tokens)
     if spec.token_loss:
         gain, clipped = -_own_loss(spec.token_loss, tokens), torch.zeros_like(ratio, dtype=torch.bool)
@@ -120,7 +117,7 @@ def policy_loss(spec: LossSpec, tokens: Tokens) -> LossParts:
     if tokens.reference is not None:
         kl = _k3(tokens.reference - tokens.new)
         if spec.kl_in == "loss":
-            per_token = per_token + _importance(spec, tokens, ratio, correction) * spec.kl * kl
+            per_token = per_token + correction * spec.kl * kl
     if spec.entropy:
         assert tokens.entropy is not None
         bonus = tokens.entropy if tokens.exploration is None else tokens.exploration * tokens.entropy
@@ -136,12 +133,12 @@ def _ratio(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         ratio = (tokens.new.detach() - tokens.sampler).exp()
         correction = torch.ones_like(ratio) if spec.tis_cap is None else ratio.clamp(max=cap)
         return ratio, correction, ratio > cap
-    change = tokens.new - (tokens.sampler if tokens.old is None else tokens.old)
+    change = tokens.new - tokens.old
     if spec.ratio == "sequence":
         change = _row_mean(change, tokens.row)
     ratio = change.exp()
-    if tokens.old is None or spec.tis_cap is None:
-        return ratio, torch.ones_like(ratio), ratio.detach() > (cap if tokens.old is None else float("inf"))
+    if spec.tis_cap is None:
+        return ratio, torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     mismatch = tokens.old - tokens.sampler
     if spec.ratio == "sequence":
         mismatch = _row_mean(mismatch, tokens.row)
@@ -156,16 +153,13 @@ def _gain(spec: LossSpec, tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor
     if spec.ratio == "none":
         return advantage * tokens.new, none
     value = ratio.detach()
-    bounded = ratio
-    if tokens.old is None and spec.tis_cap is not None:
-        bounded = ratio * (spec.tis_cap / value).clamp(max=1.0)
     if spec.style == "none":
-        return bounded * advantage, none
+        return ratio * advantage, none
     low, high = 1.0 - spec.clip_low, 1.0 + spec.clip_high
     if spec.style == "cispo":
-        return bounded.detach().clamp(low, high) * advantage * tokens.new, (value < low) | (value > high)
+        return value.clamp(low, high) * advantage * tokens.new, (value < low) | (value > high)
     clipped = ((advantage > 0) & (value > high)) | ((advantage < 0) & (value < low))
-    gain = torch.minimum(bounded * advantage, ratio.clamp(low, high) * advantage)
+    gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     if spec.dual_clip is not None:
         floor = spec.dual_clip * advantage
         beyond = (advantage < 0) & (gain.detach() < floor)
@@ -183,13 +177,6 @@ def _own_loss(spec: str, tokens: Tokens) -> Tensor:
         said = f"{spec} returned no loss for each of {len(tokens.new)} tokens with a gradient to tokens.new."
         raise LearnerError(said, "Return a tensor of the shape of tokens.new that is computed from it.")
     return found
-
-
-def _importance(spec: LossSpec, tokens: Tokens, ratio: Tensor, correction: Tensor) -> Tensor:
-    """The truncated weight of a token that the sampler drew, without gradient."""
-    if tokens.old is None and spec.ratio != "none" and spec.tis_cap is not None:
-        return ratio.detach().clamp(max=spec.tis_cap)
-    return correction
 
 
 def _k3(gap: Tensor) -> Tensor:

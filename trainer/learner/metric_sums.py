@@ -11,13 +11,13 @@ from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.loss import LossParts, Tokens
 
 MAXIMA = ("ratio_max", "sampler_gap_max")
-TOKENS_OF = {
-    **dict.fromkeys(("clip_share", "tis_clipped_share", "ratio_mean", "ratio_max", "kl"), "tokens"),
-    **dict.fromkeys(("sampler_gap_mean", "sampler_gap_max", "sampler_kl"), "first_tokens"),
-    "entropy": "entropy_tokens",
-}
+_OF_ALL = (
+    "clip_share", "tis_clipped_share", "ratio_mean", "ratio_max", "kl", "sampler_gap_mean", "sampler_gap_max",
+    "sampler_kl",
+)  # fmt: skip
+TOKENS_OF = {**dict.fromkeys(_OF_ALL, "tokens"), "entropy": "entropy_tokens"}
 """The count of the tokens that each figure is a mean, or the largest, of."""
-SUMS = ("tokens", "first_tokens", "entropy_tokens", *(name for name in TOKENS_OF if name not in MAXIMA))
+SUMS = ("tokens", "entropy_tokens", *(name for name in TOKENS_OF if name not in MAXIMA))
 
 
 class MetricSums:
@@ -29,29 +29,24 @@ class MetricSums:
         self._sums: dict[str, Tensor] = {}
         self._computed = 0
 
-    def add(self, rows: Sequence[int], tokens: Tokens, parts: LossParts, *, computed: int, first: bool) -> None:
-        """Count a pass over `rows` (indices into the roles), which put so many tokens through the model. `first`: no
-        optimizer step has been taken yet."""
+    def add(self, rows: Sequence[int], tokens: Tokens, parts: LossParts, *, computed: int) -> None:
+        """Count a pass over `rows` (indices into the roles), which put `computed` tokens through the model."""
         self._computed += computed
-        new = tokens.new.detach()
-        one = torch.ones_like(new)
+        one, gap = torch.ones_like(tokens.old), tokens.old - tokens.sampler
         facts = {
             "tokens": one,
             "clip_share": parts.clipped.float(),
             "tis_clipped_share": parts.truncated.float(),
             "ratio_mean": parts.ratio,
             "ratio_max": parts.ratio,
+            "sampler_gap_mean": gap.abs(),
+            "sampler_gap_max": gap.abs(),
+            "sampler_kl": gap.exp() - gap - 1.0,
         }
         if tokens.entropy is not None:
             facts |= {"entropy": tokens.entropy.detach(), "entropy_tokens": one}
         if parts.kl is not None:
             facts["kl"] = parts.kl
-        trainer = tokens.old if tokens.old is not None else new if first else None
-        if trainer is not None:
-            gap = trainer - tokens.sampler
-            facts["first_tokens"] = one
-            facts["sampler_gap_mean"] = facts["sampler_gap_max"] = gap.abs()
-            facts["sampler_kl"] = gap.exp() - gap - 1.0
         self._add(self._role[torch.tensor(rows)].to(tokens.row.device)[tokens.row], facts)
 
     def skip(self, rows: Sequence[int], row: Tensor, logprobs: Tensor) -> None:

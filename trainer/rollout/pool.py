@@ -13,7 +13,7 @@ import msgspec
 
 from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.integrations.cluster.process import ProcessGone, RayProcess
-from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.cluster import CPUS, ClusterConfig
 from cotune.trainer.rollout.process_reaper import MARK
 from cotune.trainer.rollout.queue import EpisodeLost, Job, JobQueue, Loss
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started
@@ -90,7 +90,7 @@ class WorkerPool:
         self._check = check
         self._on_loss = on_loss
         self._workers: list[_Worker] = []
-        self._queue = JobQueue(config.episode_retries)
+        self._queue = JobQueue()
         self._deaths = 0
         self._failure: CotuneError | None = None
         self._open: set[Job] = set()
@@ -181,7 +181,7 @@ class WorkerPool:
         """A worker that is ready. Raises ProcessGone, TimeoutError, and what importing the application raises."""
         environment = self._config.runtime_env
         environment = {**environment, "env_vars": {**environment.get("env_vars", {}), MARK: uuid.uuid4().hex}}
-        process = RayProcess(_WORKER, cpus=self._config.cpus_per_rollout_worker, runtime_env=environment)
+        process = RayProcess(_WORKER, cpus=CPUS, runtime_env=environment)
         try:
             async with asyncio.timeout(self._limits.start):
                 await process.start()
@@ -204,8 +204,7 @@ class WorkerPool:
                 "cluster.rollout_workers",
                 self._config.rollout_workers,
                 f"must be as many as the cluster has room for: not all were up within {self._limits.start:g} s",
-                f"Each takes {self._config.cpus_per_rollout_worker:g} CPUs: ask for fewer workers or CPUs, or look at "
-                "`ray status`.",
+                f"Each takes {CPUS:g} CPUs: ask for fewer workers or CPUs, or look at `ray status`.",
             )
         if isinstance(error, ProcessGone):
             return WorkflowError(

@@ -12,6 +12,9 @@ from cotune.errors import CotuneError
 from cotune.records.blame import Blame
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult
 
+RETRIES = 1
+"""How often an episode that was alone in a lost worker is run again before it counts as failed."""
+
 
 class EpisodeLost(CotuneError):
     """An episode took its worker with it, more often than it may be run again, or could not be run at all."""
@@ -58,8 +61,7 @@ class JobQueue:
     alone can be told to be at fault, so one that crashes fails no other.
     """
 
-    def __init__(self, retries: int) -> None:
-        self._retries = retries
+    def __init__(self) -> None:
         self._jobs: deque[Job] = deque()
 
     def add(self, job: Job) -> None:
@@ -79,13 +81,13 @@ class JobQueue:
     def after_loss(self, jobs: Sequence[Job], culprit: str | None) -> tuple[list[Job], list[Job]]:
         """Queue the jobs of a lost worker again, before the others; return those, and those that have failed.
 
-        A known culprit fails at once. A job that was alone fails when it was lost more than `retries` times.
+        A known culprit fails at once. A job that was alone fails when it was lost more than `RETRIES` times.
         """
         failed = [job for job in jobs if job.request.id == culprit]
         rerun = [job for job in jobs if job not in failed]
         for job in rerun:
             job.losses += not failed
-        if len(jobs) == 1 and jobs[0].losses > self._retries:
+        if len(jobs) == 1 and jobs[0].losses > RETRIES:
             return [], list(jobs)
         self._jobs.extendleft(reversed(rerun))
         return rerun, failed

@@ -16,7 +16,7 @@ from cotune.integrations.models.folder.folder import locate_model
 from cotune.integrations.models.per_policy import PolicySampler
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Sampler
-from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.cluster import CPUS, ClusterConfig
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from cotune.trainer.rollout.workers import RolloutWorkers
@@ -53,7 +53,7 @@ class Cluster:
         if self._config.learner.device != "auto" and settings.gpus_per_learner:
             raise ConfigError("learner.device", self._config.learner.device, "must be auto, where learners have GPUs")
         local = settings.address == "local"
-        wanted = sum(demand.count * demand.cpus for demand in settings.demands()) + SPARE_CPUS
+        wanted = sum(demand.count * CPUS for demand in settings.demands()) + SPARE_CPUS
         cpus = max(float(os.cpu_count() or 1), wanted) if local else None
         self._stack.enter_context(open_ray(settings.address, num_cpus=cpus, env=settings.env))
 

@@ -15,7 +15,7 @@ from cotune.integrations.cluster.sampler import RaySampler, start_sampler
 from cotune.integrations.models.folder.folder import loading
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Sampler
-from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.cluster import CPUS, ClusterConfig
 from cotune.trainer.config.train import TrainConfig
 
 Kind = Literal["lora", "full"]
@@ -72,8 +72,6 @@ async def open_router(cluster: dict[str, Any], engine: dict[str, Any], vocabular
     make = functools.partial(_engine, config, engine)
     return await RoutedSampler.open(
         [make] * config.engines,
-        min_healthy=config.min_engines,
-        max_restarts=config.engine_restarts,
         health_timeout=config.engine_timeout,
         vocabulary=vocabulary,
     )
@@ -134,11 +132,10 @@ def _vocabulary(model: str) -> int:
 
 async def _engine(config: ClusterConfig, arguments: dict[str, Any]) -> Sampler:
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
-    threads = {"OMP_NUM_THREADS": str(max(1, int(config.cpus_per_engine)))}
     return await start_sampler(
         _FACTORIES.get(config.engine, config.engine),
         arguments,
-        num_cpus=config.cpus_per_engine,
+        num_cpus=CPUS,
         num_gpus=config.gpu_shares[0],
-        env={**quiet, **({} if config.gpus_per_engine else threads), **config.env},
+        env={**quiet, **({} if config.gpus_per_engine else {"OMP_NUM_THREADS": "1"}), **config.env},
     )

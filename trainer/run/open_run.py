@@ -163,12 +163,9 @@ async def _open_teacher(config: TrainConfig, stack: contextlib.AsyncExitStack, s
             asked.url,
             tokenizer,
             api_key=os.environ.get("VLLM_API_KEY"),
-            timeout=asked.timeout,
-            concurrency=asked.concurrency,
-            retries=asked.retries,
         )
         stack.callback(served.close)
-        if served.concurrency < asked.concurrency:
+        if served.concurrency == 1:
             say("its server takes adapters, so it scores one answer at a time: better start it without --enable-lora")
         return served
     say(f"loading the teacher {name} ...")

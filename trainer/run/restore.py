@@ -27,6 +27,9 @@ from cotune.trainer.run.warm_start import warm_start
 from cotune.trainer.schedules.opponents import drop_opponents
 from cotune.trainer.updates import OPPONENTS, publish_version
 
+LEARNER_RESTARTS = 3
+"""How often lost learners go on from the last checkpoint before the run stops."""
+
 
 async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> list[str]:
     """Go back to a checkpoint: weights and optimizers, versions at the sampler, and what counts as consumed. Policies
@@ -136,14 +139,13 @@ async def recovery(run: Run, rollouts: RolloutPipeline, report: StepReport) -> A
         await rollouts.cancel()
         report.restart()
         run.learner_restarts += 1
-        limit = run.config.cluster.learner_restarts
-        if run.learner_restarts > limit:
+        if run.learner_restarts > LEARNER_RESTARTS:
             raise LearnerLost(
-                f"{error.cause} It was the {run.learner_restarts}th time; cluster.learner_restarts is {limit}.",
+                f"{error.cause} It was restarted {LEARNER_RESTARTS} times before.",
                 f"See the cause, then go on with: cotune train --resume {run.folder.path}",
             ) from error
         report.progress.say(
-            f"{error.cause} Restarting it from the last checkpoint ({run.learner_restarts} of {limit})."
+            f"{error.cause} Restarting it from the last checkpoint ({run.learner_restarts} of {LEARNER_RESTARTS})."
         )
         saved = load_checkpoint(run.folder.checkpoints)
         if saved is None:

@@ -23,7 +23,7 @@ MAY_CHANGE = (
     "learner.micro_batch_tokens",
     "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "learner.tree_attention",
     "evaluation", "guard", "cluster",
-    "records.path", "records.patience", "distill.teacher", "distill.timeout", "distill.retries", "distill.concurrency",
+    "records.path", "distill.teacher",
     "prices", "profile", "loggers", "project",
 )  # fmt: skip
 """What a run may go on with otherwise: how long, how much at once, in which memory, on which machines. `model` is the

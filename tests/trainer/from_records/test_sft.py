@@ -193,9 +193,11 @@ def test_the_loss_is_that_of_a_plain_forward_pass(base: str) -> None:
 # Runs
 
 
-def test_a_run_teaches_each_role_and_is_exported(trainer: Trainer, records: Path, tmp_path: Path) -> None:
-    whole = {"path": str(records), "patience": 0}
-    summary = learn(trainer, records, steps=12, policies="full", records=whole)
+def test_a_run_teaches_each_role_and_is_exported(
+    trainer: Trainer, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotune.trainer.from_records.run.PATIENCE", 12)
+    summary = learn(trainer, records, steps=12, policies="full")
     lines = trainer.metrics()
     assert (summary.finished, summary.steps, summary.versions) == (True, 12, {"first": 12, "second": 12})
     assert [line["rows"] for line in lines[:3]] == [12, 12, 12]
@@ -242,8 +244,11 @@ def test_records_that_have_changed_are_another_run(trainer: Trainer, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_policy_whose_held_out_loss_rises_stops_and_keeps_its_best(trainer: Trainer, tmp_path: Path) -> None:
+def test_a_policy_whose_held_out_loss_rises_stops_and_keeps_its_best(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second role answers at random, so that what is learned of it says nothing of held-out tasks."""
+    monkeypatch.setattr("cotune.trainer.from_records.run.PATIENCE", 2)
     letters = "abcdefghijklmnopqrst"
     with SqliteStore.open(tmp_path / "t") as store:
         for n, letter in enumerate(letters):
@@ -251,7 +256,6 @@ def test_a_policy_whose_held_out_loss_rises_stops_and_keeps_its_best(trainer: Tr
             record(store, letter, [("first", asked("say"), said("aaaa")), ("second", asked(f"say {letter}"), noise)])
     summary = learn(
         trainer, tmp_path / "t", steps=40, tasks_per_step=18, policies="full", evaluation={"every": 2},
-        records={"path": str(tmp_path / "t"), "patience": 2},
     )  # fmt: skip
     lines = [line["policies"] for line in trainer.metrics()]
     assert summary.finished

@@ -12,11 +12,11 @@ from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
 
 
 def tokens(ratios, advantages, *, lengths=None, behind=None, spec=None, **more):
-    """Tokens whose pi_new / pi_sampler are `ratios`; `behind` gives pi_old / pi_sampler and makes `old` the anchor."""
+    """Tokens whose pi_new / pi_sampler are `ratios`; `behind` gives pi_old / pi_sampler, else both agree."""
     lengths = torch.tensor(lengths or [len(ratios)])
     sampler = torch.full((len(ratios),), math.log(0.25))
     new = (sampler + torch.tensor(ratios).log()).requires_grad_()
-    old = None if behind is None else sampler + torch.tensor(behind).log()
+    old = sampler if behind is None else sampler + torch.tensor(behind).log()
     return Tokens(
         new=new,
         sampler=sampler,
@@ -121,7 +121,7 @@ def test_gspo_spreads_the_gradient_evenly_over_the_sequence():
     assert slope == pytest.approx([-1.0, -1.0])  # s = 2, ds/d log pi_t = s / length
 
 
-def test_the_trainers_anchor_is_corrected_by_a_truncated_weight():
+def test_the_ratio_is_corrected_by_a_truncated_weight():
     # pi_old / pi_sampler = 0.5, 1.5, 4: weights 0.5, 1.5, 2. pi_new / pi_old = 1, 1, 1.5 (clipped at 1.2).
     batch = tokens([0.5, 1.5, 6.0], [1.0, -1.0, 1.0], behind=[0.5, 1.5, 4.0])
     parts, loss, slope = loss_and_slope(LossSpec(), batch)
@@ -135,21 +135,6 @@ def test_no_cap_means_no_correction():
     batch = tokens([4.0], [1.0], behind=[4.0])
     assert policy_loss(LossSpec(tis_cap=None), batch).loss.item() == pytest.approx(-1.0)
     assert policy_loss(LossSpec(tis_cap=None), batch).truncated.tolist() == [False]
-
-
-def test_straight_against_the_sampler_a_large_ratio_counts_as_the_cap():
-    parts, loss, slope = loss_and_slope(LossSpec(), tokens([3.0, 1.5], [-1.0, -1.0]))
-    assert loss == pytest.approx((2.0 + 1.5) / 2)
-    assert slope == pytest.approx([1.0, 0.75])  # the capped token keeps the gradient cap * d log pi
-    assert parts.truncated.tolist() == [True, False]
-
-
-def test_anchors_agree_where_sampler_and_trainer_agree():
-    ratios, advantages = [0.7, 1.1, 1.6], [1.0, -1.0, -2.0]
-    straight = loss_and_slope(LossSpec(), tokens(ratios, advantages))
-    anchored = loss_and_slope(LossSpec(), tokens(ratios, advantages, behind=[1.0, 1.0, 1.0]))
-    assert straight[1] == pytest.approx(anchored[1])
-    assert straight[2] == pytest.approx(anchored[2])
 
 
 def test_kl_is_k3_to_the_reference():
@@ -232,6 +217,7 @@ def test_a_step_raises_the_probability_of_the_better_answer():
     batch = Tokens(
         new=logp,
         sampler=logp.detach(),
+        old=logp.detach(),
         advantage=torch.tensor([1.0, -1.0]),
         weight=torch.tensor([0.5, 0.5]),
         row=torch.tensor([0, 1]),

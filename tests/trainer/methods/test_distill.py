@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ import torch
 
 from cotune.algorithms.catalogue import recipe
 from cotune.errors import ConfigError, GroupError, LearnerError
+from cotune.integrations.models.vllm.teacher import VllmTeacher
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.loss import KL_SLOPE
@@ -147,9 +149,13 @@ def servers(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[F
         server.http.server_close()
 
 
-def test_a_run_whose_teacher_dies_goes_on_with_another(trainer: Trainer, servers: list[FakeServer]) -> None:
+def test_a_run_whose_teacher_dies_goes_on_with_another(
+    trainer: Trainer, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step has six rows of each role, and the probe of the first opening is one request more."""
-    teacher = {"teacher": servers[0].url, "concurrency": 2, "retries": 1}
+    opened = functools.partialmethod(VllmTeacher.__init__, concurrency=2, retries=1)
+    monkeypatch.setattr(VllmTeacher, "__init__", opened)
+    teacher = {"teacher": servers[0].url}
     with pytest.raises(LearnerError, match=r"it answered 500: the engine is dead\. .*go on with --resume"):
         trainer(application(converse), recipe="distill", distill=teacher, plan={"k": 2}, steps=3)
     assert len(trainer.metrics()) == 1 and "failed in step 2. Go on with" in trainer.said

@@ -50,5 +50,3 @@ def test_a_loss_of_ones_own_is_refused_where_its_file_may_not_be(named: dict[str
     loss = {"token_loss": named["token_loss"]}
     with pytest.raises(ConfigError, match="nothing on a cluster"):
         convert({"model": "m", "cluster": {}, "overrides": loss}).resolve_plan(["first"])
-    with pytest.raises(ConfigError, match="a function of your own"):
-        convert({"model": "m", "learner": {"anchor": "sampler"}, "overrides": loss}).resolve_plan(["first"])

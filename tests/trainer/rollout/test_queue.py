@@ -10,6 +10,7 @@ import pytest
 
 from cotune.episodes.episode import EpisodeOptions
 from cotune.records.structs import Task
+from cotune.trainer.rollout import queue as queue_module
 from cotune.trainer.rollout.queue import Job, JobQueue
 from cotune.trainer.rollout.wire import EpisodeRequest
 
@@ -21,12 +22,14 @@ def job(name: str) -> Job:
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_only_those_that_crash_fail(retries: int, seed: int) -> None:
+def test_only_those_that_crash_fail(retries: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "RETRIES", retries)
+
     async def play() -> None:
         chance = random.Random(seed)
         jobs = [job(f"j{i}") for i in range(chance.randrange(1, 40))]
         bad = set(chance.sample(jobs, min(len(jobs), chance.randrange(4))))
-        queue, runs, failed, finished = JobQueue(retries), Counter(), [], []
+        queue, runs, failed, finished = JobQueue(), Counter(), [], []
         for one in jobs:
             queue.add(one)
         while running := list(iter(lambda: queue.next(idle=False), None)) or list(
@@ -50,7 +53,7 @@ def test_after_a_single_loss_episodes_run_beside_others() -> None:
     """As when a machine was lost: nothing waits for an idle worker."""
 
     async def play() -> None:
-        queue, jobs = JobQueue(1), [job(name) for name in "abc"]
+        queue, jobs = JobQueue(), [job(name) for name in "abc"]
         queue.add(job("later"))
         assert queue.after_loss(jobs, None) == (jobs, [])
         assert not any(one.alone for one in jobs)
@@ -62,7 +65,7 @@ def test_after_a_single_loss_episodes_run_beside_others() -> None:
 
 def test_a_known_culprit_fails_at_once_and_the_others_go_first() -> None:
     async def play() -> None:
-        queue, jobs = JobQueue(5), [job(name) for name in "abc"]
+        queue, jobs = JobQueue(), [job(name) for name in "abc"]
         queue.add(job("later"))
         for _ in range(3):
             assert queue.after_loss(jobs, "b") == ([jobs[0], jobs[2]], [jobs[1]])
@@ -76,7 +79,7 @@ def test_a_known_culprit_fails_at_once_and_the_others_go_first() -> None:
 
 def test_cancelled_jobs_are_passed_over() -> None:
     async def play() -> None:
-        queue, jobs = JobQueue(1), [job(name) for name in "abcd"]
+        queue, jobs = JobQueue(), [job(name) for name in "abcd"]
         for _ in range(2):
             queue.after_loss(jobs, None)
             jobs[1].ended.cancel()

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from cotune.errors import ConfigError
 from tests.trainer.tiny_app import application, ask, letters
 
 MIXED = {"policies": "shared", "plan": {"kind": "independent", "k": 4}, "tasks_per_step": 3, "steps": 1}
@@ -69,19 +68,3 @@ def test_the_penalty_for_leaving_the_untrained_policy_is_asked_for_by_name(train
     kl = [line["policies"]["shared"]["kl"] for line in trainer.metrics()]
     assert kl[0] == pytest.approx(0.0, abs=1e-6)
     assert kl[1] > 1e-6
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "words"),
-    [
-        ("gspo", {}, "ratio = 'sequence'"),
-        ("cispo", {}, "style = 'cispo'"),
-        ("grpo", {"dual_clip": 3.0}, "dual_clip = 3.0"),
-        ("grpo", {"mask": "token"}, "mask = 'token'"),
-    ],
-)
-def test_the_ratio_against_the_sampler_is_refused_where_it_is_another_method(trainer, recipe, overrides, words):
-    with pytest.raises(ConfigError, match=r"learner.anchor = 'sampler' must be trainer, as the loss") as refused:
-        trainer(application(), recipe=recipe, overrides=overrides, **MIXED, learner={"anchor": "sampler"})
-    assert words in str(refused.value)
-    assert "Leave learner.anchor out" in str(refused.value)

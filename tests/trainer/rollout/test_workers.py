@@ -66,7 +66,7 @@ class Driver:
         self.workers: RolloutWorkers
 
     def open(self, path: str, sampler: Any, base: Path, workers: int = 2, limits: WorkerLimits = QUICK) -> None:
-        config = configured(base, rollout_workers=workers, cpus_per_rollout_worker=0.5)
+        config = configured(base, rollout_workers=workers)
         how = {"limits": limits, "on_loss": self.lost.append}
         self.workers = self.run(RolloutWorkers.open(load_workflow(path), path, config, sampler, **how))
 
@@ -450,7 +450,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def failing(path: str, base: Path, flow: Workflow | None = None, sampler: Any = None, **cluster: Any) -> None:
     limits = cluster.pop("limits", QUICK)
-    config = configured(base, **{"cpus_per_rollout_worker": 0.1, **cluster})
+    config = configured(base, **cluster)
     asyncio.run(RolloutWorkers.open(flow or load_workflow(path), path, config, sampler, limits=limits))
 
 
@@ -496,9 +496,10 @@ def test_a_folder_that_ray_brings(
         failing("sent:solve", tiny_base, runtime_env={"working_dir": str(tmp_path)})
 
 
-def test_no_room_for_the_workers(ray_runtime: str, tiny_base: Path) -> None:
+def test_no_room_for_the_workers(ray_runtime: str, tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotune.trainer.rollout.pool.CPUS", 1e6)
     with pytest.raises(ConfigError, match="as many as the cluster has room for") as refused:
-        failing(APP, tiny_base, limits=WorkerLimits(start=2.0), cpus_per_rollout_worker=1e6)
+        failing(APP, tiny_base, limits=WorkerLimits(start=2.0))
     assert "fewer workers" in refused.value.remedy
 
 

@@ -220,7 +220,6 @@ def test_a_run_without_a_kept_checkpoint_has_no_best_one(trainer: Trainer) -> No
         ({"evaluation": {"patience": 3}}, "evaluation.patience"),
         ({"evaluation": {"patience": 0, "tasks": "x"}}, "evaluation.patience"),
         ({"guard": {"window": 1}}, "guard.window"),
-        ({"guard": {"reward_drop": 0.0}}, "guard.reward_drop"),
         ({"guard": {"action": "pray"}}, "guard.action"),
     ],
 )

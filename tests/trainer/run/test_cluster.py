@@ -92,8 +92,9 @@ def test_a_lost_learner_goes_on_from_the_last_checkpoint_and_one_lost_too_often_
         return original(learner, policy)
 
     monkeypatch.setattr(FsdpLearner, "weights", weights)
-    cluster = {**CLUSTER, "learner_restarts": 1, "rollout_workers": 1}
-    with pytest.raises(LearnerLost, match=r"cluster.learner_restarts is 1.*--resume"):
+    monkeypatch.setattr("cotune.trainer.run.restore.LEARNER_RESTARTS", 1)
+    cluster = {**CLUSTER, "rollout_workers": 1}
+    with pytest.raises(LearnerLost, match=r"restarted 1 times before.*--resume"):
         trainer(worker_app.solve, steps=5, cluster=cluster, **SETTINGS)
     assert trainer.said.count("Restarting it from the last checkpoint (1 of 1)") == 1
     assert trainer.resume(worker_app.solve).finished

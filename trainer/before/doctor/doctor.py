@@ -17,7 +17,7 @@ from cotune.tables import BAD, GOOD, grid, plural
 from cotune.trainer.before.doctor.forecast import ProcessMemory
 from cotune.trainer.before.doctor.machine import Machine, Node, look, nodes_of
 from cotune.trainer.before.doctor.memory import learns_on_gpu, plan_memory, remedies, shortages
-from cotune.trainer.config.cluster import ClusterConfig, Demand
+from cotune.trainer.config.cluster import CPUS, ClusterConfig, Demand
 from cotune.trainer.config.train import TrainConfig
 
 Level = Literal["ok", "warns", "blocks"]
@@ -156,13 +156,13 @@ def judge_placement(
     """Whether each process that the run starts finds a machine with what it takes; the largest are placed first."""
     demands = cluster.demands(policies, samplers)
     local = cluster.address == "local"
-    wanted = sum(demand.count * demand.cpus for demand in demands)
+    wanted = sum(demand.count * CPUS for demand in demands)
     have = sum(node.free_cpus for node in nodes)
     if local and wanted > have:
         text = f"{sum(d.count for d in demands)} processes ask for {wanted:g} cores and share {have:g}"
         yield Diagnosis("placement", "warns", text, "Slower, not wrong: ask for fewer processes where speed matters.")
     rooms = [[float("inf") if local else node.free_cpus, node.free_gpus] for node in nodes]
-    for demand in sorted(demands, key=lambda d: (-d.gpus, -d.cpus)):
+    for demand in sorted(demands, key=lambda d: -d.gpus):
         placed = sum(_place(demand, rooms) for _ in range(demand.count))
         text = f"{demand.count} x {_each(demand)}"
         if placed == demand.count:
@@ -225,8 +225,8 @@ def _room(subject: str, free: float, least: float, remedy: str) -> Diagnosis:
 
 def _place(demand: Demand, rooms: list[list[float]]) -> bool:
     for room in rooms:
-        if room[0] >= demand.cpus and room[1] >= demand.gpus:
-            room[0] -= demand.cpus
+        if room[0] >= CPUS and room[1] >= demand.gpus:
+            room[0] -= CPUS
             room[1] -= demand.gpus
             return True
     return False
@@ -234,4 +234,4 @@ def _place(demand: Demand, rooms: list[list[float]]) -> bool:
 
 def _each(demand: Demand) -> str:
     gpus = f" and {demand.gpus:g} GPU{'s' if demand.gpus > 1 else ''}" if demand.gpus else ""
-    return f"{demand.part} with {demand.cpus:g} core{'s' if demand.cpus != 1 else ''}{gpus}"
+    return f"{demand.part} with {CPUS:g} core{gpus}"

@@ -19,7 +19,7 @@ from cotune.integrations.cluster.worker_group import WorkerGroup, WorkersClosed,
 from cotune.integrations.profiling.spans import Trace
 from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
-from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.config.cluster import CPUS, ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings, check_loss
 from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import check_rows
@@ -47,7 +47,7 @@ class Pool:
                 cluster.learners,
                 name=f"the learners {', '.join(names)}",
                 setting="cluster.learners",
-                cpus=cluster.cpus_per_learner,
+                cpus=CPUS,
                 gpus=cluster.gpu_shares[1],
                 placement=cluster.placement.upper(),
                 timeout=cluster.learner_timeout,
@@ -99,7 +99,7 @@ class FsdpLearner:
         Raises ConfigError for what does not fit into the cluster or cannot be trained, LearnerError when a worker
         fails.
         """
-        check_loss(loss, settings)
+        check_loss(loss)
         specs = [spec for spec in policies.specs.values() if spec.trained]
         names = [spec.name for spec in specs]
         groups = [names] if cluster.pools == "shared" else [[name] for name in names]
