@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, cast
 
 from cotune.adapters.export import read_weights
 from cotune.adapters.fingerprint import base_fingerprint, changed
@@ -17,6 +17,7 @@ from cotune.adapters.manifest import MANIFEST, Base, ExportedPolicy, Manifest, i
 from cotune.errors import AdapterError, ConfigError, CotuneError, EngineLost, SamplerError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.chat.tool_formats import AUTO, check_tool_format
+from cotune.integrations.models.engines import EngineConfig, open_sampler
 from cotune.integrations.models.folder.folder import ADAPTER_FILE, locate_model, read_parameters
 from cotune.near_names import did_you_mean, near_names
 from cotune.records.policies import LoraSpec, stand_in
@@ -148,10 +149,8 @@ async def _open(
     tool_format: str,
     export: Export | None = None,
 ) -> LocalPolicies:
-    from cotune.integrations.models.transformers.sampler import TransformersSampler
-
-    async def opened() -> TransformersSampler:
-        sampler = await TransformersSampler.open(model)
+    async def opened() -> EngineThatEnds:
+        sampler = cast(EngineThatEnds, await open_sampler(EngineConfig(model=str(model))))
         try:
             if export is not None:
                 await export.publish(sampler)
@@ -288,8 +287,13 @@ def _checked_base(recorded: Base, model: str | Path) -> Path:
     return folder
 
 
-if TYPE_CHECKING:
-    from cotune.integrations.models.transformers.sampler import TransformersSampler
+class EngineThatEnds(Sampler, Protocol):
+    """A sampler that can say why its engine has ended."""
+
+    @property
+    def broken(self) -> SamplerError | None:
+        """Why it answers no more; None while it does."""
+
 
 RESTARTS, WITHIN = 3, 600.0
 """How often an engine is started again within so many seconds."""
@@ -303,8 +307,8 @@ class Restarting:
     `opened` opens an engine with all that it serves. May be used from any event loop.
     """
 
-    opened: Callable[[], Coroutine[Any, Any, TransformersSampler]]
-    _sampler: TransformersSampler
+    opened: Callable[[], Coroutine[Any, Any, EngineThatEnds]]
+    _sampler: EngineThatEnds
     restarts: int = 0
     _ends: list[float] = field(default_factory=list)
     _lost: EngineLost | None = None
@@ -337,7 +341,7 @@ class Restarting:
         self._closed = True
         await (await asyncio.to_thread(self.engine)).aclose()
 
-    def engine(self) -> TransformersSampler:
+    def engine(self) -> EngineThatEnds:
         """The engine that serves; where it has ended, the next one, once that has started. Blocks meanwhile.
 
         Raises EngineLost once the restarts are used up.
@@ -349,7 +353,7 @@ class Restarting:
                 self._restart(ended.cause)
             return self._sampler
 
-    async def _running(self) -> TransformersSampler:
+    async def _running(self) -> EngineThatEnds:
         return self._sampler if self._sampler.broken is None else await asyncio.to_thread(self.engine)
 
     def _restart(self, cause: str) -> None:

@@ -105,6 +105,12 @@ def test_only_storage_knows_which_store_it_is() -> None:
     assert [path for path in outside if "SqliteStore" in path.read_text()] == []
 
 
+def test_only_its_room_names_the_sampler_in_process() -> None:
+    rooms = [path for room in ("core", "integrations", "adapters", "trainer") for path in (ROOT / room).rglob("*.py")]
+    outside = [path for path in rooms if not path.is_relative_to(ROOT / "integrations/models/transformers")]
+    assert [path for path in outside if "TransformersSampler" in path.read_text()] == []
+
+
 def test_rooms_and_files_are_small() -> None:
     files = [path for room in ("core", "integrations", "adapters", "trainer") for path in (ROOT / room).rglob("*.py")]
     rooms = Counter(path.parent.relative_to(ROOT).as_posix() for path in files)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from cotune.errors import ConfigError, check_bounds
+from cotune.integrations.models.engines import ENGINES, Engine, engine_of
 
 Pools = Literal["shared", "per_policy"]
 Placement = Literal["pack", "spread"]
@@ -24,16 +25,16 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[cluster] Samplers, learners and rollout workers as Ray actors. Without this table a run stays on this machine:
-    the sampler in a process of its own, everything else in this one."""
+    """[cluster] What samples; and samplers, learners and rollout workers as Ray actors. Without this table a run stays
+    on this machine: the sampler in a process of its own, everything else in this one."""
 
     address: str = ""
     """local: a Ray of its own on this machine, gone after the run | auto or HOST:PORT: a Ray cluster that is up |
-    empty: no Ray; see docs/how-to/cluster.md. A table without an address means local."""
-    engine: str = "vllm"
-    """What samples: vllm | vllm-url (a vLLM server that runs already, at engine_url) | transformers (the in-process
-    sampler, in an actor) | module:function (an async function that opens a `Sampler` of your own, called with model and
-    engine_args)."""
+    none: no Ray, one engine on this machine; see docs/how-to/cluster.md. A table without an address means local."""
+    engine: str = ""
+    """What samples: vllm (the default on Ray) | vllm-url (a vLLM server that runs already, at engine_url) |
+    transformers (the default without Ray) | module:function (an async function that opens a `Sampler` of your own,
+    called with model and engine_args)."""
     engine_url: str = ""
     """Address of the server of engine = "vllm-url", such as http://10.0.0.5:8000. Its key is read from VLLM_API_KEY."""
     engines: int = 1
@@ -69,9 +70,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_bounds(self, "engines", "learners", "rollout_workers", least=1, table="cluster.")
         check_bounds(self, "gpus_per_engine", "gpus_per_learner", least=0, table="cluster.")
         check_bounds(self, "engine_timeout", "learner_timeout", table="cluster.")
-        if self.engine not in ("vllm", "vllm-url", "transformers") and ":" not in self.engine:
-            raise ConfigError("cluster.engine", self.engine, "must be vllm, vllm-url, transformers or module:function")
+        if self.engine and self.engine not in ENGINES and ":" not in self.engine:
+            known = ", ".join(sorted(ENGINES))
+            raise ConfigError("cluster.engine", self.engine, f"is not one of {known}, nor module:function")
         self._check_url()
+        if not self.address:
+            self._check_local()
         if self.gpus_per_learner > 1:
             fault = "must be 0 or 1: a worker is one process on one GPU"
             raise ConfigError("cluster.gpus_per_learner", self.gpus_per_learner, fault, "Set cluster.learners higher.")
@@ -79,11 +83,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             self._check_colocated()
 
     def _check_url(self) -> None:
-        if self.engine != "vllm-url":
+        if not self.kind.by_url:
             if self.engine_url:
-                raise ConfigError(
-                    "cluster.engine_url", self.engine_url, 'must be empty, unless cluster.engine is "vllm-url"'
-                )
+                raise ConfigError("cluster.engine_url", self.engine_url, 'needs cluster.engine = "vllm-url"')
             return
         if not self.engine_url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -95,17 +97,38 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def _check_colocated(self) -> None:
         for name, value, allowed in (
-            ("engine", self.engine, "vllm"),
             ("engines", self.engines, 1),
             ("learners", self.learners, 1),
             ("pools", self.pools, "shared"),
         ):
             if value != allowed:
                 raise ConfigError(f"cluster.{name}", value, f"must be {allowed}, where cluster.colocate is true")
+        if not self.kind.sleeps:
+            able = " or ".join(name for name, kind in ENGINES.items() if kind.sleeps)
+            raise ConfigError("cluster.engine", self.sampled_by, f"must be {able}, where cluster.colocate is true")
         if self.gpus_per_engine != self.gpus_per_learner or self.gpus_per_engine > 1:
             both = f"{self.gpus_per_engine} and {self.gpus_per_learner}"
             fault = "must be 1 and 1, where cluster.colocate is true (0 and 0 without a GPU)"
             raise ConfigError("cluster.gpus_per_engine and gpus_per_learner", both, fault)
+
+    def _check_local(self) -> None:
+        """Raises ConfigError for what only Ray can do."""
+        own = ("address", "engine", "engine_url", "engine_args")
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in own and value and value != field.default:
+                remedy = 'Set cluster.address = "local", or leave it out.'
+                raise ConfigError(f"cluster.{field.name}", value, "needs Ray", remedy)
+
+    @property
+    def sampled_by(self) -> str:
+        """The name of the engine."""
+        return self.engine or ("vllm" if self.address else "transformers")
+
+    @property
+    def kind(self) -> Engine:
+        """The row of the engine in the table of engines."""
+        return engine_of(self.sampled_by)
 
     @property
     def gpu_shares(self) -> tuple[float, float]:

@@ -358,7 +358,8 @@ def read_toml(path: str | Path | None) -> dict[str, Any]:
 def convert(table: Mapping[str, Any]) -> TrainConfig:
     """TrainConfig from a plain table, with ConfigError for what does not fit."""
     if isinstance(table.get("cluster"), Mapping):
-        table = {**table, "cluster": {"address": "local", **table["cluster"]}}
+        cluster = {"address": "local", **table["cluster"]}
+        table = {**table, "cluster": {**cluster, "address": "" if cluster["address"] == "none" else cluster["address"]}}
     if isinstance(table.get("records"), str | Path):
         table = {**table, "records": {"path": str(table["records"])}}
     if not table.get("model"):

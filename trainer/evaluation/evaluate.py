@@ -21,7 +21,7 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
-from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.integrations.models.engines import EngineConfig, open_sampler
 from cotune.reading.evaluations import EVALUATION, EvaluatedMode, EvaluationReport, claim_folder
 from cotune.recording.recorder import Nowhere
 from cotune.records.policies import UNTRAINED, stand_in
@@ -134,7 +134,7 @@ async def _evaluate(
     async with contextlib.AsyncExitStack() as stack:
         say(f"loading the model {evaluated.model} ...")
         chat = await asyncio.to_thread(ChatTemplate.load, evaluated.model, evaluated.tool_format)
-        sampler = await TransformersSampler.open(evaluated.model, threads=options.threads)
+        sampler = await open_sampler(EngineConfig(model=evaluated.model, threads=options.threads))
         stack.push_async_callback(sampler.aclose)
         say("publishing the policies ...")
         await evaluated.publish(sampler)

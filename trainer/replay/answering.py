@@ -12,8 +12,8 @@ from cotune.adapters.manifest import is_export
 from cotune.episodes.workflows import Workflow
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.engines import EngineConfig, open_sampler
 from cotune.integrations.models.folder.folder import locate_model
-from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import stand_in
 from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.sampling.responder import PolicyResponder
@@ -50,7 +50,7 @@ async def answering(
         evaluated, who = EvaluatedPolicies(model, ()), f"{model}, untrained"
     base = str(locate_model(evaluated.model))
     async with contextlib.AsyncExitStack() as stack:
-        sampler = await TransformersSampler.open(base)
+        sampler = await open_sampler(EngineConfig(model=base))
         stack.push_async_callback(sampler.aclose)
         await evaluated.publish(sampler)
         responder = PolicyResponder(

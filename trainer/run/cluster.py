@@ -12,6 +12,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.cluster.runtime import open_ray
+from cotune.integrations.models.engines import EngineWeights
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.integrations.models.per_policy import PolicySampler
 from cotune.records.policies import Policies
@@ -20,7 +21,7 @@ from cotune.trainer.config.cluster import CPUS, ClusterConfig
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from cotune.trainer.rollout.workers import RolloutWorkers
-from cotune.trainer.run.engines import Kind, first_weights, owners, policy_count, start_engines
+from cotune.trainer.run.engines import first_weights, owners, policy_count, start_engines
 
 SPARE_CPUS = 16
 """What a local Ray gives out beyond what the run's parts ask for, so that pools of further policies find room."""
@@ -74,9 +75,9 @@ class Cluster:
             return PolicySampler(own, await self._start("full", "the untrained model") if rest else None)
         return PolicySampler({name: await self._start("full", name) for name in full}, first)
 
-    async def _start(self, weights: Kind, whose: str = "") -> Sampler:
+    async def _start(self, weights: EngineWeights, whose: str = "") -> Sampler:
         settings = self._settings
-        engines = f"{settings.engines} {settings.engine} engine{'s' if settings.engines > 1 else ''}"
+        engines = f"{settings.engines} {settings.sampled_by} engine{'s' if settings.engines > 1 else ''}"
         self._say(f"starting {engines}{f' for {whose}' if whose else ''} on Ray ({settings.address})")
         sampler = await start_engines(self._config, str(locate_model(self._config.model)), weights)
         self._stack.push_async_callback(sampler.aclose)
@@ -103,10 +104,10 @@ class Cluster:
         and the engines have no room for them."""
         full, _ = owners(self._config, policies)
         trained = sum(spec.trained for spec in policies.specs.values())
-        crowded = full or (self._settings.engine == "vllm" and trained > policy_count(self._config))
+        crowded = full or (self._settings.kind.fixed and trained > policy_count(self._config))
         if crowded and policies.specs.keys() - self._open_policies:
             raise RunError(
-                f"The vLLM engines of this run have no room for the policies of roles that were first seen now; all "
+                f"The engines of this run have no room for the policies of roles that were first seen now; all "
                 f"roles are {', '.join(policies.roles)}.",
                 "Go on with engines for all: cotune train --resume RUN --set "
                 f"'roles={json.dumps(list(policies.roles))}'",

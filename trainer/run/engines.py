@@ -1,119 +1,103 @@
-"""The engines of a run on Ray: each in an actor, behind one router in an actor of its own."""
+"""The engines of a run: one on this machine, or several on Ray, each in an actor, behind a router in another."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import os
-from typing import Any, Literal
-
-import msgspec
 
 from cotune.errors import ConfigError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
+from cotune.integrations.models.engines import EngineConfig, EngineWeights, open_sampler
 from cotune.integrations.models.folder.folder import loading
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Sampler
 from cotune.trainer.config.cluster import CPUS, ClusterConfig
 from cotune.trainer.config.train import TrainConfig
 
-Kind = Literal["lora", "full"]
-
 POLICIES = 4
-"""How many policies a vLLM engine makes room for where the number of roles is not known before the run."""
-SHARED = 0.5
-"""Part of a GPU's memory that an engine takes beside a learner, while it is awake."""
+"""How many policies an engine makes room for where the number of roles is not known before the run."""
 _ROUTER = "cotune.trainer.run.engines:open_router"
-_FACTORIES = {
-    "vllm": "cotune.integrations.models.vllm.engine:VllmSampler.open",
-    "vllm-url": "cotune.integrations.models.vllm.http:VllmHttpSampler.open",
-    "transformers": "cotune.integrations.models.transformers.sampler:TransformersSampler.open",
-}
+_OPEN = f"{open_sampler.__module__}:{open_sampler.__name__}"
 
 
-async def start_engines(config: TrainConfig, model: str, weights: Kind) -> RaySampler:
+async def open_one(config: TrainConfig) -> Sampler:
+    """The engine of a run without Ray. Raises ConfigError."""
+    return await open_sampler(engine_config(config, config.model, first_weights(config)))
+
+
+async def start_engines(config: TrainConfig, model: str, weights: EngineWeights) -> RaySampler:
     """Start a router's actor, which starts its engines; returns when enough of them serve.
 
     Raises ConfigError, EngineLost.
     """
-    cluster = config.cluster
     vocabulary = await asyncio.to_thread(_vocabulary, model)
-    arguments = {
-        "cluster": msgspec.to_builtins(cluster),
-        "engine": engine_arguments(config, model, weights),
-        "vocabulary": vocabulary,
-    }
+    cluster = config.cluster
+    arguments = {"cluster": cluster, "engine": engine_config(config, model, weights), "vocabulary": vocabulary}
     return await start_sampler(_ROUTER, arguments, num_cpus=0, env=cluster.env)
 
 
-def first_weights(config: TrainConfig) -> Kind:
+def first_weights(config: TrainConfig) -> EngineWeights:
     """What the engines serve that are started before the roles, and so the policies of a layout, are known."""
     kinds = {policy.kind for policy in config.policy} if config.policy else {config.policies}
     return "full" if "full" in kinds and not kinds & {"lora", "shared"} else "lora"
 
 
 def owners(config: TrainConfig, policies: Policies) -> tuple[list[str], bool]:
-    """Policies that need engines of their own, as vLLM holds the full weights of one only; and whether others are
-    left. Raises ConfigError where engines cannot serve them."""
-    if config.cluster.engine != "vllm":
+    """Policies that need engines of their own, as an engine may hold the full weights of one only; and whether others
+    are left. Raises ConfigError where engines cannot serve them."""
+    cluster = config.cluster
+    if not cluster.kind.fixed:
         return [], True
     kinds = {spec.name: spec.kind for spec in policies.specs.values()}
     full = [name for name, kind in kinds.items() if kind == "full"]
     rest = any(kind in ("lora", "frozen") for kind in kinds.values())
-    if config.cluster.colocate and len(full) + rest > 1:
-        raise ConfigError("cluster.colocate", True, f"must be false, where {', '.join(full)} need engines of their own")
+    if len(full) + rest > 1:
+        fault = f"cannot be used here: {', '.join(full)} need engines of their own"
+        if cluster.colocate:
+            raise ConfigError("cluster.colocate", True, fault)
+        if not cluster.address:
+            raise ConfigError("cluster.engine", cluster.engine, fault, 'Set cluster.address = "local".')
     return full, rest
 
 
-async def open_router(cluster: dict[str, Any], engine: dict[str, Any], vocabulary: int) -> RoutedSampler:
+async def open_router(cluster: ClusterConfig, engine: EngineConfig, vocabulary: int) -> RoutedSampler:
     """Start all engines and route over them; runs in the router's actor."""
-    config = msgspec.convert(cluster, ClusterConfig)
-    make = functools.partial(_engine, config, engine)
+    make = functools.partial(_engine, cluster, engine)
     return await RoutedSampler.open(
-        [make] * config.engines,
-        health_timeout=config.engine_timeout,
-        vocabulary=vocabulary,
+        [make] * cluster.engines, health_timeout=cluster.engine_timeout, vocabulary=vocabulary
     )
 
 
-def engine_arguments(config: TrainConfig, model: str, weights: Kind) -> dict[str, Any]:
-    """What an engine of this run is opened with. Raises ConfigError for what it cannot serve."""
-    cluster = config.cluster
-    if cluster.engine == "transformers":
-        kept = config.sampling.prefix_bytes()
-        own = {"model": model, "threads": config.sampling.threads, "host": "thread", "prefix_cache": kept}
-        return {**own, **cluster.engine_args}
+def engine_config(config: TrainConfig, model: str, weights: EngineWeights) -> EngineConfig:
+    """What an engine of this run is opened with. Raises ConfigError for weights that it cannot serve."""
+    cluster, engine = config.cluster, config.cluster.kind
+    kinds: list[str] = [p.kind for p in config.policy] or [config.policies]
+    if engine.adapters_only and "full" in kinds:
+        fault = f"must be lora or shared, where cluster.engine is {cluster.sampled_by}: it takes adapters only"
+        raise ConfigError("policies", "full", fault)
+    if engine.fixed and weights == "full" and config.ahead:
+        fault = f"must be sync, where {cluster.sampled_by} serves full weights: it holds one version only"
+        remedy = 'Train adapters (--policies lora), or set cluster.engine = "transformers".'
+        raise ConfigError("mode", config.mode, fault, remedy)
     specs = [p.lora for p in config.policy if p.kind == "lora"] or [config.lora]
-    rank = max(spec.rank for spec in specs)
-    if cluster.engine == "vllm-url":
-        kinds: list[str] = [p.kind for p in config.policy]
-        if "full" in (kinds or [config.policies]):
-            raise ConfigError(
-                "policies", "full", "must be lora or shared, where a vLLM server samples: it takes adapters only"
-            )
-        key = os.environ.get("VLLM_API_KEY")
-        return {
-            "model": model, "url": cluster.engine_url, "api_key": key, "max_lora_rank": rank, **cluster.engine_args
-        }  # fmt: skip
-    if cluster.engine != "vllm":
-        return {"model": model, **cluster.engine_args}
-    parallel = {"tensor_parallel_size": cluster.gpus_per_engine} if cluster.gpus_per_engine > 1 else {}
-    engine_args: dict[str, Any] = {**parallel, **cluster.engine_args}
-    arguments: dict[str, Any] = {"model": model, "staleness": config.ahead, "engine_args": engine_args}
-    if cluster.colocate:
-        shared = {"gpu_memory_utilization": SHARED, **engine_args}
-        arguments |= {"sleeps": True, "engine_args": shared if cluster.gpus_per_engine else cluster.engine_args}
-    if weights == "full":
-        if config.ahead:
-            raise ConfigError(
-                "mode",
-                config.mode,
-                "must be sync, where vLLM serves full weights: it holds one version only",
-                'Train adapters (--policies lora), or set cluster.engine = "transformers".',
-            )
-        return {**arguments, "weights": "full"}
-    return {**arguments, "policies": policy_count(config), "max_lora_rank": rank}
+    return EngineConfig(
+        model=model,
+        engine=cluster.sampled_by,
+        arguments=cluster.engine_args,
+        url=cluster.engine_url,
+        api_key=os.environ.get("VLLM_API_KEY") if engine.by_url else None,
+        gpus=cluster.gpus_per_engine,
+        threads=config.sampling.threads,
+        prefix_cache=config.sampling.prefix_bytes(),
+        weights=weights,
+        policies=policy_count(config),
+        staleness=config.ahead,
+        max_lora_rank=max(spec.rank for spec in specs),
+        sleeps=cluster.colocate,
+        alone=bool(cluster.address),
+    )
 
 
 def policy_count(config: TrainConfig) -> int:
@@ -130,12 +114,12 @@ def _vocabulary(model: str) -> int:
     return int(AutoConfig.from_pretrained(model, **loading()).get_text_config().vocab_size)
 
 
-async def _engine(config: ClusterConfig, arguments: dict[str, Any]) -> Sampler:
+async def _engine(cluster: ClusterConfig, engine: EngineConfig) -> Sampler:
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
     return await start_sampler(
-        _FACTORIES.get(config.engine, config.engine),
-        arguments,
+        _OPEN,
+        {"config": engine},
         num_cpus=CPUS,
-        num_gpus=config.gpu_shares[0],
-        env={**quiet, **({} if config.gpus_per_engine else {"OMP_NUM_THREADS": "1"}), **config.env},
+        num_gpus=cluster.gpu_shares[0],
+        env={**quiet, **({} if cluster.gpus_per_engine else {"OMP_NUM_THREADS": "1"}), **cluster.env},
     )

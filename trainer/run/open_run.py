@@ -13,7 +13,6 @@ import msgspec
 from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
 from cotune.integrations.models.folder.folder import locate_model
-from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.recording.chance import start_freezing
 from cotune.records.policies import Policies
 from cotune.records.structs import Task
@@ -28,6 +27,7 @@ from cotune.trainer.rollout.app_source import import_path
 from cotune.trainer.rollout.forks import expected_budget
 from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.run.engines import open_one, owners
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import Run
@@ -80,6 +80,7 @@ async def open_run(
         limit = recipe.loss.constant_length or config.sampling.max_tokens
         loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
         trained = [name for name, spec in policies.specs.items() if spec.trained]
+        owners(config, policies)
         runner: EpisodeRunner
         learner: Learner
         if cluster is None:
@@ -183,10 +184,7 @@ async def _open_model(
         cluster.open_ray()
         chat = await loading
         return await cluster.open_sampler(), chat
-    sampling = config.sampling
-    sampler = await TransformersSampler.open(
-        config.model, threads=sampling.threads, prefix_cache=sampling.prefix_bytes()
-    )
+    sampler = await open_one(config)
     stack.push_async_callback(sampler.aclose)
     return sampler, await loading
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.models.engine_sampler import CalledSampler
+from cotune.integrations.models.engines import EngineConfig
 from cotune.integrations.models.transformers.host import ProcessHost, Starting, ThreadHost
 from cotune.integrations.models.transformers.wire import Answer, Command, ModelSource
 
@@ -151,6 +152,13 @@ class TransformersSampler(CalledSampler):
         for answer in pending:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(SamplerError(error.cause, error.remedy))
+
+
+async def open_engine(config: EngineConfig) -> TransformersSampler:
+    """As a row of `models.engines`: in a process of its own, or in a thread where this process has nothing else."""
+    host = {"host": "thread"} if config.alone else {}
+    own = {"threads": config.threads, "prefix_cache": config.prefix_cache, **host, **config.arguments}
+    return await TransformersSampler.open(config.model, **own)
 
 
 def _check_folder(folder: Path) -> None:

@@ -194,7 +194,7 @@ def _policies(config: TrainConfig) -> int:
 
 def _samplers(config: TrainConfig) -> int:
     """Sets of engines: vLLM needs one for each policy of full weights."""
-    if config.cluster.engine != "vllm":
+    if not config.cluster.kind.fixed:
         return 1
     if not config.policy:
         return _policies(config) if config.policies == "full" else 1
@@ -211,8 +211,8 @@ def _packages(machine: Machine, cluster: ClusterConfig) -> Iterator[Diagnosis]:
         except CotuneError as error:
             yield Diagnosis(name, "blocks", f"{found}: {error.cause}", error.remedy)
     needed = {"torch": "train", **({"ray": "ray"} if cluster.address else {})}
-    if cluster.address and cluster.engine == "vllm":
-        needed["vllm"] = "vllm"
+    if extra := cluster.kind.extra:
+        needed[extra] = extra
     for name, extra in needed.items():
         if name not in machine.versions:
             yield Diagnosis(name, "blocks", "not installed", f"pip install 'cotune[{extra}]'.")

@@ -41,7 +41,7 @@ def processes(size: ModelSize, config: TrainConfig, machine: Machine, load: Work
     on_gpu = learns_on_gpu(config, machine)
     device, free, total = _device(machine, on_gpu=on_gpu, whose=" of a learner" if cluster.address else "")
     found = [learner_memory(size, config, load, device=device, free=free, total=total)]
-    if not cluster.address or cluster.engine == "transformers":
+    if cluster.sampled_by == "transformers":
         on_gpu = bool(machine.gpus) and (not cluster.address or cluster.gpus_per_engine > 0)
         device, free, total = _device(machine, on_gpu=on_gpu, whose=" of an engine" if cluster.address else "")
         found.append(sampler_memory(size, config, load, device=device, free=free, total=total))

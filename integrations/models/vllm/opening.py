@@ -1,0 +1,31 @@
+"""vLLM's two engines as rows of `models.engines`: one that is started here, and a server that runs already."""
+
+from __future__ import annotations
+
+from cotune.integrations.models.engines import EngineConfig
+from cotune.integrations.models.vllm.engine import VllmSampler
+from cotune.integrations.models.vllm.http import VllmHttpSampler
+
+SHARED = 0.5
+"""Part of a GPU's memory that an engine takes beside a learner, while it is awake."""
+
+
+async def open_engine(config: EngineConfig) -> VllmSampler:
+    """An engine of this process's machine; see `VllmSampler.open`."""
+    parallel = {"tensor_parallel_size": config.gpus} if config.gpus > 1 else {}
+    shared = {"gpu_memory_utilization": SHARED} if config.sleeps and config.gpus else {}
+    return await VllmSampler.open(
+        config.model,
+        weights=config.weights,
+        policies=config.policies,
+        staleness=config.staleness,
+        max_lora_rank=config.max_lora_rank,
+        sleeps=config.sleeps,
+        engine_args={**parallel, **shared, **config.arguments},
+    )
+
+
+async def open_server(config: EngineConfig) -> VllmHttpSampler:
+    """A server by its address; see `VllmHttpSampler.open`."""
+    own = {"api_key": config.api_key, "max_lora_rank": config.max_lora_rank, **config.arguments}
+    return await VllmHttpSampler.open(config.url, config.model, **own)
