@@ -31,7 +31,7 @@ def test_an_export_says_how_its_model_writes_calls(base: Path, tmp_path: Path, m
     write_export(tmp_path / "export", [frozen], tool_format=read_run(tmp_path).config.tool_format)
     assert read_manifest(tmp_path / "export").tool_format == "mistral"
 
-    async def opened(model: Path) -> Silent:
+    async def opened(model: str, **_: object) -> Silent:
         return Silent()
 
     monkeypatch.setattr(TransformersSampler, "open", opened)

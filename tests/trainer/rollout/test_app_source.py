@@ -21,7 +21,7 @@ from tests.trainer.tiny_app import application, letters
 
 
 def configured(**cluster: Any) -> TrainConfig:
-    return TrainConfig(model="base", cluster=ClusterConfig(**cluster))
+    return TrainConfig(model="base", cluster=ClusterConfig(address="local", **cluster))
 
 
 def test_a_workflow_without_an_import_path_is_refused() -> None:
