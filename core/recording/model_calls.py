@@ -41,17 +41,19 @@ where the application waits on it for that thread (a synchronous graph with para
 by a synchronous client, for the gateway of its own episode."""
 
 
-def open_call(request: Callable[[], Mapping[str, Any]]) -> LiveCall | None:
+def open_call(request: Callable[[], Mapping[str, Any] | None]) -> LiveCall | None:
     """Open a call with the body that `request` makes of it, a chat request in OpenAI form.
 
-    None outside an episode, within a call that is open already, and for a call that cannot be recorded (counted).
+    None outside an episode, within a call that is open already, where there is no body, and for a call that cannot be
+    recorded (counted).
     Where a responder would have answered that one, what `request` raised is raised, or RecordError.
     """
     episode = current_episode.get()
     if episode is None or opened_call.get() is not None:
         return None
     try:
-        return episode.start(identify(), request())
+        body = request()
+        return None if body is None else episode.start(identify(), body)
     except (RecordError, *UNREADABLE) as error:
         if episode.responder is not None:
             raise
@@ -115,17 +117,22 @@ async def step_async(call: LiveCall, source: AsyncIterator[Any]) -> Any:
         return await anext(source, None)
 
 
-def end_call(call: LiveCall, returned: Any, read: Callable[[Any], Answer]) -> None:
+def end_call(
+    call: LiveCall,
+    returned: Any,
+    read: Callable[[Any], Answer],
+    part: Callable[[Any], Answer | None] = lambda returned: None,
+) -> None:
     """End the call with what the model returned, as `read` has it, unless its wire request has ended it.
 
-    What `read` raises is not the application's fault: the call is recorded as malformed.
+    What `read` raises is not the application's fault: the call is recorded as malformed, with the `part` that there is.
     """
     if call.ended:
         return
     try:
         found = read(returned)
     except Exception as error:  # noqa: BLE001
-        call.fail("malformed", reason_of(error)[1], outage=False)
+        call.fail("malformed", reason_of(error)[1], part(returned), outage=False)
     else:
         call.finish(found)
 

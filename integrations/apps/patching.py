@@ -1,17 +1,14 @@
-"""Replacing methods of a framework's classes, those there are and those to come; and driving its streams."""
+"""Replacing methods of a framework's classes, those there are and those to come."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from cotune.recording.context import current_episode
-from cotune.recording.model_calls import ask, ask_async, end_call, observed
-from cotune.recording.recorder import LiveCall
-from cotune.records.answers import Answer
 from cotune.replay.tools import framework_tool
 
 _WRAPPED = "__cotune__"
@@ -96,66 +93,7 @@ def inside(original: Any, context: Callable[..., AbstractContextManager[Any] | N
     return run_async if inspect.iscoroutinefunction(original) else run
 
 
-def recorded(
-    original: Any,
-    awaited: bool,
-    opened: Callable[..., LiveCall | None],
-    result_of: Callable[..., Any],
-    answer_of: Callable[[Any], Answer],
-) -> Any:
-    """`original`, a method of a model, answered by the episode's responder, or observed; `awaited` is it if async.
-
-    `opened` opens the call for the method's arguments (None: it is not recorded here), `result_of(call, answer, ...)`
-    is what the method returns for an answer, `answer_of` reads what the model itself returned.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        call = opened(*args, **kwargs)
-        if call is None:
-            return original(*args, **kwargs)
-        if (found := ask(call)) is not None:
-            return result_of(call, found, *args, **kwargs)
-        with observed(call):
-            result = original(*args, **kwargs)
-        end_call(call, result, answer_of)
-        return result
-
-    async def run_async(*args: Any, **kwargs: Any) -> Any:
-        call = opened(*args, **kwargs)
-        if call is None:
-            return await original(*args, **kwargs)
-        if (found := await ask_async(call)) is not None:
-            return result_of(call, found, *args, **kwargs)
-        with observed(call):
-            result = await original(*args, **kwargs)
-        end_call(call, result, answer_of)
-        return result
-
-    return run_async if awaited else run
-
-
 def _subclasses(cls: Any) -> Iterator[Any]:
     for sub in cls.__subclasses__():
         yield sub
         yield from _subclasses(sub)
-
-
-async def step_inside(
-    context: Callable[[], AbstractContextManager[None]],
-    source: AsyncIterator[Any],
-    seen: Callable[[Any], None] = lambda item: None,
-) -> AsyncGenerator[Any, None]:
-    """The items of `source`, each step of which runs inside a new `context()`; `seen` gets each item first."""
-    try:
-        while True:
-            with context():
-                try:
-                    item = await anext(source)
-                except StopAsyncIteration:
-                    return
-            seen(item)
-            yield item
-    finally:
-        if hasattr(source, "aclose"):
-            with context():
-                await source.aclose()

@@ -16,7 +16,7 @@ from autogen_core.models import ChatCompletionClient, CreateResult
 from cotune.integrations.apps.agent_state import AgentState
 from cotune.integrations.apps.autogen.lineage import Lineage
 from cotune.integrations.apps.autogen.scopes import NAME, AutogenScope, Names
-from cotune.integrations.apps.patching import step_inside
+from cotune.integrations.apps.clients import Proxy, step_inside, unwrapped
 from cotune.recording.context import called_by, current_episode, innermost
 from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
@@ -29,24 +29,20 @@ def lineage_of(episode: LiveEpisode) -> Lineage:
     return lineage
 
 
-class AgentClient:
-    """Stands for a model client inside an episode, on behalf of its owner; in everything else it is that client."""
+class AgentClient(Proxy):
+    """A model client that asks in the name of its owner, an agent or a team's manager."""
 
-    __slots__ = ("_cotune_client", "_cotune_owner")
-
-    def __init__(self, client: Any, owner: Any) -> None:
-        object.__setattr__(self, "_cotune_client", client)
-        object.__setattr__(self, "_cotune_owner", owner)
+    __slots__ = ()
 
     async def create(self, messages: Any, *args: Any, **options: Any) -> Any:
         """Ask the client for an answer, in the owner's name."""
         episode = current_episode.get()
         if episode is None:
-            return await self._cotune_client.create(messages, *args, **options)
+            return await self._cotune_inner.create(messages, *args, **options)
         caller = _caller(episode, self._cotune_owner, messages)
         try:
             with called_by(caller):
-                result = await self._cotune_client.create(messages, *args, **options)
+                result = await self._cotune_inner.create(messages, *args, **options)
         finally:
             caller.done = True
         _has_answered(episode, self._cotune_owner, caller, result)
@@ -54,7 +50,7 @@ class AgentClient:
 
     async def create_stream(self, messages: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
         """Ask the client for a streamed answer, in the owner's name at each step."""
-        source = self._cotune_client.create_stream(messages, *args, **options)
+        source = self._cotune_inner.create_stream(messages, *args, **options)
         episode = current_episode.get()
         caller = CallerContext("app", NAME) if episode is None else _caller(episode, self._cotune_owner, messages)
         async with aclosing(step_inside(lambda: called_by(caller), source)) as parts:
@@ -65,36 +61,6 @@ class AgentClient:
                     yield part
             finally:
                 caller.done = True
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._cotune_client)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cotune_client, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._cotune_client, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._cotune_client, name)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self._cotune_client == unwrapped(other))
-
-    def __hash__(self) -> int:
-        return hash(self._cotune_client)
-
-    def __repr__(self) -> str:
-        return repr(self._cotune_client)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._cotune_client.__reduce_ex__(protocol)
-
-
-def unwrapped(value: Any) -> Any:
-    """The client itself, of a proxy."""
-    return object.__getattribute__(value, "_cotune_client") if type(value) is AgentClient else value
 
 
 class ClientAttribute:

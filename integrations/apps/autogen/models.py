@@ -1,7 +1,6 @@
 """Model clients of AutoGen that do not use the OpenAI SDK: recorded and answered at `create` and `create_stream`.
 
-A client of `autogen_ext.models.openai` is recorded at the OpenAI SDK and left alone here. Another client that makes
-its wire request with that SDK all the same is recorded once, as what went over the wire.
+A client of `autogen_ext.models.openai` is recorded at the OpenAI SDK and left alone here.
 """
 
 from __future__ import annotations
@@ -9,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from autogen_core.models import ChatCompletionClient
+from autogen_core.models import ChatCompletionClient, CreateResult
 
 from cotune.integrations.apps.autogen.messages import answer_of_result, part_of, request_of, result_of
+from cotune.integrations.apps.clients import Client
 from cotune.integrations.apps.patching import cache_left_aside, each_subclass, replace_method
 from cotune.recording.context import current_episode
-from cotune.recording.model_calls import answer, ask_async, end_call, observed, open_call, raised, step_async
+from cotune.recording.model_calls import answer
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 
@@ -39,10 +39,8 @@ def _wrap(cls: type) -> None:
     if cls.__name__ == _OPENAI and cls.__module__.startswith("autogen_ext."):
         replace_method(cls, "create", _under_any_name)
     passed = any(base.__name__ in _PASSED and base.__module__.startswith("autogen_ext.") for base in cls.__mro__)
-    if passed or cls is ChatCompletionClient:
-        return
-    replace_method(cls, "create", _create)
-    replace_method(cls, "create_stream", _create_stream)
+    if not passed and cls is not ChatCompletionClient:
+        _CLIENT.hook(cls, acall="create", astream="create_stream")
 
 
 def _under_any_name(original: Any) -> Any:
@@ -74,61 +72,30 @@ def _past_cache(name: str) -> Any:
     return wrapper
 
 
-def _create(original: Any) -> Any:
-    async def create(self: Any, messages: Any, *args: Any, **options: Any) -> Any:
-        call = open_call(lambda: request_of(self, messages, options))
-        if call is None:
-            return await original(self, messages, *args, **options)
-        found = await _ask(call, options)
-        if found is not None:
-            return result_of(found)
-        with observed(call):
-            result = await original(self, messages, *args, **options)
-        end_call(call, result, answer_of_result)
-        return result
-
-    return create
+def _answer_of(returned: Any) -> Answer:
+    """The answer of `create`, or in the parts of `create_stream`. Raises ValueError where there is none."""
+    return answer_of_result(returned[-1] if isinstance(returned, list) and returned else returned)
 
 
-def _create_stream(original: Any) -> Any:
-    async def create_stream(self: Any, messages: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
-        call = open_call(lambda: request_of(self, messages, {**options, "stream": True}))
-        found = await _ask(call, options) if call is not None else None
-        if found is not None:
-            result = result_of(found)
-            if isinstance(result.content, str) and result.content:
-                yield result.content
-            yield result
-            return
-        source = original(self, messages, *args, **options)
-        texts: list[str] = []
-        try:
-            while (part := await (anext(source, None) if call is None else step_async(call, source))) is not None:
-                if isinstance(part, str):
-                    texts.append(part)
-                elif call is not None:
-                    end_call(call, part, answer_of_result)
-                yield part
-        except BaseException as error:
-            if call is not None:
-                raised(call, error, part_of(texts))
-            raise
-        finally:
-            if hasattr(source, "aclose"):
-                await source.aclose()
-        if call is not None and not call.ended:
-            call.fail("malformed", "the stream ended without a CreateResult", part_of(texts))
-
-    return create_stream
+def _parts(call: LiveCall, found: Answer) -> Iterator[Any]:
+    result = result_of(found)
+    if isinstance(result.content, str) and result.content:
+        yield result.content
+    yield result
 
 
-async def _ask(call: LiveCall, options: dict[str, Any]) -> Answer | None:
+def _asking(call: LiveCall, options: Mapping[str, Any]) -> asyncio.Future[Answer | None] | None:
     """The responder's answer, which the application's cancellation token can cancel."""
-    asking = asyncio.ensure_future(answer(call))
     token = options.get("cancellation_token")
-    if token is not None:
-        token.link_future(asking)
-    try:
-        return await ask_async(call, asking)
-    finally:
-        asking.cancel()
+    return None if token is None else token.link_future(asyncio.ensure_future(answer(call)))
+
+
+_CLIENT = Client(
+    request=lambda client, messages, /, *args, **options: request_of(client, messages, options),
+    reply=lambda call, found, /, *args, **options: result_of(found),
+    answer=_answer_of,
+    parts=_parts,
+    begun=lambda parts: part_of([part for part in parts if isinstance(part, str)]),
+    ends=lambda part: isinstance(part, CreateResult),
+    asking=_asking,
+)

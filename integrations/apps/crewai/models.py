@@ -1,25 +1,21 @@
 """CrewAI's models: every one is called by `call` or `acall`, which say for which agent.
 
-A model on the OpenAI SDK is recorded and answered there, and only its role is taken here. Any other model
-is recorded and answered here; what it sends over the OpenAI SDK all the same is recorded as it went over the wire.
+A model on the OpenAI SDK is recorded and answered there, and only its role is taken here.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from crewai.llms.base_llm import BaseLLM
 
+from cotune.integrations.apps.clients import Client
 from cotune.integrations.apps.crewai.messages import answer_of, request_of, returned
 from cotune.integrations.apps.crewai.scopes import at_work, caller_of, calling, outside_call, part_scope
-from cotune.integrations.apps.patching import each_subclass, inside, recorded, replace_method
+from cotune.integrations.apps.patching import each_subclass, inside, replace_method
 from cotune.recording.context import current_caller, current_episode, identify, opened_call
-from cotune.recording.model_calls import open_call
-from cotune.recording.recorder import LiveCall
-from cotune.records.answers import Answer
 from cotune.runtime.context_vars import setting
 
 _ARGUMENTS = ("messages", "tools", "callbacks", "available_functions", "from_task", "from_agent", "response_model")
@@ -38,24 +34,26 @@ def install() -> None:
 
 
 def _wrap(cls: type) -> None:
-    for name in ("call", "acall"):
-        replace_method(cls, name, functools.partial(_model_call, awaited=name == "acall"))
+    replace_method(cls, "call", lambda original: inside(_CLIENT.call(original), _named_call))
+    replace_method(cls, "acall", lambda original: inside(_CLIENT.acall(original), _named_call))
     replace_method(cls, "get_input_tokens_count", _count)
 
 
-def _model_call(original: Callable[..., Any], awaited: bool) -> Callable[..., Any]:
-    def context(self: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None] | None:
-        return None if calling.get() else _named(self, _asked(args, kwargs))
+def _named_call(model: Any, /, *args: Any, **options: Any) -> AbstractContextManager[None] | None:
+    return None if calling.get() else _named(model, _asked(args, options))
 
-    def opened(self: Any, *args: Any, **kwargs: Any) -> LiveCall | None:
-        if calling.get() is not self or _uses_openai_sdk(type(self)):
-            return None
-        return open_call(lambda: request_of(self, _asked(args, kwargs)))
 
-    def result_of(call: LiveCall, answer: Answer, self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return returned(self, answer, _asked(args, kwargs))
+def _request(model: Any, /, *args: Any, **options: Any) -> dict[str, Any] | None:
+    if calling.get() is not model or _uses_openai_sdk(type(model)):
+        return None
+    return request_of(model, _asked(args, options))
 
-    return inside(recorded(original, awaited, opened, result_of, answer_of), context)
+
+_CLIENT = Client(
+    request=_request,
+    reply=lambda call, found, model, /, *args, **options: returned(model, found, _asked(args, options)),
+    answer=answer_of,
+)
 
 
 def _asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cotune.integrations.apps.agent_state import AgentState
-from cotune.integrations.apps.patching import inside, step_inside
+from cotune.integrations.apps.clients import Proxy, step_inside
+from cotune.integrations.apps.patching import inside
 from cotune.integrations.versions import missing_hook
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.context import Scope, called_by, current_episode, entered
@@ -58,38 +59,27 @@ def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
     return functools.partial(Runner.run, app) if isinstance(app, Agent) else None
 
 
-class AgentModel:
-    """Stands for a model inside an episode, on behalf of an agent; in everything else it is that model."""
+class AgentModel(Proxy):
+    """A model that is asked in the name of an agent."""
 
-    __slots__ = ("_cotune_agent", "_cotune_model")
-
-    def __init__(self, model: Any, agent: Any) -> None:
-        self._cotune_model = model
-        self._cotune_agent = agent
+    __slots__ = ()
 
     async def get_response(self, *args: Any, **options: Any) -> Any:
         """Ask the model, in the agent's name."""
-        caller = _caller(self._cotune_agent)
+        caller = _caller(self._cotune_owner)
         with called_by(caller):
-            response = await self._cotune_model.get_response(*args, **options)
+            response = await self._cotune_inner.get_response(*args, **options)
         _has_answered(caller)
         return response
 
     async def stream_response(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
         """Ask the model for a stream, in the agent's name at each step."""
-        caller = _caller(self._cotune_agent)
-        source = self._cotune_model.stream_response(*args, **options)
+        caller = _caller(self._cotune_owner)
+        source = self._cotune_inner.stream_response(*args, **options)
         async with aclosing(step_inside(lambda: called_by(caller), source)) as events:
             async for event in events:
                 yield event
         _has_answered(caller)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._cotune_model)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cotune_model, name)
 
 
 def _get_model(original: Any) -> Any:
