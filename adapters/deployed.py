@@ -15,11 +15,10 @@ from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
 from cotune.episodes.episode import activators
 from cotune.episodes.run_sync import run_sync
 from cotune.errors import CotuneError
-from cotune.recording.carry_context import carry_context
-from cotune.recording.context import current_episode, recording
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
+from cotune.recording.context import carry_context, current_episode, recording
 from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.recording.role_functions import RolesFunction, roles_function
+from cotune.recording.roles import RolesFunction, roles_function
 from cotune.records.structs import CallRecord, Record, Task
 
 
@@ -116,7 +115,7 @@ class Deployment:
         self._responder = LocalResponder(local, self._override)
         for activate in activators:
             activate()
-        carry_context()
+        carry_context(callers=self._roles is not None)
         self._entered = current_episode.set(self._episode())
 
     def _left(self) -> LocalPolicies:

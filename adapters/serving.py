@@ -37,7 +37,7 @@ from cotune.integrations.web.http.requests import (
     unless_gone,
 )
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Nowhere
 from cotune.records.answers import Answer
 from cotune.records.structs import Task

@@ -9,7 +9,7 @@ from cotune.episodes.workflows import Workflow, WorkflowFunction, WorkflowSource
 from cotune.judging.episodes import EpisodeJudge, FinishedCall, FinishedEpisode
 from cotune.lazy_names import opener
 from cotune.recording.redaction import Redactor
-from cotune.recording.role_functions import CallRequest, RolesFunction
+from cotune.recording.roles import CallRequest, RolesFunction
 from cotune.records.structs import Candidate, Task
 from cotune.sampling.scoring import Call, GroupScorer, Reward, Scorer
 

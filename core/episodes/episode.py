@@ -13,9 +13,8 @@ from typing import Any
 from cotune.episodes.workflows import Workflow
 from cotune.errors import CotuneError, WorkflowError
 from cotune.recording.app_parts import Parts
-from cotune.recording.carry_context import carry_context
 from cotune.recording.chance import Chance, start_freezing
-from cotune.recording.context import recording
+from cotune.recording.context import carry_context, recording
 from cotune.recording.recorder import LiveEpisode, Responder, Sink
 from cotune.records.blame import Blame, blame
 from cotune.records.structs import Episode, Task
@@ -100,7 +99,7 @@ async def run_episode(
         start()
     if options.freeze:
         start_freezing()
-    carry_context()
+    carry_context(callers=workflow.roles is not None)
     live = live_episode(workflow, task, sink, options, responder)
     live.loop = asyncio.get_running_loop()
     live.tape.frameworks = options.record_tools

@@ -6,16 +6,20 @@ Also where an event loop is already running (a notebook): then in a thread of it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
-from collections.abc import Coroutine
+import os
+import sys
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from cotune.recording.exits import exits_logged
+from cotune.recording.context import identify
 from cotune.runtime.default_threads import grow_threads
 from cotune.runtime.interrupts import interrupts
-from cotune.runtime.user_code import origin
+from cotune.runtime.process_exit import go_on, print_line
+from cotune.runtime.user_code import origin, place, user_code
 
 log = logging.getLogger("cotune")
 T = TypeVar("T")
@@ -40,7 +44,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     runner = asyncio.Runner()
     loop = runner.get_loop()
     grow_threads(loop)
-    with interrupts(loop) as signals, exits_logged(), runner:
+    with interrupts(loop) as signals, _exits_logged(), runner:
         main = loop.create_task(work)
         signals.on_first = main.cancel
         try:
@@ -63,3 +67,24 @@ def _to_the_end(loop: asyncio.AbstractEventLoop, main: asyncio.Task[T]) -> T:
             if main.done() or not str(error).startswith("Event loop stopped"):
                 raise
             log.warning("The application called loop.stop() on the loop that cotune runs on: the run goes on.")
+
+
+@contextlib.contextmanager
+def _exits_logged() -> Iterator[None]:
+    """Inside, a call of `os._exit` by the application's code is printed, with its place, before the exit."""
+    original, process = os._exit, os.getpid()
+
+    def exit_with_message(status: int) -> NoReturn:
+        if os.getpid() == process and user_code.get():
+            role = identify().role
+            who = f"{user_code.get()}, role {role!r}," if role != "app" else user_code.get()
+            where = place(sys._getframe(1))
+            text = f"{who} called os._exit({status}), which ends the process at once: {where}. {go_on.get()}"
+            print_line(text.strip())
+        original(status)
+
+    os._exit = exit_with_message
+    try:
+        yield
+    finally:
+        os._exit = original

@@ -18,12 +18,11 @@ import msgspec
 
 from cotune.episodes.episode import activators
 from cotune.errors import RecordError, WorkflowError, error_text
-from cotune.recording.carry_context import carry_context
-from cotune.recording.context import current_episode
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
+from cotune.recording.context import carry_context, current_episode
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.redaction import Redactor, check_redactor
-from cotune.recording.role_functions import RolesFunction, roles_function
+from cotune.recording.roles import RolesFunction, roles_function
 from cotune.records.structs import CallRecord, CallStatus, Message, Record, RewardRecord, Task
 from cotune.records.tasks import as_task
 from cotune.runtime.last_flush import flush_at_signals, forget
@@ -135,7 +134,6 @@ class Trace:
             raise WorkflowError("This trace has been used.", "Make another one: with cotune.trace(...) as t.")
         for activate in activators:
             activate()
-        carry_context()
         outer = current_episode.get()
         inherited = outer.redaction.redactors if outer and outer.redaction else ()
         redactors = (*inherited, *self._redactors)
@@ -145,6 +143,7 @@ class Trace:
             self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
         else:
             self._live = Within(outer, self._sink, self.task, roles=self._roles or outer.roles, **options)
+        carry_context(callers=self._live.roles is not None)
         self._token = current_episode.set(self._live)
         return self
 

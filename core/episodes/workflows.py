@@ -12,7 +12,7 @@ from cotune.errors import WorkflowError
 from cotune.judging.episodes import EpisodeJudge
 from cotune.recording.context import current_episode
 from cotune.recording.redaction import Redactor, check_redactor, load_redactor
-from cotune.recording.role_functions import CALLER, MODEL, RolesFunction, roles_function
+from cotune.recording.roles import CALLER, MODEL, RolesFunction, roles_function
 from cotune.runtime.context_vars import setting
 from cotune.sampling.scoring import LONGEST, AnyScorer, GroupScorer, OfGroup, OfOne, Reward, Scorer
 from cotune.user_objects import load_object, takes

@@ -12,12 +12,10 @@ from typing import Any, Protocol
 
 from cotune.errors import CotuneError, RecordError, WorkflowError
 from cotune.recording.app_parts import Parts
-from cotune.recording.call_records import CallRecords
+from cotune.recording.call_records import CallerContext, CallRecords, PendingCall
 from cotune.recording.chance import KEPT, Chance
-from cotune.recording.pending_call import CallerContext, PendingCall
 from cotune.recording.redaction import Redaction, Redactor
-from cotune.recording.role_functions import RolesFunction, named
-from cotune.recording.shared_roles import warn_of_shared
+from cotune.recording.roles import RolesFunction, named, warn_of_shared
 from cotune.recording.tape import Tape, tool_at_work
 from cotune.records.answers import Answer, well_formed
 from cotune.records.blame import Blame
@@ -55,13 +53,18 @@ class Sink(Protocol):
 class LiveCall(PendingCall):
     """A call in flight; scorers see it as `call`. Ends once, by `finish` or `fail`."""
 
-    __slots__ = ("cancel", "copies", "ended", "episode", "on_wire", "outage", "stage", "unsupported_reason")
+    __slots__ = (
+        "cancel", "copies", "ended", "episode", "on_wire", "outage", "stage", "state", "task", "unsupported_reason",
+    )  # fmt: skip
 
     def __init__(
         self, episode: LiveEpisode, caller: CallerContext, step: int, turn: int, body: Mapping[str, Any]
     ) -> None:
         super().__init__(episode.id, caller, step, turn, body)
         self.episode = episode
+        self.task = episode.task
+        self.state = caller.state
+        """Input state of the node that makes the call (LangGraph), or `AgentState`, or `CrewState`; else None."""
         self.copies: tuple[LiveCall, ...] = ()
         """The same call in episodes inside this one (`cotune.trace`); they end with it."""
         self.ended = False
@@ -80,15 +83,6 @@ class LiveCall(PendingCall):
         """Take messages, tools and parameters from the body of a chat request in OpenAI form."""
         self._take(body)
         self.episode._link(self)
-
-    @property
-    def task(self) -> Task:
-        return self.episode.task
-
-    @property
-    def state(self) -> Any:
-        """Input state of the node that makes the call (LangGraph), else None."""
-        return self.caller.state
 
     def earlier(self) -> list[tuple[int, ...]]:
         """Token paths of this role's earlier calls, longest first; none where no reply is part of the messages."""

@@ -17,8 +17,8 @@ from cotune.integrations.apps.agent_state import AgentState
 from cotune.integrations.apps.autogen.lineage import Lineage
 from cotune.integrations.apps.autogen.scopes import NAME, AutogenScope, Names
 from cotune.integrations.apps.clients import Proxy, step_inside, unwrapped
+from cotune.recording.call_records import CallerContext
 from cotune.recording.context import called_by, current_episode, innermost
-from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.ids import new_id
 

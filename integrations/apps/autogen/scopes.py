@@ -18,8 +18,8 @@ from autogen_core.tools import StaticWorkbench
 from cotune.integrations.apps.agent_state import AgentState
 from cotune.integrations.apps.clients import step_inside
 from cotune.recording.app_parts import Part
+from cotune.recording.call_records import CallerContext
 from cotune.recording.context import Scope, current_episode, entered, innermost
-from cotune.recording.pending_call import CallerContext
 
 NAME = "autogen"
 

@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from cotune.recording.call_records import CallerContext
 from cotune.recording.context import Scope, called_by, entered, innermost
-from cotune.recording.pending_call import CallerContext
 from cotune.records.ids import new_id
 from cotune.runtime.context_vars import setting
 

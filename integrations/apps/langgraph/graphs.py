@@ -1,4 +1,7 @@
-"""The graph that starts: what its callbacks tell is the name of the run, which an application may choose."""
+"""The graph that starts, and its thread: callbacks tell only the name of its run, which an application may choose.
+
+In the threads of checkpointers each branch of a replay has its own, and episodes of a run do not share one.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,27 @@ import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from cotune.integrations.apps.langgraph import threads
-from cotune.integrations.apps.langgraph.threads import own_thread, watch_thread
+from langchain_core.runnables.config import var_child_runnable_config
+
 from cotune.integrations.versions import missing_hook
 from cotune.recording.context import current_episode
+from cotune.replay.responder import ReplayResponder
 
 starting: ContextVar[Any] = ContextVar("cotune_graph", default=None)
 """The graph whose run is about to start; taken by the first run that does."""
 
 
+_OF_THREADS = (
+    "get_state", "aget_state", "get_state_history", "aget_state_history", "update_state", "aupdate_state",
+    "bulk_update_state", "abulk_update_state",
+)  # fmt: skip
+"""Methods of a graph that take the configuration of a thread first."""
+
+
 def install() -> None:
-    """Hook the two methods that every way to run a graph goes through."""
+    """Hook the two methods that every way to run a graph goes through, and those that look at a thread."""
     from langgraph.pregel.main import Pregel
 
     for name in ("stream", "astream"):
@@ -27,20 +39,22 @@ def install() -> None:
 
     @functools.wraps(stream)
     def named_stream(self: Any, input: Any, config: Any = None, **options: Any) -> Iterator[Any]:
-        config = own_thread(self, config)
-        watch_thread(self, config)
+        config = _own_thread(self, config)
+        _watch_thread(self, config)
         parts = stream(self, input, config, **options)
         return parts if current_episode.get() is None else _started(self, parts)
 
     @functools.wraps(astream)
     def named_astream(self: Any, input: Any, config: Any = None, **options: Any) -> AsyncIterator[Any]:
-        config = own_thread(self, config)
-        watch_thread(self, config)
+        config = _own_thread(self, config)
+        _watch_thread(self, config)
         parts = astream(self, input, config, **options)
         return parts if current_episode.get() is None else _Astarted(self, parts)
 
     Pregel.stream, Pregel.astream = named_stream, named_astream
-    threads.install(Pregel)
+    for name in _OF_THREADS:
+        if (original := getattr(Pregel, name, None)) is not None:
+            setattr(Pregel, name, _with_own_thread(original))
 
 
 def _started(graph: Any, parts: Any) -> Iterator[Any]:
@@ -77,3 +91,58 @@ class _Astarted(AsyncGenerator[Any, Any]):
 
     def aclose(self) -> Any:
         return self._parts.aclose()
+
+
+def _own_thread(graph: Any, config: Any) -> Any:
+    """`config`, with a thread of this branch's own in place of one of its trunk: an application may name both alike."""
+    responder = _replaying()
+    if responder is None or _nested():
+        return config
+    thread = _thread(graph, config)
+    if str(thread) not in responder.replay.script.threads:
+        return config
+    live = current_episode.get()
+    given = dict(config or {})
+    own = f"{thread}@{live.id if live else ''}"
+    return {**given, "configurable": {**(given.get("configurable") or {}), "thread_id": own}}
+
+
+def _watch_thread(graph: Any, config: Any) -> None:
+    """Warn where episodes of a run share a thread: each would read what the others said."""
+    live, saver = current_episode.get(), graph.checkpointer
+    if live is None or live.phase == "trace" or _nested() or not hasattr(saver, "aget_tuple"):
+        return
+    if _episodes.setdefault(saver, {}).setdefault(_thread(graph, config), live.id) != live.id:
+        live.warn(
+            "shared_thread",
+            "Episodes share a thread_id of one checkpointer, so each reads what others have said: give every run a "
+            "thread_id of its own, such as str(uuid4()).",
+        )
+
+
+_episodes: WeakKeyDictionary[Any, dict[Any, str]] = WeakKeyDictionary()
+"""By checkpointer: the first episode in each thread."""
+
+
+def _with_own_thread(original: Any) -> Any:
+    @functools.wraps(original)
+    def run(self: Any, config: Any, *args: Any, **options: Any) -> Any:
+        return original(self, _own_thread(self, config), *args, **options)
+
+    return run
+
+
+def _replaying() -> ReplayResponder | None:
+    live = current_episode.get()
+    responder = None if live is None else live.responder
+    return responder if isinstance(responder, ReplayResponder) else None
+
+
+def _nested() -> bool:
+    """Whether a graph runs around this point."""
+    return bool(((var_child_runnable_config.get() or {}).get("configurable") or {}).get("checkpoint_ns"))
+
+
+def _thread(graph: Any, config: Any) -> Any:
+    known = [(one or {}).get("configurable") or {} for one in (config, getattr(graph, "config", None))]
+    return next((given["thread_id"] for given in known if given.get("thread_id")), None)

@@ -2,25 +2,29 @@
 
 A role is the path of the nodes around the call, from the innermost named agent or the outermost graph. Nodes that
 prebuilt agents bring along (`model`, `agent`, `tools`) give way to the name of their agent or of the node around it.
+Outside an episode each hook costs one read of a ContextVar.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
+from langchain_core.callbacks import manager as managers
 from langchain_core.runnables.config import var_child_runnable_config
 
-from cotune.integrations.apps.langchain.callbacks import on_end, on_start
 from cotune.integrations.apps.langchain.middleware import current_middleware
 from cotune.integrations.apps.langgraph.graphs import starting
 from cotune.integrations.apps.langgraph.run_tree import GraphRun, is_nameless, nameless, nodes_of, role_of, router_words
+from cotune.integrations.apps.patching import replace_method
+from cotune.integrations.versions import missing_hook
 from cotune.recording.app_parts import Part, Parts
+from cotune.recording.call_records import CallerContext
 from cotune.recording.context import current_caller, current_episode, current_scope, scope_finders
-from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.shared_roles import place_here
+from cotune.recording.roles import place_here
 
 NAME = "langgraph"
 _MESSAGE_ID = len("lc_run--") + 36
@@ -42,18 +46,81 @@ class _Runs:
         """Output ids of calls, by the message id that a provider gave the answer."""
 
 
+Observer = Callable[[LiveEpisode, Any, tuple[Any, ...], Mapping[str, Any]], object]
+"""Takes the episode, the manager of one run (`run_id`, `parent_run_id`, `metadata`), and the event's arguments."""
+
+
 def install() -> None:
-    """Follow the runs inside episodes; find the node of calls that no model announces. Raises UnsupportedVersion."""
-    on_start("on_chain_start", _chain_starts)
-    on_start("on_tool_start", _tool_starts)
-    on_start("on_retriever_start", _retriever_starts)
-    on_start("on_chat_model_start", _model_starts)
-    for kind in ("chain", "tool", "retriever"):
-        on_end(f"on_{kind}_end", _run_ends)
-        on_end(f"on_{kind}_error", _run_ends)
-    on_end("on_llm_end", _model_ends)
-    on_end("on_llm_error", _done)
+    """Follow the runs inside episodes, at the managers that report them to callback handlers; find the node of calls
+    that no model announces. Raises UnsupportedVersion.
+
+    Not by a handler of our own: LangChain does more for every run as soon as there is one, which costs about as much as
+    recording the call.
+    """
+    starts = {"chain": _chain_starts, "tool": _tool_starts, "retriever": _retriever_starts, "chat_model": _model_starts}
+    for like in ("", "Async"):
+        for kind, observe in starts.items():
+            _hook(f"{like}CallbackManager", f"on_{kind}_start", _observed_start, observe)
+        for kind in ("chain", "tool", "retriever"):
+            for event in ("end", "error"):
+                _hook(f"{like}CallbackManagerFor{kind.title()}Run", f"on_{kind}_{event}", _observed_end, _run_ends)
+        _hook(f"{like}CallbackManagerForLLMRun", "on_llm_end", _observed_end, _model_ends)
+        _hook(f"{like}CallbackManagerForLLMRun", "on_llm_error", _observed_end, _done)
     scope_finders.append(_node_scope)
+
+
+def _hook(manager: str, event: str, wrapper: Callable[[Any, Observer], Any], observe: Observer) -> None:
+    cls: type | None = getattr(managers, manager, None)
+    if cls is None or not callable(vars(cls).get(event)):
+        raise missing_hook("langchain-core", f"{manager}.{event}")
+    replace_method(cls, event, lambda original: wrapper(original, observe))
+
+
+def _observed_start(original: Any, observe: Observer) -> Any:
+    """`original`, which starts a run; a chat model starts one for each of its prompts. `observe` is called after it."""
+
+    def started(made: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        episode = current_episode.get()
+        if episode is None:
+            return made
+        try:
+            if not isinstance(made, list):
+                observe(episode, made, args, kwargs)
+                return made
+            prompts = args[1] if len(args) > 1 else kwargs.get("messages") or ()
+            for run, prompt in zip(made, prompts, strict=False):
+                observe(episode, run, (None, [prompt]), kwargs)
+        except Exception as error:  # noqa: BLE001
+            _count(episode, error)
+        return made
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return started(original(self, *args, **kwargs), args, kwargs)
+
+    async def start_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return started(await original(self, *args, **kwargs), args, kwargs)
+
+    return start_async if inspect.iscoroutinefunction(original) else start
+
+
+def _observed_end(original: Any, observe: Observer) -> Any:
+    """`original`, which ends a run; `observe` is called before it, also where no handler hears of the end."""
+
+    def end(self: Any, *args: Any, **kwargs: Any) -> Any:  # awaitable where the original is
+        episode = current_episode.get()
+        if episode is not None:
+            try:
+                observe(episode, self, args, kwargs)
+            except Exception as error:  # noqa: BLE001
+                _count(episode, error)
+        return original(self, *args, **kwargs)
+
+    return end
+
+
+def _count(episode: LiveEpisode, error: Exception) -> None:
+    """A fault of the recorder's own must not become the application's."""
+    episode.warn("langgraph", "The LangGraph integration failed.", error)
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:

@@ -17,8 +17,8 @@ from cotune.integrations.apps.clients import Proxy, step_inside
 from cotune.integrations.apps.patching import inside
 from cotune.integrations.versions import missing_hook
 from cotune.recording.app_parts import Part, Parts
+from cotune.recording.call_records import CallerContext
 from cotune.recording.context import Scope, called_by, current_episode, entered
-from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 
 NAME = "openai-agents"

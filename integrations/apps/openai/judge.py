@@ -15,9 +15,9 @@ from cotune.judging.episodes import FinishedEpisode, Ranking
 from cotune.judging.ledger import Ledger, run_folder
 from cotune.judging.question import AGAIN, Question, Unusable, question, values
 from cotune.judging.shown import shown_message, shown_messages, shown_tools
+from cotune.recording.call_records import CallerContext
 from cotune.recording.context import judging
 from cotune.recording.model_calls import ask_async
-from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.ids import address, canonical
 from cotune.records.structs import Candidate

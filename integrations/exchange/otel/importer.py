@@ -27,8 +27,7 @@ from cotune.integrations.exchange.otel.conventions import (
 from cotune.integrations.exchange.otel.files import read
 from cotune.integrations.exchange.otel.messages import decoded
 from cotune.integrations.exchange.otel.spans import Span
-from cotune.recording.call_records import CallRecords
-from cotune.recording.pending_call import CallerContext, PendingCall
+from cotune.recording.call_records import CallerContext, CallRecords, PendingCall
 from cotune.recording.recorder import Sink
 from cotune.records.answers import Answer
 from cotune.records.ids import ulid

@@ -19,7 +19,7 @@ from cotune.integrations.web.gateway.exchange import Exchange
 from cotune.integrations.web.gateway.settings import GatewayConfig
 from cotune.integrations.web.http.bodies import aside
 from cotune.integrations.web.http.requests import RequestError
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Sink
 from cotune.records.ids import message_id
 from cotune.records.structs import Episode, RewardRecord, Task

@@ -15,7 +15,7 @@ from cotune.errors import ConfigError
 from cotune.integrations.web.http.limits import Limits
 from cotune.integrations.web.http.requests import header
 from cotune.recording.redaction import Redactor
-from cotune.recording.role_functions import RolesFunction
+from cotune.recording.roles import RolesFunction
 
 
 class Split(msgspec.Struct, frozen=True):

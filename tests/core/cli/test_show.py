@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cotune.cli.show import show_run
 from cotune.errors import RecordError, RunError
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, PolicyRef, RewardRecord, Task, Usage

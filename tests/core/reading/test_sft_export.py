@@ -8,7 +8,7 @@ from typing import Any
 
 from cotune.cli.main import main
 from cotune.reading.sft_export import Written, write_supervised
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Task

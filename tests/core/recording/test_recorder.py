@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.errors import RecordError
-from cotune.recording.call_records import PromptTree
+from cotune.recording.call_records import CallerContext, PromptTree
 from cotune.recording.context import current_caller, identify, role, scope_finders
-from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.ids import message_id, pack_ids, segment_id

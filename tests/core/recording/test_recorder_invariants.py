@@ -16,7 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from cotune.episodes.tracing import Within
 from cotune.errors import RecordError
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import CallRecord, Candidate, Episode, Message, PolicyRef, RewardRecord, Segment, Task

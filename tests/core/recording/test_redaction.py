@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cotune.algorithms.collect import collect
 from cotune.episodes.workflows import workflow, workflow_of
 from cotune.errors import ConfigError, WorkflowError
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.recording.redaction import FAILED, each_text, load_redactor
 from cotune.records.answers import Answer

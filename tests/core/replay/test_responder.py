@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cotune.errors import ReplayDiverged
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Nowhere
 from cotune.records.answers import Answer
 from cotune.records.ids import message_id

@@ -10,7 +10,7 @@ import pytest
 
 from cotune.algorithms.recipes import Attribution
 from cotune.errors import SamplerError
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.plans import Plan
 from cotune.records.structs import PolicyRef, Task

@@ -13,7 +13,7 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.errors import RecordError, RunError
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.ids import new_id

@@ -53,7 +53,7 @@ def call(id, episode="E1", step=0):
 
 WRITE_FOREVER = """
     import sys
-    from cotune.recording.pending_call import CallerContext
+    from cotune.recording.call_records import CallerContext
     from cotune.records.structs import Candidate, PolicyRef, Task
     from cotune.records.answers import Answer
     from cotune.recording.recorder import LiveEpisode

@@ -18,8 +18,8 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RunError, WorkflowError
 from cotune.reading.evaluations import read_evaluations
+from cotune.recording.call_records import CallerContext
 from cotune.recording.context import current_episode
-from cotune.recording.pending_call import CallerContext
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import Episode
 from cotune.storage.run_layout import read_run_json

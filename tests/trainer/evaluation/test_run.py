@@ -16,8 +16,8 @@ from cotune.episodes.rollout import EpisodeBatch
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, Outage, WorkflowError
 from cotune.intervals import Interval
+from cotune.recording.call_records import CallerContext
 from cotune.recording.context import current_episode
-from cotune.recording.pending_call import CallerContext
 from cotune.recording.recorder import Nowhere
 from cotune.records.policies import UNTRAINED
 from cotune.records.structs import CallRecord, Episode, PolicyRef, Record, Task

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cotune.integrations.models.chat.template import ChatTemplate
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Fork, Task

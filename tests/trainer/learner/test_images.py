@@ -23,7 +23,7 @@ from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.integrations.models.transformers.batch import BASE, Batch
 from cotune.integrations.models.transformers.rows import Job
 from cotune.integrations.models.transformers.sampler import TransformersSampler
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.policies import LoraSpec, Policies, PolicySpec

@@ -18,7 +18,7 @@ from cotune.cli.main import main
 from cotune.episodes.episode import run_episode
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import WorkflowFunction
-from cotune.recording.role_functions import CallRequest
+from cotune.recording.roles import CallRequest
 from cotune.records.structs import CallRecord, Record, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.before.stub.stub import StubResponder

@@ -19,7 +19,7 @@ from cotune.cli.main import main
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import load_roles, load_workflow
 from cotune.errors import ConfigError, WorkflowError
-from cotune.recording.role_functions import CallRequest
+from cotune.recording.roles import CallRequest
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.recorded import Recorded
 

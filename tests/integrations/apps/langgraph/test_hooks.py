@@ -59,7 +59,7 @@ def test_the_managers_of_callbacks_still_tell_node_namespace_and_message_ids(rec
         return 1
 
     record(run, reply)
-    remedy = REMEDY.format("LangChain's callback managers", "langchain/callbacks.py")
+    remedy = REMEDY.format("LangChain's callback managers", "langgraph/identity.py")
     assert told["kinds"] == [("chain", "LangGraph", False), ("node", "node", True)], remedy
     assert told["id"].startswith(told["output"]), remedy
     assert told["handlers"] == []

@@ -17,7 +17,7 @@ from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.exchange.otel import names
 from cotune.integrations.exchange.otel.exporter import LiveExport, export_file, export_to, otlp_exporter
 from cotune.integrations.exchange.otel.spans import Detail, Span, episode_spans
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.structs import Task
 from cotune.storage.sqlite_store import SqliteStore

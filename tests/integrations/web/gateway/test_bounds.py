@@ -21,7 +21,7 @@ import cotune
 from cotune.integrations.apps.openai import responses as openai_responses
 from cotune.integrations.web.http.limits import Limits
 from cotune.recording import call_records, recorder
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Message, Task

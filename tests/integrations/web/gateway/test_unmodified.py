@@ -18,7 +18,7 @@ from rich.console import Console
 from cotune.cli.show import show_run
 from cotune.errors import ConfigError
 from cotune.integrations.web.gateway.settings import Split
-from cotune.recording.role_functions import roles_function
+from cotune.recording.roles import roles_function
 from tests.integrations.web.gateway.client import Bench, ask, bench
 
 

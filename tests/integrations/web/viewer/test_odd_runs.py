@@ -20,7 +20,7 @@ from cotune.cli.main import main
 from cotune.errors import CotuneError
 from cotune.integrations.web.viewer.opened import OpenedRun, open_runs
 from cotune.integrations.web.viewer.pages import build_app
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, PolicyRef, Task

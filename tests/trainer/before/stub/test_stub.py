@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cotune.errors import WorkflowError
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.plans import Plan

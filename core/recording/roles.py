@@ -1,4 +1,4 @@
-"""Roles by a function of the user's, for applications in which no framework names them."""
+"""Roles by a function of the user's, for applications in which no framework names them; and roles that agents share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from types import FrameType
 from typing import Any
 
 from cotune.errors import WorkflowError, error_text
-from cotune.recording.pending_call import CallerContext
+from cotune.recording.call_records import CallerContext
 from cotune.runtime.callers import Function, functions_around
+from cotune.runtime.user_code import is_library
 from cotune.user_objects import takes
 
 CALLER, MODEL = "caller", "model"
@@ -139,3 +140,34 @@ def _check(role: Any) -> None:
 
 def _name(fn: Any) -> str:
     return str(getattr(fn, "__name__", None) or type(fn).__name__)
+
+
+UNKNOWN = "an asyncio task or a thread"
+_LOOP = "asyncio.events"
+_REMEDY = "Give each agent a name, or run it inside `with cotune.role(...)`; else one policy is trained for all."
+
+
+def place_here() -> str:
+    """File, line and function of the application that runs this; a task of its own does not know who started it."""
+    frame = sys._getframe(1)
+    while is_library(frame):
+        if frame.f_back is None or frame.f_globals.get("__name__") == _LOOP:
+            return UNKNOWN
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def warn_of_shared(
+    caller: CallerContext, known: dict[str, tuple[object, str]], warn: Callable[[str, str], None]
+) -> None:
+    """Warn where another agent without a name has made calls of this role before; `known` are its first, by role."""
+    if caller.nameless is None:
+        return
+    agent, place = caller.nameless
+    first, there = known.setdefault(caller.role, caller.nameless)
+    if first is not agent and (there != place or there == UNKNOWN):
+        text = f"Two agents without a name share the role {caller.role!r}: that of {there}, and that of {place}."
+        warn("shared_role", f"{text} {_REMEDY}")
+    elif first is not agent:
+        text = f"Agents without a name share the role {caller.role!r}, or one that is made anew: {there} runs them."
+        warn("shared_role", f"{text} {_REMEDY}")
