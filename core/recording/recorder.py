@@ -1,4 +1,15 @@
-"""The recorder: turns what an application does into records, while it runs."""
+"""The recorder: turns what an application does into records, while it runs.
+
+    LiveEpisode: one run of the application        -> Episode, RewardRecord (team)
+      LiveCall: one call, by step, role and turn   -> CallRecord
+        CallerContext: who calls, and what it read -> role, parents
+        messages, tools                            -> Message, each once per episode
+        Answer: all candidates, one chosen         -> Candidate, RewardRecord
+          prompt_ids                               -> Segment: only what no earlier prompt of the role has
+      Tape: results of tools; Chance: clock, uuid  -> Message, ToolResult
+
+A call starts under the episode's lock, which numbers it, and ends once: then its records go to the sink in one write.
+"""
 
 from __future__ import annotations
 

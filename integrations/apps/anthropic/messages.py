@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.apps.openai.completions import events, grow, number
+from cotune.integrations.apps.openai.completions import grow, number
 from cotune.integrations.apps.openai.forms import Form
 from cotune.integrations.apps.openai.response_body import ProviderFailed
 from cotune.integrations.apps.openai.responses import hosted_tools, text_of
@@ -97,61 +97,50 @@ def answer_of(message: Any) -> Answer:
     return Answer(candidates=(candidate,), usage=usage)
 
 
-def from_events(raw: bytes) -> dict[str, Any] | None:
-    """The Message that a stream adds up to; None when it was not read to its end.
+class MessageStream:
+    """What the events of a stream add up to."""
 
-    Raises ValueError for an event that is not JSON, ProviderFailed for an error event.
-    """
-    message: dict[str, Any] = {}
-    blocks: dict[int, dict[str, Any]] = {}
-    for data in events(raw):
-        event = msgspec.json.decode(data)
-        if event.get("type") == "error":
+    def __init__(self) -> None:
+        self._message: dict[str, Any] = {}
+        self._blocks: dict[int, dict[str, Any]] = {}
+
+    def take(self, event: Any) -> bool:
+        """Add an event; whether it is the last. Raises ProviderFailed for an error event."""
+        kind = event.get("type")
+        if kind == "error":
             raise ProviderFailed(f"error event: {event.get('error')}")
-        if event.get("type") == "message_stop":
-            return _whole(message, blocks)
-        _take(event, message, blocks)
-    return None
+        if kind == "message_start":
+            self._message.update(event["message"])
+        elif kind == "content_block_start":
+            self._blocks[number(event, "index")] = dict(event["content_block"])
+        elif kind == "content_block_delta":
+            block, delta = self._blocks[event["index"]], event["delta"]
+            if delta.get("type") == "input_json_delta":
+                grow(block, "partial", delta["partial_json"])
+            elif field := _GROWING.get(delta.get("type")):
+                grow(block, field, delta[field])
+        elif kind == "message_delta":
+            self._message["usage"] = {**(self._message.get("usage") or {}), **(event.get("usage") or {})}
+            self._message.update(event.get("delta") or {})
+        return bool(kind == "message_stop")
 
+    def over(self) -> bool:
+        return False
 
-def part_of_events(raw: bytes) -> dict[str, Any] | None:
-    """The Message as far as the sound events of a broken or half-read stream tell it; None where they tell nothing."""
-    message: dict[str, Any] = {}
-    blocks: dict[int, dict[str, Any]] = {}
-    for data in events(raw[: raw.rfind(b"\n") + 1]):
-        try:
-            _take(msgspec.json.decode(data), message, blocks)
-        except (ValueError, TypeError, AttributeError, KeyError):
-            continue
-    if not any(block.get(field) for block in blocks.values() for field in ("text", "thinking", "partial", "name")):
-        return None
-    return {**_whole(message, blocks), "stop_reason": message.get("stop_reason") or "interrupted"}
+    def some(self) -> bool:
+        """Whether it says anything."""
+        fields = ("text", "thinking", "partial", "name")
+        return any(block.get(field) for block in self._blocks.values() for field in fields)
 
-
-def _take(event: Mapping[str, Any], message: dict[str, Any], blocks: dict[int, dict[str, Any]]) -> None:
-    kind = event.get("type")
-    if kind == "message_start":
-        message.update(event["message"])
-    elif kind == "content_block_start":
-        blocks[number(event, "index")] = dict(event["content_block"])
-    elif kind == "content_block_delta":
-        block, delta = blocks[event["index"]], event["delta"]
-        if delta.get("type") == "input_json_delta":
-            grow(block, "partial", delta["partial_json"])
-        elif field := _GROWING.get(delta.get("type")):
-            grow(block, field, delta[field])
-    elif kind == "message_delta":
-        message["usage"] = {**(message.get("usage") or {}), **(event.get("usage") or {})}
-        message.update(event.get("delta") or {})
-
-
-def _whole(message: dict[str, Any], blocks: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    content = []
-    for index in sorted(blocks):
-        block = dict(blocks[index])
-        partial = block.pop("partial", None)
-        content.append({**block, "input": partial} if partial else block)
-    return {**message, "content": content}
+    def body(self, *, whole: bool) -> dict[str, Any]:
+        """The Message; where it is not `whole` and has no end, it stopped as `interrupted`."""
+        content = []
+        for index in sorted(self._blocks):
+            block = dict(self._blocks[index])
+            partial = block.pop("partial", None)
+            content.append({**block, "input": partial} if partial else block)
+        ended = {} if whole or self._message.get("stop_reason") else {"stop_reason": "interrupted"}
+        return {**self._message, "content": content, **ended}
 
 
 def _keep(call: LiveCall, asked: Mapping[str, Any], message: Mapping[str, Any]) -> None:
@@ -351,8 +340,7 @@ MESSAGES = Form(
     body=message_of,
     events=to_events,
     answer=answer_of,
-    stream=from_events,
-    part=part_of_events,
+    stream=MessageStream,
     keep=_keep,
 )
 """The interface at /v1/messages."""

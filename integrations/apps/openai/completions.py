@@ -16,35 +16,33 @@ from cotune.records.answers import MALFORMED, Answer, counts
 from cotune.records.structs import Candidate
 
 
-def completion_of(call: LiveCall, answer: Answer) -> dict[str, Any]:
+def completion_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict[str, Any]:
     """The body for an answer: the chosen candidate first, then others up to the `n` that the application asked for.
 
     The model name is the one asked for. Raises SamplerError when there are fewer candidates than `n`.
     """
-    shown = _choices(call, answer)
+    count = int(call.params.get("n") or 1)
+    if len(answer.candidates) < count:
+        raise SamplerError(
+            f"The application asked for n = {count} choices and {len(answer.candidates)} were sampled.",
+            "Ask for fewer choices.",
+        )
+    chosen = answer.candidates[answer.chosen]
+    shown = [chosen, *(c for c in answer.candidates if c.index != chosen.index)][:count]
+    # The application pays for the choices that it gets.
+    read = answer.usage.prompt_tokens
+    written = sum([len(c.token_ids) for c in shown]) or answer.usage.completion_tokens
     completion = {
         "id": f"chatcmpl-{call.id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
         "choices": [_choice(call, i, candidate) for i, candidate in enumerate(shown)],
-        "usage": _usage(answer, shown),
+        "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
     }
     if call.params.get("return_token_ids"):
         completion["prompt_token_ids"] = list(answer.prompt_ids)
     return completion
-
-
-def _choices(call: LiveCall, answer: Answer) -> list[Candidate]:
-    """The chosen candidate, then others up to the `n` that was asked for. Raises SamplerError when there are fewer."""
-    asked = int(call.params.get("n") or 1)
-    if len(answer.candidates) < asked:
-        raise SamplerError(
-            f"The application asked for n = {asked} choices and {len(answer.candidates)} were sampled.",
-            "Ask for fewer choices.",
-        )
-    others = [c for c in answer.candidates if c.index != answer.candidates[answer.chosen].index]
-    return [answer.candidates[answer.chosen], *others][:asked]
 
 
 def _choice(call: LiveCall, index: int, candidate: Candidate) -> dict[str, Any]:
@@ -55,13 +53,6 @@ def _choice(call: LiveCall, index: int, candidate: Candidate) -> dict[str, Any]:
     if call.params.get("return_token_ids"):
         choice["token_ids"] = list(candidate.token_ids)
     return choice
-
-
-def _usage(answer: Answer, shown: list[Candidate]) -> dict[str, int]:
-    """Counts as the application would pay for them: only of the choices it gets."""
-    completion = sum(len(c.token_ids) for c in shown) or answer.usage.completion_tokens
-    prompt = answer.usage.prompt_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def answer_of(completion: Any) -> Answer:
@@ -109,8 +100,8 @@ MOST_PARTS = 4096
 """Choices of a stream, and tool calls of a choice, are numbered below it; a higher number is a fault of the sender."""
 
 
-def to_stream(completion: Mapping[str, Any], *, usage: bool) -> bytes:
-    """The events of a `chat.completion` object; `usage` adds the chunk that `stream_options.include_usage` asks for."""
+def to_stream(completion: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
+    """The events of a `chat.completion` object; the last has the usage where `stream_options.include_usage` asks."""
     base = {
         "id": completion["id"],
         "object": "chat.completion.chunk",
@@ -120,7 +111,7 @@ def to_stream(completion: Mapping[str, Any], *, usage: bool) -> bytes:
     made = [{**base, "choices": [part]} for choice in completion["choices"] for part in _parts(choice)]
     if "prompt_token_ids" in completion:
         made[0]["prompt_token_ids"] = completion["prompt_token_ids"]
-    if usage:
+    if (asked.get("stream_options") or {}).get("include_usage"):
         made.append({**base, "choices": [], "usage": completion.get("usage")})
     return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in made) + DONE
 
@@ -138,45 +129,45 @@ def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}
 
 
-def from_stream(raw: bytes) -> dict[str, Any] | None:
-    """The completion that a stream of events adds up to; None when it was not read to its end.
+class ChatStream:
+    """What the events of a stream add up to."""
 
-    Raises ValueError for events that are not JSON, and for an error event.
-    """
-    completion: dict[str, Any] = {}
-    choices: dict[int, dict[str, Any]] = {}
-    done = False
-    for data in events(raw):
-        if data == b"[DONE]":
-            done = True
-            break
-        _take(_decode(data), completion, choices)
-    finished = bool(choices) and all(choice["finish_reason"] for choice in choices.values())
-    if not (done or finished):
-        return None
-    completion["choices"] = [_whole(choices[index]) for index in sorted(choices)]
-    return completion
+    def __init__(self) -> None:
+        self._completion: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
 
+    def take(self, event: Any) -> bool:
+        """Add an event; whether it is the last. Raises ValueError for an error event."""
+        if not isinstance(event, dict):
+            raise ValueError(f"event {event!r} is no object")
+        if event.get("error"):
+            raise ValueError(f"error event: {event['error']}")
+        for key in ("id", "model", "created", "usage", "prompt_token_ids"):
+            if event.get(key) is not None:
+                self._completion[key] = event[key]
+        for part in event.get("choices") or []:
+            index = number(part, "index")
+            empty = {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
+            _add(self._choices.setdefault(index, empty), part)
+        return False
 
-def part_of_stream(raw: bytes) -> dict[str, Any] | None:
-    """The completion as far as the sound events of a broken or half-read stream tell it; None where they tell nothing.
+    def over(self) -> bool:
+        """Whether the answer is whole, though its last event has not come."""
+        return bool(self._choices) and all(choice["finish_reason"] for choice in self._choices.values())
 
-    A choice without its end has the finish reason `interrupted`.
-    """
-    completion: dict[str, Any] = {}
-    choices: dict[int, dict[str, Any]] = {}
-    for data in events(raw[: raw.rfind(b"\n") + 1]):
-        try:
-            _take(_decode(data), completion, choices)
-        except (ValueError, TypeError, AttributeError, KeyError):
-            continue
-    if not any(len(choice["message"]) > 2 or choice["message"]["content"] for choice in choices.values()):
-        return None
-    completion["choices"] = [
-        {**_whole(choices[index]), "finish_reason": choices[index]["finish_reason"] or "interrupted"}
-        for index in sorted(choices)
-    ]
-    return completion
+    def some(self) -> bool:
+        """Whether it says anything."""
+        messages = [choice["message"] for choice in self._choices.values()]
+        return any(len(message) > 2 or message["content"] for message in messages)
+
+    def body(self, *, whole: bool) -> dict[str, Any]:
+        """The completion; where it is not `whole`, choices without an end have the finish reason `interrupted`."""
+        for choice in self._choices.values():
+            choice["finish_reason"] = choice["finish_reason"] or (None if whole else "interrupted")
+            tools = choice["message"].get("tool_calls")
+            if isinstance(tools, dict):  # by number while they grow: a stream may skip some
+                choice["message"]["tool_calls"] = [tools[position] for position in sorted(tools)]
+        return {**self._completion, "choices": [self._choices[index] for index in sorted(self._choices)]}
 
 
 def events(raw: bytes) -> Iterator[bytes]:
@@ -204,33 +195,6 @@ def number(part: Mapping[str, Any], name: str) -> int:
     if type(index) is not int or not 0 <= index < MOST_PARTS:
         raise ValueError(f"{name} is {str(index)[:20]}, no whole number below {MOST_PARTS}")
     return index
-
-
-def _take(event: Mapping[str, Any], completion: dict[str, Any], choices: dict[int, dict[str, Any]]) -> None:
-    for key in ("id", "model", "created", "usage", "prompt_token_ids"):
-        if event.get(key) is not None:
-            completion[key] = event[key]
-    for part in event.get("choices") or []:
-        index = number(part, "index")
-        empty = {"index": index, "message": {"role": "assistant", "content": None}, "finish_reason": None}
-        _add(choices.setdefault(index, empty), part)
-
-
-def _decode(data: bytes) -> dict[str, Any]:
-    event = msgspec.json.decode(data)
-    if not isinstance(event, dict):
-        raise ValueError(f"event {event!r} is no object")
-    if event.get("error"):
-        raise ValueError(f"error event: {event['error']}")
-    return event
-
-
-def _whole(choice: dict[str, Any]) -> dict[str, Any]:
-    """The choice with its tool calls in a list: while it grows they are by number, of which a stream may skip some."""
-    tools = choice["message"].get("tool_calls")
-    if tools is not None:
-        choice["message"]["tool_calls"] = [tools[position] for position in sorted(tools)]
-    return choice
 
 
 def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:

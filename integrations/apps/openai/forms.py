@@ -6,17 +6,38 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from cotune.integrations.apps.openai import completions as chat_completions
 from cotune.integrations.apps.openai import response_body as openai_response_body
 from cotune.integrations.apps.openai import responses as openai_responses
+from cotune.integrations.apps.openai.completions import events
 from cotune.integrations.apps.openai.response_body import ProviderFailed
 from cotune.recording.model_calls import reason_of
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
+
+
+class Stream(Protocol):
+    """What the events of a stream add up to."""
+
+    def take(self, event: Any) -> bool:
+        """Add an event; whether it is the last. Raises ProviderFailed for an error event, or one of `BROKEN`."""
+        ...
+
+    def over(self) -> bool:
+        """Whether the answer is whole, though its last event has not come."""
+        ...
+
+    def some(self) -> bool:
+        """Whether it says anything."""
+        ...
+
+    def body(self, *, whole: bool) -> dict[str, Any]:
+        """The body; where it is not `whole`, as far as it has come, marked as interrupted."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +58,7 @@ class Form:
     """A body as a stream."""
     answer: Callable[[Any], Answer]
     """Raises ValueError for a malformed body, ProviderFailed for one that says there is no answer."""
-    stream: Callable[[bytes], dict[str, Any] | None]
-    """The body that a stream adds up to; None when it was not read to its end."""
-    part: Callable[[bytes], dict[str, Any] | None]
-    """The body as far as a broken or half-read stream tells it."""
+    stream: Callable[[], Stream]
     keep: Callable[[LiveCall, Mapping[str, Any], Mapping[str, Any]], None]
     """Remember a body for later requests that refer to it."""
 
@@ -51,17 +69,6 @@ TEXT_COMPLETION = (
     "A legacy text completion (POST /completions) is not recorded, and no policy answers it: use chat completions.",
 )
 """The warning of a request to the interface before chat: a continued text has no messages, so no turns to group."""
-
-
-def form_of(request: Any) -> Form | None:
-    """The interface that an httpx or httpx2 request belongs to, under whatever prefix; None where it is no call."""
-    if request.method != "POST":
-        return None
-    path = request.url.path
-    for form in FORMS:
-        if path.endswith(form.path):
-            return form
-    return None
 
 
 def _chat_unsupported(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
@@ -83,13 +90,10 @@ CHAT = Form(
     path="/chat/completions",
     chat=lambda asked, episode: dict(asked),
     unsupported_reason=_chat_unsupported,
-    body=lambda call, answer, asked: chat_completions.completion_of(call, answer),
-    events=lambda body, asked: chat_completions.to_stream(
-        body, usage=bool((asked.get("stream_options") or {}).get("include_usage"))
-    ),
+    body=chat_completions.completion_of,
+    events=chat_completions.to_stream,
     answer=chat_completions.answer_of,
-    stream=chat_completions.from_stream,
-    part=chat_completions.part_of_stream,
+    stream=chat_completions.ChatStream,
     keep=lambda call, asked, body: None,
 )
 RESPONSES = Form(
@@ -98,21 +102,12 @@ RESPONSES = Form(
     chat=openai_responses.chat_of,
     unsupported_reason=openai_responses.unsupported_reason,
     body=openai_response_body.response_of,
-    events=lambda body, asked: openai_response_body.to_events(body),
+    events=openai_response_body.to_events,
     answer=openai_response_body.answer_of,
-    stream=openai_response_body.from_events,
-    part=openai_response_body.part_of_events,
+    stream=openai_response_body.ResponseStream,
     keep=lambda call, asked, body: openai_responses.earlier_in(call.episode).keep(call, asked, body),
 )
 FORMS = (CHAT, RESPONSES)
-
-
-def asked_in(request: Any) -> dict[str, Any]:
-    """The body of a request. Raises ValueError when it is no JSON object."""
-    asked = msgspec.json.decode(request.content)
-    if not isinstance(asked, dict):
-        raise ValueError("the body is no JSON object")
-    return asked
 
 
 def encoded(call: LiveCall, form: Form, asked: Mapping[str, Any], answer: Answer) -> tuple[bytes, str]:
@@ -135,7 +130,7 @@ def finish(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, str
     """
     found = None
     try:
-        body = form.stream(raw) if streamed else _decoded(raw)
+        body = body_of_stream(form, raw) if streamed else _decoded(raw)
         if body is None:
             return False
         found = form.answer(body)
@@ -162,12 +157,24 @@ def _decoded(raw: bytes) -> Any:
         raise
 
 
+def body_of_stream(form: Form, raw: bytes) -> dict[str, Any] | None:
+    """The body that a stream adds up to; None when it was not read to its end."""
+    stream = form.stream()
+    for data in events(raw):
+        if data == b"[DONE]" or stream.take(msgspec.json.decode(data)):
+            return stream.body(whole=True)
+    return stream.body(whole=True) if stream.over() else None
+
+
 def part_of(form: Form, raw: bytes, streamed: bool) -> Answer | None:
-    """The answer as far as a broken or half-read stream tells it; None for JSON, of which a part tells nothing."""
+    """The answer as far as the sound events of a broken or half-read stream tell it; None for JSON, of which a part
+    tells nothing."""
     if not streamed:
         return None
-    try:
-        body = form.part(raw)
-        return None if body is None else form.answer(body)
-    except (ProviderFailed, *BROKEN):
-        return None
+    stream = form.stream()
+    for data in events(raw[: raw.rfind(b"\n") + 1]):
+        with contextlib.suppress(ProviderFailed, *BROKEN):
+            stream.take(msgspec.json.decode(data))
+    with contextlib.suppress(ProviderFailed, *BROKEN):
+        return form.answer(stream.body(whole=False)) if stream.some() else None
+    return None

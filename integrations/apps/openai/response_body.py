@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from cotune.integrations.apps.openai.completions import events, grow, number, several
+from cotune.integrations.apps.openai.completions import grow, number, several
 from cotune.integrations.apps.openai.responses import messages_of, readable, text_of
 from cotune.integrations.apps.openai.token_logprobs import shown_of, token_logprobs
 from cotune.recording.recorder import LiveCall
@@ -163,10 +163,7 @@ def _finish(response: Mapping[str, Any], message: Mapping[str, Any]) -> str:
     return "tool_calls" if message.get("tool_calls") else "stop"
 
 
-_LAST = ("response.completed", "response.incomplete", "response.failed")
-
-
-def to_events(response: Mapping[str, Any]) -> bytes:
+def to_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
     """The events that a provider sends for a response, in its order: item by item, part by part."""
     begun = {**response, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     last = f"response.{response['status']}"
@@ -224,48 +221,54 @@ _GROWING: dict[str, tuple[str, Any]] = {
 """By type of an item: what its events fill in, and what that is before the first."""
 
 
-def from_events(raw: bytes) -> dict[str, Any] | None:
-    """The response that a stream of events ended with; None when it was not read to its end.
+_LAST = ("response.completed", "response.incomplete", "response.failed")
 
-    Raises ValueError for an event that is not JSON, ProviderFailed for an error event.
-    """
-    for data in events(raw):
-        event = msgspec.json.decode(data) if data != b"[DONE]" else {}
-        if event.get("type") == "error" or event.get("error"):
+
+class ResponseStream:
+    """What the events of a stream add up to: the response that its last event holds, else the items so far."""
+
+    def __init__(self) -> None:
+        self._response: dict[str, Any] | None = None
+        self._items: dict[int, dict[str, Any]] = {}
+
+    def take(self, event: Any) -> bool:
+        """Add an event; whether it is the last. Raises ProviderFailed for an error event."""
+        kind = event.get("type")
+        if kind == "error" or event.get("error"):
             raise ProviderFailed(f"error event: {event.get('error') or event.get('message')}")
-        if event.get("type") in _LAST:
-            response: dict[str, Any] = event["response"]
-            return response
-    return None
+        if kind in _LAST:
+            self._response = event["response"]
+        elif kind in ("response.output_item.added", "response.output_item.done"):
+            self._items[number(event, "output_index")] = dict(event["item"])
+        elif kind in _GROWS:
+            _GROWS[kind](self._items[event["output_index"]], event)
+        return self._response is not None
+
+    def over(self) -> bool:
+        return False
+
+    def some(self) -> bool:
+        """Whether it says anything."""
+        return any(item.get("content") or item.get("arguments") or item.get("summary") for item in self._items.values())
+
+    def body(self, *, whole: bool) -> dict[str, Any]:
+        """The response; where it is not `whole`, the items so far with the status `interrupted`."""
+        if whole and self._response is not None:
+            return self._response
+        return {"status": "interrupted", "output": [self._items[index] for index in sorted(self._items)]}
 
 
-def part_of_events(raw: bytes) -> dict[str, Any] | None:
-    """The response as far as the sound events of a broken or half-read stream tell it; None where they tell nothing.
-
-    Its status is `interrupted`.
-    """
-    items: dict[int, dict[str, Any]] = {}
-    for data in events(raw[: raw.rfind(b"\n") + 1]):
-        try:
-            _take(msgspec.json.decode(data), items)
-        except (ValueError, TypeError, AttributeError, KeyError, IndexError):
-            continue
-    output = [items[index] for index in sorted(items)]
-    has_content = any(item.get("content") or item.get("arguments") or item.get("summary") for item in output)
-    return {"status": "interrupted", "output": output} if has_content else None
-
-
-def _take(event: Mapping[str, Any], items: dict[int, dict[str, Any]]) -> None:
-    kind = event.get("type")
-    if kind in ("response.output_item.added", "response.output_item.done"):
-        items[number(event, "output_index")] = dict(event["item"])
-    elif kind == "response.content_part.added":
-        items[event["output_index"]].setdefault("content", []).append(dict(event["part"]))
-    elif kind == "response.reasoning_summary_part.added":
-        items[event["output_index"]].setdefault("summary", []).append(dict(event["part"]))
-    elif kind == "response.output_text.delta":
-        grow(items[event["output_index"]]["content"][event["content_index"]], "text", event["delta"])
-    elif kind == "response.reasoning_summary_text.delta":
-        grow(items[event["output_index"]]["summary"][event["summary_index"]], "text", event["delta"])
-    elif kind == "response.function_call_arguments.delta":
-        grow(items[event["output_index"]], "arguments", event["delta"])
+_GROWS: dict[str, Callable[[dict[str, Any], Mapping[str, Any]], None]] = {
+    "response.content_part.added": lambda item, event: item.setdefault("content", []).append(dict(event["part"])),
+    "response.reasoning_summary_part.added": lambda item, event: item.setdefault("summary", []).append(
+        dict(event["part"])
+    ),
+    "response.output_text.delta": lambda item, event: grow(
+        item["content"][event["content_index"]], "text", event["delta"]
+    ),
+    "response.reasoning_summary_text.delta": lambda item, event: grow(
+        item["summary"][event["summary_index"]], "text", event["delta"]
+    ),
+    "response.function_call_arguments.delta": lambda item, event: grow(item, "arguments", event["delta"]),
+}
+"""By type of an event: what it adds to its item."""

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,16 +19,16 @@ import msgspec
 
 from cotune.errors import RecordError, SamplerError, error_text
 from cotune.integrations.apps.openai.forms import (
+    CHAT,
+    FORMS,
     TEXT_COMPLETION,
     TEXT_COMPLETIONS,
     Form,
-    asked_in,
     encoded,
     finish,
-    form_of,
     part_of,
 )
-from cotune.integrations.apps.patching import inside, replace_method
+from cotune.integrations.apps.patching import replace_method
 from cotune.integrations.versions import missing_hook
 from cotune.recording.context import current_episode, identify, opened_call
 from cotune.recording.model_calls import (
@@ -43,150 +44,199 @@ from cotune.recording.recorder import INTERRUPTED, LiveCall, LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.blame import refusal
 from cotune.records.structs import CallStatus
-from cotune.runtime.context_vars import setting
-
-
-class _Exchange(msgspec.Struct):
-    """One request of the application with all the retries that the SDK makes of it."""
-
-    call: LiveCall | None = None
-    asked: dict[str, Any] = {}
-    failure: str | None = None
-
-    def fail(self, error: BaseException) -> None:
-        if self.call is not None:
-            raised(self.call, error)
-
 
 _OFFLINE = SamplerError("Nothing here answers this call, and no provider is contacted.")
 _UNSEEN = ("/runs", "/batches", "/responses/compact")
 """Ends of paths behind which models answer, or will, but not in the response."""
-_exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", default=None)
 
 
 def install() -> None:
     """Hook both client classes. Raises UnsupportedVersion when this openai has no such methods."""
     from openai import _base_client as base
 
+    hooks = (("request", _request, _request_async), ("_send_request", _send, _send_async))
     for client in (base.SyncAPIClient, base.AsyncAPIClient):
-        for name in ("request", "_send_request"):
+        for name, *_ in hooks:
             if not callable(getattr(client, name, None)):
                 raise missing_hook("openai", f"{client.__name__}.{name}")
-    replace_method(base.SyncAPIClient, "request", _request)
-    replace_method(base.SyncAPIClient, "_send_request", _sync_send)
-    replace_method(base.AsyncAPIClient, "request", _request)
-    replace_method(base.AsyncAPIClient, "_send_request", _async_send)
+    for name, sync, asynchronous in hooks:
+        replace_method(base.SyncAPIClient, name, sync)
+        replace_method(base.AsyncAPIClient, name, asynchronous)
 
 
-@contextlib.contextmanager
-def _new_exchange() -> Iterator[None]:
-    exchange = _Exchange()
-    try:
-        with setting(_exchange, exchange):
-            yield
-    except BaseException as error:
-        exchange.fail(error)
-        raise
+@dataclass(eq=False, slots=True)
+class _Exchange:
+    """One request of the application with all the retries that the SDK makes of it: one call."""
+
+    retried: bool
+    """Whether the SDK may send it again after a failure: then the call ends with the request, not with an attempt."""
+    form: Form = CHAT
+    asked: dict[str, Any] = field(default_factory=dict)
+    call: LiveCall = None  # type: ignore[assignment]  # set once there is a request
+    failure: str = "unknown"
+    """How the last attempt failed."""
+
+    def answered(self, request: Any, found: Answer) -> Any:
+        content, kind = encoded(self.call, self.form, self.asked, found)
+        response = _response(request, 200, kind, content, self.call.id)
+        self.call.finish(found)
+        return response
+
+    def refused(self, request: Any, error: Exception) -> Any:
+        text = INTERRUPTED if self.call.episode.interrupted else error_text(error)
+        return _error_response(request, failed(self.call, error), text)
+
+    def attempt_failed(self, error: BaseException) -> None:
+        self.failure = ": ".join(reason_of(error))
+        if not self.retried:
+            raised(self.call, error)
+
+    def observed(self, response: Any) -> Any:
+        """Record what the provider sent: now, or when the application has read the stream."""
+        if response.status_code >= 400:
+            cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
+            self.failure = f"error: {cause}"
+            if not self.retried:
+                self.call.fail("error", cause, outage=not refusal(response.status_code))
+            return response
+        settle = functools.partial(self.settle, response.headers)
+        if response.is_stream_consumed:
+            settle(response.content, None, True)
+        else:
+            package = package_of(response)
+            response.stream = stream = _tee_class(package)(package, response, settle)
+            self.call.cancel = functools.partial(stream.settle, None)
+        return response
+
+    def settle(self, headers: Any, raw: bytes, error: BaseException | None, ended: bool) -> None:
+        """End the call with the decoded body; `error` interrupted its stream, `ended` says whether all of it came."""
+        call, form = self.call, self.form
+        streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
+        if error is not None:
+            raised(call, error, part_of(form, raw, streamed))
+        elif not (ended or streamed) or not finish(call, form, self.asked, raw, streamed):
+            status: CallStatus = "malformed" if ended else "cancelled"
+            cause = "the answer ended" if ended else "the application stopped reading the answer"
+            call.fail(status, f"{cause} after {len(raw)} bytes, before it was whole", part_of(form, raw, streamed))
+
+
+_exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", default=None)
+
+
+# Stage 1: the application's request begins an exchange, which ends with it.
 
 
 def _request(original: Any) -> Any:
-    return inside(original, lambda *args, **kwargs: _new_exchange())
-
-
-def _sync_send(original: Any) -> Any:
-    def send(self: Any, request: Any, **kwargs: Any) -> Any:
-        begun = _begin(request)
-        if begun is None:
-            return original(self, request, **kwargs)
-        if not isinstance(begun, tuple):
-            return begun
-        call, form, exchange = begun
+    def request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_episode.get() is None:
+            return original(self, *args, **kwargs)
+        token = _exchange.set(exchange := _Exchange(retried=True))
         try:
-            if (found := answer_blocking(call)) is not None:
-                return _answered(request, call, form, exchange.asked, found)
+            return original(self, *args, **kwargs)
+        except BaseException as error:
+            if exchange.call is not None:
+                raised(exchange.call, error)
+            raise
+        finally:
+            _exchange.reset(token)
+
+    return request
+
+
+def _request_async(original: Any) -> Any:
+    async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_episode.get() is None:
+            return await original(self, *args, **kwargs)
+        token = _exchange.set(exchange := _Exchange(retried=True))
+        try:
+            return await original(self, *args, **kwargs)
+        except BaseException as error:
+            if exchange.call is not None:
+                raised(exchange.call, error)
+            raise
+        finally:
+            _exchange.reset(token)
+
+    return request
+
+
+# Stage 2: each attempt to send it is answered by the episode's responder, or sent and observed.
+
+
+def _send(original: Any) -> Any:
+    def send(self: Any, request: Any, **kwargs: Any) -> Any:
+        exchange = _exchange_of(request)
+        if exchange is None:
+            return original(self, request, **kwargs)
+        if not isinstance(exchange, _Exchange):
+            return exchange
+        try:
+            if (found := answer_blocking(exchange.call)) is not None:
+                return exchange.answered(request, found)
         except Exception as error:  # noqa: BLE001
-            return _refused(request, call, error)
-        if call.episode.offline:
-            return _refused(request, call, _OFFLINE)
+            return exchange.refused(request, error)
+        if exchange.call.episode.offline:
+            return exchange.refused(request, _OFFLINE)
         try:
             response = original(self, request, **kwargs)
         except BaseException as error:
-            _attempt_failed(exchange, error)
+            exchange.attempt_failed(error)
             raise
-        return _observed(response, call, form, exchange)
+        return exchange.observed(response)
 
     return send
 
 
-def _async_send(original: Any) -> Any:
+def _send_async(original: Any) -> Any:
     async def send(self: Any, request: Any, **kwargs: Any) -> Any:
-        begun = _begin(request)
-        if begun is None:
+        exchange = _exchange_of(request)
+        if exchange is None:
             return await original(self, request, **kwargs)
-        if not isinstance(begun, tuple):
-            return begun
-        call, form, exchange = begun
+        if not isinstance(exchange, _Exchange):
+            return exchange
         try:
-            if (found := await answer(call)) is not None:
-                return _answered(request, call, form, exchange.asked, found)
+            if (found := await answer(exchange.call)) is not None:
+                return exchange.answered(request, found)
         except Exception as error:  # noqa: BLE001
-            return _refused(request, call, error)
-        if call.episode.offline:
-            return _refused(request, call, _OFFLINE)
+            return exchange.refused(request, error)
+        if exchange.call.episode.offline:
+            return exchange.refused(request, _OFFLINE)
         try:
             response = await original(self, request, **kwargs)
         except BaseException as error:
-            _attempt_failed(exchange, error)
+            exchange.attempt_failed(error)
             raise
-        return _observed(response, call, form, exchange)
+        return exchange.observed(response)
 
     return send
 
 
-def _begin(request: Any) -> tuple[LiveCall, Form, _Exchange] | Any | None:
-    """The call of a request, its interface and its exchange; None lets it pass, anything else refuses it."""
-    episode = current_episode.get()
-    if episode is None:
-        return None
-    form = form_of(request)
-    if form is None:
-        _passing(episode, request)
-        return None
-    exchange = _exchange.get() or _Exchange()
-    call = _open(episode, form, request, exchange)
-    return (call, form, exchange) if isinstance(call, LiveCall) else call
-
-
-def _passing(episode: LiveEpisode, request: Any) -> None:
-    """Count a request that is no call where a model answers behind it, out of sight."""
-    if request.method != "POST":
-        return
-    if request.url.path.endswith(TEXT_COMPLETIONS):
-        episode.warn(*TEXT_COMPLETION)
-    elif request.url.path.endswith("/embeddings"):
-        counted = episode.notes.setdefault("embeddings", Counter())
-        counted[f"{request.url.host}:{request.url.port or (443 if request.url.scheme == 'https' else 80)}"] += 1
-    elif request.url.path.endswith(_UNSEEN):
-        kind = request.url.path.rpartition("/")[2]
-        episode.warn("unseen_call", f"A request to /{kind} has models answer out of sight: that is not recorded.")
-
-
-def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -> LiveCall | Any | None:
-    """The call of this request: a new one, the one that a model class has opened, or the one that is being retried.
+def _exchange_of(request: Any) -> _Exchange | Any | None:
+    """The exchange of a request, with its call: a new one, one that a model class has opened, or one that is retried.
 
     None lets the request pass unrecorded (counted); anything else is a response that refuses it.
     """
+    episode = current_episode.get()
+    if episode is None:
+        return None
+    path = request.url.path
+    form = next((form for form in FORMS if path.endswith(form.path)), None) if request.method == "POST" else None
+    if form is None:
+        _warn_of_unseen(episode, request)
+        return None
+    exchange = _exchange.get() or _Exchange(retried=False)
     if exchange.call is not None:
-        exchange.call.attempts.append(exchange.failure or "unknown")
-        return exchange.call
+        exchange.call.attempts.append(exchange.failure)
+        return exchange
     try:
-        asked = asked_in(request)
+        asked = msgspec.json.decode(request.content)
+        if not isinstance(asked, dict):
+            raise ValueError("the body is no JSON object")
         body = form.chat(asked, episode)
         unsupported_reason = form.unsupported_reason(asked, body, episode)
-        opened = opened_call.get()
-        if opened is not None and not opened.on_wire and not opened.ended:
-            opened.read(body)
-            call = opened
+        call = opened_call.get()
+        if call is not None and not call.on_wire and not call.ended:
+            call.read(body)
         else:
             call = episode.start(identify(), body)
     except RecordError as error:
@@ -203,20 +253,22 @@ def _open(episode: LiveEpisode, form: Form, request: Any, exchange: _Exchange) -
         return None
     call.on_wire = True
     call.unsupported_reason = unsupported_reason
-    exchange.call, exchange.asked = call, asked
-    return call
+    exchange.call, exchange.form, exchange.asked = call, form, asked
+    return exchange
 
 
-def _answered(request: Any, call: LiveCall, form: Form, asked: dict[str, Any], found: Answer) -> Any:
-    content, kind = encoded(call, form, asked, found)
-    response = _response(request, 200, kind, content, call.id)
-    call.finish(found)
-    return response
-
-
-def _refused(request: Any, call: LiveCall, error: Exception) -> Any:
-    text = INTERRUPTED if call.episode.interrupted else error_text(error)
-    return _error_response(request, failed(call, error), text)
+def _warn_of_unseen(episode: LiveEpisode, request: Any) -> None:
+    """Count a request that is no call where a model answers behind it, out of sight."""
+    if request.method != "POST":
+        return
+    if request.url.path.endswith(TEXT_COMPLETIONS):
+        episode.warn(*TEXT_COMPLETION)
+    elif request.url.path.endswith("/embeddings"):
+        counted = episode.notes.setdefault("embeddings", Counter())
+        counted[f"{request.url.host}:{request.url.port or (443 if request.url.scheme == 'https' else 80)}"] += 1
+    elif request.url.path.endswith(_UNSEEN):
+        kind = request.url.path.rpartition("/")[2]
+        episode.warn("unseen_call", f"A request to /{kind} has models answer out of sight: that is not recorded.")
 
 
 def _error_response(request: Any, status: int, message: str) -> Any:
@@ -226,59 +278,15 @@ def _error_response(request: Any, status: int, message: str) -> Any:
 
 def _response(request: Any, status: int, kind: str, content: bytes, name: str) -> Any:
     """A response of the class that belongs to the request (httpx or httpx2), which the SDK must not retry."""
-    package = package_of(request)
     headers = {"content-type": kind, "x-request-id": name, "x-should-retry": "false"}
-    response = package.Response(status, headers=headers, content=content, request=request)
+    response = package_of(request).Response(status, headers=headers, content=content, request=request)
     response.elapsed = timedelta(0)
     return response
 
 
-def _attempt_failed(exchange: _Exchange, error: BaseException) -> None:
-    exchange.failure = ": ".join(reason_of(error))
-    if _exchange.get() is None:
-        exchange.fail(error)
-
-
-def _observed(response: Any, call: LiveCall, form: Form, exchange: _Exchange) -> Any:
-    """Record what the provider sent: now, or when the application has read the stream."""
-    if response.status_code >= 400:
-        cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
-        exchange.failure = f"error: {cause}"
-        if _exchange.get() is None:
-            call.fail("error", cause, outage=not refusal(response.status_code))
-        return response
-    if response.is_stream_consumed:
-        _settle(call, form, exchange.asked, response.headers, response.content, None, True)
-    else:
-        settle = functools.partial(_settle, call, form, exchange.asked, response.headers)
-        package = package_of(response)
-        response.stream = stream = _tee_class(package)(package, response, settle)
-        call.cancel = functools.partial(stream.settle, None)
-    return response
-
-
-def _settle(
-    call: LiveCall,
-    form: Form,
-    asked: dict[str, Any],
-    headers: Any,
-    raw: bytes,
-    error: BaseException | None,
-    ended: bool,
-) -> None:
-    """End the call with the decoded body; `error` is what interrupted its stream, `ended` whether all of it came."""
-    streamed = call.streamed and "text/event-stream" in headers.get("content-type", "")
-    if error is not None:
-        raised(call, error, part_of(form, raw, streamed))
-    elif not (ended or streamed) or not finish(call, form, asked, raw, streamed):
-        status: CallStatus = "malformed" if ended else "cancelled"
-        cause = "the answer ended" if ended else "the application stopped reading the answer"
-        call.fail(status, f"{cause} after {len(raw)} bytes, before it was whole", part_of(form, raw, streamed))
-
-
 def package_of(message: Any) -> Any:
     """The package that a request or response belongs to, itself or by a base class: httpx or httpx2."""
-    packages = (cls.__module__.partition(".")[0] for cls in type(message).__mro__)
+    packages = [cls.__module__.partition(".")[0] for cls in type(message).__mro__]
     return sys.modules[next(name for name in packages if name.startswith("httpx"))]
 
 

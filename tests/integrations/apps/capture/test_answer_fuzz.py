@@ -62,8 +62,8 @@ RESPONSE = {
               "output_tokens_details": {"reasoning_tokens": 0}},
 }  # fmt: skip
 EVENTS = {
-    "chat": to_stream(CHAT, usage=True),
-    "responses": to_events(RESPONSE),
+    "chat": to_stream(CHAT, {"stream_options": {"include_usage": True}}),
+    "responses": to_events(RESPONSE, {}),
 }
 BODIES = {"chat": CHAT, "responses": RESPONSE}
 COUNTS = [40, pytest.param(1_700, marks=pytest.mark.long)]

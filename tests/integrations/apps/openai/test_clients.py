@@ -19,8 +19,8 @@ from openai import _base_client
 from pydantic import BaseModel
 
 from cotune import role
-from cotune.integrations.apps.openai import completions as sse
 from cotune.integrations.apps.openai import sdk as openai_sdk
+from cotune.integrations.apps.openai.forms import CHAT, body_of_stream
 from cotune.integrations.versions import UnsupportedVersion
 from tests.integrations.provider import Provider, event, json_reply
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, tool_call
@@ -447,7 +447,7 @@ def test_pieces_of_every_kind_of_field_add_up():
         delta(tool_calls=[{"id": "c2", "index": None, "function": {"name": "y", "arguments": "{}"}}]),
         b"data: [DONE]\n\n",
     ]
-    message = sse.from_stream(b"".join(parts))["choices"][0]["message"]
+    message = body_of_stream(CHAT, b"".join(parts))["choices"][0]["message"]
     assert message == {
         "role": "assistant",
         "content": "ab",

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cotune.episodes.episode import run_episode
 from cotune.episodes.workflows import workflow, workflow_of
-from cotune.integrations.apps.openai import completions as sse
+from cotune.integrations.apps.openai.completions import to_stream
+from cotune.integrations.apps.openai.forms import CHAT, body_of_stream
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.records.plans import Plan
 from cotune.records.structs import PolicyRef, Segment, Task
@@ -227,5 +228,6 @@ def test_a_completion_survives_its_events(choices, usage: bool):
         for i, (message, tokens) in enumerate(choices)
     ]
     head = {"id": "c", "created": 1, "model": "m", "usage": {"total_tokens": 3}, "prompt_token_ids": [1]}
-    found = sse.from_stream(sse.to_stream({**head, "choices": made}, usage=usage))
+    asked = {"stream_options": {"include_usage": usage}}
+    found = body_of_stream(CHAT, to_stream({**head, "choices": made}, asked))
     assert found == {**(head if usage else {k: v for k, v in head.items() if k != "usage"}), "choices": made}

@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from cotune.episodes.episode import run_episode
 from cotune.episodes.workflows import workflow, workflow_of
-from cotune.integrations.apps.openai.response_body import answer_of, from_events, part_of_events, to_events
+from cotune.integrations.apps.openai.forms import RESPONSES, body_of_stream, part_of
+from cotune.integrations.apps.openai.response_body import answer_of, to_events
 from cotune.integrations.apps.openai.responses import messages_of
 from cotune.records.structs import Message, PolicyRef, Task
 from cotune.sampling.protocol import Completion
@@ -340,14 +341,14 @@ def test_a_providers_response_is_recorded_and_passed_on_as_it_is(provider: Provi
 
 def test_a_providers_stream_is_recorded_at_its_end(provider: Provider, record: Recorded):
     body = output(said("streamed"))
-    provider.reply = lambda request, number: (200, "text/event-stream", [to_events(body)])
+    provider.reply = lambda request, number: (200, "text/event-stream", [to_events(body, {})])
     record(lambda task: "".join(e.delta for e in create(stream=True) if e.type.endswith("text.delta")) == "streamed")
     assert record.calls[0].candidates[0].text == "streamed"
     assert (record.calls[0].usage.completion_tokens, record.statuses) == (1, ["ok"])
 
 
 def test_half_a_stream_is_recorded_as_far_as_it_was_read(provider: Provider, record: Recorded):
-    whole = to_events(output(said("streamed")))
+    whole = to_events(output(said("streamed")), {})
     half = whole[: whole.index(b"event: response.output_text.done")]
     provider.reply = lambda request, number: (200, "text/event-stream", [half, Provider.HANG])
 
@@ -439,14 +440,14 @@ def test_an_answer_survives_its_json_its_events_and_any_break(text: str, thought
     message |= {"tool_calls": tools} if tools else {}
     message |= {"reasoning_content": thought} if thought else {}
     response = response_of(SimpleNamespace(id="1", model="m"), answer(message), {})
-    events = to_events(response)
-    for body in (response, from_events(events)):
+    events = to_events(response, {})
+    for body in (response, body_of_stream(RESPONSES, events)):
         assert {**answer_of(body).candidates[0].message, "content": message["content"]} == message
         assert (answer_of(body).candidates[0].message["content"] or "") == text
-    part = part_of_events(events[:cut])
+    part = part_of(RESPONSES, events[:cut], streamed=True)
     if part is not None:
-        assert answer_of(part).candidates[0].finish_reason == "interrupted"
-        assert text.startswith(answer_of(part).candidates[0].text)
+        assert part.candidates[0].finish_reason == "interrupted"
+        assert text.startswith(part.candidates[0].text)
 
 
 # LangChain on it

@@ -172,12 +172,13 @@ def test_what_is_trained_on_is_what_was_sampled_after_the_prompt_that_the_templa
 
 
 def test_a_stream_gives_the_reasoning_back_too() -> None:
-    from cotune.integrations.apps.openai import completions as sse
+    from cotune.integrations.apps.openai.completions import to_stream
+    from cotune.integrations.apps.openai.forms import CHAT, body_of_stream
 
     message = {"role": "assistant", "content": "42", "reasoning_content": "I thank"}
     choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
-    raw = sse.to_stream({"id": "1", "created": 1, "model": "m", "choices": choices}, usage=False)
+    raw = to_stream({"id": "1", "created": 1, "model": "m", "choices": choices}, {})
     assert b'"reasoning_content":"I thank"' in raw
-    found = sse.from_stream(raw)
+    found = body_of_stream(CHAT, raw)
     assert found is not None
     assert found["choices"][0]["message"] == message
