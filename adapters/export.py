@@ -49,7 +49,7 @@ from cotune.storage.whole_file import is_full, sync
 
 def export_run(
     run: str | Path,
-    to: str | Path,
+    out: str | Path,
     *,
     best: bool = False,
     merge: bool = False,
@@ -73,11 +73,11 @@ def export_run(
     ]
     name = Path(run).resolve().name
     form: dict[str, Any] = {"merge": merge, "gguf": gguf, "background": background}
-    return write_export(to, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format, **form)
+    return write_export(out, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format, **form)
 
 
 def write_export(
-    to: str | Path,
+    out: str | Path,
     policies: Sequence[TrainedPolicy],
     *,
     run: str | None = None,
@@ -91,10 +91,10 @@ def write_export(
 
     `other_roles` is what plays a role that none of them does, `tool_format` how the model writes tool calls; with
     `merge` an adapter is added to its base model, with `gguf` the whole is one GGUF file of this precision. The folder
-    appears complete or not at all. Raises ConfigError when `to` holds anything but an export, and for a model that
+    appears complete or not at all. Raises ConfigError when `out` holds anything but an export, and for a model that
     cannot be written as GGUF.
     """
-    target = Path(to).absolute()
+    target = Path(out).absolute()
     _check_target(target)
     if gguf is not None:
         for model in {policy.model for policy in policies if policy.kind in ("lora", "full") and policy.model}:
@@ -113,7 +113,7 @@ def write_export(
         if not is_full(error):
             raise
         cause = f"The disk of {target} is full: nothing is exported."
-        raise RunError(cause, "Free some space, or name another --to.") from error
+        raise RunError(cause, "Free some space, or name another --out.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest
@@ -124,7 +124,7 @@ def _check_target(target: Path) -> None:
         return
     if target.exists():
         raise ConfigError(
-            "to", str(target), "must be a new or empty folder, or an earlier export", "Choose another folder."
+            "out", str(target), "holds other files, which an export would replace", "Name a new or empty folder."
         )
 
 

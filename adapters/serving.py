@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from cotune.records.answers import Answer
 from cotune.records.structs import Task
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.request_params import template_options
+from cotune.terminal import tell
 
 logger = logging.getLogger("cotune.serve")
 _NO_RESPONSES = (
@@ -155,9 +157,44 @@ def serving_local(
         yield Endpoint(f"{found.url}/v1", found.port, found.opened, found)
 
 
-def serve(source: str | Path, say: Callable[[str], None], **options: Any) -> None:
-    """Serve until Ctrl-C, SIGTERM or SIGHUP; `options` are those of `serving`, `say` receives what to show."""
-    with serving(source, **options) as endpoint, stopped_by_signals():
+def serve(
+    source: str | Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token: str | None = None,
+    model: str | Path | None = None,
+    names: Sequence[str] = (),
+    aliases: Mapping[str, str] | None = None,
+    tool_format: str | None = None,
+    max_body: int = 16 << 20,
+    max_values: int = 250_000,
+    say: Callable[[str], None] = tell,
+) -> None:
+    """Serve an export, or a plain model, over an OpenAI-compatible API until Ctrl-C, SIGTERM or SIGHUP.
+
+    The names of the models are the roles of an export; of a plain model its own and `names`. By `aliases` a role
+    answers for further names. `model` is the base model of an export where it lies elsewhere than the export says,
+    `tool_format` how the model writes tool calls. Requests need `token` (default: the environment's COTUNE_TOKEN), if
+    there is one, and have at most `max_body` bytes and `max_values` JSON values. `say` receives the address and what
+    answers for each name. Raises ConfigError, AdapterError, SyncError when it cannot start, EngineLost.
+
+    ```python
+    cotune.serve("adapters/", port=8000, aliases={"gpt-4o-mini": "planner"})
+    ```
+    """
+    opened = serving(
+        source,
+        base=model,
+        names=names,
+        tool_format=tool_format,
+        host=host,
+        port=port,
+        token=token or os.environ.get("COTUNE_TOKEN"),
+        aliases=aliases,
+        limits=BodyLimits(max_body, max_values),
+    )
+    with opened as endpoint, stopped_by_signals():
         say(f"Serving {source} at {endpoint.url}")
         local = endpoint.local
         for name, entry in local.served.items():

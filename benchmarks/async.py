@@ -33,7 +33,7 @@ def run(folder: Path, base: Path, mode: str, settings: dict[str, Any]) -> list[d
     flags = {"model": str(base), "mode": mode, "schedule.kind": "constant", **settings}
     config = load_config(EXAMPLE / "train.toml", flags)
     tasks = list(grid.make_tasks(config.steps * config.tasks_per_step, 0))
-    train("examples.plan_path.train:solve", tasks, config, run=folder, console=Console(stderr=True))
+    train("examples.plan_path.train:solve", tasks, config, out=folder, console=Console(stderr=True))
     return list(read_metrics(folder))
 
 

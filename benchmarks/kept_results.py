@@ -54,7 +54,7 @@ def train_once(
     """
     if not (run / "run.json").is_file():
         console.print(f"training {run}, {steps} steps")
-        train(flow, tasks, settings, run=run, console=console)
+        train(flow, tasks, settings, out=run, console=console)
     elif _steps_done(run) < steps:
         resume(run, workflow=flow, tasks=tasks, console=console)
     if (done := _steps_done(run)) < steps:

@@ -15,19 +15,26 @@ from cotune.replay.tools import recorded
 
 if TYPE_CHECKING:
     from cotune.adapters.deployed import deployed
+    from cotune.adapters.serving import serve
     from cotune.episodes.tracing import trace
     from cotune.integrations.apps.openai.judge import Judge
     from cotune.integrations.web.gateway.server import gateway
+    from cotune.trainer.before.check.dry_run import check
     from cotune.trainer.evaluation.evaluate import evaluate
-    from cotune.trainer.train import train
+    from cotune.trainer.export import export
+    from cotune.trainer.train import resume, train
 else:
     __getattr__ = opener(
         __name__,
         {
             "Judge": "cotune.integrations.apps.openai.judge",
+            "check": "cotune.trainer.before.check.dry_run",
             "deployed": "cotune.adapters.deployed",
             "evaluate": "cotune.trainer.evaluation.evaluate",
+            "export": "cotune.trainer.export",
             "gateway": "cotune.integrations.web.gateway.server",
+            "resume": "cotune.trainer.train",
+            "serve": "cotune.adapters.serving",
             "trace": "cotune.episodes.tracing",
             "train": "cotune.trainer.train",
         },
@@ -37,15 +44,23 @@ __all__ = [
     "CotuneError",
     "Judge",
     "Outage",
+    "check",
     "deployed",
     "evaluate",
+    "export",
     "gateway",
     "recorded",
+    "resume",
     "role",
+    "serve",
     "trace",
     "train",
     "workflow",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def _activate() -> None:

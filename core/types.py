@@ -15,8 +15,10 @@ from cotune.sampling.scoring import Call, GroupScorer, Reward, Scorer
 
 if TYPE_CHECKING:
     from cotune.adapters.deployed import Deployment
+    from cotune.adapters.manifest import Manifest
     from cotune.integrations.web.gateway.server import Gate
     from cotune.reading.evaluations import EvaluationReport
+    from cotune.trainer.before.check.report import CheckReport
     from cotune.trainer.config.train import TrainConfig
     from cotune.trainer.evaluation.modes import EvaluationOptions
     from cotune.trainer.reporting.summary import RunSummary
@@ -24,10 +26,12 @@ else:
     __getattr__ = opener(
         __name__,
         {
+            "CheckReport": "cotune.trainer.before.check.report",
             "Deployment": "cotune.adapters.deployed",
             "EvaluationOptions": "cotune.trainer.evaluation.modes",
             "EvaluationReport": "cotune.reading.evaluations",
             "Gate": "cotune.integrations.web.gateway.server",
+            "Manifest": "cotune.adapters.manifest",
             "RunSummary": "cotune.trainer.reporting.summary",
             "TrainConfig": "cotune.trainer.config.train",
         },
@@ -37,6 +41,7 @@ __all__ = [
     "Call",
     "CallRequest",
     "Candidate",
+    "CheckReport",
     "Deployment",
     "EpisodeJudge",
     "EvaluationOptions",
@@ -45,6 +50,7 @@ __all__ = [
     "FinishedEpisode",
     "Gate",
     "GroupScorer",
+    "Manifest",
     "Redactor",
     "Reward",
     "RolesFunction",

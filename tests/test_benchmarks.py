@@ -33,8 +33,8 @@ def test_a_training_that_was_stopped_is_not_measured_and_goes_on(
 ) -> None:
     done: list[str] = []
 
-    def train(*_: Any, run: Path, **__: Any) -> None:
-        (run / "run.json").touch()
+    def train(*_: Any, out: Path, **__: Any) -> None:
+        (out / "run.json").touch()
         done.extend(["train"] * 2)
 
     monkeypatch.setattr(kept_results, "train", train)

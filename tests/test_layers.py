@@ -15,18 +15,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CORE = sorted((ROOT / "core").rglob("*.py"))
-FRONT_DOOR = {
-    "__init__.py",
-    "types.py",
-    *(
-        f"cli/{name}.py"
-        for name in ("fields", "main", "records", "replay", "rewards", "runs", "serve", "trace", "train", "view")
-    ),
-}
+FRONT_DOOR = {"__init__.py", "types.py", *(p.relative_to(ROOT / "core").as_posix() for p in CORE if "cli" in p.parts)}
 """Modules of core that may import to the right: in functions, and for type checkers."""
 FOREIGN_IN_CORE = {"msgspec", "numpy"}
 TERMINAL = {"rich"}
-PRINTS = {"tables.py", *(f"cli/{name}.py" for name in ("runs", "show", "show_groups", "summary", "trace"))}
+PRINTS = {
+    "tables.py",
+    *(f"cli/{name}.py" for name in ("runs", "trace", "printing/episode", "printing/groups", "printing/overview")),
+    "cli/printing/steps.py",
+}
 """Modules of core that are imported only to print; all others open rich where they need it."""
 RIGHT = ("cotune.integrations", "cotune.adapters", "cotune.trainer")
 

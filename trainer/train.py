@@ -52,18 +52,18 @@ def train(
     tasks: str | Path | Iterable[Any] | None = None,
     config: TrainConfig | Mapping[str, Any] | None = None,
     *,
-    run: str | Path | None = None,
+    out: str | Path | None = None,
     console: Console | None = None,
     **settings: Any,
 ) -> RunSummary:
-    """Train the policies of `workflow` on `tasks` in a new run folder; blocks until done or stopped.
+    """Train the policies of `workflow` on `tasks`; blocks until done or stopped.
 
     `workflow` is a decorated function or "module:attribute", `tasks` a JSON-lines file or values, None with recipes
-    that learn from records; `config` and `settings` are fields of TrainConfig. Raises CotuneError subclasses before
-    work starts for bad input.
+    that learn from records; `config` and `settings` are fields of TrainConfig. `out` is the new run folder, by default
+    runs/DATE-TIME. Raises CotuneError subclasses before work starts for bad input.
 
     ```python
-    summary = cotune.train(solve, "tasks.jsonl", model="Qwen/Qwen3-1.7B", run="runs/r1", steps=100, plan={"k": 8})
+    summary = cotune.train(solve, "tasks.jsonl", model="Qwen/Qwen3-1.7B", out="runs/r1", steps=100, plan={"k": 8})
     print(summary.path, summary.finished, summary.headline.verdict)
     ```
     """
@@ -88,7 +88,7 @@ def train(
     split = split_tasks(listed, chosen)
     check_source(chosen.init)
     check_tools(chosen.loggers)
-    path = Path(run) if run is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    path = Path(out) if out is not None else Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     folder = RunFolder.create(
         path,
         chosen,
@@ -111,11 +111,15 @@ def resume(
     changes: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> RunSummary:
-    """Go on with a run from its newest checkpoint, under its own configuration with `changes`, which are recorded.
+    """Continue a run from its newest checkpoint, under its own configuration with `changes`, which are recorded.
 
-    `changes` are fields of TrainConfig, nested or by dotted names; only those in `MAY_CHANGE` may differ. `workflow`
-    and `tasks` are needed only where the run was started from Python with objects instead of names. Raises ConfigError
-    or RunError, before work starts, for what would make it another run.
+    `changes` are fields of TrainConfig, nested or by dotted names; some may not change (docs/reference/run-folder.md).
+    `workflow` and `tasks` are needed only where the run was started from Python with objects instead of names. Raises
+    ConfigError or RunError, before work starts, for a change that would make it another run.
+
+    ```python
+    summary = cotune.resume("runs/r1", changes={"steps": 200})
+    ```
     """
     spin_briefly(os.environ)
     folder = RunFolder.open(run)
@@ -197,7 +201,7 @@ def _new_tasks(given: str | Path | Iterable[Any] | None, config: TrainConfig) ->
     if config.from_records:
         if given is not None:
             raise ConfigError(
-                "tasks", given, f"must be left out with recipe {config.recipe}: its tasks are the recorded ones"
+                "tasks", given, f"cannot be used with recipe {config.recipe}: its tasks are the recorded ones"
             )
         return []
     if given is None:

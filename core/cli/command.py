@@ -1,55 +1,94 @@
-"""What the commands of the command line share: how one is added, the texts of their arguments, NAME=VALUE flags."""
+"""Shared by the commands: the parts of their parsers, flags that set fields of a configuration, NAME=VALUE flags."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import atexit
+import inspect
 import os
+import shutil
 import sys
+import textwrap
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import Any
+from functools import cache
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
 
 from cotune.errors import ConfigError
+from cotune.terminal import tell
 
 APP = "MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow"
 TASKS = "JSON-lines file: one task per line"
 RECORDS = "run folder or records file"
+_WIDEST = 100
+"""Columns of help on a wider terminal."""
+_FLAGS = {
+    "plan.kind": ("--plan", None),
+    **dict.fromkeys(("plan.k", "k"), ("-k", "K")),
+    "learner.lr": ("--lr", "LR"),
+    "on_failure": ("--on-failure", "HOW"),
+    "redact": ("--redact", "MODULE:FUNCTION"),
+    "roles_by": ("--roles-by", "WHO"),
+    "cluster.address": ("--cluster", "ADDRESS"),
+    "evaluation.tasks": ("--eval-tasks", "FILE"),
+    "init": ("--init", "RUN"),
+    "loggers": ("--logger", None),
+    "profile": ("--profile", "STEP"),
+    **dict.fromkeys(("records.path", "records"), ("--records", "RUN")),
+    "episode": ("--episode", "ID"),
+    "answer": ("--answer", "TEXT"),
+    "timeout": ("--timeout", "SECONDS"),
+    "out": ("--out", "DIR"),
+    "otlp": ("--otlp", "URL"),
+}
+"""By field, its flag and the name of its value, where these are not the field's own name."""
 
 
-class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Help with room for long flags."""
+def width() -> int:
+    """Columns of help: those of the terminal, or COLUMNS."""
+    return min(_WIDEST, shutil.get_terminal_size().columns) - 2
+
+
+class Formatter(argparse.HelpFormatter):
+    """Fills the paragraphs of a description, and leaves its indented lines as they are."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=110)
+        super().__init__(prog, max_help_position=26, width=width())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.splitlines()
+        return "\n".join(line if line.startswith(" ") else textwrap.fill(line, width) for line in lines)
 
 
-def add_command(
-    commands: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    text: str,
-    example: str,
-    *,
-    extra: str | None = None,
-) -> Any:
-    """Add a command to `commands`, what `add_subparsers` returned; its parser, to add arguments to.
+def described(text: str, example: str) -> dict[str, Any]:
+    """The settings of a command's parser: one line of help, and a command line that `--help` shows."""
+    return {"description": f"{text}.\n\nExample:\n  {example}", "formatter_class": Formatter}
 
-    Args:
-        run: does the command and returns the exit status.
-        text: one line of help, without a capital or a full stop.
-        example: a command line, shown by `--help`.
-        extra: the extra of cotune that brings the packages it needs, where the base install does not.
-    """
-    command = commands.add_parser(
-        name,
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}.\n\nExample:\n  {example}",
-        formatter_class=Formatter,
-    )
-    command.set_defaults(run=run, extra=extra)
-    return command
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a command. Arguments in groups that `more` makes are shown by `--help-all` only."""
+
+    groups: Sequence[argparse._ArgumentGroup] = ()
+
+    def more(self, title: str) -> argparse._ArgumentGroup:
+        """A group of further arguments."""
+        if not self.groups:
+            self.add_argument("--help-all", action="help", help="show every flag")
+        group = self.add_argument_group(title)
+        self.groups = (*self.groups, group)
+        return group
+
+    def shorten(self) -> None:
+        """Leave the further arguments out of the help and the usage."""
+        further = [action for group in self.groups for action in group._group_actions]
+        if further:
+            self.epilog = f"{self.prog} --help-all shows {len(further)} more"
+        for action in (*further, *(action for action in self._actions if action.dest == "help_all")):
+            action.help = argparse.SUPPRESS
 
 
 def add_trust(command: Any) -> None:
@@ -57,13 +96,13 @@ def add_trust(command: Any) -> None:
     command.add_argument(
         "--trust-remote-code",
         action="store_true",
-        help="run code that the model folder brings along (auto_map), which may do anything; refused without",
+        help="run code that comes with the model folder (auto_map), which may do anything; refused without",
     )
 
 
-def add_repeated(command: Any, flag: str, stands_for: str, text: str, **more: Any) -> None:
+def add_repeated(command: Any, flag: str, metavar: str, text: str, **more: Any) -> None:
     """Add a flag that may be given several times; its values are a list, empty without any."""
-    command.add_argument(flag, action="append", default=[], metavar=stands_for, help=f"{text}; repeatable", **more)
+    command.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{text}; repeatable", **more)
 
 
 def add_address(command: Any, port: int) -> None:
@@ -75,6 +114,64 @@ def add_address(command: Any, port: int) -> None:
     )
     command.add_argument("--port", type=int, default=port, help="0 takes a free one (default: %(default)s)")
     command.add_argument("--token", help="bearer token that clients must send (or the environment's COTUNE_TOKEN)")
+
+
+def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = None, **texts: str) -> None:
+    """Add the flags of these fields of `table` (default: a run's configuration), with the field's type, choices,
+    default and text. A text that `table` lacks is that of a run's configuration; `texts` replace some."""
+    from cotune.trainer.config.train import TrainConfig
+
+    for name in names:
+        kind, default, text = _field(table or TrainConfig, name)
+        text = text or _field(TrainConfig, name)[2]
+        own = name.rpartition(".")[2]
+        flag, metavar = _FLAGS.get(name) or (f"--{own.replace('_', '-')}", None)
+        text = texts.get(name, text.rstrip(".") if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}".rstrip("."))
+        unsaid = name in texts or default is False or default in (None, "", (), msgspec.NODEFAULT)
+        text += "" if unsaid else f" (default: {default})"
+        command.add_argument(flag, dest=name, help=text, **_reading(kind, metavar, own))
+    command.set_defaults(fields=(*(command.get_default("fields") or ()), *names))
+
+
+def _reading(kind: Any, metavar: str | None, name: str) -> dict[str, Any]:
+    """How argparse reads a field of this type."""
+    if kind is bool:
+        return {"action": "store_true", "default": None}
+    parts = (kind, *get_args(kind))
+    number = next((part for part in parts if part in (int, float)), None)
+    choices = next((get_args(part) for part in parts if get_origin(part) is Literal), None)
+    return {
+        "action": "append" if get_origin(kind) is tuple else "store",
+        "type": number,
+        "choices": choices,
+        "metavar": None if choices else metavar or {int: "N", float: "X", None: name.upper()}[number],
+    }
+
+
+def _field(table: type[msgspec.Struct], name: str) -> tuple[Any, Any, str]:
+    """Type, default and documentation of a field by its dotted name."""
+    first, _, rest = name.partition(".")
+    field = next(field for field in msgspec.structs.fields(table) if field.name == first)
+    return _field(field.type, rest) if rest else (field.type, field.default, documentation(table).get(first, ""))
+
+
+@cache
+def documentation(table: type[msgspec.Struct]) -> Mapping[str, str]:
+    """The text below each field of a class, on one line."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(table))).body
+    assert isinstance(definition, ast.ClassDef)
+    bases = [documentation(base) for base in table.__bases__ if base is not msgspec.Struct]
+    texts = {name: text for base in bases for name, text in base.items()}
+    for line, below in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            texts[ast.unparse(line.target)] = " ".join(str(below.value.value).split())
+    return texts
+
+
+def fields_of(a: argparse.Namespace, table: type[msgspec.Struct] | None = None) -> dict[str, Any]:
+    """The fields that the command line sets, by their dotted names: all, or those of `table`."""
+    names = a.fields if table is None else table.__struct_fields__
+    return {name: value for name in names if (value := getattr(a, name)) is not None}
 
 
 @contextmanager
@@ -101,38 +198,42 @@ def _aside() -> None:
     sys.stdout = sys.stderr
 
 
-def pairs(flag: str, given: Sequence[str], form: str = "NAME=VALUE", hint: str = "") -> dict[str, str]:
-    """What a repeatable flag was given, by name; of a name given twice, the last. Raises ConfigError."""
-    found = {}
-    for pair in given:
-        name, equals, value = pair.partition("=")
+def tell_left_out(left_out: Mapping[str, int]) -> None:
+    """Print what was left out, by reason."""
+    if left_out:
+        tell("left out: " + ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())))
+
+
+def pairs(flag: str, texts: Sequence[str], form: str = "NAME=VALUE", hint: str = "") -> dict[str, str]:
+    """The values of a repeatable flag by name; the last one of a name. Raises ConfigError."""
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(flag, pair, f"must be {form}", hint)
-        found[name] = value
-    return found
+            raise ConfigError(flag, text, f"must be {form}", hint)
+        values[name] = value
+    return values
 
 
-def prices(given: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """What `--price MODEL=PROMPT/COMPLETION` was given. Raises ConfigError."""
+def prices(texts: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """The values of `--price MODEL=PROMPT/COMPLETION`. Raises ConfigError."""
     form = "MODEL=PROMPT/COMPLETION, in money per million tokens"
-    found: dict[str, tuple[float, float]] = {}
-    for name, text in pairs("--price", given, form, "For example: --price gpt-4o-mini=0.15/0.60").items():
+    values: dict[str, tuple[float, float]] = {}
+    for name, text in pairs("--price", texts, form, "For example: --price gpt-4o-mini=0.15/0.60").items():
         prompt, slash, completion = text.partition("/")
         try:
-            found[name] = (float(prompt), float(completion if slash else prompt))
+            values[name] = (float(prompt), float(completion if slash else prompt))
         except ValueError:
             raise ConfigError("--price", f"{name}={text}", f"must be {form}") from None
-    return found
+    return values
 
 
-def settings(given: Sequence[str]) -> dict[str, Any]:
-    """What `--set FIELD=VALUE` was given; values are TOML, or else text. Raises ConfigError."""
-    found = pairs("--set", given, "FIELD=VALUE", "For example: --set lora.rank=8")
-    return {name: _toml(value) for name, value in found.items()}
-
-
-def _toml(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+def settings(texts: Sequence[str]) -> dict[str, Any]:
+    """The values of `--set FIELD=VALUE`, read as TOML, or else text. Raises ConfigError."""
+    values: dict[str, Any] = {}
+    for name, text in pairs("--set", texts, "FIELD=VALUE", "For example: --set lora.rank=8").items():
+        try:
+            values[name] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[name] = text
+    return values

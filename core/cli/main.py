@@ -1,4 +1,4 @@
-"""The command line: `cotune COMMAND`. The commands are in `train`, `serve`, `records` and `rewards` beside it."""
+"""The command line: `cotune COMMAND`. Each command is a module of its name in this folder."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ import io
 import logging
 import os
 import sys
+import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
 
-from cotune.cli.command import Formatter
-from cotune.cli.records import add_otel, add_runs, add_sft, add_show
-from cotune.cli.replay import add_replay
-from cotune.cli.rewards import add_judge, add_score
-from cotune.cli.serve import add_export, add_gateway, add_serve
-from cotune.cli.train import add_check, add_doctor, add_eval, add_trace, add_train
-from cotune.cli.view import add_report, add_view
+from cotune.cli.command import Formatter, Parser, described, width
 from cotune.errors import CotuneError
 from cotune.recording.context import current_episode
 from cotune.runtime.interrupts import ends_as_interrupts, interrupt_ends, interrupt_raises
@@ -27,58 +23,96 @@ from cotune.runtime.user_code import origin
 from cotune.storage.whole_file import of_system
 from cotune.terminal import LogFormat, harmless
 
-_DESCRIPTION = """Train the agents you already have.
+COMMANDS = {
+    "Run": {
+        "check": "Run the application on made-up answers; report what would train",
+        "train": "Train the policies of an application's roles",
+        "eval": "Compare trained policies with the base, with confidence intervals",
+        "trace": "Record the application with the model that it uses today",
+        "replay": "Repeat recorded episodes: one from a call on, or all as a test",
+    },
+    "Look": {
+        "runs": "List the runs of a folder: state, recipe, steps, figures",
+        "show": "Show a run in the terminal: episodes, calls, curves, groups",
+        "view": "Show runs in the browser: curves, episodes, groups, tasks",
+        "report": "Write one HTML file of a run, to send to somebody",
+    },
+    "Records": {
+        "gateway": "Record applications in any language, as a proxy of their provider",
+        "score": "Score recorded calls with the scorers and judge of today",
+        "judge": "Compare a judge, or any scorer, with labels from people",
+        "sft": "Write recorded answers as chat lines for supervised fine-tuning",
+        "otel": "Exchange records with tracing tools, as OpenTelemetry spans",
+    },
+    "Weights": {
+        "export": "Write the trained policies as PEFT folders, whole models or GGUF",
+        "serve": "Serve an export, or a plain model, over an OpenAI-compatible API",
+    },
+    "Machine": {
+        "doctor": "Report whether a run fits on this machine or a Ray cluster",
+    },
+}
+"""By group, the commands and a line of help. A module has `EXAMPLE`, `arguments` and `run`, and `EXTRA` if it needs
+packages beyond the base install."""
 
-  cotune check  app:solve --tasks tasks.jsonl                      a dry run without a model: what would be trained
-  cotune doctor --config train.toml                                whether this machine or cluster can run it
-  cotune trace  app:solve --tasks tasks.jsonl                      record with the model the app uses today
-  cotune train  app:solve --tasks tasks.jsonl --model Qwen/Qwen3-1.7B
-  cotune eval   app:solve --tasks held_out.jsonl --run runs/r1     against the base, with intervals
-  cotune export runs/r1 --to adapters/                             one PEFT folder per role
-  cotune serve  adapters/                                          OpenAI-compatible, one model name per role
-  cotune gateway --upstream https://api.openai.com/v1              record applications in other processes and languages
-  cotune replay runs/r1 --episode ID --call 2                      one episode again, from a call on
-  cotune show   runs/r1                                            episodes, calls, groups, what was left out
-  cotune runs                                                      the runs in runs/: state, steps, success
-  cotune view   runs/r1 runs/r2                                    the same in the browser, with curves
-  cotune report runs/r1 --out report.html                          one file to send to somebody
-  cotune judge  runs/r1 --labels labels.jsonl                      how far a judge agrees with people
-  cotune score  runs/traced app:solve                              rewards of what was recorded, by the scorers of today
+_START = """Train the agents you already have.
 
-`app:solve` is the attribute `solve` of the module (or file) `app`: a function decorated with @cotune.workflow.
+With a function `solve` in app.py, decorated with @cotune.workflow:
+  cotune check app:solve --tasks tasks.jsonl
+  cotune train app:solve --tasks tasks.jsonl --model Qwen/Qwen3-1.7B
+  cotune eval app:solve --tasks held_out.jsonl --run runs/r1
+  cotune export runs/r1 --out adapters/
+
 """
 
-_APPLICATIONS = (add_check, add_doctor, add_trace, add_train, add_eval, add_replay)
-_SERVICES = (add_export, add_serve, add_gateway)
-_RECORDS = (add_runs, add_show, add_view, add_report, add_judge, add_score, add_otel, add_sft)
 
-
-def parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each sub-parser's `run` default is the function that does it."""
-    top = argparse.ArgumentParser("cotune", description=_DESCRIPTION, formatter_class=Formatter)
+def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands, or for a command `line`, of which only the commands named there are loaded."""
+    lists = []
+    for group, commands in COMMANDS.items():
+        lists.append(f"{group}:")
+        for name, text in commands.items():
+            lists.append(textwrap.fill(text, width(), initial_indent=f"  {name:<9}", subsequent_indent=" " * 11))
+    top = argparse.ArgumentParser(
+        "cotune",
+        usage="cotune [-h] [-v] [--version] COMMAND ...",
+        description=_START + "\n".join(lists),
+        epilog="cotune COMMAND --help shows the flags of a command.",
+        formatter_class=Formatter,
+    )
     top.add_argument("-v", "--verbose", action="store_true", help="log what happens, and show tracebacks")
     top.add_argument("--version", action="version", version=f"cotune {version('cotune')}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (*_APPLICATIONS, *_SERVICES, *_RECORDS):
-        add(commands)
+    below = top.add_subparsers(
+        prog="cotune", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, parser_class=Parser
+    )
+    for name, text in (entry for commands in COMMANDS.values() for entry in commands.items()):
+        if line is not None and name not in line:
+            below.add_parser(name)
+            continue
+        module = import_module(f"cotune.cli.{name}")
+        command = below.add_parser(name, **described(text, module.EXAMPLE))
+        command.set_defaults(run_command=module.run, extra=getattr(module, "EXTRA", None))
+        module.arguments(command)
+        if line is not None and "--help-all" not in line:
+            command.shorten()
     return top
 
 
 def of_use(record: logging.LogRecord) -> bool:
-    """Whether a log line tells something: not what an application says on its way out of an episode that was stopped,
-    whose calls all fail then, each with its retries. Whoever stopped it says so; `-v` shows all."""
+    """Whether a log line tells something: not the lines of an application whose episode was stopped, whose calls all
+    fail then, each with its retries. `-v` shows all."""
     episode = current_episode.get()
     return episode is None or not episode.interrupted or record.name.partition(".")[0] == "cotune"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
-    commands = parser()
     if "_ARGCOMPLETE" in os.environ:
         from cotune.integrations.exchange.argcomplete.completion import complete
 
-        complete(commands)
-    arguments = commands.parse_args(argv)
+        complete(parser([*os.environ.get("COMP_LINE", "").split(), "--help-all"]))
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser(argv).parse_args(argv)
     shown = logging.StreamHandler()
     shown.setFormatter(LogFormat())
     if not arguments.verbose:
@@ -90,9 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["COTUNE_TRUST_REMOTE_CODE"] = "1"
     try:
         interrupt_raises()
-        run: Callable[[argparse.Namespace], int] = arguments.run
         with ends_as_interrupts():
-            return run(arguments)
+            status: int = arguments.run_command(arguments)
+            return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -108,8 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if arguments.extra is None:
             raise
-        what = f"What this command needs comes with: pip install 'cotune[{arguments.extra}]'."
-        return _failed(arguments, f"{error.msg}. {what}")
+        remedy = f"This command needs: pip install 'cotune[{arguments.extra}]'."
+        return _failed(arguments, f"{error.msg}. {remedy}")
 
 
 def _failed(arguments: argparse.Namespace, message: str) -> int:

@@ -1,40 +1,30 @@
-"""What `cotune runs` and `cotune show --steps` print: the runs of a folder, and the curves of one."""
+"""`cotune runs`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cotune.errors import RunError
-from cotune.reading.headline import SINGLE
+from cotune.cli.command import Parser
 from cotune.reading.words import change_text
-from cotune.tables import BAD, GOOD, NAME, cells, definitions, figure, grid, plural, sparkline, warn
+from cotune.tables import BAD, GOOD, NAME, cells, grid
+from cotune.terminal import terminal
 
-if TYPE_CHECKING:
-    from cotune.integrations.web.viewer.opened import OpenedRun
-
+EXAMPLE = "cotune runs runs/"
 _STATES = {"finished": GOOD, "under way": "yellow", "recording": "yellow", "stopped": BAD, "failed": BAD}
-_COLUMNS = {
-    "step": "Number of the step, from 1.",
-    "failed": "Episodes that ended in an error.",
-    "held-out success, reward": "Single samples on held-out tasks, after steps with an evaluation.",
-    "reward of ROLE": "Mean reward of the role's candidates, chosen or not.",
-    "loss, held-out loss": "Of roles that learn from records.",
-    "success, team, ...": "Mean outcome of the step's episodes, by name, where these are single samples; failed ones "
-    "count. That of paths chosen among candidates, such as the best of 8, is a curve alone.",
-    "trained": "Candidates that the update learned from.",
-    "left out": "Candidates that it did not, for the reasons that cotune show RUN --groups gives.",
-    "seconds": "The whole step.",
-}
-"""Columns of the table of steps, and what each tells."""
-_SHARES = ("held-out success", "success in training")
-"""Titles of columns that are in percent."""
-_ROLES = 3
-"""Roles that have a column of their own in the table of steps."""
+
+
+def arguments(command: Parser) -> None:
+    command.add_argument("folders", nargs="*", metavar="FOLDER", help="folder of runs, or a run (default: runs)")
+
+
+def run(a: argparse.Namespace) -> int:
+    terminal().print(list_runs(a.folders or ["runs"]))
+    return 0
 
 
 def list_runs(folders: Sequence[Path | str]) -> RenderableType:
@@ -54,65 +44,3 @@ def list_runs(folders: Sequence[Path | str]) -> RenderableType:
             verdicts.append(Text.assemble((run.name, NAME), f": {found.verdict}"))
         run.close()
     return Group(table, *([""] if verdicts else []), *verdicts)
-
-
-def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
-    """The curves of a run, and a line for each of its latest `limit` steps; with `explain`, what each of them tells.
-
-    Raises RunError for records alone.
-    """
-    from cotune.integrations.web.viewer.curves import charts
-    from cotune.integrations.web.viewer.opened import OpenedRun
-
-    run = OpenedRun(Path(path), Path(path).name)
-    try:
-        if not run.metrics:
-            raise RunError(f"{path} has no metrics yet.", "They come with cotune train, one line a step.")
-        curves = grid("curve", "of", "first>", "last>", "steps")
-        found = charts([run])
-        for chart in found:
-            for place, line in enumerate(chart.series):
-                known = [value for value in line.values if value is not None]
-                title = Text(chart.title if place == 0 else "", style="bold")
-                numbers = (figure(value, chart.percent) for value in (known[0], known[-1]))
-                curves.add_row(title, *cells((line.label, *numbers)), Text(sparkline(line.values), style=NAME))
-        parts: list[RenderableType] = [curves, "", *_steps(run, limit)]
-        if explain:
-            parts += ["", definitions("curve", {chart.title: chart.help for chart in found})]
-            parts += ["", definitions("column", _COLUMNS)]
-        return Group(*parts)
-    finally:
-        run.close()
-
-
-def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
-    lines = run.metrics[-limit:]
-    left = f"the latest {len(lines)} of " if len(lines) < len(run.metrics) else ""
-    yield Text(f"{left}{plural(len(run.metrics), 'step')}\n", style="bold")
-    columns = {title: values for title, values in _columns(lines).items() if any(v is not None for v in values)}
-    failed, out = ([line.get("failed", 0) for line in lines], [sum(line["left_out"].values()) for line in lines])
-    heads = [*(["failed"] if any(failed) else []), *columns, "trained", *(["left out"] if any(out) else []), "seconds"]
-    table = grid("step>", *(f"{title}>" for title in heads))
-    for place, line in enumerate(lines):
-        row: list[Any] = [line["step"] + 1, *([warn(failed[place])] if any(failed) else [])]
-        row += [_cell(values[place], title in _SHARES) for title, values in columns.items()]
-        row += [line.get("rows", 0), *([out[place]] if any(out) else [])]
-        table.add_row(*cells((*row, f"{sum(line.get('seconds', {}).values()):.1f}")))
-    yield table
-
-
-def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """Figures of steps by the title of their column. Those of chosen paths are curves alone."""
-    found: dict[str, list[float | None]] = {}
-    for name in ("success", "reward"):
-        found[f"held-out {name}"] = [(line.get("held_out") or {}).get(name) for line in lines]
-    roles = sorted({role for line in lines for role in line["roles"]})[:_ROLES]
-    for key, title in (("reward", "reward"), ("held_out_loss", "held-out loss"), ("loss", "loss")):
-        found |= {f"{title} of {role}": [line["roles"].get(role, {}).get(key) for line in lines] for role in roles}
-    single = [line["outcome"] if line.get("path", SINGLE) == SINGLE else {} for line in lines]
-    names = sorted({name for outcome in single for name in outcome}, key=lambda name: (name != "success", name))
-    return found | {f"{name} in training": [outcome.get(name) for outcome in single] for name in names[:2]}
-
-
-def _cell(value: float | None, percent: bool = False) -> str:
-    return "" if value is None else figure(value, percent)

@@ -1,11 +1,13 @@
-"""`cotune score`: rewards of what was recorded, by the scorers of today, as a table."""
+"""`cotune score`."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cotune.cli.command import APP, RECORDS, Parser
 from cotune.episodes.rescore import Rescoring, rescore
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import load_workflow
@@ -19,33 +21,43 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 
-def score_run(
-    run: str, workflow: str, *, role: str | None = None, phase: str | None = None, write: bool = False
-) -> int:
-    """Score a run or records file, and show the rewards before and now; return 1 where there is nothing to score, or
-    where records were lost. Raises ConfigError, RunError."""
-    flow = load_workflow(workflow)
+EXAMPLE = "cotune score runs/traced app:solve --write"
+
+
+def arguments(command: Parser) -> None:
+    command.add_argument("run", metavar="RUN", help=RECORDS)
+    command.add_argument("workflow", help=APP)
+    command.add_argument("--role", help="calls of this role only, and no episodes")
+    command.add_argument("--phase", help="episodes of this phase only: train, eval, trace, ...")
+    command.add_argument(
+        "--write", action="store_true", help="store the rewards: each replaces the one of its name, others stay"
+    )
+
+
+def run(a: argparse.Namespace) -> int:
+    flow = load_workflow(a.workflow)
     if not flow.scorers and flow.episode_judge is None:
         remedy = "Add @solve.scorer(role) or @solve.judge."
-        raise ConfigError("workflow", workflow, "must be one with a scorer or a judge", remedy)
-    if role is not None and role not in flow.scorers:
-        raise ConfigError("role", role, f"must be a role with a scorer: {', '.join(sorted(flow.scorers)) or 'none'}")
-    path = Path(run).absolute()
-    if write and not path.exists():
-        raise ConfigError("run", run, "must be a run folder or records file that exists")
+        raise ConfigError("workflow", a.workflow, "has no scorer and no judge", remedy)
+    if a.role is not None and a.role not in flow.scorers:
+        known = ", ".join(sorted(flow.scorers)) or "none"
+        raise ConfigError("--role", a.role, f"has no scorer; roles with one: {known}")
+    path = Path(a.run).absolute()
+    if a.write and not path.exists():
+        raise ConfigError("run", a.run, "does not exist", "Name a run folder or records file.")
     run_folder.set(path if path.is_dir() else path.parent)
-    with open_store(path, read_only=not write) as store:
-        found = run_sync(rescore(flow, store, phase=phase, role=role, write=write))
+    with open_store(path, read_only=not a.write) as store:
+        rescored = run_sync(rescore(flow, store, phase=a.phase, role=a.role, write=a.write))
         store.flush()
         refused, lost = store.refused, store.lost
-    terminal().print(_table(found))
+    terminal().print(_table(rescored))
     if refused:
         tell(f"{plural(refused, 'reward')} of groups that were trained on stay as they were")
     if lost:
         tell(f"{lost} records could not be stored")
-    if not write:
+    if not a.write:
         tell("nothing was stored: --write does")
-    scored = sum(of.candidates for of in found.roles.values())
+    scored = sum(of.candidates for of in rescored.roles.values())
     return 0 if scored and not lost else 1
 
 

@@ -1,279 +1,77 @@
-"""What `cotune show` prints of a run: an overview, its episodes, or one episode as a tree of calls."""
+"""`cotune show`."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+import argparse
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-from rich.tree import Tree
+from cotune.cli.command import RECORDS, Parser
+from cotune.errors import ConfigError
+from cotune.storage.episode_filters import EpisodeFilters
+from cotune.terminal import terminal
 
-from cotune.algorithms.run_recipe import config_of
-from cotune.cli.show_groups import show_groups
-from cotune.cli.summary import headline_lines, learned_from, show_learned
-from cotune.errors import RecordError, RunError
-from cotune.reading.causes import causes, shortened
-from cotune.reading.headline import read_headline
-from cotune.records.images import content_text
-from cotune.records.policies import UNTRAINED
-from cotune.records.structs import CallRecord, Episode, candidate_id
-from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
-from cotune.storage.open_store import open_store
-from cotune.storage.protocol import Store
-from cotune.storage.run_layout import is_run, read_run
-from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, cells, first_line, grid, plural, scores, snippet, warn
-
-_REWARDS = 30
-"""Signs of a candidate's rewards that leave room for its answer on the same line."""
-CAUSES = 3
-"""Causes of failed episodes that are shown."""
+EXAMPLE = "cotune show runs/r1 --groups"
 
 
-def show_run(
-    path: Path | str,
-    *,
-    episode: str | None = None,
-    groups: bool = False,
-    filters: EpisodeFilters = EVERYTHING,
-    full: bool = False,
-    limit: int = 20,
-) -> Group:
-    """What to print of the run or records file at `path`: an overview and the latest `limit` episodes that fit.
-
-    With `episode`, that episode as a tree of calls, whose prompts and answers are whole with `full`; with `groups`, the
-    groups of the latest `limit` training steps.
-    Raises RunError when there are no records, RecordError for an unknown episode.
-    """
-    if records := learned_from(path):
-        if episode or groups:
-            raise RunError(f"{path} learns from records and has no episode of its own.", f"Those are in {records}.")
-        return Group(*show_learned(path, records))
-    with open_store(path, read_only=True) as store:
-        if episode is not None:
-            return Group(*episode_parts(store, episode, full))
-        if groups:
-            return Group(*show_groups(store, limit))
-        head, *tables = overview(store)
-        figures = headline_lines(read_headline(path))
-        return Group(head, *figures, "", *tables, *episode_list(store, filters, limit))
-
-
-def overview(store: Store) -> Iterable[RenderableType]:
-    """Episodes by phase, calls by role, and what went wrong."""
-    yield Text.assemble(("records ", "bold"), store.address, "\n", *_causes(store))
-    means: dict[str, dict[str, float | None]] = {}
-    for phase, name, value, _ in store.outcome_means(config_of(store).on_failure):
-        means.setdefault(phase, {})[name] = value
-    phases = store.episodes_by_phase()
-    back = ["abandoned>"] if any(abandoned for *_, abandoned, _, _, _ in phases) else []
-    ends = ("ok>", "error>", "cancelled>", *back)
-    counts = grid("phase", "episodes>", *ends, "tasks>", "steps>", "seconds>", "mean reward")
-    for phase, total, good, errors, cancelled, abandoned, tasks, steps, seconds in phases:
-        ended = (good, warn(errors), warn(cancelled), *([warn(abandoned)] if back else []))
-        counts.add_row(
-            *cells((phase, total, *ended, tasks, steps or "", f"{seconds:.2f}")), scores(means.get(phase, {}))
-        )
-    yield counts
-    yield ""
-    own: dict[str, dict[str, float]] = {}
-    for role, name, value in store.rewards_by_role():
-        own.setdefault(role, {})[name] = value
-    calls = grid(
-        "role", "calls>", "failed>", "turns>", "candidates>", "prompt>", "completion>", "seconds>", "mean reward"
+def arguments(command: Parser) -> None:
+    command.add_argument("run", metavar="RUN", help=RECORDS)
+    view = command.add_mutually_exclusive_group()
+    view.add_argument("--episode", metavar="ID", help="one episode as a tree of calls")
+    view.add_argument("--steps", action="store_true", help="curves by role and policy, and a line for each step")
+    view.add_argument("--groups", action="store_true", help="groups by role and turn; samples left out, with reasons")
+    view.add_argument("--profile", action="store_true", help="where the time of profiled steps went")
+    command.add_argument("--explain", action="store_true", help="with --steps: explain each curve and column")
+    command.add_argument("--full", action="store_true", help="with --episode: whole prompts and answers")
+    command.add_argument("--task", metavar="ID", help="episodes of one task only")
+    command.add_argument("--role", help="episodes in which this role had a call")
+    command.add_argument(
+        "--status", choices=("ok", "error", "cancelled", "abandoned"), help="episodes that ended like this"
     )
-    for role, total, failed, turns, candidates, tokens, completion, seconds in store.calls_by_role():
-        row = (role, total, warn(failed), turns, candidates, f"{tokens:,}", f"{completion:,}", f"{seconds:.3f}")
-        calls.add_row(*cells(row), scores(own.get(role, {})))
-    yield calls
-    yield Text.assemble("\n", *_trouble(store))
+    command.add_argument("--min-reward", type=float, metavar="X", help="least sum of an episode's rewards")
+    command.add_argument("--max-reward", type=float, metavar="X", help="greatest sum of an episode's rewards")
+    command.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="episodes or steps listed (default: %(default)s)"
+    )
+    command.add_argument("--json", action="store_true", help="the episodes, the episode or the steps as lines of JSON")
 
 
-def _causes(store: Store) -> Iterable[tuple[str, str]]:
-    """Rollbacks of the run, why episodes failed, the commonest causes first, and the roles that the untrained model
-    stands in for."""
-    for back in read_run(store.folder).rollbacks if is_run(store.folder) else ():
-        yield f"{back.text}\n", "yellow"
-    shown, others = shortened(causes(store.failed_episodes()), CAUSES)
-    for cause in shown:
-        yield f"{plural(cause.count, 'episode')} {cause.text}\n", BAD
-    if others:
-        yield f"{others}\n", BAD
-    for role, calls in store.answered_by(UNTRAINED.name):
-        yield (
-            f"role {role} has no policy: {UNTRAINED}, the untrained model, answered {plural(calls, 'call')}\n",
-            "yellow",
-        )
+def run(a: argparse.Namespace) -> int:
+    filters = EpisodeFilters(
+        task=a.task or "", role=a.role or "", status=a.status or "", low=a.min_reward, high=a.max_reward
+    )
+    if a.explain and not a.steps:
+        remedy = "For example: cotune show RUN --steps --explain"
+        raise ConfigError("--explain", None, "has no effect without --steps", remedy)
+    if a.json:
+        _print_json(a, filters)
+    elif a.profile:
+        from cotune.integrations.profiling.step import print_profile, read_profiles
+
+        for profile in read_profiles(a.run):
+            print_profile(terminal(), profile)
+    elif a.steps:
+        from cotune.cli.printing.steps import show_steps
+
+        terminal().print(show_steps(a.run, a.limit, explain=a.explain))
+    else:
+        from cotune.cli.printing.overview import show_run
+
+        shown = show_run(a.run, episode=a.episode, groups=a.groups, filters=filters, full=a.full, limit=a.limit)
+        terminal().print(shown)
+    return 0
 
 
-def _trouble(store: Store) -> Iterable[tuple[str, str] | str]:
-    counters = store.counters()
-    interrupted = len(list(store.unfinished()))
-    yield plural(interrupted, "unfinished episode"), BAD if interrupted else QUIET
-    yield " · ", QUIET
-    yield f"{plural(counters['lost'], 'record')} lost", BAD if counters["lost"] else QUIET
-    yield " · ", QUIET
-    yield f"{plural(counters['refused'], 'late reward')} refused\n", BAD if counters["refused"] else QUIET
-    for role, status, count in store.failed_calls():
-        yield f"{plural(count, 'call')} of {role}: {status}\n", BAD
+def _print_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:
+    from cotune.cli.printing.as_json import episode_as_json, episodes_as_json, line
+    from cotune.storage.open_store import open_store
+    from cotune.storage.run_layout import read_metrics
 
-
-def episode_list(store: Store, filters: EpisodeFilters, limit: int) -> Iterable[RenderableType]:
-    """The latest episodes that fit, newest last."""
-    filtered = filters != EVERYTHING
-    total = store.episode_count(filters)
-    found = store.episode_ids(filters, limit)
-    of_task = f" of task {filters.task}" if filters.task else ""
-    left = f"the latest {len(found)} of " if len(found) < total else ""
-    yield Text(f"{left}{plural(total, 'episode')}{of_task}\n", style="bold")
-    if not found and (filtered or not store.open_episodes(1)):
+    if a.groups or a.profile:
+        asked = "--groups" if a.groups else "--profile"
+        raise ConfigError("--json", None, f"cannot be used with {asked}", "Use it alone, with --episode or --steps.")
+    if a.steps:
+        for metrics in [*read_metrics(a.run)][-a.limit :]:
+            print(line(metrics))
         return
-    table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
-    rewards = store.rewards(found)
-    for id in reversed(found):
-        try:
-            episode = store.episode(id)
-        except RecordError:
-            table.add_row(
-                Text(str(id), style=NAME), "", "", "", "", "", Text("broken row", style=BAD), scores(rewards[id])
-            )
-            continue
-        status = Text(episode.status, style=GOOD if episode.status == "ok" else BAD)
-        step = "" if episode.training_step is None else episode.training_step + 1
-        row = (Text(str(id), style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
-        table.add_row(*cells(row), status, scores(rewards[id]))
-    for id, calls in [] if filtered else store.open_episodes(limit)[::-1]:
-        table.add_row(Text(str(id), style=NAME), "", "", "", str(calls), "", Text("open", style="yellow"), "")
-    yield table
-
-
-def episode_parts(store: Store, id: str, full: bool = False) -> Iterable[RenderableType]:
-    """An episode as a tree of its calls, and before it, in one line, why it failed (with `full`, all of its error)."""
-    calls = store.calls(id)
-    if cause := _cause(store, id, calls, full):
-        yield Text(cause, style=BAD)
-    yield episode_tree(store, id, calls, full)
-
-
-def _cause(store: Store, id: str, calls: Sequence[CallRecord], full: bool) -> str:
-    """Why an episode did not end well; empty where it did, or has no end yet."""
-    try:
-        episode = store.episode(id)
-    except RecordError:
-        return ""
-    if episode.status == "ok":
-        return ""
-    failed = next((call for call in reversed(calls) if call.status != "ok"), None)
-    error = (episode.error or "").strip() or (failed.error if failed else None)
-    at = f" (call {failed.step}, {failed.role}: {failed.status})" if failed else ""
-    return f"{episode.status}{at}: {error if full and error else first_line(error)}"
-
-
-def episode_tree(store: Store, id: str, calls: Sequence[CallRecord], full: bool = False) -> Tree:
-    """One episode: every call below the call whose output it read; a chain of calls stays on one level."""
-    root = Tree(_episode_line(store, id, calls), guide_style=QUIET)
-    known = {call.id: call for call in calls}
-    below: dict[str | None, list[CallRecord]] = {}
-    for call in calls:
-        parents = [known[p] for p in call.parents if p in known]
-        nearest = max(parents, key=lambda parent: parent.step, default=None)
-        below.setdefault(nearest.id if nearest else None, []).append(call)
-    open_calls = [(root, call) for call in reversed(below.get(None, []))]
-    while open_calls:
-        level, call = open_calls.pop()
-        branch = level.add(_call_line(call, known))
-        for text in _call_details(store, call, full):
-            branch.add(text)
-        readers = below.get(call.id, [])
-        inside = level if len(readers) == 1 else branch
-        open_calls.extend((inside, reader) for reader in reversed(readers))
-    return root
-
-
-def _episode_line(store: Store, id: str, calls: Sequence[CallRecord]) -> Text:
-    line = Text.assemble(("episode ", "bold"), (id, NAME))
-    try:
-        episode: Episode = store.episode(id)
-    except RecordError:
-        if not calls:
-            raise
-        return line.append("  unfinished: it has calls but no end", style=BAD)
-    line.append(f"  task {episode.task.id} · {episode.phase}")
-    if episode.training_step is not None:
-        line.append(f" step {episode.training_step + 1}")
-    line.append(f" · {plural(len(calls), 'call')} · {episode.latency:.2f} s · ")
-    line.append(episode.status, style=GOOD if episode.status == "ok" else BAD)
-    line.append("  ").append_text(scores(store.rewards([id])[id]))
-    if len(calls) != episode.calls:
-        line.append(f"\n{episode.calls} calls were made, {len(calls)} are recorded", style=BAD)
-    if fork := episode.fork:
-        step = next((call.step for call in calls if call.id == fork.at), None)
-        line.append(f"\nrepeats episode {fork.trunk} up to call {step}", style=QUIET)
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(episode.started))
-    return line.append(f"\n{began}  input {snippet(episode.task.input)}", style=QUIET)
-
-
-def _call_line(call: CallRecord, known: Mapping[str, CallRecord]) -> Text:
-    line = Text.assemble((f"{call.step} ", QUIET), (call.role, "bold"), f" turn {call.turn}")
-    read = sorted(known[parent].step for parent in call.parents if parent in known)
-    if read:
-        line.append(f" reads {', '.join(map(str, read))}", style=QUIET)
-    written = sum(len(c.token_ids) for c in call.candidates) or call.usage.completion_tokens
-    line.append(f" · {call.prompt_tokens or call.usage.prompt_tokens}+{written} tokens · {call.latency:.3f} s")
-    line.append(f" · {call.policy or call.model or 'no model name'}", style=QUIET)
-    if call.replayed:
-        line.append(" · from the record", style=QUIET)
-    if call.attempts:
-        line.append(f" · {plural(len(call.attempts), 'retry', 'retries')}", style=QUIET)
-    if call.status != "ok":
-        line.append(f" · {call.status}", style=BAD)
-    return line
-
-
-def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
-    """The message asked last (with `full` the whole prompt), an error, and every candidate."""
-    for id in call.messages if full else call.messages[-1:]:
-        try:
-            message = store.message(id)
-            asked = _whole(message) if full else snippet(message)
-        except RecordError:
-            asked = "lost"
-        yield _line(Text(f"< {asked}", style=QUIET), full)
-    for attempt in call.attempts:
-        yield _short(Text(f"retried after {attempt}", style=QUIET))
-    if call.error:
-        yield Text(call.error, style=BAD) if full else _short(Text(first_line(call.error), style=BAD))
-    rewards = store.rewards(candidate_id(call.id, c.index) for c in call.candidates)
-    for candidate in call.candidates:
-        chosen = candidate.index == call.chosen
-        line = Text("> " if chosen else "  ", style=GOOD)
-        line.append_text(scores(rewards[candidate_id(call.id, candidate.index)]))
-        said = _whole(candidate.message) if full else answer_line(candidate)
-        if len(line) > 2:
-            line.append("  " if len(line) < _REWARDS else "\n  ")
-        if candidate.finish_reason == "length":
-            line.append("[cut at the length limit] ", style=BAD)
-        line.append(said, style="" if chosen else QUIET)
-        yield _line(line, full)
-
-
-def _whole(message: Any) -> str:
-    """Who speaks, and all that is said."""
-    if not isinstance(message, Mapping):
-        return json.dumps(message, ensure_ascii=False, indent=2)
-    text = content_text(message.get("content"))
-    rest = {key: value for key, value in message.items() if key not in ("role", "content") and value}
-    parts = [part for part in (text, json.dumps(rest, ensure_ascii=False, indent=2) if rest else "") if part]
-    return f"{message.get('role', 'message')}: " + "\n".join(parts)
-
-
-def _line(text: Text, full: bool) -> Text:
-    return text if full else _short(text)
-
-
-def _short(text: Text) -> Text:
-    text.no_wrap, text.overflow = True, "ellipsis"
-    return text
+    with open_store(a.run, read_only=True) as store:
+        for text in [episode_as_json(store, a.episode)] if a.episode else episodes_as_json(store, filters, a.limit):
+            print(text)

@@ -1,15 +1,17 @@
-"""`cotune trace`: record episodes of an application with the model that it uses today."""
+"""`cotune trace`."""
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
-from cotune.cli.options import TraceOptions
+from cotune.cli.command import APP, TASKS, Parser, add_fields, fields_of
 from cotune.episodes.episode import UNSEEN
 from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.run_sync import run_sync
@@ -22,6 +24,45 @@ from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.whole_file import is_full
 from cotune.terminal import terminal
+
+EXAMPLE = "cotune trace app:solve --tasks tasks.jsonl --out runs/traced"
+
+
+class TraceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How `cotune trace` records. `redact` and `roles_by` are as in a run's configuration."""
+
+    concurrency: int = 8
+    """Episodes in flight."""
+    limit: int | None = None
+    """Take only the first N tasks."""
+    timeout: float = 600.0
+    """Seconds for one episode."""
+    record_tools: bool = False
+    """Keep the results of a framework's tools, for cotune replay to return again."""
+    freeze: bool = False
+    """Keep the values of clock, uuid and random, for cotune replay to give again."""
+    otlp: str | None = None
+    """Also send each episode's spans to this OTLP/HTTP endpoint."""
+    otlp_content: bool = False
+    """With --otlp, send messages and task inputs too."""
+    redact: str | None = None
+    roles_by: str | None = None
+
+
+def arguments(command: Parser) -> None:
+    command.add_argument("workflow", help=APP)
+    command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
+    command.add_argument(
+        "--out",
+        default="runs/trace",
+        metavar="DIR",
+        help="run folder; records are added to it (default: %(default)s)",
+    )
+    add_fields(command, *TraceOptions.__struct_fields__, table=TraceOptions)
+
+
+def run(a: argparse.Namespace) -> int:
+    return trace(a.workflow, a.tasks, a.out, TraceOptions(**fields_of(a)))
 
 
 def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: Console | None = None) -> int:

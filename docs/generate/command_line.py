@@ -30,7 +30,7 @@ def _command(name: str, command: argparse.ArgumentParser) -> str:
     shown = f"```sh\n{dedent(example).strip()}\n```\n\n" if example else ""
     extra = command.get_default("extra")
     needs = f"It needs the extra `{extra}`: `pip install 'cotune[{extra}]'`.\n\n" if extra else ""
-    rows = [_argument(command, action) for action in command._actions if action.dest != "help"]
+    rows = [_argument(command, action) for action in command._actions if action.dest not in ("help", "help_all")]
     return f"### cotune {name}\n\n{prose(said)}\n\n{needs}{shown}" + "\n".join(rows)
 
 

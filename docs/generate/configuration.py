@@ -10,7 +10,7 @@ import msgspec
 from wording import entry, prose, small
 
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Shaping, Term
-from cotune.cli.fields import documentation
+from cotune.cli.command import documentation
 from cotune.errors import ConfigError
 from cotune.trainer.config.train import PolicyConfig, TrainConfig, convert
 

@@ -61,7 +61,7 @@ def run(folder: Path, *, steps: int = 12) -> tuple[list[str], list[str]]:
         cotune.train(
             "examples.judged.train:solve",
             make_tasks(8),
-            run=folder / "run",
+            out=folder / "run",
             model=str(base),
             policies="full",
             steps=steps,

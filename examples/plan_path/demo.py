@@ -151,7 +151,7 @@ def main() -> None:
     ):
         trace_base(endpoint.url, tasks, options.trace_tasks, out / "trace")
     with stages("train", f"cotune train {WORKFLOW} --tasks {tasks} --model {base} --config {CONFIG} --out {run}"):
-        trained = train(WORKFLOW, tasks, load_config(CONFIG, {"model": str(base)}), run=run, console=console)
+        trained = train(WORKFLOW, tasks, load_config(CONFIG, {"model": str(base)}), out=run, console=console)
     if not trained.finished:
         raise SystemExit(f"stopped; go on with: cotune train --resume {run}")
     with stages(
@@ -159,7 +159,7 @@ def main() -> None:
     ):
         report = evaluate(run, WORKFLOW, held_out, modes=MODES)
         console.print(render(report))
-    with stages("export", f"cotune export {run} --to {export}"):
+    with stages("export", f"cotune export {run} --out {export}"):
         export_run(run, export)
     with (
         stages("serve", f"cotune serve {export} & OPENAI_BASE_URL=... python -m {APP} --tasks {options.eval_tasks}"),

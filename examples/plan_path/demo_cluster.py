@@ -125,7 +125,7 @@ def main() -> None:
         "train on Ray",
         f"cotune train {WORKFLOW} --tasks {tasks} --model {base} --config {CONFIG} --cluster local --out {run}",
     ):
-        trained = train(WORKFLOW, tasks, config, run=run, console=console)
+        trained = train(WORKFLOW, tasks, config, out=run, console=console)
     if not trained.finished:
         raise SystemExit(f"stopped; go on with: cotune train --resume {run}")
     with stages(
@@ -133,7 +133,7 @@ def main() -> None:
     ):
         report = evaluate(run, WORKFLOW, held_out, modes=MODES)
         console.print(render(report))
-    with stages("export", f"cotune export {run} --to {export}"):
+    with stages("export", f"cotune export {run} --out {export}"):
         export_run(run, export)
     port = free_port()
     command = vllm_command(base, export, port)

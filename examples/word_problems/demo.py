@@ -106,7 +106,7 @@ class Demo:
             trained = resume(self.run, changes=changes, console=console)
         else:
             config = load_config(CONFIG, {"model": str(self.model), "steps": self.steps})
-            trained = train(WORKFLOW, self.tasks, config, run=self.run, console=console)
+            trained = train(WORKFLOW, self.tasks, config, out=self.run, console=console)
         if not trained.finished:
             raise KeyboardInterrupt
         return {
@@ -153,7 +153,7 @@ def run_stages(demo: Demo, stages: Stages) -> dict[str, Any]:
     counts = stages.once("train", resumed or begun, demo.train)
     command = f"cotune eval {WORKFLOW} --tasks {demo.held_out} --run {trained} --modes {','.join(MODES)}"
     found = stages.once("evaluate", command, demo.evaluate)
-    stages.once("export", f"cotune export {trained} --to {demo.exported}", demo.export)
+    stages.once("export", f"cotune export {trained} --out {demo.exported}", demo.export)
     found["served"] = stages.once("serve", serve, demo.serve)
     return {**{f"success_{name}": row for name, row in found.items()}, **stages.took(), **counts}
 

@@ -95,7 +95,7 @@ def test_a_policy_that_was_never_updated_is_named_with_the_reason(
     write_hashes(file.parent)
     lines = [{**found, "stayed": {"planner": "no signal"}} for found in (line(0, 0.0, 0.0), line(1, 0.0, 0.0))]
     RunLayout(run).metrics.write_text("".join(json.dumps(found) + "\n" for found in lines))
-    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
     said = "planner has no update (no signal in 2 of 2 steps): its weights are those that the run started with"
     assert said in capsys.readouterr().out and said in (tmp_path / "out" / "README.md").read_text()
     assert (
@@ -118,7 +118,7 @@ def test_an_evaluation_elsewhere_is_named_and_must_be_one(
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "evaluation.json").write_text(json.dumps(other))
     given = ["--evaluation", str(tmp_path / "elsewhere")]
-    assert main(["export", str(run), "--to", str(tmp_path / "out"), *given]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "out"), *given]) == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| base | 30.0% [20.0%, 40.0%] of 100 |  | 100 | 0 |" in card and "64.0%" not in card
     assert "| cost |" not in card

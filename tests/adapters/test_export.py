@@ -207,7 +207,7 @@ def test_a_run_is_exported_from_its_newest_checkpoint(
     assert manifest.policies[0].version == 2
     assert manifest.policies[0].fingerprint == fingerprint(adapter(5))
     assert manifest.roles[0].metrics == {"reward": 0.25}
-    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "merged"), "--merge"]) == 0
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "merged"), "--merge"]) == 0
     assert read_manifest(tmp_path / "merged").policies[0].kind == "full"
 
 
@@ -223,7 +223,7 @@ def test_an_export_that_is_broken_off_leaves_nothing(
 ) -> None:
     write_run(tmp_path / "run", base, lora, adapter(5))
     monkeypatch.setattr("cotune.adapters.export._put_in_place", lambda *paths: signal.raise_signal(number))
-    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "to" / "out")]) == 130
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "to" / "out")]) == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert not [*(tmp_path / "to").iterdir()]
 
@@ -249,7 +249,7 @@ def test_a_base_that_has_moved_is_named_and_must_be_the_same(
     held = {"base": msgspec.to_builtins(base_fingerprint(base))}
     (run / "run.json").write_text(json.dumps({"model": str(tmp_path / "gone"), "held": held}))
     shutil.copytree(base, moved)
-    command = ["export", str(run), "--to", str(tmp_path / "out")]
+    command = ["export", str(run), "--out", str(tmp_path / "out")]
     assert main(command) == 1 and "gone" in capsys.readouterr().err
     assert main([*command, "--model", str(moved)]) == 0
     policy = read_manifest(tmp_path / "out").policies[0]
@@ -271,7 +271,7 @@ def test_the_command_says_how_far_the_run_is_and_which_roles_got_no_folder(
     (step / "policies.json").write_text(json.dumps([*saved, judge]))
     write_hashes(step)
     (run / "run.json").write_text(json.dumps({"model": str(base), "config": {"steps": 100}}))
-    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"exported planner to {tmp_path / 'out'}"
     assert said[1] == f"the run is not finished: this is step {int(step.name.split('-')[1])} of 100"

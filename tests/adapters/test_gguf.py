@@ -96,7 +96,7 @@ def test_transformers_says_what_the_merged_model_says(tmp_path: Path, kind: str)
     base = build(tmp_path / "base", kind)
     write_run(tmp_path / "run", base, LORA, adapter(base))
     export_run(tmp_path / "run", tmp_path / "merged", merge=True)
-    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), "--gguf", "f32"]) == 0
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--gguf", "f32"]) == 0
     folder = tmp_path / "out" / "planner"
     assert sorted(file.name for file in folder.iterdir()) == ["Modelfile", "planner.gguf"]
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "planner")
@@ -114,7 +114,7 @@ def test_metadata_and_what_the_export_says_of_it(
     tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path / "run", llama, LORA, adapter(llama))
-    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), "--gguf"]) == 0
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--gguf"]) == 0
     assert "next: README.md there has the commands for llama.cpp and Ollama" in capsys.readouterr().out
     entry = json.loads((tmp_path / "out" / "roles.json").read_text())["policies"][0]
     assert (entry["kind"], entry["gguf"], entry["lora"]) == ("full", "f16", None)

@@ -104,7 +104,7 @@ def test_an_export_is_uploaded_as_it_is_on_disk(
 ) -> None:
     write_run(tmp_path / "run", base, policies[0].lora, policies[0].weights)
     to = tmp_path / "out"
-    assert main(["export", str(tmp_path / "run"), "--to", str(to), "--push", "me/team", "--private"]) == 0
+    assert main(["export", str(tmp_path / "run"), "--out", str(to), "--push", "me/team", "--private"]) == 0
     assert hub.files == {str(file.relative_to(to)): file.read_bytes() for file in to.rglob("*") if file.is_file()}
     assert [(made["name"], made["organization"]) for made in hub.made] == [("team", "me")]
     assert hub.made[0].get("private") or hub.made[0].get("visibility") == "private"
@@ -134,7 +134,7 @@ def test_a_push_that_the_network_breaks_off_says_what_is_there_and_how_to_go_on(
 ) -> None:
     write_run(tmp_path / "run", base, policies[0].lora, policies[0].weights)
     to, hub.breaks_off = tmp_path / "out", at
-    assert main(["export", str(tmp_path / "run"), "--to", str(to), "--push", "me/team"]) == 1
+    assert main(["export", str(tmp_path / "run"), "--out", str(to), "--push", "me/team"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"{to} could not be pushed to me/team: " in said
     assert said.endswith(
@@ -156,7 +156,7 @@ def test_a_push_that_is_interrupted_says_what_is_there_and_how_to_go_on(
             hub.on_request = lambda path: None
 
     hub.on_request = interrupt
-    assert main(["export", str(tmp_path / "run"), "--to", str(to), "--push", "me/team"]) == 130
+    assert main(["export", str(tmp_path / "run"), "--out", str(to), "--push", "me/team"]) == 130
     out, err = capsys.readouterr()
     assert err.splitlines()[-1] == "interrupted"
     last = f"{to} is whole, but me/team may lack it: push it again with `hf upload me/team {to}`."

@@ -382,7 +382,7 @@ def test_the_sampler_is_closed_with_the_server_also_when_requests_hang() -> None
 
 def test_names_with_an_export_are_refused(export: Any) -> None:
     with pytest.raises(ConfigError, match="--role"):
-        serve(export, lambda line: None, names=("extra",))
+        serve(export, say=lambda line: None, names=("extra",))
 
 
 def test_a_role_answers_under_the_names_that_the_application_uses() -> None:

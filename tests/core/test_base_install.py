@@ -111,8 +111,8 @@ def test_the_readme_example_is_checked(wheel: Path, tmp_path: Path) -> None:
         (("show", "traced"), 0, "team 1"),
         (("runs", "."), 0, "team: trace 1"),
         (("show", "traced", "--json"), 0, '"rewards":{"team":1.0}'),
-        (("sft", "traced", "--to", "sft.jsonl"), 1, "wrote 0 lines"),
-        (("otel", "export", "traced", "--to", "spans.jsonl"), 0, "exported 1 spans of 1 episodes"),
+        (("sft", "traced", "--out", "sft.jsonl"), 1, "wrote 0 lines"),
+        (("otel", "export", "traced", "--out", "spans.jsonl"), 0, "exported 1 spans of 1 episodes"),
     ],
 )
 def test_works_without_an_extra(

@@ -63,7 +63,7 @@ def commands(command: argparse.ArgumentParser, words: str = "cotune") -> Iterato
         if isinstance(action, argparse._SubParsersAction):
             for name, below in action.choices.items():
                 yield from commands(below, f"{words} {name}")
-        elif words != "cotune" and action.dest != "help":
+        elif words != "cotune" and action.dest not in ("help", "help_all"):
             yield words, action
 
 

@@ -61,7 +61,7 @@ def trained(base: Path, in_thread: None) -> Iterator[tuple[RunSummary, SqliteSto
         load_workflow("examples.tool_agent.train:solve"),
         list(shop.make_tasks(24, 0)),
         {**settings, "learner": learner, "sampling": {"max_tokens": 24}},
-        run=base.parent / "run",
+        out=base.parent / "run",
         console=Console(file=io.StringIO()),
     )
     store = SqliteStore.open(base.parent / "run" / "records.db", read_only=True)
@@ -254,7 +254,7 @@ def test_recorded_answers_with_tools_make_the_clerk_better(base: Path, in_thread
     records = {"path": traced, "min_reward": 1.0}
     console = Console(file=io.StringIO())
     run = tmp_path / "sft"
-    train(load_workflow(solve), None, settings, run=run, console=console, recipe="sft", records=records)
+    train(load_workflow(solve), None, settings, out=run, console=console, recipe="sft", records=records)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["left_out"].keys() <= {"below_reward"} and lines[0]["rows"] == 32
     tasks = list(shop.make_tasks(48, 6))

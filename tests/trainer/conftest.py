@@ -34,7 +34,7 @@ class Trainer:
         settings = {"model": str(self.base), "steps": 2, "tasks_per_step": 3, **settings}
         settings["plan"] = {"k": 4, **settings.get("plan", {})}
         settings["learner"] = {"lr": 3e-3, "threads": 1, "device": "cpu", **settings.get("learner", {})}
-        done = self._listen(lambda console: train(app, tasks, settings, run=self.folder / to, console=console))
+        done = self._listen(lambda console: train(app, tasks, settings, out=self.folder / to, console=console))
         if done.steps:
             assert [name for line in self.metrics(to) for name in undocumented(line)] == []
         return done

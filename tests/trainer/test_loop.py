@@ -392,7 +392,7 @@ def test_a_terminal_keeps_a_line_of_each_step(trainer: Trainer) -> None:
     config = {"model": str(trainer.base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 4}}
     console = Console(file=heard, width=80, force_terminal=True)
     app = application(first=letters, second=letters)
-    summary = train(app, TASKS, config, run=trainer.folder / "run", console=console)
+    summary = train(app, TASKS, config, out=trainer.folder / "run", console=console)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", heard.getvalue())
     for step, metrics in enumerate(trainer.metrics(), start=1):
         assert re.search(rf"step {step}/2  .*first {metrics['roles']['first']['reward']:.3f}", shown)

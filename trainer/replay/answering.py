@@ -77,6 +77,6 @@ def _check_base(evaluated: EvaluatedPolicies) -> None:
 
 
 _PUT_BACK = (
-    "Put the old one back, or name where it is to cotune export RUN --to adapters/ --model, and replay with "
+    "Put the old one back, or name where it is to cotune export RUN --out adapters/ --model, and replay with "
     "--model adapters/."
 )

@@ -70,7 +70,7 @@ def play(game: str, model: Path, run: Path, **settings: Any) -> None:
         rounds = [{"id": f"{seat}{i}", "game": game, "random": seat} for seat in ("o", "x") for i in range(GAMES)]
         tasks.write_text("".join(json.dumps(task) + "\n" for task in rounds))
         chosen["evaluation"] = {**chosen["evaluation"], "tasks": str(tasks)}
-    cotune.train(getattr(train, game), [TASKS[game]], chosen, run=run)
+    cotune.train(getattr(train, game), [TASKS[game]], chosen, out=run)
 
 
 def duel_curve(run: Path) -> list[dict[str, float]]:

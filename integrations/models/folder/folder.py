@@ -36,7 +36,7 @@ def locate_model(model: str | Path) -> Path:
     if (path / "config.json").is_file():
         return _checked(path.resolve())
     if (path / "run.json").is_file():
-        raise _no_model(model, "it is a run folder", f"Export it first: cotune export {model} --to adapters/")
+        raise _no_model(model, "it is a run folder", f"Export it first: cotune export {model} --out adapters/")
     if (path / "roles.json").is_file():
         raise _no_model(model, "it is an export", "Name the base model that it was trained on, or use cotune serve.")
     if (path / "adapter_config.json").is_file():

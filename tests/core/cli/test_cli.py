@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -53,11 +54,55 @@ def test_training_explains_its_columns_and_trains_nothing(capsys):
     assert "no spread Share of groups whose rewards are all equal." in said
 
 
-def test_help_names_every_command(capsys):
+def said_by_help(capsys, *words):
     with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    said = capsys.readouterr().out
-    assert [command for command in COMMANDS if f"cotune {command}" not in said] == []
+        cli.main(words)
+    return capsys.readouterr().out
+
+
+def test_help_is_one_screen_with_every_command_in_its_group(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = said_by_help(capsys, "--help").splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    groups = {}
+    for line in lines[lines.index("Run:") : lines.index("options:")]:
+        if line.startswith("  "):
+            groups[list(groups)[-1]].append(line.split()[0])
+        elif line:
+            groups[line.rstrip(":")] = []
+    assert groups == {
+        "Run": ["check", "train", "eval", "trace", "replay"],
+        "Look": ["runs", "show", "view", "report"],
+        "Records": ["gateway", "score", "judge", "sft", "otel"],
+        "Weights": ["export", "serve"],
+        "Machine": ["doctor"],
+    }
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("72", 72), ("120", 100)])
+def test_help_is_as_wide_as_the_terminal(columns, widest, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = said_by_help(capsys, "train", "--help-all").splitlines()
+    assert widest - 10 < max(len(line) for line in lines if not line.startswith("  cotune")) <= widest
+
+
+def test_help_of_train_shows_the_usual_flags_and_the_way_to_the_others(capsys):
+    short, whole = said_by_help(capsys, "train", "--help"), said_by_help(capsys, "train", "--help-all")
+    flags = [set(re.findall(r"^  (-\S+)", said, re.MULTILINE)) for said in (short, whole)]
+    usual = {"--tasks", "--config", "--model", "--policies", "-k", "--recipe", "--steps", "--set", "--out", "--resume"}
+    assert flags[0] == {"-h,", *usual}
+    further = flags[1] - flags[0] - {"--help-all"}
+    assert {"--plan", "--lr", "--eval-tasks", "--cluster", "--trust-remote-code", "--explain"} <= further
+    assert f"cotune train --help-all shows {len(further)} more" in short
+
+
+def test_only_the_command_that_is_asked_for_is_imported():
+    code = (
+        "import sys; from cotune.cli.main import COMMANDS, parser; parser(['runs', 'x'])\n"
+        "print([name for group in COMMANDS.values() for name in group if f'cotune.cli.{name}' in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "['runs']"
 
 
 @pytest.mark.parametrize("arguments", [[], ["tarin"], ["trace", "app:solve"], ["train", "--policies", "both"]])
@@ -71,11 +116,11 @@ def test_wrong_usage_is_status_2(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train"], "cotune train: workflow must be given, unless --resume is. See cotune train --help.\n"),
+        (["train"], "cotune train: workflow is missing. Name one, as in "),
         (["train", "a:b", "--tasks", "t", "--set", "x"], "cotune train: --set = 'x' must be FIELD=VALUE."),
         (["train", "--resume", "nowhere"], "cotune train: nowhere holds no run: there is no run.json."),
         (["trace", "nowhere:solve", "--tasks", "t"], "cotune trace: app = 'nowhere:solve' must be a module"),
-        (["export", "nowhere", "--to", "there"], "cotune export: nowhere holds no run"),
+        (["export", "nowhere", "--out", "there"], "cotune export: nowhere holds no run"),
         (["show", "nowhere"], "cotune show: "),
         (["serve", "./nowhere"], "cotune serve: "),
     ],
@@ -146,8 +191,8 @@ def trained(monkeypatch):
     """What `cotune train` hands to `train`."""
     seen = SimpleNamespace(finished=True, versions={"planner": 3}, stayed={}, held_out="", path="runs/r1")
 
-    def train(workflow, tasks, config, *, run):
-        seen.workflow, seen.tasks, seen.config, seen.run = workflow, tasks, config, run
+    def train(workflow, tasks, config, *, out):
+        seen.workflow, seen.tasks, seen.config, seen.run = workflow, tasks, config, out
         of = StoredEvaluation(evaluations={}, name="in training, after step 3")
         lines = [{"step": step, "roles": {"planner": {"reward": 0.25 + step / 4}}} for step in range(3)]
         return RunSummary(
@@ -200,7 +245,7 @@ def test_flags_of_train_become_its_configuration(trained, capsys):
         "reward of planner: 0.25 in step 1, 0.75 in step 3",
         "better (in training, after step 3)",
         "next: cotune eval app:solve --run runs/r1 --tasks HELD_OUT.jsonl",
-        "then: cotune export runs/r1 --to adapters/; to look at it: cotune view runs/r1",
+        "then: cotune export runs/r1 --out adapters/; to look at it: cotune view runs/r1",
     ]
 
 
@@ -215,7 +260,7 @@ def test_the_next_command_takes_the_best_checkpoint_where_one_is_kept(trained, c
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "best.json").write_text('{"planner": {"checkpoint": "step-000002", "figure": 0.5}}')
     assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", "--model", "base"]) == 0
-    assert f"then: cotune export {tmp_path} --to adapters/ --best; to look" in capsys.readouterr().out
+    assert f"then: cotune export {tmp_path} --out adapters/ --best; to look" in capsys.readouterr().out
 
 
 def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, capsys):
@@ -249,7 +294,7 @@ def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, ca
 )
 def test_a_flag_says_what_its_field_says(command, said, capsys):
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([command, "--help-all" if command == "train" else "--help"])
     assert said in " ".join(capsys.readouterr().out.split())
 
 
@@ -365,11 +410,11 @@ def test_the_command_line_opens_without_torch():
 )
 def test_what_is_waited_for_is_said_before_anything_heavy_is_imported(command, said, tmp_path):
     code = (
-        "import sys, cotune.cli.main, cotune.cli.train, cotune.cli.serve\n"
+        "import sys, cotune.cli.main, cotune.cli.train, cotune.cli.eval, cotune.cli.serve\n"
         "def first(what):\n"
         "    print(what, sorted({'torch', 'transformers', 'starlette'} & set(sys.modules)))\n"
         "    raise KeyboardInterrupt\n"
-        "cotune.cli.train.tell = cotune.cli.serve.tell = first\n"
+        "cotune.cli.train.tell = cotune.cli.eval.tell = cotune.cli.serve.tell = first\n"
         f"sys.exit(cotune.cli.main.main({command!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)

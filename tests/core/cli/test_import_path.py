@@ -21,7 +21,7 @@ sys.argv[0] = "cotune"
 for words in (
     ["show", "."], ["show", ".", "--groups"], ["runs", "."], ["report", ".", "--out", "r.html"],
     ["sft", ".", "--out", "s.jsonl"], ["otel", ".", "--out", "o.jsonl"], ["view", "nothing-here"],
-    ["serve", "nothing-here"], ["export", ".", "--to", "e"], ["judge", ".", "--labels", "none.jsonl"],
+    ["serve", "nothing-here"], ["export", ".", "--out", "e"], ["judge", ".", "--labels", "none.jsonl"],
     ["doctor"],
 ):
     print(words[0], main(words), sorted(sys.modules.keys() & {"rich", "jinja2"}))

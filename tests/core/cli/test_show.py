@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
-from cotune.cli.show import show_run
+from cotune.cli.printing.overview import show_run
 from cotune.errors import RecordError, RunError
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import RenderableType
 
-from cotune.cli.runs import list_runs, show_steps
+from cotune.cli.printing.overview import show_run
+from cotune.cli.printing.steps import show_steps
+from cotune.cli.runs import list_runs
 from cotune.cli.score import _table as score_table
-from cotune.cli.show import show_run
 from cotune.episodes.rescore import Rescored, Rescoring
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, ModeUse, RoleStatistics, TaskEnding
 from cotune.records.structs import CallRecord, Candidate, Episode, RewardRecord, Task

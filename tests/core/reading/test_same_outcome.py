@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cotune.algorithms.goal import Goal
 from cotune.cli.main import main
-from cotune.cli.show import show_run
+from cotune.cli.printing.overview import show_run
 from cotune.episodes.workflows import Workflow
 from cotune.integrations.web.viewer.opened import OpenedRun
 from cotune.integrations.web.viewer.queries import Filters, episodes

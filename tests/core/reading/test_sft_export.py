@@ -72,7 +72,7 @@ def test_one_role_only(tmp_path: Path) -> None:
 
 def test_nothing_to_write_is_said(tmp_path: Path, capsys: Any) -> None:
     recorded(tmp_path).close()
-    assert main(["sft", str(tmp_path), "--to", str(tmp_path / "sft.jsonl"), "--role", "nobody"]) == 1
+    assert main(["sft", str(tmp_path), "--out", str(tmp_path / "sft.jsonl"), "--role", "nobody"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         f"wrote 0 lines to {tmp_path / 'sft.jsonl'}",
         "left out: 9 other_role",

@@ -47,8 +47,8 @@ def run(recorded: Path, tmp_path: Path) -> Path:
 COMMANDS = {
     "show": ["show", "RUN"],
     "groups": ["show", "RUN", "--groups"],
-    "sft": ["sft", "RUN", "--to", "OUT"],
-    "otel": ["otel", "export", "RUN", "--to", "OUT", "--content", "--tokens"],
+    "sft": ["sft", "RUN", "--out", "OUT"],
+    "otel": ["otel", "export", "RUN", "--out", "OUT", "--content", "--tokens"],
 }
 
 
@@ -93,7 +93,7 @@ def test_a_cycle_of_segments_ends(run: Path):
     db.close()
     with SqliteStore.open(run, read_only=True) as store, pytest.raises(RecordError, match="is not complete"):
         store.token_ids(ids[0])
-    words = ["otel", "export", str(run), "--to", str(run / "spans"), "--tokens"]
+    words = ["otel", "export", str(run), "--out", str(run / "spans"), "--tokens"]
     done = subprocess.run([sys.executable, "-m", "cotune", *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "2 prompt_not_stored" in done.stdout
@@ -105,7 +105,7 @@ def test_a_time_that_no_clock_shows_breaks_its_row_alone(run: Path, table: str, 
     with contextlib.closing(sqlite3.connect(run / "records.db")) as db:
         db.execute(f"UPDATE {table} SET body = json_set(body, '$.latency', ?, '$.started', 1e308)", (latency,))
         db.commit()
-    assert main(["otel", "export", str(run), "--to", str(run / "spans")]) in (0, 1)
+    assert main(["otel", "export", str(run), "--out", str(run / "spans")]) in (0, 1)
     assert main(["show", str(run)]) == 0
     assert "Traceback" not in capsys.readouterr().err
 
@@ -117,7 +117,7 @@ def test_a_call_without_its_chosen_candidate_is_left_out(run: Path, where: str, 
         empty = ", token_ids = x'', logprobs = x''" if where == "candidates" else ""
         db.execute(f"UPDATE calls SET {where} = json_set({where}, '{path}', {made}){empty}", (value,))
         db.commit()
-    assert main(["sft", str(run), "--to", str(run / "sft.jsonl")]) in (0, 1)
+    assert main(["sft", str(run), "--out", str(run / "sft.jsonl")]) in (0, 1)
     assert (run / "sft.jsonl").read_bytes() == b""
     assert "Traceback" not in capsys.readouterr().err
 
@@ -127,7 +127,7 @@ def test_a_reward_whose_name_is_no_text_is_left_out(run: Path, capsys):
         db.execute("UPDATE rewards SET name = x'00ff'")
         db.commit()
     assert main(["show", str(run), "--groups"]) == 0
-    assert main(["otel", "export", str(run), "--to", str(run / "spans")]) == 0
+    assert main(["otel", "export", str(run), "--out", str(run / "spans")]) == 0
     assert "Traceback" not in capsys.readouterr().err
 
 

@@ -124,7 +124,7 @@ async def record() -> list[TracedCall]:
 
 def run() -> None:
     config: TrainConfig | None = None
-    summary = cotune.train(solve, [task, {"id": "b"}], config, run="runs/r1", model="some/model", steps=3)
+    summary = cotune.train(solve, [task, {"id": "b"}], config, out="runs/r1", model="some/model", steps=3)
     assert_type(summary, RunSummary)
     report = cotune.evaluate("runs/r1", solve, "held_out.jsonl", EvaluationOptions(limit=8), prices={"gpt": (0.1, 0.2)})
     assert_type(report, EvaluationReport)

@@ -33,7 +33,7 @@ def trained(folder: Path, steps: int, *, seen: int, tasks: int) -> Path:
     settings = {"model": str(folder / "base"), "steps": steps, "tasks_per_step": tasks, "concurrency": tasks}
     gentle = {"learner": {"lr": 1.5e-3}, "schedule": {"kind": "constant"}}
     config = load_config(ROOT / "examples" / "plan_path" / "train.toml", {**settings, **gentle})
-    run_training(train.solve, list(grid.make_tasks(128, 0)), config, run=folder / "run")
+    run_training(train.solve, list(grid.make_tasks(128, 0)), config, out=folder / "run")
     return folder / "run"
 
 

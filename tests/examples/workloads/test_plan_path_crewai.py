@@ -30,7 +30,7 @@ def trained(folder: Path, steps: int, *, seen: int, tasks: int) -> Path:
     base.build(folder / "base", steps=seen, count=30 * seen)
     settings = {"model": str(folder / "base"), "steps": steps, "tasks_per_step": tasks, "concurrency": tasks}
     config = load_config(ROOT / "examples" / "plan_path" / "train.toml", {**settings, "schedule": {"kind": "constant"}})
-    run_training(train.solve, list(grid.make_tasks(6, 0)), config, run=folder / "run")
+    run_training(train.solve, list(grid.make_tasks(6, 0)), config, out=folder / "run")
     return folder / "run"
 
 

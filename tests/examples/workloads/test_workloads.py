@@ -224,7 +224,7 @@ def test_it_is_evaluated_and_exported(workload: Workload, run: Path, tasks: Path
     assert main([*words, "--out", str(out)]) == 0
     found = json.loads((out / "evaluation.json").read_text())
     assert set(re.findall(r"\b(base|trained)\b", json.dumps(found))) == {"base", "trained"}
-    assert main(["export", str(run), "--to", str(exported)]) == 0
+    assert main(["export", str(run), "--out", str(exported)]) == 0
     manifest = json.loads((exported / "roles.json").read_text())
     assert set(workload.roles) <= set(re.findall(r"\w+", json.dumps(manifest)))
 

@@ -171,7 +171,7 @@ def test_a_role_without_a_policy_is_played_alike_in_deployed_and_serve(
     described = json.loads((run / "run.json").read_text())
     described["config"]["other_roles"] = others
     (run / "run.json").write_text(json.dumps(described))
-    assert main(["export", str(run), "--to", str(tmp_path / "adapters")]) == 0
+    assert main(["export", str(run), "--out", str(tmp_path / "adapters")]) == 0
     assert read_manifest(tmp_path / "adapters").other_roles == others
     deployment = cotune.deployed(tmp_path / "adapters")
 

@@ -224,7 +224,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
     settings = {"model": str(trainer.base), "learner": {"lr": 3e-3, "threads": 1, "device": "cpu"}, **STEPS}
     run = tmp_path / "stopped"
     summary = train(
-        application(converse), None, settings, run=run, console=Impatient(), recipe="sft", records=str(records)
+        application(converse), None, settings, out=run, console=Impatient(), recipe="sft", records=str(records)
     )
     assert (summary.finished, summary.steps) == (False, 2)
     summary = trainer.resume(application(converse), None, to="stopped")

@@ -107,10 +107,10 @@ def test_another_base_than_that_of_the_run_is_refused(
         status, text = replay(capsys, *words)
         assert status == 1
         assert f"{base} is not the base model that the run was started with: its config differ. " in text
-        assert "cotune export RUN --to adapters/ --model" in text
+        assert "cotune export RUN --out adapters/ --model" in text
         base.rename(base.with_name("moved"))
         status, text = replay(capsys, *words)
-        assert status == 1 and "there is no such folder" in text and "cotune export RUN --to adapters/ --model" in text
+        assert status == 1 and "there is no such folder" in text and "cotune export RUN --out adapters/ --model" in text
     finally:
         if base.with_name("moved").exists():
             base.with_name("moved").rename(base)

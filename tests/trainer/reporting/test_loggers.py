@@ -80,7 +80,7 @@ def test_each_tool_has_every_step_and_a_resumed_run_goes_on_in_its_curve(
     assert len({file.name for file in offline}) == 1, "both parts have the run's one id"
     assert set(json.loads((run / "loggers.json").read_text())) == set(ALL)
 
-    assert main(["export", "run", "--to", "adapters"]) == 0
+    assert main(["export", "run", "--out", "adapters"]) == 0
     said = capsys.readouterr().out
     assert "stored in mlflow as an artefact of the run" in said and "stored in wandb" in said, said
     kept = {file.name for file in (trainer.folder / "mlruns").rglob("export/*")}

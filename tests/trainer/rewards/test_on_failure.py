@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import cotune
-from cotune.cli.show import show_run
+from cotune.cli.printing.overview import show_run
 from cotune.errors import ConfigError, EngineLost
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.storage.sqlite_store import SqliteStore

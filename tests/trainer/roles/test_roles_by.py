@@ -126,7 +126,7 @@ def test_an_evaluation_names_the_roles_as_the_run_did(trained: Trained) -> None:
 
 
 def test_deployed_answers_each_role_by_its_own_policy(trained: Trained, tmp_path: Path) -> None:
-    assert main(["export", str(trained.run), "--to", str(tmp_path / "adapters")]) == 0
+    assert main(["export", str(trained.run), "--out", str(tmp_path / "adapters")]) == 0
     assert [entry.role for entry in read_manifest(tmp_path / "adapters").roles] == trained.roles
     deployment = cotune.deployed(tmp_path / "adapters", roles=trained.given)
 

@@ -67,7 +67,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
     assert [line["held_out"]["outcome"] for line in trainer.metrics()] == [0.2, 0.8, 0.5, 0.8]
     assert [p.version for p in best_policies(run)] == [2, 2] and [p.version for p in latest_policies(run)] == [4, 4]
 
-    assert main(["export", str(run), "--to", str(trainer.folder / "best"), "--best"]) == 0
+    assert main(["export", str(run), "--out", str(trainer.folder / "best"), "--best"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "best: first of step-000002 (0.800), second of step-000002 (0.800)" in said
     exported = json.loads((trainer.folder / "best" / "roles.json").read_text())

@@ -214,8 +214,8 @@ def test_records(tmp_path: Path, evil: bytes, mark: Path, capsys) -> None:
     (tmp_path / "records.db").write_bytes(evil)
     for words in (
         ["show"],
-        ["sft", "--to", str(tmp_path / "sft")],
-        ["otel", "export", "--to", str(tmp_path / "spans")],
+        ["sft", "--out", str(tmp_path / "sft")],
+        ["otel", "export", "--out", str(tmp_path / "spans")],
     ):
         command = words[:2] if words[0] == "otel" else words[:1]
         assert main([*command, str(tmp_path), *words[len(command) :]]) == 1

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from cotune.algorithms.recipes import LossSpec
-from cotune.cli.options import TraceOptions
-from cotune.cli.trace import trace
+from cotune.cli.trace import TraceOptions, trace
 from cotune.errors import RunError
 from cotune.records.policies import policies_for
 from cotune.storage.whole_file import sync

@@ -20,7 +20,7 @@ from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.samples import Sample
 from cotune.episodes.episode import Outcome
 from cotune.episodes.run_sync import run_sync
-from cotune.episodes.workflows import Workflow, workflow_of
+from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
 from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
 from cotune.judging.episodes import finished
@@ -54,7 +54,7 @@ from cotune.trainer.before.check.watch import watched
 from cotune.trainer.before.preflight import faults, rewards_by_role, unseen_roles
 from cotune.trainer.before.stub.fitting import Manner
 from cotune.trainer.before.stub.stub import StubResponder
-from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.rollout.judging import Bench, judging_role
 
 _AUTOGEN, _GRAPHS = frozenset({"autogen"}), frozenset({"langgraph"})
@@ -72,30 +72,38 @@ _USED_BY: Mapping[str, frozenset[str]] = {
 
 
 def check(
-    workflow: Any,
+    workflow: WorkflowSource,
     tasks: str | Path | Iterable[Any],
-    config: TrainConfig,
+    config: TrainConfig | Mapping[str, Any] | None = None,
     *,
-    limit: int = 1,
     model: str | None = None,
+    limit: int = 1,
     answers: Sequence[str] = (),
     call_tools: bool = True,
     calls: int = 64,
     timeout: float = 60.0,
     say: Callable[[str], None] = lambda text: None,
+    **settings: Any,
 ) -> CheckReport:
-    """Run the first `limit` tasks with a `StubResponder`, and say what training with `config` would see.
+    """Run the first `limit` tasks with made-up answers, and report what training would see.
 
-    A task runs again with other answers where one may have failed it or could have led elsewhere, and twice at once.
+    `workflow`, `tasks`, `config` and `settings` are those of `train`. No model is loaded and no provider contacted;
+    with `model`, its tokenizer counts the prompts' tokens. A task runs again with other answers where one may have
+    failed it or could have led elsewhere, and twice at once. `answers` are texts for the made-up answers, without
+    `call_tools` no tool is called, `calls` and `timeout` (seconds) bound an episode, `say` is called before each run.
+    Raises ConfigError for bad input.
 
-    No model is loaded and no provider contacted; with `model`, its tokenizer counts the prompts' tokens. `answers`
-    are texts for the stub, `calls` and `timeout` (seconds) bound an episode, `say` is called before each run. Raises
-    ConfigError for bad input.
+    ```python
+    report = cotune.check(solve, "tasks.jsonl", plan={"k": 8})
+    print(report.verdict, [finding.text for finding in report.findings])
+    ```
     """
     started = time.perf_counter()
     for name, value in (("limit", limit), ("calls", calls), ("timeout", timeout)):
         if value <= 0:
             raise ConfigError(name, value, "must be a number above 0")
+    table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
+    config = convert({"model": model or "none", **table, **settings})
     with tempfile.TemporaryDirectory() as folder, open_store(RunLayout(folder).records) as store:
         with watched() as watch:
             say("loading the application ...")

@@ -24,7 +24,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from rich.console import Console
 
 import cotune
-from cotune.cli.show import show_run
+from cotune.cli.printing.overview import show_run
 from cotune.episodes.episode import run_episode
 from cotune.episodes.workflows import workflow_of
 from cotune.integrations.apps.autogen import messages as autogen_messages

@@ -243,10 +243,10 @@ def test_the_viewer_shows_a_picture_and_runs_nothing_of_one(tmp_path, traced):
 
 
 def test_spans_carry_the_image_and_bring_it_back(traced, tmp_path, capsys):
-    assert main(["otel", "export", str(traced), "--to", str(tmp_path / "spans.jsonl"), "--content"]) == 0
+    assert main(["otel", "export", str(traced), "--out", str(tmp_path / "spans.jsonl"), "--content"]) == 0
     sent = (tmp_path / "spans.jsonl").read_text().replace("\\", "").replace(" ", "")
     assert '"type":"blob"' in sent and '"mime_type":"image/png"' in sent
-    assert main(["otel", "import", str(tmp_path / "spans.jsonl"), "--to", str(tmp_path / "back")]) == 0
+    assert main(["otel", "import", str(tmp_path / "spans.jsonl"), "--out", str(tmp_path / "back")]) == 0
     assert [data for _, _, data in tables(tmp_path / "back")[0]] == [RED]
     with SqliteStore.open(tmp_path / "back", read_only=True) as store:
         (call,) = (call for episode in store.episodes() for call in store.calls(episode.id))
@@ -255,12 +255,12 @@ def test_spans_carry_the_image_and_bring_it_back(traced, tmp_path, capsys):
     detailed = {"type": "image_url", "image_url": {"url": url(RED), "detail": "low"}}
     assert to_parts({"role": "user", "content": [detailed]}, left_out)["parts"][0]["type"] == "blob"
     assert left_out == {"image_url.detail": 1}
-    assert main(["otel", "export", str(traced), "--to", str(tmp_path / "bare.jsonl")]) == 0
+    assert main(["otel", "export", str(traced), "--out", str(tmp_path / "bare.jsonl")]) == 0
     assert "base64" not in (tmp_path / "bare.jsonl").read_text() and "blob" not in (tmp_path / "bare.jsonl").read_text()
 
 
 def test_lines_to_fine_tune_on_hold_it(traced, tmp_path):
-    assert main(["sft", str(traced), "--to", str(tmp_path / "sft.jsonl")]) == 0
+    assert main(["sft", str(traced), "--out", str(tmp_path / "sft.jsonl")]) == 0
     (line,) = map(json.loads, (tmp_path / "sft.jsonl").read_text().splitlines())
     assert line["messages"][0] == asks("what is it?", RED)
 

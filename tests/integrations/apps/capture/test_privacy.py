@@ -178,7 +178,7 @@ def test_text_tasks_errors_and_finish_reasons_are_redacted(
     assert main(["trace", "app.py:solve", "--tasks", "tasks.jsonl", "--out", "run", "--redact", "app:hide"]) == 1
     sys.modules.pop("app", None)
     assert main(["show", "run"]) == 0
-    assert main(["otel", "export", "run", "--to", "run/spans.jsonl", "--content", "--tokens"]) == 0
+    assert main(["otel", "export", "run", "--out", "run/spans.jsonl", "--content", "--tokens"]) == 0
     shown = capsys.readouterr()
     assert "find ***" in shown.out
     found = (shown.out + shown.err).encode() + b"".join(file.read_bytes() for file in (app / "run").iterdir())

@@ -313,7 +313,7 @@ def test_without_their_attributes_the_names_of_agents_are_the_roles(tmp_path: Pa
 def test_the_command_says_what_the_export_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trace.json"
     file.write_text(json.dumps({"trace": ABOUT, "observations": [*OBSERVATIONS, "obs-7"]}))
-    assert main(["otel", "import", str(file), "--to", str(tmp_path / "run")]) == 0
+    assert main(["otel", "import", str(file), "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[:3] == [
         f"{file}: 1 episodes with 2 calls from 7 spans",
@@ -321,13 +321,13 @@ def test_the_command_says_what_the_export_lacks(tmp_path: Path, capsys: pytest.C
         "gradient",
         "left out: 1 observation_not_fetched, 1 span:retriever, 1 span:span",
     ]
-    assert main(["otel", "import", str(file), "--to", str(tmp_path / "run")]) == 0
-    assert main(["sft", str(tmp_path / "run"), "--to", str(tmp_path / "sft.jsonl")]) == 0
+    assert main(["otel", "import", str(file), "--out", str(tmp_path / "run")]) == 0
+    assert main(["sft", str(tmp_path / "run"), "--out", str(tmp_path / "sft.jsonl")]) == 0
     (line,) = (tmp_path / "sft.jsonl").read_text().splitlines()
     assert json.loads(line)["messages"][-1] == {"role": "assistant", "content": "Sunny."}
 
 
 def test_other_json_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.json").write_text('[{"hello": 1}, 2]')
-    assert main(["otel", "import", str(tmp_path / "x.json"), "--to", str(tmp_path / "run")]) == 1
+    assert main(["otel", "import", str(tmp_path / "x.json"), "--out", str(tmp_path / "run")]) == 1
     assert "observations of Langfuse" in capsys.readouterr().err

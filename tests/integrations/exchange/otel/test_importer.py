@@ -361,12 +361,12 @@ def test_imported_traces_can_be_shown_and_used_for_fine_tuning(
     request = {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
     (tmp_path / "t.json").write_text(json.dumps(request, indent=2))
     run = str(tmp_path / "run")
-    assert main(["otel", "import", str(tmp_path / "t.json"), "--to", run]) == 0
+    assert main(["otel", "import", str(tmp_path / "t.json"), "--out", run]) == 0
     said = capsys.readouterr().out
     assert "1 episodes with 1 calls from 3 spans" in said and "left out: 1 span:embeddings" in said
     assert main(["show", run]) == 0
     assert "app" in capsys.readouterr().out
-    assert main(["sft", run, "--to", str(tmp_path / "sft.jsonl")]) == 0
+    assert main(["sft", run, "--out", str(tmp_path / "sft.jsonl")]) == 0
     assert json.loads((tmp_path / "sft.jsonl").read_text()) == {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1"}]
     }

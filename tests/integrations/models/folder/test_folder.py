@@ -46,7 +46,10 @@ def test_an_adapter_is_told_from_a_model_with_what_to_name_instead(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("file", "said"),
-    [("run.json", r"it is a run folder\. Export it first: cotune export .*/x --to"), ("roles.json", "it is an export")],
+    [
+        ("run.json", r"it is a run folder\. Export it first: cotune export .*/x --out"),
+        ("roles.json", "it is an export"),
+    ],
 )
 def test_a_run_and_an_export_are_told_from_a_model(tmp_path: Path, file: str, said: str) -> None:
     (tmp_path / "x").mkdir()

@@ -73,7 +73,7 @@ def run(base: Path, url: str, folder: Path, **settings: Any) -> list[dict[str, A
     learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
     given = {"model": str(base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 8}, "alpha": 0.0, **settings}
     given |= {"cluster": cluster, "learner": learner}
-    train(worker_app.solve, TASKS, given, run=folder, console=Console(file=io.StringIO()))
+    train(worker_app.solve, TASKS, given, out=folder, console=Console(file=io.StringIO()))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -115,7 +115,7 @@ def test_a_run_comes_nearer_to_a_teacher_by_its_address(
         "distill": {"teacher": f"{own_vllm}/v1"},
         "learner": {"lr": 2e-3, "device": "cpu"},
     }
-    train(application(converse), TASKS, given, run=tmp_path / "run", console=Console(file=io.StringIO()))
+    train(application(converse), TASKS, given, out=tmp_path / "run", console=Console(file=io.StringIO()))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     gaps = [sum(line["roles"][role]["kl"] for role in ("first", "second")) for line in lines]
     assert gaps[-1] < 0.8 * gaps[0]

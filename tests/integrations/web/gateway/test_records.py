@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cotune.cli.show import show_run
+from cotune.cli.printing.overview import show_run
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations import provider as scripted
 from tests.integrations.web.gateway.client import HELLO, Bench, ask, bench

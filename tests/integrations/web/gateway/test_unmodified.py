@@ -15,7 +15,7 @@ import openai
 import pytest
 from rich.console import Console
 
-from cotune.cli.show import show_run
+from cotune.cli.printing.overview import show_run
 from cotune.errors import ConfigError
 from cotune.integrations.web.gateway.settings import Split
 from cotune.recording.roles import roles_function
@@ -118,7 +118,7 @@ def test_bad_settings_are_refused() -> None:
 @pytest.mark.slow
 def test_the_command_line(tmp_path: Path, provider: Any) -> None:
     """The application has nothing but another OPENAI_BASE_URL; `cotune show` sees its episode while it runs."""
-    line = [sys.executable, "-m", "cotune", "gateway", "--upstream", provider.url, "--records", "r", "--port", "0"]
+    line = [sys.executable, "-m", "cotune", "gateway", "--upstream", provider.url, "--out", "r", "--port", "0"]
     gate = subprocess.Popen(
         [*line, "--roles-by", "model", "--episode-idle", "30"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )

@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr("cotune.integrations.models.transformers.sampler.TransformersSampler.open", opened)
         patch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
         app = application(_talk, first=letters, second=letters)
-        train(app, TASKS, settings, run=folder / "trained", console=Console(file=io.StringIO()))
+        train(app, TASKS, settings, out=folder / "trained", console=Console(file=io.StringIO()))
     return folder / "trained"
 
 

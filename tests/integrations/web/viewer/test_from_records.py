@@ -33,7 +33,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluation": {"every": 1},
         "learner": {"lr": 3e-3, "threads": 1, "device": "cpu"},
     }
-    train(application(converse), None, settings, run=folder / "sft", console=Console(file=io.StringIO()))
+    train(application(converse), None, settings, out=folder / "sft", console=Console(file=io.StringIO()))
     return folder / "sft"
 
 

@@ -226,9 +226,9 @@ def looks(run: Path, out: Path) -> list[list[str]]:
     """The commands that look at a run."""
     return [
         ["report", str(run), "--out", str(out / "r.html")],
-        ["otel", "export", str(run), "--to", str(out / "o"), "--content", "--tokens"],
+        ["otel", "export", str(run), "--out", str(out / "o"), "--content", "--tokens"],
         ["show", str(run)], ["show", str(run), "--steps"], ["show", str(run), "--groups"], ["runs", str(run.parent)],
-        ["export", str(run), "--to", str(out / "e")], ["doctor", "--run", str(run)],
+        ["export", str(run), "--out", str(out / "e")], ["doctor", "--run", str(run)],
     ]  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def test_a_machine_without_a_gpu_is_told_before_work_starts(
 
     said = rf"learner\.{field} = '{value}' must be {usual}, where there is no GPU\. Leave it out, or train on a GPU"
     with pytest.raises(ConfigError, match=said):
-        cotune.train(solve, [{"q": 1}], {"model": base, "learner": {field: value}}, run=tmp_path / "run")
+        cotune.train(solve, [{"q": 1}], {"model": base, "learner": {field: value}}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -56,7 +56,7 @@ def test_a_driver_without_gpus_starts_learners_that_have_some(base: str, tmp_pat
     cluster = {"address": "10.255.255.1:1", "gpus_per_learner": 1}
     config = {"model": base, "learner": {"tree_attention": "flex"}, "cluster": cluster, "init": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"init = .*a run with a checkpoint"):  # which is looked at after the hardware
-        cotune.train(cotune.workflow(lambda task: 0.0), [{"q": 1}], config, run=tmp_path / "run")
+        cotune.train(cotune.workflow(lambda task: 0.0), [{"q": 1}], config, out=tmp_path / "run")
 
 
 def test_four_bits_are_of_weights_that_are_not_trained() -> None:

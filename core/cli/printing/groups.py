@@ -1,4 +1,4 @@
-"""What `cotune show --groups` prints: groups by role and turn, and what was left out of training and why."""
+"""`cotune show --groups`: groups by role and turn, and the samples left out of training with the reasons."""
 
 from __future__ import annotations
 

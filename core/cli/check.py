@@ -1,0 +1,66 @@
+"""`cotune check`."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+
+from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, fields_of, printing_aside, settings
+from cotune.storage.whole_file import whole_file
+from cotune.terminal import progress, terminal
+
+EXAMPLE = "cotune check app:solve --tasks tasks.jsonl"
+EXTRA = "train"
+
+
+def arguments(command: Parser) -> None:
+    command.add_argument("workflow", help=APP)
+    command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
+    command.add_argument("--limit", type=int, default=1, metavar="N", help="take the first N tasks (default: 1)")
+    command.add_argument("--config", metavar="FILE", help="TOML file of a run; see docs/reference/configuration.md")
+    tokens = "count tokens with this model's tokenizer; it is not loaded"
+    add_fields(command, "model", "policies", "plan.kind", "plan.k", "recipe", "roles_by", model=tokens)
+    add_repeated(command, "--set", "FIELD=VALUE", "any other field, as in cotune train")
+    add_repeated(command, "--answer", "TEXT", "a text that the made-up answers use, in turn")
+    command.add_argument("--no-tools", action="store_true", help="never answer with a tool call: no tool is run")
+    command.add_argument(
+        "--calls", type=int, default=64, metavar="N", help="most calls of an episode (default: %(default)s)"
+    )
+    command.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="for one episode (default: %(default)s)"
+    )
+    command.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the report as JSON to FILE, or without FILE to standard output; the application's own output goes "
+        "to standard error",
+    )
+
+
+def run(a: argparse.Namespace) -> int:
+    from cotune.trainer.before.check.dry_run import check
+    from cotune.trainer.before.check.report import render
+    from cotune.trainer.config.train import load_config
+
+    config = load_config(a.config, {"model": "none", **fields_of(a), **settings(a.set)})
+    with printing_aside() if a.json else nullcontext(), progress() as say:
+        report = check(
+            a.workflow,
+            a.tasks,
+            config,
+            tokenizer=a.model,
+            limit=a.limit,
+            answers=a.answer,
+            call_tools=not a.no_tools,
+            calls=a.calls,
+            timeout=a.timeout,
+            say=say,
+        )
+    if a.json in (None, "-"):
+        print(report.to_json()) if a.json else terminal().print(render(report))
+    else:
+        with whole_file(a.json) as file:
+            file.write(f"{report.to_json()}\n".encode())
+    return {"trainable": 0, "undecided": 3}.get(report.verdict, 1)

@@ -1,0 +1,51 @@
+"""`cotune doctor`."""
+
+from __future__ import annotations
+
+import argparse
+
+from cotune.cli.command import Parser, add_fields, add_repeated, add_trust, fields_of, settings
+from cotune.errors import ConfigError
+from cotune.storage.run_layout import read_config
+from cotune.terminal import tell, terminal
+
+EXAMPLE = "cotune doctor --config train.toml --cluster local"
+EXTRA = "train"
+
+
+def arguments(command: Parser) -> None:
+    command.add_argument("--config", metavar="FILE", help="TOML file of a run; see docs/reference/configuration.md")
+    add_fields(command, "model", "cluster.address")
+    add_repeated(command, "--set", "FIELD=VALUE", "any other field, as in cotune train")
+    command.add_argument("--run", metavar="RUN", help="take the configuration of this run")
+    command.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="longest prompt that memory is computed for (default: %(default)s)",
+    )
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_trust(command)
+
+
+def run(a: argparse.Namespace) -> int:
+    from cotune.trainer.before.doctor.doctor import examine, render
+    from cotune.trainer.before.doctor.memory import render_memory
+    from cotune.trainer.config.train import load_config
+
+    flags = {**fields_of(a), **settings(a.set)}
+    config = load_config(a.config, flags) if a.config or a.model else None
+    if a.run is not None:
+        config = load_config(None, {**read_config(a.run), **flags})
+    if config is None and "cluster.address" in flags:
+        raise ConfigError("model", None, "is missing: --cluster needs one", "Pass --model or --config.")
+    report = examine(config, prompt=a.prompt_tokens)
+    if a.json:
+        print(report.to_json())
+    else:
+        terminal().print(render(report))
+        if report.memory:
+            terminal().print(render_memory(report.memory))
+        tell("a run can start" if report.fits else "a run cannot start: see what blocks it")
+    return 0 if report.fits else 1

@@ -1,0 +1,50 @@
+"""`cotune export`."""
+
+from __future__ import annotations
+
+import argparse
+
+from cotune.cli.command import Parser, add_trust
+from cotune.terminal import tell
+
+EXAMPLE = "cotune export runs/r1 --out adapters/"
+EXTRA = "train"
+
+
+def arguments(command: Parser) -> None:
+    command.add_argument("run", metavar="RUN", help="run folder")
+    command.add_argument(
+        "--out", required=True, metavar="DIR", help="folder to write: a new or empty one, or an earlier export"
+    )
+    command.add_argument("--model", metavar="BASE", help="base model, where it lies elsewhere than the run says")
+    command.add_argument(
+        "--best", action="store_true", help="the best checkpoint by held-out evaluation (evaluation.keep_best)"
+    )
+    command.add_argument(
+        "--merge", action="store_true", help="add each adapter to its base model: a whole model for each policy"
+    )
+    command.add_argument(
+        "--gguf",
+        nargs="?",
+        const="f16",
+        choices=("f16", "bf16", "f32", "q8_0"),
+        help="the same as one GGUF file each, for llama.cpp, Ollama and LM Studio, in this precision (default: f16)",
+    )
+    command.add_argument(
+        "--evaluation",
+        metavar="DIR",
+        help="folder that cotune eval --out wrote: its figures go into the README (default: the newest one in RUN)",
+    )
+    command.add_argument("--push", metavar="USER/NAME", help="then upload the folder to the Hugging Face Hub")
+    command.add_argument("--private", action="store_true", help="make that repository private, if it is new")
+    add_trust(command)
+
+
+def run(a: argparse.Namespace) -> int:
+    from cotune.trainer.export import export
+
+    form = {"best": a.best, "merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation, "model": a.model}
+    export(a.run, a.out, push=a.push, private=a.private, say=tell, **form)
+    how = "README.md there has the commands for llama.cpp and Ollama" if a.gguf else f"cotune serve {a.out}"
+    tell(f"next: {how}")
+    return 0

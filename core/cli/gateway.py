@@ -1,0 +1,77 @@
+"""`cotune gateway`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from cotune.cli.command import Parser, add_address, add_fields, fields_of
+from cotune.terminal import tell
+
+EXAMPLE = "cotune gateway --upstream https://api.openai.com/v1"
+EXTRA = "gateway"
+
+
+def arguments(command: Parser) -> None:
+    from cotune.integrations.web.http.limits import Limits
+
+    command.add_argument("--upstream", required=True, metavar="URL", help="base URL of the provider's OpenAI API")
+    command.add_argument(
+        "--anthropic-upstream",
+        metavar="URL",
+        help="base URL for Anthropic's Messages API, such as https://api.anthropic.com/v1 (default: --upstream)",
+    )
+    command.add_argument(
+        "--out",
+        default="runs/gateway",
+        metavar="PATH",
+        help="run folder or records file; records are added to it (default: %(default)s)",
+    )
+    add_address(command, port=8100)
+    command.add_argument(
+        "--roles-by",
+        metavar="WHO",
+        help="MODULE:FUNCTION or FILE.py:FUNCTION that names the role of a call from its messages, model and tools; or "
+        "model, for the name of the model that it asks; see docs/how-to/roles.md",
+    )
+    command.add_argument(
+        "--role-header", default="", metavar="NAME", help="header of the application's requests that names the role"
+    )
+    command.add_argument(
+        "--episode-by", choices=("connection",), help="calls that name no episode: one for each connection"
+    )
+    command.add_argument(
+        "--episode-header", default="", metavar="NAME", help="the same: one for each value of this header"
+    )
+    command.add_argument(
+        "--episode-idle",
+        type=float,
+        metavar="SECONDS",
+        help="an episode ends after this time without a call (default with --episode-header: 300); alone, one at a "
+        "time",
+    )
+    add_fields(command, *Limits.__struct_fields__, table=Limits)
+    add_fields(command, "redact")
+
+
+def run(a: argparse.Namespace) -> int:
+    from cotune.episodes.workflows import load_roles
+    from cotune.integrations.web.gateway.server import serve
+    from cotune.integrations.web.gateway.settings import GatewayConfig, Split
+    from cotune.integrations.web.http.limits import Limits
+    from cotune.recording.redaction import load_redactor
+
+    config = GatewayConfig(
+        upstream=a.upstream,
+        key=os.environ.get("COTUNE_UPSTREAM_KEY"),
+        token=a.token or os.environ.get("COTUNE_TOKEN"),
+        limits=Limits(**fields_of(a, Limits)),
+        anthropic=a.anthropic_upstream,
+        anthropic_key=os.environ.get("COTUNE_ANTHROPIC_KEY"),
+        roles=load_roles(a.roles_by) if a.roles_by else None,
+        role_header=a.role_header,
+        split=Split(by=a.episode_by, header=a.episode_header, idle=a.episode_idle),
+        redactors=[load_redactor(a.redact)] if a.redact else [],
+    )
+    serve(config, a.out, tell, host=a.host, port=a.port)
+    return 0

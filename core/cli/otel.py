@@ -1,0 +1,79 @@
+"""`cotune otel export | import`."""
+
+from __future__ import annotations
+
+import argparse
+
+from cotune.cli.command import RECORDS, Parser, add_repeated, described, pairs, tell_left_out
+from cotune.terminal import tell
+
+EXAMPLE = "cotune otel export runs/r1 --out spans.jsonl"
+
+
+def arguments(command: Parser) -> None:
+    ways = command.add_subparsers(dest="way", required=True, metavar="export | import")
+    text = "Write OTLP/JSON, or send OTLP over HTTP; message content and token ids only if asked for"
+    example = "cotune otel export runs/r1 --endpoint http://127.0.0.1:4318"
+    way = ways.add_parser("export", help=text, **described(text, example))
+    way.add_argument("run", metavar="RUN", help=RECORDS)
+    target = way.add_mutually_exclusive_group(required=True)
+    target.add_argument("--out", metavar="FILE", help="file to write, one line per episode")
+    target.add_argument("--endpoint", metavar="URL", help="OTLP/HTTP endpoint; /v1/traces is added to a bare address")
+    add_repeated(way, "--header", "NAME=VALUE", "header for the endpoint")
+    way.add_argument("--episode", metavar="ID", help="one episode only")
+    way.add_argument("--content", action="store_true", help="messages, tools, task inputs and error texts too")
+    way.add_argument("--tokens", action="store_true", help="token ids, log-probabilities, policy versions too")
+
+    text = "Read traces in OTLP/JSON, of Phoenix or of Langfuse as records, to show, score and fine-tune on"
+    way = ways.add_parser("import", help=text, **described(text, "cotune otel import traces.jsonl --out runs/imported"))
+    way.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="OTLP/JSON, as a collector's file exporter writes it, or JSON of Phoenix or Langfuse",
+    )
+    way.add_argument("--out", required=True, metavar="RUN", help="run folder; records are added to it")
+
+
+def run(a: argparse.Namespace) -> int:
+    return _export(a) if a.way == "export" else _import(a)
+
+
+def _export(a: argparse.Namespace) -> int:
+    from cotune.integrations.exchange.otel.exporter import export_file, export_to, otlp_exporter
+    from cotune.integrations.exchange.otel.spans import Detail
+    from cotune.storage.open_store import open_store
+
+    detail = Detail(content=a.content, tokens=a.tokens)
+    with open_store(a.run, read_only=True) as store:
+        if a.out:
+            exported = export_file(store, a.out, episode=a.episode, detail=detail)
+        else:
+            exporter = otlp_exporter(a.endpoint, pairs("--header", a.header))
+            exported = export_to(store, exporter, episode=a.episode, detail=detail)
+            exporter.shutdown()
+    tell(f"exported {exported.spans} spans of {exported.episodes} episodes to {a.out or a.endpoint}")
+    tell_left_out(exported.left_out)
+    return 0
+
+
+def _import(a: argparse.Namespace) -> int:
+    from cotune.integrations.exchange.otel.importer import import_file
+    from cotune.storage.open_store import open_store
+    from cotune.storage.run_layout import RunLayout
+
+    with open_store(RunLayout(a.out).records) as store:
+        for file in a.files:
+            imported = import_file(file, store)
+            calls, bare = imported.calls, imported.without_tokens
+            tell(f"{file}: {imported.episodes} episodes with {calls} calls from {imported.spans} spans")
+            if bare:
+                tell(
+                    f"{bare} of {calls} calls have no token ids or log-probabilities: you can show, score and "
+                    "fine-tune on them, but not use them for a policy gradient"
+                )
+            tell_left_out(imported.left_out)
+        store.flush()
+        lost = store.lost
+    tell(f"next: cotune show {a.out}" if not lost else f"{lost} records could not be stored")
+    return 1 if lost else 0

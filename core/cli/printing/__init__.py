@@ -1,0 +1,1 @@
+"""What `cotune show` prints."""

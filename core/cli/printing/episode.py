@@ -1,0 +1,150 @@
+"""`cotune show --episode`: one episode as a tree of calls."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+from rich.tree import Tree
+
+from cotune.errors import RecordError
+from cotune.records.images import content_text
+from cotune.records.structs import CallRecord, Episode, candidate_id
+from cotune.storage.protocol import Store
+from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, first_line, plural, scores, snippet
+
+_REWARDS = 30
+"""Signs of a candidate's rewards that leave room for its answer on the same line."""
+
+
+def episode_parts(store: Store, id: str, full: bool = False) -> Iterable[RenderableType]:
+    """An episode as a tree of its calls, and before it, in one line, why it failed (with `full`, all of its error)."""
+    calls = store.calls(id)
+    if cause := _cause(store, id, calls, full):
+        yield Text(cause, style=BAD)
+    yield episode_tree(store, id, calls, full)
+
+
+def _cause(store: Store, id: str, calls: Sequence[CallRecord], full: bool) -> str:
+    """Why an episode did not end well; empty where it did, or has no end yet."""
+    try:
+        episode = store.episode(id)
+    except RecordError:
+        return ""
+    if episode.status == "ok":
+        return ""
+    failed = next((call for call in reversed(calls) if call.status != "ok"), None)
+    error = (episode.error or "").strip() or (failed.error if failed else None)
+    at = f" (call {failed.step}, {failed.role}: {failed.status})" if failed else ""
+    return f"{episode.status}{at}: {error if full and error else first_line(error)}"
+
+
+def episode_tree(store: Store, id: str, calls: Sequence[CallRecord], full: bool = False) -> Tree:
+    """One episode: every call below the call whose output it read; a chain of calls stays on one level."""
+    root = Tree(_episode_line(store, id, calls), guide_style=QUIET)
+    known = {call.id: call for call in calls}
+    below: dict[str | None, list[CallRecord]] = {}
+    for call in calls:
+        parents = [known[p] for p in call.parents if p in known]
+        nearest = max(parents, key=lambda parent: parent.step, default=None)
+        below.setdefault(nearest.id if nearest else None, []).append(call)
+    open_calls = [(root, call) for call in reversed(below.get(None, []))]
+    while open_calls:
+        level, call = open_calls.pop()
+        branch = level.add(_call_line(call, known))
+        for text in _call_details(store, call, full):
+            branch.add(text)
+        readers = below.get(call.id, [])
+        inside = level if len(readers) == 1 else branch
+        open_calls.extend((inside, reader) for reader in reversed(readers))
+    return root
+
+
+def _episode_line(store: Store, id: str, calls: Sequence[CallRecord]) -> Text:
+    line = Text.assemble(("episode ", "bold"), (id, NAME))
+    try:
+        episode: Episode = store.episode(id)
+    except RecordError:
+        if not calls:
+            raise
+        return line.append("  unfinished: it has calls but no end", style=BAD)
+    line.append(f"  task {episode.task.id} · {episode.phase}")
+    if episode.training_step is not None:
+        line.append(f" step {episode.training_step + 1}")
+    line.append(f" · {plural(len(calls), 'call')} · {episode.latency:.2f} s · ")
+    line.append(episode.status, style=GOOD if episode.status == "ok" else BAD)
+    line.append("  ").append_text(scores(store.rewards([id])[id]))
+    if len(calls) != episode.calls:
+        line.append(f"\n{episode.calls} calls were made, {len(calls)} are recorded", style=BAD)
+    if fork := episode.fork:
+        step = next((call.step for call in calls if call.id == fork.at), None)
+        line.append(f"\nrepeats episode {fork.trunk} up to call {step}", style=QUIET)
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(episode.started))
+    return line.append(f"\n{began}  input {snippet(episode.task.input)}", style=QUIET)
+
+
+def _call_line(call: CallRecord, known: Mapping[str, CallRecord]) -> Text:
+    line = Text.assemble((f"{call.step} ", QUIET), (call.role, "bold"), f" turn {call.turn}")
+    read = sorted(known[parent].step for parent in call.parents if parent in known)
+    if read:
+        line.append(f" reads {', '.join(map(str, read))}", style=QUIET)
+    written = sum(len(c.token_ids) for c in call.candidates) or call.usage.completion_tokens
+    line.append(f" · {call.prompt_tokens or call.usage.prompt_tokens}+{written} tokens · {call.latency:.3f} s")
+    line.append(f" · {call.policy or call.model or 'no model name'}", style=QUIET)
+    if call.replayed:
+        line.append(" · from the record", style=QUIET)
+    if call.attempts:
+        line.append(f" · {plural(len(call.attempts), 'retry', 'retries')}", style=QUIET)
+    if call.status != "ok":
+        line.append(f" · {call.status}", style=BAD)
+    return line
+
+
+def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
+    """The message asked last (with `full` the whole prompt), an error, and every candidate."""
+    for id in call.messages if full else call.messages[-1:]:
+        try:
+            message = store.message(id)
+            asked = _whole(message) if full else snippet(message)
+        except RecordError:
+            asked = "lost"
+        yield _line(Text(f"< {asked}", style=QUIET), full)
+    for attempt in call.attempts:
+        yield _short(Text(f"retried after {attempt}", style=QUIET))
+    if call.error:
+        yield Text(call.error, style=BAD) if full else _short(Text(first_line(call.error), style=BAD))
+    rewards = store.rewards(candidate_id(call.id, c.index) for c in call.candidates)
+    for candidate in call.candidates:
+        chosen = candidate.index == call.chosen
+        line = Text("> " if chosen else "  ", style=GOOD)
+        line.append_text(scores(rewards[candidate_id(call.id, candidate.index)]))
+        said = _whole(candidate.message) if full else answer_line(candidate)
+        if len(line) > 2:
+            line.append("  " if len(line) < _REWARDS else "\n  ")
+        if candidate.finish_reason == "length":
+            line.append("[cut at the length limit] ", style=BAD)
+        line.append(said, style="" if chosen else QUIET)
+        yield _line(line, full)
+
+
+def _whole(message: Any) -> str:
+    """Who speaks, and all that is said."""
+    if not isinstance(message, Mapping):
+        return json.dumps(message, ensure_ascii=False, indent=2)
+    text = content_text(message.get("content"))
+    rest = {key: value for key, value in message.items() if key not in ("role", "content") and value}
+    parts = [part for part in (text, json.dumps(rest, ensure_ascii=False, indent=2) if rest else "") if part]
+    return f"{message.get('role', 'message')}: " + "\n".join(parts)
+
+
+def _line(text: Text, full: bool) -> Text:
+    return text if full else _short(text)
+
+
+def _short(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text

@@ -1,0 +1,30 @@
+"""`cotune sft`."""
+
+from __future__ import annotations
+
+import argparse
+
+from cotune.cli.command import RECORDS, Parser, tell_left_out
+from cotune.terminal import tell
+
+EXAMPLE = "cotune sft runs/r1 --out sft.jsonl --role writer --min-reward 1"
+
+
+def arguments(command: Parser) -> None:
+    command.add_argument("run", metavar="RUN", help=RECORDS)
+    command.add_argument("--out", required=True, metavar="FILE", help="JSON-lines file to write")
+    command.add_argument("--role", help="calls of this role only")
+    command.add_argument(
+        "--min-reward", type=float, metavar="X", help="least sum of the answer's rewards, or else of the episode's"
+    )
+
+
+def run(a: argparse.Namespace) -> int:
+    from cotune.reading.sft_export import write_supervised
+    from cotune.storage.open_store import open_store
+
+    with open_store(a.run, read_only=True) as store:
+        written = write_supervised(store, a.out, role=a.role, min_reward=a.min_reward)
+    tell(f"wrote {written.lines} lines to {a.out}")
+    tell_left_out(written.left_out)
+    return 0 if written.lines else 1

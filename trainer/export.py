@@ -1,0 +1,81 @@
+"""`cotune export`: a run's policies as folders, with the trackers and the Hub that they are sent to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cotune.adapters.export import export_run
+from cotune.adapters.manifest import Manifest, not_updated
+from cotune.integrations.models.folder.hub import check_repository, push_again
+from cotune.integrations.models.folder.hub import push as push_folder
+from cotune.integrations.models.folder.to_gguf import Precision
+from cotune.storage.checkpoints import newest_checkpoint, read_best, steps_of
+from cotune.storage.run_layout import RunLayout, read_run, read_run_json
+from cotune.terminal import tell
+from cotune.trainer.reporting.loggers import send_export
+
+_UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the application's own provider"}
+
+
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    best: bool = False,
+    merge: bool = False,
+    gguf: Precision | None = None,
+    evaluation: str | Path | None = None,
+    model: str | None = None,
+    push: str | None = None,
+    private: bool = False,
+    say: Callable[[str], None] = tell,
+) -> Manifest:
+    """Write the trained policies of a run to the folder `out`: PEFT folders with roles.json and a model card.
+
+    `best` takes the best checkpoint by held-out evaluation in place of the newest, as far as there is one. With `merge`
+    each policy is a whole model, with `gguf` one GGUF file in this precision. The card has the figures of `evaluation`,
+    a folder that `evaluate` wrote (default: the newest one in `run`). `model` names the base model where it lies
+    elsewhere than the run says. The export is then sent to the run's loggers, and with `push` (USER/NAME) to the
+    Hugging Face Hub. `say` receives lines about it. Raises RunError, ConfigError, AdapterError.
+
+    ```python
+    manifest = cotune.export("runs/r1", "adapters/")
+    print([(entry.role, manifest.policy(entry.role).folder) for entry in manifest.roles])
+    ```
+    """
+    if push:
+        check_repository(push)
+    manifest = export_run(run, out, best=best, merge=merge, gguf=gguf, evaluation=evaluation, model=model)
+    kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
+    trained = sorted(role for role, kind in kinds.items() if kind in ("lora", "full"))
+    say(f"exported {', '.join(trained)} to {out}")
+    _say_checkpoint(RunLayout(run), best, {manifest.policy(role).name for role in trained}, say)
+    for text in not_updated(manifest):
+        say(text)
+    for role in sorted(kinds.keys() - set(trained)):
+        say(f"no folder for {role}: its policy is {_UNTRAINED[kinds[role]]}")
+    if loggers := (read_run_json(run).get("config") or {}).get("loggers"):
+        say(f"sending the export to {', '.join(loggers)} ...")
+        send_export(Path(run), Path(out), say)
+    if push:
+        try:
+            say(f"pushed to {push_folder(Path(out), push, private=private)}")
+        except KeyboardInterrupt:
+            say(f"{out} is whole, but {push} may lack it: {push_again(Path(out), push)}")
+            raise
+    return manifest
+
+
+def _say_checkpoint(run: RunLayout, best: bool, policies: set[str], say: Callable[[str], None]) -> None:
+    """Which checkpoint it is."""
+    if best:
+        kept = read_best(run.checkpoints)
+        say("best: " + ", ".join(f"{name} of {b.checkpoint} ({b.figure:.3f})" for name, b in sorted(kept.items())))
+        for name in sorted(policies - kept.keys()):
+            say(f"{name} has no best checkpoint, as no evaluation judged it: this is its newest one")
+        return
+    checkpoint, steps = newest_checkpoint(run.checkpoints), read_run(run.path).config.steps
+    done = 0 if checkpoint is None else steps_of(checkpoint)
+    if steps is not None and done < steps:
+        say(f"the run is not finished: this is step {done} of {steps}")
