@@ -50,7 +50,7 @@ def run(a: argparse.Namespace) -> int:
             a.workflow,
             a.tasks,
             config,
-            tokenizer=a.model,
+            model=a.model,
             limit=a.limit,
             answers=a.answer,
             call_tools=not a.no_tools,

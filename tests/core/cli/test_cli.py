@@ -283,7 +283,7 @@ def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, ca
             "train",
             "--policies {shared,lora,full} shared: one adapter for all roles | lora: one adapter per role | full:",
         ),
-        ("train", "--plan {tree,independent,replay} tree | independent | replay (see docs/how-to/replay.md); without"),
+        ("train", "--plan {tree,independent,replay} tree | independent | replay (see"),
         ("train", "--lr LR learning rate of AdamW; without a value: 5e-6 for a LoRA, 1e-6 for all weights"),
         ("train", "--tasks-per-step N tasks of a step; recorded episodes with recipe sft or dpo (default: 32)"),
         ("train", "--eval-tasks FILE JSON-lines file of held-out tasks"),

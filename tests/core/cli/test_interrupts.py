@@ -33,7 +33,7 @@ def interrupted(folder: Path, moment: str, *, ignoring: bool = False) -> subproc
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("moment", ["cotune", "cotune.recording.redaction", "cotune.cli.main", "cotune.trainer.config"])
+@pytest.mark.parametrize("moment", ["cotune", "cotune.recording.redaction", "cotune.cli.main", "cotune.cli.show"])
 def test_before_a_command_begins_it_ends_without_a_word(moment: str, tmp_path: Path) -> None:
     done = interrupted(tmp_path, moment)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

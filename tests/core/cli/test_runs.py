@@ -124,7 +124,7 @@ def test_steps_explain_their_curves_and_columns(run, capsys):
     assert "trained Candidates that the update learned from." in said
     assert "How undecided" not in told(capsys, "show", run, "--steps")
     assert main(["show", str(run), "--explain"]) == 1
-    assert "given with --steps" in capsys.readouterr().err
+    assert "no effect without --steps" in capsys.readouterr().err
 
 
 def test_steps_need_metrics(run, capsys):

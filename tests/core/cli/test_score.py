@@ -120,8 +120,8 @@ def test_rewards_of_groups_that_were_trained_on_stay(traced: Provider, capsys: p
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "scored_app.py:bare"], "one with a scorer or a judge"),
-        (["run", "scored_app.py:solve", "--role", "nobody"], "a role with a scorer: writer"),
+        (["run", "scored_app.py:bare"], "has no scorer and no judge"),
+        (["run", "scored_app.py:solve", "--role", "nobody"], "roles with one: writer"),
         (["nowhere", "scored_app.py:solve"], "There is no records file"),
     ],
 )
