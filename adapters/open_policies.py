@@ -95,10 +95,10 @@ def with_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> LocalPolic
     """
     for name, role in aliases.items():
         if role not in local.served:
-            fault = f"must be NAME=ROLE with one of the roles {', '.join(local.served)}"
-            raise ConfigError("as", f"{name}={role}", fault, did_you_mean(near_names(role, local.served)))
+            fault = f"names a role that is not served; the roles are {', '.join(local.served)}"
+            raise ConfigError("aliases", f"{name}={role}", fault, did_you_mean(near_names(role, local.served)))
         if name in local.served:
-            raise ConfigError("as", f"{name}={role}", "must be a name that is not served already", "Leave it out.")
+            raise ConfigError("aliases", f"{name}={role}", f"cannot rename a role: {name} is one", "Leave it out.")
     return replace(local, served={**local.served, **{name: local.served[role] for name, role in aliases.items()}})
 
 

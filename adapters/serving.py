@@ -180,7 +180,7 @@ def serve(
     answers for each name. Raises ConfigError, AdapterError, SyncError when it cannot start, EngineLost.
 
     ```python
-    cotune.serve("adapters/", port=8000, aliases={"gpt-4o-mini": "planner"})
+    cotune.serve("adapters/", port=8000, aliases={"gpt-4o-mini": "writer"})
     ```
     """
     opened = serving(

@@ -118,7 +118,7 @@ def resume(
     ConfigError or RunError, before work starts, for a change that would make it another run.
 
     ```python
-    summary = cotune.resume("runs/r1", changes={"steps": 200})
+    summary = cotune.resume("runs/r1", workflow=solve, changes={"steps": 200})
     ```
     """
     spin_briefly(os.environ)

@@ -398,9 +398,9 @@ def test_a_role_answers_under_the_names_that_the_application_uses() -> None:
 @pytest.mark.parametrize(
     ("aliases", "match"),
     [
-        ({"gpt": "critic"}, r"as = 'gpt=critic' must be NAME=ROLE with one of the roles planner, writer"),
-        ({"gpt": "planer"}, r"one of the roles planner, writer\. Did you mean planner\?"),
-        ({"writer": "planner"}, r"a name that is not served already"),
+        ({"gpt": "critic"}, r"aliases = 'gpt=critic' names a role that is not served; the roles are planner, writer"),
+        ({"gpt": "planer"}, r"the roles are planner, writer\. Did you mean planner\?"),
+        ({"writer": "planner"}, r"writer is one"),
     ],
 )
 def test_an_alias_that_cannot_be_is_refused(aliases: dict[str, str], match: str) -> None:

@@ -43,6 +43,11 @@ def test_the_right_file_uses_every_public_name() -> None:
     assert [name for name in types.__all__ if not re.search(rf"\b{name}\b", used)] == []
 
 
+def test_dir_lists_the_public_names_alone() -> None:
+    assert dir(cotune) == sorted(cotune.__all__)
+    assert dir(types) == sorted(types.__all__)
+
+
 def test_every_type_is_there_at_run_time() -> None:
     assert [name for name in types.__all__ if not hasattr(types, name)] == []
     assert not hasattr(types, "Trainer")

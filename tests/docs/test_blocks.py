@@ -30,7 +30,7 @@ from langgraph.graph import START, StateGraph
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import cotune
-from cotune.adapters.export import export_run
+from cotune.adapters.serving import Endpoint
 from cotune.algorithms.catalogue import recipe
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import PolicyRef
@@ -45,7 +45,7 @@ from tests.trainer.learner.learner_rows import build_learner_base, make_rows
 from tests.trainer.tiny_app import build_base
 
 TASKS = [{"question": f"{n} + {n}", "answer": str(2 * n)} for n in (1, 2)]
-SMALLER = {"steps=100": "steps=1", '{"k": 8}': '{"k": 2}'}
+SMALLER = {"steps=100": "steps=1", '{"steps": 200}': '{"steps": 2}', '{"k": 8}': '{"k": 2}', "port=8000": "port=0"}
 """What is made smaller in a block before it runs."""
 BACKEND = "127.0.0.1:4318"
 """The address of a backend in the documentation."""
@@ -54,8 +54,8 @@ OF_CLUSTERS = ("how-to/vllm.md", "internals/training.md", "internals/sampler.md"
 ELSEWHERE = ("start.md", "tutorials/", *(f"frameworks/{name}.md" for name in ("autogen", "crewai", "openai-agents")))
 """Pages that other tests follow: step by step, or with the framework."""
 EXAMPLES = (
-    "workflow", "role", "recorded", "trace", "train", "evaluate", "deployed", "gateway", "Judge", "CotuneError",
-    "Outage",
+    "workflow", "role", "recorded", "trace", "check", "train", "resume", "evaluate", "export", "serve", "deployed",
+    "gateway", "Judge", "CotuneError", "Outage",
 )  # fmt: skip
 """The public names in the order in which their examples build on each other."""
 
@@ -145,6 +145,7 @@ def world(in_thread: None, tmp_path_factory: pytest.TempPathFactory, accepting: 
             patch.setenv(name, value)
         patch.setitem(sys.modules, "my_app", module)
         patch.chdir(folder)
+        patch.setattr(Endpoint, "wait", lambda self: None)  # cotune.serve returns once it serves
         names = {
             "__name__": "app",
             "cotune": cotune,
@@ -169,8 +170,6 @@ def _examples(names: dict[str, Any]) -> None:
     """Run the examples of the public names, in the order in which they build on each other."""
     assert sorted(EXAMPLES) == sorted(cotune.__all__)
     for name in EXAMPLES:
-        if name == "deployed":
-            export_run("runs/r1", "adapters")
         (text,) = re.findall(r"^```python\n(.*?)^```", example(name), re.MULTILINE | re.DOTALL)
         # The gateway's example is a workflow of its own, whose application is in JavaScript.
         asyncio.run(run(text, dict(names) if name == "gateway" else names))

@@ -10,6 +10,7 @@ from cotune.types import (
     Call,
     CallRequest,
     Candidate,
+    CheckReport,
     Deployment,
     EpisodeJudge,
     EvaluationOptions,
@@ -18,6 +19,7 @@ from cotune.types import (
     FinishedEpisode,
     Gate,
     GroupScorer,
+    Manifest,
     Redactor,
     Reward,
     RolesFunction,
@@ -126,10 +128,20 @@ def run() -> None:
     config: TrainConfig | None = None
     summary = cotune.train(solve, [task, {"id": "b"}], config, out="runs/r1", model="some/model", steps=3)
     assert_type(summary, RunSummary)
+    assert_type(cotune.resume("runs/r1", changes={"steps": 6}), RunSummary)
+    dry = cotune.check(solve, [task], config, answers=["yes"], steps=3)
+    assert_type(dry, CheckReport)
+    manifest = cotune.export("runs/r1", "adapters", best=True, gguf="q8_0")
+    assert_type(manifest, Manifest)
+    print(dry.verdict, dry.findings[0].text, manifest.policy("planner").folder)
     report = cotune.evaluate("runs/r1", solve, "held_out.jsonl", EvaluationOptions(limit=8), prices={"gpt": (0.1, 0.2)})
     assert_type(report, EvaluationReport)
     success = report.evaluations["trained"].success
     print(summary.steps, summary.headline.verdict, "none" if success is None else success.mean)
+
+
+def serve() -> None:
+    cotune.serve("adapters", port=8000, aliases={"gpt-4o-mini": "planner"}, say=print)
 
 
 async def hand_back(question: Question) -> None:
