@@ -106,7 +106,7 @@ def test_the_readme_example_is_checked(wheel: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (("--help",), 0, "cotune gateway"),
+        (("--help",), 0, "gateway  Record"),
         (("check", *RUN), 1, "not trainable as it is"),
         (("show", "traced"), 0, "team 1"),
         (("runs", "."), 0, "team: trace 1"),
