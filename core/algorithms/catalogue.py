@@ -45,7 +45,7 @@ def recipe(name: str, **overrides: Any) -> Recipe:
     or value.
     """
     if name not in RECIPES:
-        raise ConfigError("recipe", name, f"must be one of {', '.join(sorted(RECIPES))}")
+        raise ConfigError("recipe", name, f"is not one of {', '.join(sorted(RECIPES))}")
     chosen = RECIPES[name]
     if "plan" in overrides:
         chosen = _under(chosen, overrides.pop("plan"))
@@ -59,7 +59,7 @@ def recipe(name: str, **overrides: Any) -> Recipe:
         if part is None:
             known = sorted([*SETTINGS, "plan"])
             raise ConfigError(
-                field, value, f"must be one of {', '.join(known)}", did_you_mean(near_names(field, known))
+                field, value, f"is not a setting of recipes: {', '.join(known)}", did_you_mean(near_names(field, known))
             )
         changes[part][field] = value
     terms = tuple(
@@ -82,10 +82,13 @@ def takes_a_tree(name: str) -> bool:
 
 def _under(chosen: Recipe, plan: Any) -> Recipe:
     if plan not in USUAL:
-        raise ConfigError("plan", plan, f"must be one of {', '.join(USUAL)}")
+        raise ConfigError("plan", plan, f"is not one of {', '.join(USUAL)}")
     if chosen.plan == "replay" and plan != "replay":
         raise ConfigError(
-            "plan.kind", plan, f"must be replay under recipe {chosen.name}", f"Or use recipe {USUAL[plan]}."
+            "plan.kind",
+            plan,
+            f"cannot be used with recipe {chosen.name}, which needs replay",
+            f"Use --plan replay, or recipe {USUAL[plan]}.",
         )
     terms, loss = chosen.terms, chosen.loss
     if plan != "independent" and chosen.name in ANY_PLAN:
@@ -110,5 +113,5 @@ def _convert(struct: S, changes: Mapping[str, Any]) -> S:
         path, message = field_and_fault(error)
         field = re.split(r"\W", path)[0]
         options = get_args(get_type_hints(type(struct)).get(field))
-        fault = f"must be one of {', '.join(options)}" if options and isinstance(options[0], str) else expected(message)
+        fault = f"is not one of {', '.join(options)}" if options and isinstance(options[0], str) else expected(message)
         raise ConfigError(field, fields.get(field), fault) from None

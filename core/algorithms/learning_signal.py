@@ -72,10 +72,10 @@ def unknown_names(
         field, seen = f"overrides.{setting}", ", ".join(known)
         if setting == "mean_range_roles":
             remedy = f"{near} Correct the name, or list it under `roles` if it shows only on some tasks.".strip()
-            errors.append(ConfigError(field, name, f"must be roles of the application: {seen}", remedy))
+            errors.append(ConfigError(field, name, f"is not a role of the application: {seen}", remedy))
         elif near:
             remedy = f"{near} If it is another reward that few episodes carry, return it in all of them."
-            errors.append(ConfigError(field, name, f"must be a reward that was returned: {seen}", remedy))
+            errors.append(ConfigError(field, name, f"is not a reward that was returned: {seen}", remedy))
         else:
             metric = "; `success` is a metric, return a reward under another name" if name == "success" else ""
             notes.append(

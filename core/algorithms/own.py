@@ -25,7 +25,7 @@ def own_function(setting: str, spec: str) -> Callable[..., Any]:
     found = load_object(f"overrides.{setting}", spec, f"my_method.py:{setting}")
     arguments = ARGUMENTS[setting]
     if not callable(found) or not takes(found, len(arguments)):
-        fault = f"must be a function of {len(arguments)} ({', '.join(arguments)})"
+        fault = f"is not a function that takes ({', '.join(arguments)})"
         raise ConfigError(f"overrides.{setting}", spec, fault, "See docs/reference/recipes.md, A method of your own.")
     function: Callable[..., Any] = found
     return function

@@ -39,9 +39,16 @@ PROMPT_KEY = ("task", "role", "turn", "branch")
 """Key under which all members share one prompt: the siblings of one call."""
 
 
-def _within(field: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ConfigError(field, value, f"must be between {low:g} and {high:g}")
+def _require(holds: bool, field: str, value: object, fault: str, remedy: str = "") -> None:
+    if not holds:
+        raise ConfigError(field, value, fault, remedy)
+
+
+def _shares(settings: object, *names: str) -> None:
+    """Raise ConfigError for a field that is not between 0 and 1."""
+    for name in names:
+        value = getattr(settings, name)
+        _require(0.0 <= value <= 1.0, name, value, "must be between 0 and 1")
 
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,19 +86,17 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     timeout_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        _within("gamma", self.gamma, 0.0, 1.0)
+        _shares(self, "gamma")
         check_bounds(self, "overlong_buffer", "overlong_penalty", "timeout_penalty", least=0)
-        if self.overlong_buffer and not self.overlong_penalty:
-            raise ConfigError(
-                "overlong_buffer", self.overlong_buffer, "must be 0, as overlong_penalty is 0", "Set both."
-            )
-        if self.timeout_penalty and not self.takes_outcome:
-            raise ConfigError(
-                "timeout_penalty",
-                self.timeout_penalty,
-                "must be 0 where candidates answer for their own rewards alone, as under a tree plan",
-                "Use drop_timed_out, or --plan independent.",
-            )
+        paid, fault = self.overlong_penalty, "has no effect, as overlong_penalty is 0"
+        _require(not self.overlong_buffer or paid > 0, "overlong_buffer", self.overlong_buffer, fault, "Set both.")
+        _require(
+            not self.timeout_penalty or self.takes_outcome,
+            "timeout_penalty",
+            self.timeout_penalty,
+            "is taken from outcomes, and these candidates answer for their own rewards alone, as under a tree plan",
+            "Use drop_timed_out, or --plan independent.",
+        )
 
     @property
     def takes_outcome(self) -> bool:
@@ -129,12 +134,10 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in (*self.key, *(self.scale_key or ())):
-            if name not in KEY_FIELDS:
-                raise ConfigError("key", name, f"must be one of {', '.join(KEY_FIELDS)}")
-        if self.ddof not in (0, 1):
-            raise ConfigError("ddof", self.ddof, "must be 0 (population) or 1 (sample standard deviation)")
+            _require(name in KEY_FIELDS, "key", name, f"is not one of {', '.join(KEY_FIELDS)}")
+        _require(self.ddof in (0, 1), "ddof", self.ddof, "must be 0 (population) or 1 (sample standard deviation)")
         check_bounds(self, "eps", least=0)
-        _within("decay", self.decay, 0.0, 1.0)
+        _shares(self, "decay")
 
     @property
     def compares(self) -> bool:
@@ -165,8 +168,8 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     align_to: int | None = None
 
     def __post_init__(self) -> None:
-        if self.top_entropy is not None and not 0.0 < self.top_entropy <= 1.0:
-            raise ConfigError("top_entropy", self.top_entropy, "must be a share above 0 and up to 1, or nothing")
+        kept = self.top_entropy
+        _require(kept is None or 0.0 < kept <= 1.0, "top_entropy", kept, "must be a share above 0 and up to 1")
         check_bounds(self, "align_to", least=1)
 
 
@@ -178,7 +181,7 @@ class Shaping(msgspec.Struct, frozen=True, kw_only=True):
     opponent_gamma: float = 0.96
 
     def __post_init__(self) -> None:
-        _within("opponent_gamma", self.opponent_gamma, 0.0, 1.0)
+        _shares(self, "opponent_gamma")
 
 
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,26 +244,19 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.kl > 0.0 or self.entropy > 0.0 or self.critic or bool(self.token_loss)
 
     def __post_init__(self) -> None:
-        _within("clip_low", self.clip_low, 0.0, 1.0)
+        _shares(self, "clip_low", "gae_gamma", "gae_lambda")
         check_bounds(self, "clip_high", "kl", least=0)
-        _within("gae_gamma", self.gae_gamma, 0.0, 1.0)
-        _within("gae_lambda", self.gae_lambda, 0.0, 1.0)
         check_bounds(self, "critic_lr", "tis_cap")
-        if self.critic_sees and not self.critic:
-            raise ConfigError(
-                "critic_sees", self.critic_sees, "must be nothing without a critic", "Set critic = true too."
-            )
-        if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise ConfigError("dual_clip", self.dual_clip, "must be a number above 1, or nothing")
-        for name, bound in (("mask_low", self.mask_low), ("mask_high", self.mask_high)):
-            if bound is not None and self.mask == "none":
-                raise ConfigError(
-                    name, bound, "must be nothing, as mask is none", "Set mask to token, sequence or geometric."
-                )
-        low, high = self.mask_bounds
-        if not 0.0 <= low < high:
-            raise ConfigError("mask_low", low, f"must be 0 or more, and under mask_high ({high:g})")
         check_bounds(self, "constant_length", least=1)
+        sees = self.critic_sees
+        _require(self.critic or not sees, "critic_sees", sees, "needs a critic", "Set critic = true too.")
+        clip = self.dual_clip
+        _require(clip is None or clip > 1.0, "dual_clip", clip, "must be a number above 1")
+        for name, bound in (("mask_low", self.mask_low), ("mask_high", self.mask_high)):
+            masks, remedy = self.mask != "none", "Set mask to token, sequence or geometric."
+            _require(masks or bound is None, name, bound, "has no effect, as mask is none", remedy)
+        low, high = self.mask_bounds
+        _require(0.0 <= low < high, "mask_low", low, f"must be 0 or more, and under mask_high ({high:g})")
 
     @property
     def mask_bounds(self) -> tuple[float, float]:
@@ -282,44 +278,40 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     about: str = ""
 
     def __post_init__(self) -> None:
-        if not self.terms:
-            raise ConfigError("terms", self.terms, "must be at least one term")
-        if self.plan != "independent" and not {"role", "turn", "branch"} <= set(self.key):
-            raise ConfigError(
-                "plan",
-                self.plan,
-                f"must be independent, as {self.name} compares whole rollouts (key {', '.join(self.key)})",
-                f"Leave the plan out, or use {USUAL[self.plan]}, gspo, dapo or cispo under a {self.plan} plan.",
-            )
+        _require(bool(self.terms), "terms", self.terms, "is empty", "Give at least one term.")
+        _require(
+            self.plan == "independent" or {"role", "turn", "branch"} <= set(self.key),
+            "plan",
+            self.plan,
+            f"cannot be used with {self.name}, which compares whole rollouts (key {', '.join(self.key)})",
+            f"Leave the plan out, or use {USUAL[self.plan]}, gspo, dapo or cispo under a {self.plan} plan.",
+        )
         for term in self.terms if self.plan == "tree" else ():
-            if term.attribution.takes_outcome:
-                how = term.attribution
-                field, value = ("outcome", True) if how.horizon == "own_turn" else ("horizon", how.horizon)
-                raise ConfigError(
-                    field,
-                    value,
-                    "must be own_turn without outcome under a tree plan: all candidates of a call share one "
-                    "future and so one outcome",
-                    "Return the team reward from a scorer as `team`, or use --plan independent.",
-                )
-        for term in self.terms if self.loss.critic else ():
-            for name in ("baseline", "scale"):
-                if getattr(term, name) != "none":
-                    fault = "must be none beside a critic, which takes the reward as it is"
-                    raise ConfigError(name, getattr(term, name), fault)
-            if term.advantage:
-                raise ConfigError(
-                    "advantage", term.advantage, "must be nothing beside a critic, which makes the advantages"
-                )
-        for name in ("zero_variance", "zero_advantage") if self.loss.critic else ():
-            if getattr(self.filters, name):
-                raise ConfigError(name, True, "must be false with a critic, which learns from every reward")
-        if self.plan == "tree" and self.loss.aggregation == "trajectory_mean":
-            raise ConfigError(
-                "aggregation",
-                self.loss.aggregation,
-                "must be token_mean, sequence_mean or constant under a tree plan: candidates are no single trajectory",
+            how = term.attribution
+            field, value = ("outcome", True) if how.horizon == "own_turn" else ("horizon", how.horizon)
+            _require(
+                not how.takes_outcome,
+                field,
+                value,
+                "cannot be used under a tree plan: all candidates of a call share one future and so one outcome",
+                "Return the team reward from a scorer as `team`, or use --plan independent.",
             )
+        _require(
+            self.plan != "tree" or self.loss.aggregation != "trajectory_mean",
+            "aggregation",
+            self.loss.aggregation,
+            "cannot be used under a tree plan: candidates are no single trajectory",
+            "Use token_mean, sequence_mean or constant.",
+        )
+        if self.loss.critic:
+            for term in self.terms:
+                for name, value in (("baseline", term.baseline), ("scale", term.scale)):
+                    _require(value == "none", name, value, "cannot be used with a critic", f"Set {name} = none.")
+                fault = "cannot be used with a critic, which makes the advantages"
+                _require(not term.advantage, "advantage", term.advantage, fault, "Leave one of both out.")
+            for name in ("zero_variance", "zero_advantage"):
+                fault = "cannot be used with a critic, which learns from every reward"
+                _require(not getattr(self.filters, name), name, True, fault, f"Set {name} = false.")
 
     @property
     def key(self) -> tuple[str, ...]:

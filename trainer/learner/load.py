@@ -58,9 +58,8 @@ def open_policy_models(
                 base, network = shared[path]
                 opened[spec.name] = PolicyModel(spec, index, network, settings, peft=base, adapter=adapter)
     if not opened:
-        raise ConfigError(
-            "policies", {n: s.kind for n, s in policies.specs.items()}, "must be at least one lora or full"
-        )
+        kinds = {name: spec.kind for name, spec in policies.specs.items()}
+        raise ConfigError("policies", kinds, "has nothing to train", "Add a policy of kind lora or full.")
     for policy in {id(p.network): p for p in opened.values()}.values():
         _prepare(policy, settings)
     if settings.shared_prompts:
@@ -106,7 +105,7 @@ def _lora_config(spec: PolicySpec, network: Any) -> Any:
     lora = spec.lora
     if "lm_head" in lora.targets:
         raise ConfigError(
-            "lora.targets", lora.targets, "must be linear layers below the output embedding", "Remove lm_head."
+            "lora.targets", lora.targets, "names the output embedding, which stays as it is", "Remove lm_head."
         )
     return LoraConfig(
         r=lora.rank,
@@ -124,19 +123,15 @@ def _wrap(network: Any, spec: PolicySpec, adapter: str) -> Any:
     try:
         return get_peft_model(network, _lora_config(spec, network), adapter_name=adapter)
     except ValueError as error:
-        raise ConfigError(
-            "lora.targets", spec.lora.targets, f"must be names of linear layers of the model ({error})"
-        ) from None
+        raise ConfigError("lora.targets", spec.lora.targets, f"names no linear layers of the model ({error})") from None
 
 
 def _prepare(policy: PolicyModel, settings: LearnerSettings) -> None:
     """Check that activation checkpointing is possible where asked for, and the output embedding."""
     network = policy.network
     if settings.activation_checkpointing is True and not policy.logprob_model.checkpointing.possible:
-        kind = type(network).__name__
-        raise ConfigError(
-            "learner.activation_checkpointing", True, f"must be false or auto: {kind} does not name its layers"
-        )
+        fault = f"cannot be used: {type(network).__name__} does not name its layers"
+        raise ConfigError("learner.activation_checkpointing", True, fault, "Leave it out.")
     _check_head(network)
 
 
@@ -158,10 +153,8 @@ def _check_head(network: Any) -> None:
             hook.remove()
         same = torch.allclose(logits.float() / LARGE, expected.float() / LARGE * factor, atol=1e-2, rtol=0.0)
     if not same:
-        kind = type(network).__name__
-        raise ConfigError(
-            "model", kind, "must be a model whose logits are its output embedding times the last hidden state"
-        )
+        fault = "has other logits than its output embedding times the last hidden state"
+        raise ConfigError("model", type(network).__name__, fault, "Use another model.")
 
 
 def _device(name: str) -> torch.device:
@@ -170,4 +163,4 @@ def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
-        raise ConfigError("learner.device", name, f"must be a torch device of this machine ({error})") from None
+        raise ConfigError("learner.device", name, f"is not a torch device of this machine ({error})") from None

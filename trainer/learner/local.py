@@ -392,5 +392,5 @@ class LocalLearner:
 
     def _model(self, policy: str) -> PolicyModel:
         if policy not in self._policies:
-            raise ConfigError("policy", policy, f"must be a trained policy: {sorted(self._policies)}")
+            raise ConfigError("policy", policy, f"is not a trained policy: {sorted(self._policies)}")
         return self._policies[policy]

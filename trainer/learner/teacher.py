@@ -53,7 +53,7 @@ def check_tokenizers(teacher: str, model: str) -> None:
         raise ConfigError(
             "distill.teacher",
             teacher,
-            f"must be a model with the tokenizer of {model}",
+            f"has another tokenizer than {model}",
             "Take a larger model of its family.",
         )
 

@@ -289,7 +289,7 @@ def test_the_candidate_that_goes_on_is_chosen_behind_the_gate():
         ("dart", {"top_entropy": 0.0}, "top_entropy = 0.0 must be a share above 0 and up to 1"),
         ("m_grpo", {"align_to": 0}, "align_to = 0 must be 1 or more."),
         ("advantage_alignment", {"opponent_gamma": 2}, "opponent_gamma = 2.0 must be between 0 and 1"),
-        ("reinforce_pp_baseline", {"scale_key": ["batch"]}, "key = 'batch' must be one of task, "),
+        ("reinforce_pp_baseline", {"scale_key": ["batch"]}, "key = 'batch' is not one of task, "),
         ("spiral", {"plan": "tree"}, "compares whole rollouts"),
     ],
 )

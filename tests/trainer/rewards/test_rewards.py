@@ -134,7 +134,7 @@ def test_held_out_tasks_that_are_trained_on_are_said(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("setting", [{"horizon": "terminal"}, {"horizon": "reward_to_go"}, {"outcome": True}])
 def test_outcome_horizons_are_refused_under_a_tree(trainer: Trainer, setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="own_turn without outcome under a tree plan") as caught:
+    with pytest.raises(ConfigError, match="cannot be used under a tree plan") as caught:
         trainer(application(first=letters), overrides=setting)
     assert caught.value.remedy == "Return the team reward from a scorer as `team`, or use --plan independent."
     assert not (trainer.folder / "run").exists()

@@ -243,8 +243,8 @@ def test_the_best_move_is_told_from_others_where_the_shared_outcome_hides_it(tra
         ({"replay": {"forks": "first:0"}}, "replay.forks = 'first:0'"),
         ({"replay": {"forks": "role:nobody"}}, "replay.forks = 'role:nobody'"),
         ({"replay": {"forks_per_episode": 0}}, "replay.forks_per_episode = 0 must be 1 or more"),
-        ({"recipe": "dr_mas"}, "plan = 'replay' must be independent"),
-        ({"recipe": "c3", "plan": {"kind": "independent"}}, "plan.kind = 'independent' must be replay"),
+        ({"recipe": "dr_mas"}, "plan = 'replay' cannot be used with dr_mas"),
+        ({"recipe": "c3", "plan": {"kind": "independent"}}, "plan.kind = 'independent' cannot be used with recipe c3"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_training(trainer: Trainer, settings: Any, text: str):

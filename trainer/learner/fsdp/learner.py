@@ -167,7 +167,7 @@ class FsdpLearner:
 
     def _pool(self, policy: str) -> Pool:
         if policy not in self._of:
-            raise ConfigError("policy", policy, f"must be a trained policy: {sorted(self._of)}")
+            raise ConfigError("policy", policy, f"is not a trained policy: {sorted(self._of)}")
         return self._of[policy]
 
     def _all(self, work: Callable[[Pool], T]) -> list[T]:

@@ -17,9 +17,7 @@ def check_hardware(settings: LearnerSettings) -> None:
     for name, (value, usual) in settings.needing_gpu.items():
         field = f"learner.{name}"
         if settings.device == "cpu" or not torch.cuda.is_available():
-            raise ConfigError(
-                field, value, f"must be {usual}, where there is no GPU", "Leave it out, or train on a GPU."
-            )
+            raise ConfigError(field, value, "needs a GPU", f"Use {usual}, or train on a GPU.")
         if name != "tree_attention":
             _bitsandbytes(field, value)
 
@@ -66,4 +64,4 @@ def _bitsandbytes(field: str, value: str) -> Any:
     try:
         return importlib.import_module("bitsandbytes")
     except ImportError as error:
-        raise ConfigError(field, value, "must be given with bitsandbytes", "pip install 'cotune[quantize]'.") from error
+        raise ConfigError(field, value, "needs bitsandbytes", "pip install 'cotune[quantize]'.") from error

@@ -167,8 +167,9 @@ def choose_pass_size(policies: Iterable[PolicyModel], settings: LearnerSettings,
     room, limit, where = _room(models[0], settings, fixed)
     least = min(per_token.values())
     if settings.memory and room < LEAST * least:
-        least_text = f"at least {(parse_size(settings.memory) - room + LEAST * least) / 2**30:.1f}GiB for this model"
-        raise ConfigError("learner.memory", settings.memory, f"must be {least_text} in this process")
+        needed = (parse_size(settings.memory) - room + LEAST * least) / 2**30
+        fault = f"is too little: this model takes at least {needed:.1f}GiB in this process"
+        raise ConfigError("learner.memory", settings.memory, fault, "Raise it, or use a smaller model.")
 
     def agreed(tokens: float) -> int:
         return -int(group.max(torch.tensor([-int(tokens)], device=models[0].device)).item())

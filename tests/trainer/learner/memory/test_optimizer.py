@@ -29,7 +29,7 @@ def test_a_machine_without_a_gpu_is_told_before_work_starts(
     def solve(task: object) -> float:
         raise AssertionError("work has started")
 
-    said = rf"learner\.{field} = '{value}' must be {usual}, where there is no GPU\. Leave it out, or train on a GPU"
+    said = rf"learner\.{field} = '{value}' needs a GPU\. Use {usual}, or train on a GPU"
     with pytest.raises(ConfigError, match=said):
         cotune.train(solve, [{"q": 1}], {"model": base, "learner": {field: value}}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -68,7 +68,7 @@ def test_four_bits_are_of_weights_that_are_not_trained() -> None:
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match=r"given with bitsandbytes\. pip install 'cotune\[quantize\]'"):
+    with pytest.raises(ConfigError, match=r"needs bitsandbytes\. pip install 'cotune\[quantize\]'"):
         check_hardware(change(FAST, device="cuda", optimizer="adamw8bit"))
 
 

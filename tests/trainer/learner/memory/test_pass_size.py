@@ -66,7 +66,7 @@ def test_a_limit_makes_passes_smaller(base: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pass_size, "process_memory", lambda: used)
     learner = open_one(base, change(FAST, memory=f"{int(used + fixed + 100 * per_token)}B"))
     assert learner.update("a", make_rows())["pass_tokens"] == 64  # the power of two below 100
-    with pytest.raises(ConfigError, match=r"learner\.memory = '\d+B' must be at least \d+\.\dGiB for this model"):
+    with pytest.raises(ConfigError, match=r"learner\.memory = '\d+B' is too little: this model takes at least \d"):
         open_one(base, change(FAST, memory=f"{int(used + fixed + 10 * per_token)}B"))
 
 
@@ -147,5 +147,5 @@ def test_a_gpu_says_in_several_ways_that_it_has_no_memory(text: str) -> None:
 def test_a_device_that_is_not_there_is_an_error_of_the_configuration(base: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(ConfigError, match=r"learner\.device = 'cuda' must be a torch device of this machine"):
+    with pytest.raises(ConfigError, match=r"learner\.device = 'cuda' is not a torch device of this machine"):
         open_one(base, change(FAST, device="cuda"))
