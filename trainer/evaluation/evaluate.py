@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -20,11 +19,9 @@ from cotune.episodes.rollout import EpisodeBatch
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
-from cotune.integrations.models.chat.template import ChatTemplate
-from cotune.integrations.models.engines import EngineConfig, open_sampler
 from cotune.reading.evaluations import EVALUATION, EvaluatedMode, EvaluationReport, claim_folder
 from cotune.recording.recorder import Nowhere
-from cotune.records.policies import UNTRAINED, stand_in
+from cotune.records.policies import UNTRAINED
 from cotune.records.structs import Episode, Task
 from cotune.records.tasks import as_tasks
 from cotune.sampling.protocol import SamplingParams
@@ -132,24 +129,17 @@ async def _evaluate(
             yield advance
 
     async with contextlib.AsyncExitStack() as stack:
-        say(f"loading the model {evaluated.model} ...")
-        chat = await asyncio.to_thread(ChatTemplate.load, evaluated.model, evaluated.tool_format)
-        sampler = await open_sampler(EngineConfig(model=evaluated.model, threads=options.threads))
-        stack.push_async_callback(sampler.aclose)
-        say("publishing the policies ...")
-        await evaluated.publish(sampler)
-        context = (await sampler.info()).max_model_len
-        responder = PolicyResponder(
-            sampler,
-            chat,
-            evaluated.roles,
-            scorers=app.scorers,
-            defaults=SamplingParams(max_tokens=options.max_tokens or usual_max_tokens),
-            provider_roles=evaluated.provider_roles,
-            others=stand_in(evaluated.other_roles),
-            seed=options.seed,
-            stream="eval",
+        responder = await stack.enter_async_context(
+            evaluated.responder(
+                threads=options.threads,
+                say=say,
+                scorers=app.scorers,
+                defaults=SamplingParams(max_tokens=options.max_tokens or usual_max_tokens),
+                seed=options.seed,
+                stream="eval",
+            )
         )
+        context = (await responder.sampler.info()).max_model_len
         batch = EpisodeBatch(
             tasks=tasks,
             sink=Nowhere() if out is None else stack.enter_context(open_store(out.records)),

@@ -1,20 +1,26 @@
-"""The policies that an evaluation compares, from a run or an export, and how they get into a sampler."""
+"""The trained policies of a run or an export, and what answers calls by them in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cotune.adapters.export import TrainedPolicy, latest_policies
 from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.manifest import is_export, read_manifest
 from cotune.adapters.open_policies import load_export
 from cotune.errors import AdapterError
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.engines import EngineConfig, open_sampler
 from cotune.integrations.models.folder.folder import locate_base
-from cotune.records.policies import OtherRoles
+from cotune.records.policies import OtherRoles, stand_in
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Sampler, fingerprint, publish_verified
+from cotune.sampling.protocol import fingerprint, publish_verified
+from cotune.sampling.responder import PolicyResponder
 from cotune.storage.run_layout import read_run
 
 
@@ -57,13 +63,34 @@ class EvaluatedPolicies:
             for policy in known:
                 policy.check_trained_on(self.model, found)
 
-    async def publish(self, sampler: Sampler) -> None:
-        """Publish every trained policy. Raises SyncError when one arrives altered."""
-        for policy in self.policies:
-            if policy.weights is None:
-                continue
-            ref, lora = PolicyRef(policy.name, policy.version), policy.lora if policy.kind == "lora" else None
-            await publish_verified(sampler, ref, policy.weights, lora, fingerprint(policy.weights))
+    @contextlib.asynccontextmanager
+    async def responder(
+        self, *, threads: int | None = None, say: Callable[[str], None] = lambda text: None, **options: Any
+    ) -> AsyncIterator[PolicyResponder]:
+        """These policies in a sampler of this process, answering calls; `options` are further fields of the responder.
+
+        `say` is told what takes time. Raises SyncError when a policy arrives altered.
+        """
+        say(f"loading the model {self.model} ...")
+        chat = await asyncio.to_thread(ChatTemplate.load, self.model, self.tool_format)
+        sampler = await open_sampler(EngineConfig(model=self.model, threads=threads))
+        try:
+            say("publishing the policies ...")
+            for policy in self.policies:
+                if policy.weights is not None:
+                    lora = policy.lora if policy.kind == "lora" else None
+                    ref = PolicyRef(policy.name, policy.version)
+                    await publish_verified(sampler, ref, policy.weights, lora, fingerprint(policy.weights))
+            yield PolicyResponder(
+                sampler,
+                chat,
+                self.roles,
+                provider_roles=self.provider_roles,
+                others=stand_in(self.other_roles),
+                **options,
+            )
+        finally:
+            await sampler.aclose()
 
 
 def open_evaluated_policies(source: str | Path, model: str | None = None) -> EvaluatedPolicies:
@@ -71,35 +98,30 @@ def open_evaluated_policies(source: str | Path, model: str | None = None) -> Eva
 
     `model` replaces the recorded path of the base model. Raises RunError, AdapterError.
     """
-    folder = Path(source)
+    folder, base = Path(source), model
     if is_export(folder):
-        return _from_export(folder, model)
-    policies = latest_policies(folder)
-    base = model or next((policy.model for policy in policies if policy.model), None)
-    config = read_run(folder).config
-    return EvaluatedPolicies(_needed(base, folder), policies, config.other_roles, config.tool_format)
-
-
-def _from_export(folder: Path, model: str | None) -> EvaluatedPolicies:
-    manifest = read_manifest(folder)
-    recorded = next((policy.base.model for policy in manifest.policies if policy.base), None)
-    export = load_export(folder, model or recorded)
-    policies = [
-        TrainedPolicy(
-            name=policy.name,
-            kind=policy.kind,
-            version=policy.version,
-            roles=[entry.role for entry in manifest.roles if entry.policy == policy.name],
-            model=policy.base.model if policy.base else None,
-            weights=export.weights(policy),
-            lora=policy.lora,
-        )
-        for policy in manifest.policies
-    ]
-    return EvaluatedPolicies(_needed(export.model, folder), policies, manifest.other_roles, manifest.tool_format)
-
-
-def _needed(model: str | Path | None, folder: Path) -> str:
-    if model is None:
+        manifest = read_manifest(folder)
+        recorded = next((policy.base.model for policy in manifest.policies if policy.base), None)
+        export = load_export(folder, model or recorded)
+        base = None if export.model is None else str(export.model)
+        policies = [
+            TrainedPolicy(
+                name=policy.name,
+                kind=policy.kind,
+                version=policy.version,
+                roles=[entry.role for entry in manifest.roles if entry.policy == policy.name],
+                model=policy.base.model if policy.base else None,
+                weights=export.weights(policy),
+                lora=policy.lora,
+            )
+            for policy in manifest.policies
+        ]
+        other_roles, tool_format = manifest.other_roles, manifest.tool_format
+    else:
+        policies = latest_policies(folder)
+        base = base or next((policy.model for policy in policies if policy.model), None)
+        config = read_run(folder).config
+        other_roles, tool_format = config.other_roles, config.tool_format
+    if base is None:
         raise AdapterError(f"{folder} leaves every role to a provider.", "There is nothing to evaluate against it.")
-    return str(model)
+    return EvaluatedPolicies(base, policies, other_roles, tool_format)

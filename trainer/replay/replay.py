@@ -6,29 +6,34 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from cotune.adapters.manifest import is_export
 from cotune.algorithms.collect import is_outcome
 from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.repeat import repeating
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, load_workflow
-from cotune.errors import ConfigError, RecordError
+from cotune.errors import AdapterError, ConfigError, RecordError
+from cotune.integrations.models.folder.folder import locate_model
 from cotune.judging.episodes import JUDGING
 from cotune.recording.recorder import Responder
 from cotune.records.answers import Answer
 from cotune.records.structs import CallRecord, Candidate, Episode, Record
 from cotune.replay.forks import repeatable
 from cotune.replay.script import Replay, read_script
+from cotune.sampling.protocol import UNSHAPED, SamplingParams
+from cotune.sampling.responder import PolicyResponder
+from cotune.storage.checkpoints import newest_checkpoint
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout, is_run, read_run_json, relocated
-from cotune.trainer.replay.answering import Answering, answering
+from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
 from cotune.trainer.replay.options import ReplayOptions
 
 
@@ -106,18 +111,16 @@ async def _replay(
     gate = asyncio.Semaphore(options.concurrency)
     async with contextlib.AsyncExitStack() as stack:
         store = stack.enter_context(open_store(RunLayout(options.out).records)) if options.out else None
-        found = Answering("", None)
+        who, policies = "", None
         if new:
-            found = await stack.enter_async_context(
-                answering(run, workflow, options.model, options.temperature, options.max_tokens)
-            )
+            who, policies = await stack.enter_async_context(_answering(run, workflow, options))
 
         ended: dict[tuple[int, int], Seen] = {}
 
         async def again(place: int, number: int) -> None:
             old, replay = plan[place]
             sink, flow = _Kept(store), workflow
-            responder: Responder | None = found.responder
+            responder: Responder | None = policies
             if replay is not None:
                 flow, responder = repeating(workflow, replay, responder)
             async with gate:
@@ -150,10 +153,45 @@ async def _replay(
             task.uncancel()
     together = [[ended[place, n] for n in range(options.k) if (place, n) in ended] for place in range(len(plan))]
     return ReplayReport(
-        found.who,
+        who,
         [Repetition(old, _step(old, one), new) for (old, one), new in zip(plan, together, strict=True) if new],
         len(places),
     )
+
+
+@contextlib.asynccontextmanager
+async def _answering(
+    run: Path, workflow: Workflow, options: ReplayOptions
+) -> AsyncIterator[tuple[str, PolicyResponder | None]]:
+    """Who answers new calls, in words, and how; None for the application's own provider. Raises RunError, AdapterError,
+    ConfigError, SyncError."""
+    model = options.model
+    if model is None and newest_checkpoint(RunLayout(run).checkpoints) is None:
+        yield "the application's own provider", None
+        return
+    if model is None or is_export(Path(model)) or is_run(model):
+        evaluated, who = open_evaluated_policies(model or run), f"the policies of {model or run}"
+        try:
+            evaluated.check_base()
+        except ConfigError as error:
+            raise ConfigError(error.field, error.value, error.fault, _PUT_BACK) from None
+        except AdapterError as error:
+            raise AdapterError(error.cause, _PUT_BACK) from None
+    else:
+        evaluated, who = EvaluatedPolicies(str(locate_model(model)), ()), f"{model}, untrained"
+    async with evaluated.responder(
+        scorers=workflow.scorers,
+        defaults=SamplingParams(max_tokens=options.max_tokens),
+        override=None if options.temperature is None else {"temperature": options.temperature, **UNSHAPED},
+        seed=0,
+    ) as responder:
+        yield who, responder
+
+
+_PUT_BACK = (
+    "Put the old one back, or name where it is to cotune export RUN --out adapters/ --model, and replay with "
+    "--model adapters/."
+)
 
 
 class _Kept:
