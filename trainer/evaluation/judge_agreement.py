@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 from scipy import stats
 
 from cotune.episodes.rescore import score_calls
@@ -24,7 +25,7 @@ from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout, read_run
 from cotune.tables import grid
 from cotune.trainer.evaluation.labels import EXAMPLE, labelled, load_labels
-from cotune.trainer.evaluation.statistics import mean
+from cotune.trainer.evaluation.statistics import mean, shown
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -127,14 +128,11 @@ def clustered_share(clusters: Sequence[tuple[float, int]]) -> Interval | None:
 
 def _right(group: Compared) -> tuple[float, int]:
     """Pairs in which the judge prefers the same one, ties as a half, of those that people tell apart."""
-    got, pairs = 0.0, 0
-    for i, label in enumerate(group.labels):
-        for j in range(i):
-            if label != group.labels[j]:
-                pairs += 1
-                same = (group.rewards[i] - group.rewards[j]) * (label - group.labels[j])
-                got += 1.0 if same > 0 else 0.5 if same == 0 else 0.0
-    return got, pairs
+    upper = np.triu_indices(len(group.labels), 1)
+    # +1, 0 or -1 for each pair: which of the two people prefer, and which the judge.
+    people, judge = (np.sign(np.subtract.outer(of, of))[upper] for of in (group.labels, group.rewards))
+    alike = (people * judge)[people != 0]
+    return float((1.0 + alike).sum() / 2), len(alike)
 
 
 async def _compared(
@@ -183,7 +181,7 @@ def render(report: AgreementReport) -> Group:
     rows = {**report.by_role, **({"all": report.all} if len(report.by_role) > 1 else {})}
     for role, found in rows.items():
         numbers = map(str, (found.groups, found.labels, found.pairs))
-        table.add_row(role, *numbers, _shown(found.accuracy), _shown(found.tau, "+.2f"))
+        table.add_row(role, *numbers, shown(found.accuracy, ".1%"), shown(found.tau, "+.2f"))
     left_out = [f"left out: {count} x {reason}" for reason, count in report.left_out.items()]
     spent = ", ".join(f"{name} {value:g}" for name, value in report.spent.items())
     return Group(
@@ -197,19 +195,12 @@ def verdict(found: Agreement) -> str:
         return "the labels of each group are equal: no pair tells whether the judge agrees"
     if found.accuracy.low is None or found.accuracy.high is None:
         return "one group tells little: label candidates of more calls"
+    share = shown(found.accuracy, ".1%")
     if found.accuracy.low > 0.5:
-        return f"the judge agrees with people more often than chance: {_shown(found.accuracy)} of {found.pairs} pairs"
+        return f"the judge agrees with people more often than chance: {share} of {found.pairs} pairs"
     if found.accuracy.high < 0.5:
-        return f"the judge prefers what people do not: {_shown(found.accuracy)} of {found.pairs} pairs alike"
-    return f"not shown to agree more often than chance ({_shown(found.accuracy)}): take more labels, or another rubric"
-
-
-def _shown(found: Interval | None, form: str = ".1%") -> str:
-    if found is None:
-        return "-"
-    if found.low is None or found.high is None:
-        return format(found.mean, form)
-    return f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]"
+        return f"the judge prefers what people do not: {share} of {found.pairs} pairs alike"
+    return f"not shown to agree more often than chance ({share}): take more labels, or another rubric"
 
 
 def _trained(run: str | Path) -> str:

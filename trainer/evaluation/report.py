@@ -2,115 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cotune.intervals import Interval
 from cotune.reading.evaluations import Comparison, EvaluatedMode, EvaluationReport
 from cotune.reading.headline import PLAIN_COLUMN
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import grid
 from cotune.trainer.evaluation.run import share_floor
-from cotune.trainer.evaluation.statistics import paired_difference, paired_shares
+from cotune.trainer.evaluation.statistics import paired_difference, paired_shares, shown
 from cotune.trainer.evaluation.verdict import tasks_for_share, verdict_on_reward, verdict_on_success
 
 SHOWN = 3
 """Reasons of failure shown for each evaluation."""
-OPPOSED = (
-    "nothing to compare between {} and {}: the rewards of {roles} add up to the same in every episode, so one role's "
-    "gain is another's loss"
-)
 
 
 def compare(after: EvaluatedMode, before: EvaluatedMode) -> Comparison:
-    """Paired differences of success and rewards over the shared tasks. The verdict is on success where it is told, else
-    on the trained reward, or the plain outcome where one of both has none; it names failures that differ.
+    """Paired differences of success and rewards over the shared tasks. The verdict is on success where it is known,
+    else on the trained reward, or the plain outcome where one of both has none; it names failures that differ.
 
     Nothing is compared where one role's gain is another's loss.
     """
     after, before = share_floor([after, before])
-    names = (after.label, before.label)
+    label, against = after.label, before.label
     if roles := after.opposed or before.opposed:
-        return Comparison(
-            label=after.label,
-            against=before.label,
-            success=None,
-            reward=None,
-            verdict=OPPOSED.format(*names, roles=", ".join(roles)),
+        verdict = (
+            f"nothing to compare between {label} and {against}: the rewards of {', '.join(roles)} add up to "
+            "the same in every episode, so one role's gain is another's loss"
         )
+        return Comparison(label=label, against=against, verdict=verdict)
     success = paired_shares(after.successes, before.successes)
     reward = paired_difference(after.rewards, before.rewards)
     outcome = paired_difference(after.outcomes, before.outcomes)
-    told = reward or outcome
     if success is not None:
-        verdict = verdict_on_success(*names, success, tasks_for_share(after.successes, before.successes))
-    elif told is not None:
-        verdict = verdict_on_reward(*names, told)
+        verdict = verdict_on_success(label, against, success, tasks_for_share(after.successes, before.successes))
+    elif (change := reward or outcome) is not None:
+        verdict = verdict_on_reward(label, against, change)
     else:
-        verdict = f"nothing to compare between {after.label} and {before.label}: no task ended with a reward in both"
+        verdict = f"nothing to compare between {label} and {against}: no task ended with a reward in both"
+    if after.failures * before.episodes != before.failures * after.episodes:
+        verdict += (
+            f"; failed episodes: {after.failures} of {after.episodes} of {label}, {before.failures} of "
+            f"{before.episodes} of {against}"
+        )
     return Comparison(
-        label=after.label,
-        against=before.label,
+        label=label,
+        against=against,
         success=success,
         reward=reward,
         outcome=outcome if after.outcome or before.outcome else None,
-        verdict=verdict + _failures_differ(after, before),
-    )
-
-
-def _failures_differ(after: EvaluatedMode, before: EvaluatedMode) -> str:
-    """How many episodes of each side failed, where the shares differ."""
-    failed, other = sum(after.failed.values()), sum(before.failed.values())
-    if failed * before.episodes == other * after.episodes:
-        return ""
-    return (
-        f"; failed episodes: {failed} of {after.episodes} of {after.label}, {other} of {before.episodes} of "
-        f"{before.label}"
+        verdict=verdict,
     )
 
 
 def remarks(evaluations: Mapping[str, EvaluatedMode], responder: PolicyResponder) -> Iterator[str]:
-    """What to know beside the figures: modes in which all failed, what is not reported, and the roles that no policy of
-    `responder` played."""
-    for label, found in evaluations.items():
-        if cause := found.all_failed:
-            yield f"All {found.episodes} episodes of {label} failed, most often of: {cause}"
-    sound = [found for found in evaluations.values() if found.all_failed is None]
-    if sound and all(found.success is None for found in sound):
+    """Notes on the figures: modes in which all episodes failed, figures that are missing, and the roles that no policy
+    of `responder` played."""
+    for label, mode in evaluations.items():
+        if cause := mode.all_failed:
+            yield f"All {mode.episodes} episodes of {label} failed, most often of: {cause}"
+    sound = [mode for mode in evaluations.values() if mode.all_failed is None]
+    if sound and all(mode.success is None for mode in sound):
         yield "No success rate: the workflow returns no `success`, so only its reward is reported."
-    played = [found for label, found in evaluations.items() if label != "today"]
-    yield from _role_remarks(played, responder)
-    for label, found in evaluations.items():
-        if found.use.uncounted:
-            yield f"{label}: {found.use.uncounted} of {found.use.calls} calls report no tokens, and count as none."
-
-
-def _role_remarks(played: Collection[EvaluatedMode], responder: PolicyResponder) -> Iterator[str]:
-    seen = {role for found in played for role in found.roles}
-    if any(found.all_failed is None for found in played):
+    played = [mode for label, mode in evaluations.items() if label != "today"]
+    seen = {role for mode in played for role in mode.roles}
+    if any(mode.all_failed is None for mode in played):
         for role in sorted(set(responder.policies) - seen):
             yield f"Role {role!r} made no call."
     for role in sorted(seen & set(responder.provider_roles)):
         yield f"Role {role!r} was left to the application's own provider."
     who = "the application's own provider" if responder.others is None else "the untrained model"
-    for role in sorted({role for found in played for role in found.unlisted}):
-        calls = sum(found.unlisted.get(role, 0) for found in played)
+    unlisted = sum((Counter(mode.unlisted) for mode in played), Counter[str]())
+    for role, calls in sorted(unlisted.items()):
         yield f"Role {role!r} has no policy: {who} answered its {calls} calls (other_roles)."
+    for label, mode in evaluations.items():
+        if mode.use.uncounted:
+            yield f"{label}: {mode.use.uncounted} of {mode.use.calls} calls report no tokens, and count as none."
 
 
 def render(report: EvaluationReport) -> Group:
     """Tables for a terminal: results, differences, roles, what episodes take; then failures, notes and verdicts."""
-    tables = [_results(report), *_pass_at(report), _roles(report), _use(report)]
-    if report.comparisons:
-        tables.insert(1, _differences(report))
-    parts: list[Any] = [part for table in tables for part in (table, "")]
-    for label, evaluation in report.evaluations.items():
-        counts = {**evaluation.failed, **{f"scorer: {why}": n for why, n in evaluation.scorer_errors.items()}}
-        parts.extend(Text(line, style="red") for line in _failures(label, counts))
+    tables = [_results(report), _differences(report), _pass_at(report), _roles(report), _use(report)]
+    parts: list[Any] = [part for table in tables if table.row_count for part in (table, "")]
+    for label, mode in report.evaluations.items():
+        counts = Counter({**mode.failed, **{f"scorer: {why}": n for why, n in mode.scorer_errors.items()}})
+        ranked = counts.most_common()
+        lines = [f"{label}: {n} x {why}" for why, n in ranked[:SHOWN]]
+        if rest := ranked[SHOWN:]:
+            lines.append(f"{label}: {sum(n for _, n in rest)} more, for {len(rest)} other reasons")
+        parts.extend(Text(line, style="red") for line in lines)
     parts.extend(Text(note) for note in report.notes)
     parts.extend(Text(c.verdict, style="bold") for c in report.comparisons)
     parts.extend(Text(line, style="bold") for line in bill(report))
@@ -122,52 +107,49 @@ def bill(report: EvaluationReport) -> Iterator[str]:
     for label, e in report.evaluations.items():
         if e.use.cost is None or e.use.unpriced or e.use.uncounted:
             continue
-        reached = f"success {_percent(e.success)}" if e.success else f"reward {_number(e.reward)}"
+        reached = f"success {shown(e.success, '.1%')}" if e.success else f"reward {shown(e.reward, '.3f')}"
         yield f"{label}: {reached} at {1000 * e.use.cost / max(e.episodes, 1):.4g} per 1,000 tasks"
 
 
-def _failures(label: str, counts: dict[str, int]) -> list[str]:
-    """The most frequent reasons, and how many episodes or scores the others cost."""
-    ranked = sorted(counts.items(), key=lambda item: -item[1])
-    lines = [f"{label}: {n} x {why}" for why, n in ranked[:SHOWN]]
-    if rest := ranked[SHOWN:]:
-        lines.append(f"{label}: {sum(n for _, n in rest)} more, for {len(rest)} other reasons")
-    return lines
-
-
 def _results(report: EvaluationReport) -> Table:
-    plain = any(e.outcome for e in report.evaluations.values())
-    outcome = [f"{PLAIN_COLUMN}>", "n>"] if plain else []
-    columns = ("success>", "n>", "reward>", "n>", *outcome, "episodes>", "failed>", "seconds>")
-    table = grid("", *columns, title="Results, 95% intervals over n tasks")
-    for label, e in report.evaluations.items():
-        found = [_percent(e.success), _n(e.success), _number(e.reward), _n(e.reward)]
-        found += [_number(e.outcome), _n(e.outcome)] if plain else []
-        table.add_row(label, *found, str(e.episodes), str(sum(e.failed.values())), f"{e.seconds:.1f}")
+    rows = report.evaluations
+    columns, cells = _figures(list(rows.values()))
+    title = "Results, 95% intervals over n tasks"
+    table = grid("", *columns, "episodes>", "failed>", "seconds>", title=title)
+    for (label, e), figures in zip(rows.items(), cells, strict=True):
+        table.add_row(label, *figures, str(e.episodes), str(e.failures), f"{e.seconds:.1f}")
     return table
 
 
-def _pass_at(report: EvaluationReport) -> list[Table]:
+def _differences(report: EvaluationReport) -> Table:
+    columns, cells = _figures(report.comparisons, "+")
+    table = grid("", *columns, title="Differences on the same tasks, 95% intervals over n tasks")
+    for c, figures in zip(report.comparisons, cells, strict=True):
+        table.add_row(f"{c.label} - {c.against}", *figures)
+    return table
+
+
+def _figures(rows: Sequence[EvaluatedMode | Comparison], sign: str = "") -> tuple[list[str], list[list[str]]]:
+    """Columns and cells of success, reward and, where a row has it, the plain outcome, with their numbers of tasks."""
+    names = {"success": "success", "reward": "reward", "outcome": PLAIN_COLUMN}
+    if not any(row.outcome for row in rows):
+        del names["outcome"]
+    cells = []
+    for row in rows:
+        figures = {name: getattr(row, name) for name in names}
+        forms = {name: f"{sign}.1%" if name == "success" else f"{sign}.3f" for name in names}
+        cells.append([text for name, f in figures.items() for text in (shown(f, forms[name]), str(f.n) if f else "")])
+    return [column for name in names.values() for column in (f"{name}>", "n>")], cells
+
+
+def _pass_at(report: EvaluationReport) -> Table:
     """How often one of k episodes succeeds, where tasks were run more than once."""
     ks = sorted({k for e in report.evaluations.values() for k in e.pass_at})
-    if not ks:
-        return []
     title = "At least one of k episodes succeeds, 95% intervals over n tasks"
     table = grid("", *(f"pass@{k}>" for k in ks), "n>", title=title)
     for label, e in report.evaluations.items():
         if e.pass_at:
-            table.add_row(label, *(_percent(e.pass_at.get(k)) for k in ks), _n(e.pass_at[ks[0]]))
-    return [table]
-
-
-def _differences(report: EvaluationReport) -> Table:
-    plain = any(c.outcome for c in report.comparisons)
-    title = "Differences on the same tasks, 95% intervals over n tasks"
-    table = grid("", "success>", "n>", "reward>", "n>", *([f"{PLAIN_COLUMN}>", "n>"] if plain else []), title=title)
-    for c in report.comparisons:
-        found = [_percent(c.success, "+"), _n(c.success), _number(c.reward, "+"), _n(c.reward)]
-        found += [_number(c.outcome, "+"), _n(c.outcome)] if plain else []
-        table.add_row(f"{c.label} - {c.against}", *found)
+            table.add_row(label, *(shown(e.pass_at.get(k), ".1%") for k in ks), str(e.pass_at[ks[0]].n))
     return table
 
 
@@ -181,7 +163,7 @@ def _roles(report: EvaluationReport) -> Table:
     table = grid("", *columns, title="Roles, means per call")
     for label, role, r in rows:
         cells = [str(r.calls), f"{r.turns:.1f}", f"{r.prompt_tokens:.0f}+{r.completion_tokens:.1f}"]
-        cells += [str(r.failed)] * failed + [f"{100 * r.truncated:.1f}%"] * cut
+        cells += [str(r.failed)] * failed + [f"{r.truncated:.1%}"] * cut
         cells += [f"{r.rewards[name]:.3f}" if name in r.rewards else "-" for name in components]
         table.add_row(f"{label} {role}", ", ".join(r.policies), *cells)
     return table
@@ -198,27 +180,6 @@ def _use(report: EvaluationReport) -> Table:
         money = "-" if e.use.cost is None else f"{e.use.cost / n:.6f}"
         if e.use.cost is not None and e.use.unpriced:
             money += f" ({e.use.unpriced} calls without a price)"
-        table.add_row(label, f"{e.use.calls / n:.1f}", tokens, _number(e.use.seconds), *([money] if cost else []))
+        seconds = shown(e.use.seconds, ".3f")
+        table.add_row(label, f"{e.use.calls / n:.1f}", tokens, seconds, *([money] if cost else []))
     return table
-
-
-def _n(found: Interval | None) -> str:
-    """The number of tasks that a figure is of."""
-    return str(found.n) if found else ""
-
-
-def _percent(interval: Interval | None, sign: str = "") -> str:
-    return _interval(interval, 100, f"{sign}.1f", "%")
-
-
-def _number(interval: Interval | None, sign: str = "") -> str:
-    return _interval(interval, 1, f"{sign}.3f")
-
-
-def _interval(found: Interval | None, scale: float, form: str, unit: str = "") -> str:
-    if found is None:
-        return "-"
-    text = f"{scale * found.mean:{form}}{unit}"
-    if found.low is None or found.high is None:
-        return text
-    return f"{text} [{scale * found.low:{form}}, {scale * found.high:{form}}]"

@@ -11,6 +11,15 @@ from scipy import stats
 from cotune.intervals import LEVEL, Interval, share, wilson
 
 
+def shown(found: Interval | None, form: str) -> str:
+    """`41.2% [29.4%, 53.9%]` for the form `.1%`; `-` for None."""
+    if found is None:
+        return "-"
+    if found.low is None or found.high is None:
+        return format(found.mean, form)
+    return f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]"
+
+
 def mean(values: Sequence[float], bounds: tuple[float, float] | None = None) -> Interval | None:
     """Mean with its Student's t interval, unknown for a single value; None without values.
 

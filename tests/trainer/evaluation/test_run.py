@@ -225,7 +225,7 @@ def test_the_report_as_json_and_as_tables() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render(report))
     text = console.export_text()
-    assert re.search(r"75.0% \[40.9, 92.9\] +8 ", text) and "+75.0%" in text and "asker@3" in text
+    assert re.search(r"75.0% \[40.9%, 92.9%\] +8 ", text) and "+75.0%" in text and "asker@3" in text
     assert "trained: 2 x error" in text
     titles = [n for n, line in enumerate(text.splitlines()) if line.startswith(("Differences", "Roles", "Means"))]
     assert len(titles) == 3 and all(not text.splitlines()[n - 1].strip() for n in titles)
