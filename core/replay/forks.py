@@ -41,7 +41,7 @@ def fork_rule(text: str) -> ForkRule:
         raise ConfigError(
             "replay.forks",
             text,
-            "must be all, first:N, every:N, entropy:N or role:NAME",
+            "is not one of all, first:N, every:N, entropy:N, role:NAME",
             "For example: --set replay.forks=first:2",
         )
     if found[1]:

@@ -293,6 +293,4 @@ def _check_out(out: RunLayout) -> None:
     files = (out.records, out.path / EVALUATION, out.run_json)
     taken = next((file.name for file in files if file.exists()), None)
     if taken:
-        raise ConfigError(
-            "out", str(out.path), f"must be a folder without records; this one has {taken}", "Name a new folder."
-        )
+        raise ConfigError("out", str(out.path), f"already has {taken}", "Name a new folder.")

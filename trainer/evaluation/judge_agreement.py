@@ -142,12 +142,12 @@ async def _compared(
     calls, episodes = labelled(store, labels, source)
     for role in sorted({call.role for call, _ in calls} - workflow.scorers.keys()):
         able = ", ".join(sorted(workflow.scorers)) or "none"
-        raise ConfigError("labels", role, f"must be of roles that have a scorer: {able}", "Add @solve.scorer for it.")
+        raise ConfigError(
+            "labels", role, f"is a role without a scorer; roles with one: {able}", f"Add @solve.scorer({role!r})."
+        )
     if episodes and workflow.episode_judge is None:
         remedy = "Add @solve.judge, or leave those labels out."
-        raise ConfigError(
-            "labels", episodes[0].id, "must be of candidates, as the workflow has no judge of episodes", remedy
-        )
+        raise ConfigError("labels", episodes[0].id, "is an episode, and the workflow has no judge of episodes", remedy)
     left_out: Counter[str] = Counter()
     scored = {**await score_calls(workflow, store, calls), **await outcomes_of(workflow.episode_judge, store, episodes)}
     groups: dict[tuple[str, str], list[str]] = {}
@@ -167,7 +167,10 @@ async def _compared(
     if not compared:
         why = "; ".join(f"{count} x {reason}" for reason, count in left_out.items()) or "nothing was scored"
         raise ConfigError(
-            "labels", source, f"must be of two or more candidates of a call, or episodes of a task ({why})", EXAMPLE
+            "labels",
+            source,
+            f"leaves nothing to compare: a call needs two labelled candidates, a task two labelled episodes ({why})",
+            EXAMPLE,
         )
     return compared, dict(left_out)
 
@@ -207,6 +210,6 @@ def _trained(run: str | Path) -> str:
     described = read_run(run).workflow if RunLayout(run).run_json.is_file() else None
     if described is None:
         raise ConfigError(
-            "app", None, f"must be given: {run} does not say which workflow it recorded", "Pass --app app:solve."
+            "app", None, f"is missing: {run} does not say which workflow it recorded", "Pass --app app:solve."
         )
     return described

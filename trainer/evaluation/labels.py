@@ -33,7 +33,7 @@ def load_labels(path: str | Path) -> dict[str, float]:
     Raises ConfigError for a missing file, a broken line (with its number) or a repeated id.
     """
     if not Path(path).is_file():
-        raise ConfigError("labels", str(path), "must be a file of JSON lines", EXAMPLE)
+        raise ConfigError("labels", str(path), "is not a file", EXAMPLE)
     found: dict[str, float] = {}
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if not line.strip():
@@ -42,16 +42,14 @@ def load_labels(path: str | Path) -> dict[str, float]:
             label = msgspec.json.decode(line, type=Label)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
-                "labels", f"{path}, line {number}", f"must be an id and a score ({error})", EXAMPLE
+                "labels", f"{path}, line {number}", f"is not an id with a score ({error})", EXAMPLE
             ) from None
         if label.id in found:
-            raise ConfigError(
-                "labels", f"{path}, line {number}", f"must be unique ids; {label.id} is there twice", EXAMPLE
-            )
+            raise ConfigError("labels", f"{path}, line {number}", f"repeats the id {label.id}", EXAMPLE)
         if label.score is not None:
             found[label.id] = label.score
     if not found:
-        raise ConfigError("labels", str(path), "must be at least one label", EXAMPLE)
+        raise ConfigError("labels", str(path), "holds no label", EXAMPLE)
     return found
 
 
@@ -100,6 +98,6 @@ def labelled(
     unknown = [one for one in labels if one not in known]
     if unknown:
         some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-        fault = f"must be labels of what is on record; {len(unknown)} of {len(labels)} ids are not: {some}"
+        fault = f"has ids that are not on record ({len(unknown)} of {len(labels)}): {some}"
         raise ConfigError("labels", source, fault, EXAMPLE)
     return calls, episodes

@@ -88,9 +88,9 @@ def check_modes(modes: Sequence[str]) -> tuple[Mode, ...]:
     """The modes without repeats. Raises ConfigError for an unknown one or none."""
     for mode in modes:
         if mode not in MODES:
-            raise ConfigError("modes", mode, f"must be one of {', '.join(MODES)}")
+            raise ConfigError("modes", mode, f"is not one of {', '.join(MODES)}")
     if not modes:
-        raise ConfigError("modes", (), f"must be one or more of {', '.join(MODES)}")
+        raise ConfigError("modes", None, "is missing", f"Choose from {', '.join(MODES)}.")
     return tuple(dict.fromkeys(modes))  # type: ignore[arg-type]
 
 

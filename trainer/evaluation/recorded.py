@@ -43,9 +43,7 @@ def read_recorded(
             ):
                 episodes.setdefault(episode.task.id, episode)
         if not episodes:
-            raise ConfigError(
-                "records", str(path), "must be records with finished episodes", "Record some with cotune trace."
-            )
+            raise ConfigError("records", str(path), "has no finished episode", "Record some with cotune trace.")
         shared = [task.id for task in tasks if task.id in episodes]
         sink = EvaluationSink(Nowhere())
         started = time.perf_counter()

@@ -53,7 +53,10 @@ def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
         few = f"no task is held out: {plural(len(tasks), 'task')}, and {SHARE * LEAST} different ones are needed"
         if needing := config.evaluation.needing_tasks:
             raise ConfigError(
-                f"evaluation.{needing}", getattr(config.evaluation, needing), f"must be off; {few}", _REMEDY
+                f"evaluation.{needing}",
+                getattr(config.evaluation, needing),
+                f"needs held-out tasks, but {few}",
+                _REMEDY,
             )
         return Split(tasks=tasks, note=f"{few}, so what the policies reach is not known. {_REMEDY}")
     return _parted(

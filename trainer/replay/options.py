@@ -41,13 +41,17 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     roles_by: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.episode is None) == (not self.all):
-            raise ConfigError("episode", self.episode, "must be an episode's id, or else --all", "See cotune show RUN.")
+        if self.episode is None and not self.all:
+            raise ConfigError("episode", None, "is missing", "Name one (cotune show RUN lists them), or pass --all.")
+        if self.episode is not None and self.all:
+            raise ConfigError("episode", self.episode, "cannot be used with --all", "Leave one of them out.")
         if self.all and (self.answer is not None or self.k != 1):
             name = "answer" if self.answer is not None else "k"
-            raise ConfigError(name, getattr(self, name), "must be given with --episode only", "Leave out --all.")
+            raise ConfigError(
+                name, getattr(self, name), "cannot be used with --all", "Name one episode with --episode."
+            )
         if self.answer is not None and (self.call is None or self.k != 1):
             raise ConfigError(
-                "answer", self.answer, "must be given with --call, and without -k", "Name the call that it answers."
+                "answer", self.answer, "needs --call, and cannot be used with -k", "Name the call that it answers."
             )
         check_bounds(self, "k", "limit", "max_tokens", "concurrency", "timeout")

@@ -93,7 +93,7 @@ def replay(run: str | Path, options: ReplayOptions, watch: Watch | None = None) 
     """
     workflow = _workflow(Path(run), options)
     if options.out is not None and RunLayout(options.out).records.exists():
-        raise ConfigError("out", options.out, "must be a folder without records", "Name a new folder.")
+        raise ConfigError("out", options.out, "already holds records", "Name a new folder.")
     with open_store(run, read_only=True) as store:
         plan = [_planned(store, episode, options) for episode in _episodes(store, options)]
         with watch(len(plan) * options.k) if watch else nullcontext() as on_episode:
@@ -217,7 +217,7 @@ def _workflow(run: Path, options: ReplayOptions) -> Workflow:
     if spec is None:
         remedy = "For example: cotune replay RUN --workflow app:solve --all"
         raise ConfigError(
-            "workflow", None, "must be given, as the records do not say which application made them", remedy
+            "workflow", None, "is missing, and the records do not say which application made them", remedy
         )
     return load_workflow(spec).named_by(options.roles_by or config.get("roles_by"))
 
@@ -250,12 +250,15 @@ def _planned(store: Store, episode: Episode, options: ReplayOptions) -> tuple[Se
     fork = next((call for call in calls if call.step == at), None)
     if fork is None:
         raise ConfigError(
-            "call", at, f"must be 0 to {len(calls) - 1}, the steps of this episode", "See cotune show --episode."
+            "call", at, f"is not a call of this episode, which has 0 to {len(calls) - 1}", "See cotune show --episode."
         )
     if not repeatable(calls, fork):
         bad = next(call for call in calls if call.status != "ok" and call.id != fork.id)
         raise ConfigError(
-            "call", at, f"must be {bad.step} or less: call {bad.step} of role {bad.role!r} has no answer to repeat", ""
+            "call",
+            at,
+            f"comes after call {bad.step} of role {bad.role!r}, which has no answer to repeat",
+            f"Choose {bad.step} or an earlier call.",
         )
     return old, Replay(script=script, fork=fork.id, answer=_given(options.answer))
 

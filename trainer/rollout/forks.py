@@ -103,7 +103,7 @@ def expected_budget(config: TrainConfig, store: Store, trained: Collection[str],
     rule, seen = fork_rule(config.replay.forks), []
     if rule.kind == "role" and rule.role not in {*trained, *config.roles}:
         raise ConfigError(
-            "replay.forks", config.replay.forks, f"must be role: and a trained role: {', '.join(sorted(trained))}"
+            "replay.forks", config.replay.forks, f"names no trained role; trained roles: {', '.join(sorted(trained))}"
         )
     for episode in store.episodes(phase="check"):
         calls = store.calls(episode.id)

@@ -32,7 +32,7 @@ class Split(msgspec.Struct, frozen=True):
         if self.idle is not None and not 0 < self.idle < math.inf:
             raise ConfigError("episode_idle", self.idle, "must be a number of seconds above 0")
         if self.by and self.header:
-            raise ConfigError("episode_by", self.by, "must be one of --episode-by and --episode-header")
+            raise ConfigError("episode_by", self.by, "cannot be used with --episode-header", "Leave one of them out.")
 
     def of(self, scope: Scope) -> tuple[Hashable, str] | None:
         """What a request's episode is known by, and its task's id; None where its calls are not divided."""
@@ -71,4 +71,4 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
                 if parts.scheme in ("http", "https") and parts.hostname and not parts.query and parts.port != 0:
                     continue
             remedy = "For example: --upstream https://api.openai.com/v1"
-            raise ConfigError("upstream", url, "must be the base URL of an OpenAI-compatible API", remedy)
+            raise ConfigError("upstream", url, "is not the base URL of an OpenAI-compatible API", remedy)

@@ -117,11 +117,9 @@ def stopped_by_signals() -> Iterator[None]:
 def check_access(host: str, token: str | None) -> None:
     """Raises ConfigError when the server could be reached from outside without a token."""
     if token is not None and not token.strip():
-        raise ConfigError(
-            "token", token, "must be a non-empty text", "Leave --token out to serve on loopback without one."
-        )
+        raise ConfigError("token", token, "is empty", "Leave --token out to serve on loopback without one.")
     if token is None and not is_loopback(f"[{host}]" if ":" in host else host):
-        raise ConfigError("host", host, "must be a loopback address, unless there is a token", "Add --token TOKEN.")
+        raise ConfigError("host", host, "can be reached from other machines, which needs a token", "Add --token TOKEN.")
 
 
 class _Server(uvicorn.Server):
@@ -170,9 +168,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        raise ConfigError(
-            "port", f"{host}:{port}", f"must be an address that can be bound ({reason})", "Choose another."
-        ) from None
+        raise ConfigError("port", f"{host}:{port}", f"cannot be bound ({reason})", "Choose another.") from None
     return listener
 
 

@@ -62,7 +62,7 @@ def test_a_call_is_drawn_by_the_inverse_of_the_calls_from_it_on():
 
 @pytest.mark.parametrize("text", ["", "some", "first", "first:-1", "every:0", "entropy:x", "role:", "all:2"])
 def test_other_rules_are_refused(text: str):
-    with pytest.raises(ConfigError, match=r"replay.forks = .*all, first:N, every:N, entropy:N or role:NAME"):
+    with pytest.raises(ConfigError, match=r"replay.forks = .*all, first:N, every:N, entropy:N, role:NAME"):
         fork_rule(text)
 
 

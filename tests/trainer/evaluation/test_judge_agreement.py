@@ -139,7 +139,7 @@ def test_the_command_compares_and_asks_once_for_each_group(
     assert main([*command, "--to-label", blanks, "--groups", "8", "--role", "writer"]) == 0
     lines = [json.loads(line) for line in Path(blanks).read_text().splitlines()]
     assert len(lines) == 8 * 4 and lines[0]["request"].startswith("[user]\nquestion ")
-    with pytest.raises(ConfigError, match="at least one label"):
+    with pytest.raises(ConfigError, match="holds no label"):
         load_labels(blanks)
     for line in lines:
         line["score"] = len(line["answer"])
@@ -168,10 +168,10 @@ def test_whole_episodes_are_compared_by_task(recorded: tuple[Path, Provider]) ->
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"id": "nobody.0", "score": 1}, "1 of 1 ids are not: nobody.0"),
+        ({"id": "nobody.0", "score": 1}, r"not on record \(1 of 1\): nobody.0"),
         ({"id": "nobody.0", "score": "good"}, "line 1"),
         ({"score": 1}, "line 1"),
-        ({"id": "nobody.0", "score": None}, "at least one label"),
+        ({"id": "nobody.0", "score": None}, "holds no label"),
     ],
 )
 def test_labels_that_say_nothing(recorded: tuple[Path, Provider], line: dict[str, Any], said: str) -> None:
@@ -191,7 +191,7 @@ def test_labels_that_leave_nothing_to_compare(recorded: tuple[Path, Provider]) -
         judge_agreement(folder / "run", alone, "judged_app.py:solve")
     with pytest.raises(ConfigError, match="does not say which workflow it recorded"):
         judge_agreement(folder / "run", alone)
-    with pytest.raises(ConfigError, match="is there twice"):
+    with pytest.raises(ConfigError, match="repeats the id a.0"):
         judge_agreement(
             folder / "run", labels(folder, "twice.jsonl", [{"id": "a.0", "score": 1}] * 2), "judged_app.py:solve"
         )

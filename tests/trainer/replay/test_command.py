@@ -183,11 +183,11 @@ def test_what_was_traced_frozen_is_repeated(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "episode must be an episode's id, or else --all"),
-        (["--all", "--episode", "x"], "or else --all"),
-        (["--all", "-k", "2"], "k = 2 must be given with --episode only"),
-        (["--episode", "TRUNK", "--answer", "x"], "answer = 'x' must be given with --call"),
-        (["--episode", "TRUNK", "--call", "3"], "call = 3 must be 0 to 2"),
+        ([], "episode is missing"),
+        (["--all", "--episode", "x"], "cannot be used with --all"),
+        (["--all", "-k", "2"], "k = 2 cannot be used with --all"),
+        (["--episode", "TRUNK", "--answer", "x"], "answer = 'x' needs --call"),
+        (["--episode", "TRUNK", "--call", "3"], "call = 3 is not a call of this episode, which has 0 to 2"),
         (["--episode", "nobody", "--call", "0"], "nobody"),
         (["--episode", "TRUNK", "--call", "0", "-k", "0"], "k = 0 must be a number above 0"),
         (["--all", "--workflow", "tests.trainer.replay_app:missing"], "missing"),
