@@ -338,7 +338,7 @@ def test_roles_that_play_against_each_other_are_judged_against_the_untrained_mod
 
 @pytest.mark.parametrize("wrong", [["bsae"], []])
 def test_modes_are_checked(wrong: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"modes = .*base, trained, base_greedy, greedy, swapped"):
+    with pytest.raises(ConfigError, match=r"modes .*base, trained, base_greedy, greedy, swapped"):
         modes(Workflow("solve", solve), tasks(1), TRAINED, modes=wrong)
 
 

@@ -202,4 +202,4 @@ def test_wrong_words_are_refused_before_anything_runs(trained: Path, capsys, wor
 def test_records_alone_need_the_workflow_named(provider: Provider, tmp_path: Path, capsys):
     SqliteStore.open(tmp_path / "records.db").close()
     status, text = replay(capsys, str(tmp_path), "--all")
-    assert status == 1 and "workflow must be given" in text and "--workflow app:solve" in text
+    assert status == 1 and "workflow is missing" in text and "--workflow app:solve" in text
