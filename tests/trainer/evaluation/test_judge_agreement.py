@@ -191,7 +191,7 @@ def test_labels_that_leave_nothing_to_compare(recorded: tuple[Path, Provider]) -
         judge_agreement(folder / "run", alone, "judged_app.py:solve")
     with pytest.raises(ConfigError, match="does not say which workflow it recorded"):
         judge_agreement(folder / "run", alone)
-    with pytest.raises(ConfigError, match="repeats the id a.0"):
+    with pytest.raises(ConfigError, match=r"repeats the id a\.0"):
         judge_agreement(
             folder / "run", labels(folder, "twice.jsonl", [{"id": "a.0", "score": 1}] * 2), "judged_app.py:solve"
         )
