@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.integrations.web.viewer.curves import FIRST, Chart, charts, first_charts
-from cotune.integrations.web.viewer.opened import OpenedRun
-from cotune.integrations.web.viewer.overview import Totals, Use, facts, prices_of
+from cotune.reading.curves import FIRST, Chart, charts, first_charts
 from cotune.reading.evaluations import StoredEvaluation, read_evaluation
-from cotune.reading.headline import Headline, headline
+from cotune.reading.facts import facts
+from cotune.reading.headline import Headline
+from cotune.reading.run import OpenedRun
+from cotune.reading.use import Totals, Use
 
 _SHOWN = 2
 """Charts beside the card."""
@@ -34,14 +35,9 @@ def read_background(run: Path, evaluation: Path | None = None) -> Background:
     one of those that cannot be read is left out with a warning. Raises ConfigError for a folder that was named and has
     none, RunError."""
     named = read_evaluation(evaluation) if evaluation else None
-    opened = OpenedRun(run, run.name)
-    try:
+    with OpenedRun(run) as opened:
         about, found = facts(opened), first_charts(charts([opened]), most=len(FIRST))
-        told = (
-            headline(opened.metrics, [named], opened.store, recipe=opened.config.get("recipe"))
-            if named
-            else opened.headline
-        )
+        told = opened.headline_with([named]) if named else opened.headline
         chosen = [next((c for c in found if c.section == section), None) for section in ("Outcome", "Roles")]
         return Background(
             recipe=about.recipe,
@@ -49,9 +45,7 @@ def read_background(run: Path, evaluation: Path | None = None) -> Background:
             seconds=about.seconds,
             judge_cost=about.judge_cost,
             charts=[chart for chart in chosen if chart is not None][:_SHOWN],
-            uses=Totals(opened).by_role(prices_of(opened, {})),
+            uses=dict(sorted(Totals(opened).by_role().items())),
             evaluated=named or told.evaluation,
             headline=told,
         )
-    finally:
-        opened.close()

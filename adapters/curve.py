@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from cotune.integrations.web.viewer.curves import Chart, Series
+from cotune.reading.curves import Chart, Series
 from cotune.tables import figure
 
 WIDTH, HEIGHT = 420, 220

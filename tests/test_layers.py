@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -106,6 +107,22 @@ def test_only_its_room_names_the_sampler_in_process() -> None:
     rooms = [path for room in ("core", "integrations", "adapters", "trainer") for path in (ROOT / room).rglob("*.py")]
     outside = [path for path in rooms if not path.is_relative_to(ROOT / "integrations/models/transformers")]
     assert [path for path in outside if "TransformersSampler" in path.read_text()] == []
+
+
+SQL = re.compile(r"\b(SELECT .+ FROM|INSERT INTO|INSERT OR|UPDATE \w+ SET|DELETE FROM|CREATE TABLE|PRAGMA) ", re.DOTALL)
+
+
+def test_only_storage_speaks_sql() -> None:
+    """Others ask the store by its named queries."""
+    rooms = [path for room in ("core", "integrations", "adapters", "trainer") for path in (ROOT / room).rglob("*.py")]
+    found = []
+    for path in (path for path in rooms if not path.is_relative_to(ROOT / "core/storage")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            asked = isinstance(node, ast.Attribute) and node.attr == "rows" and "store" in ast.unparse(node.value)
+            written = isinstance(node, ast.Constant) and isinstance(node.value, str) and SQL.search(node.value)
+            imported = isinstance(node, ast.Import) and any(alias.name == "sqlite3" for alias in node.names)
+            found += [f"{path.relative_to(ROOT)}:{node.lineno}"] if asked or written or imported else []
+    assert found == []
 
 
 def test_rooms_and_files_are_small() -> None:

@@ -20,12 +20,12 @@ from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.exchange.trackers.tracker import check_tools
 from cotune.integrations.models.folder.folder import locate_base, locate_model
-from cotune.judging.ledger import run_folder
 from cotune.records.structs import Task
 from cotune.records.tasks import as_tasks
 from cotune.runtime.interrupts import stop_by
 from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import go_on
+from cotune.storage.judge_ledger import run_folder
 from cotune.storage.run_layout import is_withheld, relocated, without_values
 from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
 from cotune.trainer.config.withheld import with_values, written

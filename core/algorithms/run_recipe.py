@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
-from cotune.algorithms.baselines import FLAT
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import Collected, attributed, collect
 from cotune.algorithms.groups import Group, build_groups
@@ -104,25 +103,6 @@ def regroup(
 def _without_own(chosen: Recipe) -> Recipe:
     terms = tuple(msgspec.structs.replace(term, advantage="") for term in chosen.terms)
     return msgspec.structs.replace(chosen, terms=terms)
-
-
-class GroupCell(msgspec.Struct):
-    """Groups of one role at one turn: sizes, and means and standard deviations of their rewards."""
-
-    sizes: list[int] = []
-    means: list[float] = []
-    spreads: list[float] = []
-    flat: int = 0
-    """Groups without spread."""
-    trained: int = 0
-
-    def add(self, rewards: Floats, trained: bool) -> None:
-        """Count a group."""
-        self.sizes.append(len(rewards))
-        self.means.append(float(rewards.mean()))
-        self.spreads.append(float(rewards.std()))
-        self.flat += bool(np.ptp(rewards) <= FLAT * np.abs(rewards).max())
-        self.trained += trained
 
 
 def recipe_of(store: Store) -> tuple[Recipe, str]:

@@ -10,6 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.cli.command import Parser
+from cotune.reading.facts import facts
+from cotune.reading.run import open_runs
 from cotune.reading.words import change_text
 from cotune.tables import BAD, GOOD, NAME, cells, grid
 from cotune.terminal import terminal
@@ -29,9 +31,6 @@ def run(a: argparse.Namespace) -> int:
 
 def list_runs(folders: Sequence[Path | str]) -> RenderableType:
     """A line for each run and records file in these folders. Raises RunError where there is none."""
-    from cotune.integrations.web.viewer.opened import open_runs
-    from cotune.integrations.web.viewer.overview import facts
-
     table = grid("run", "state", "recipe", "steps>", "episodes>", "figure, first to last")
     verdicts = []
     for run in open_runs(folders):

@@ -12,7 +12,7 @@ from cotune.episodes.rescore import Rescoring, rescore
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import load_workflow
 from cotune.errors import ConfigError
-from cotune.judging.ledger import run_folder
+from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import open_store
 from cotune.tables import grid, plural
 from cotune.terminal import tell, terminal

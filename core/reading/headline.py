@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from cotune.algorithms.run_recipe import config_of
 from cotune.intervals import Interval, share
-from cotune.reading.evaluations import IN_TRAINING, EvaluatedMode, StoredEvaluation, read_evaluations
-from cotune.storage.open_store import open_store
+from cotune.reading.evaluations import IN_TRAINING, EvaluatedMode, StoredEvaluation
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import RECORDS, is_run, read_metrics, read_run_json
 
 Kind = Literal["held_out", "role", "loss", "training", "selected", "recorded"]
 Line = Mapping[str, Any]
@@ -64,19 +60,6 @@ class Headline(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...] = ()
     evaluation: StoredEvaluation | None = None
     verdict: str = ""
-
-
-def read_headline(path: Path | str) -> Headline:
-    """The headline of a run folder, or of records. Raises RunError where the records cannot be opened."""
-    folder = Path(path)
-    lines = [*read_metrics(folder)] if is_run(folder) else []
-    recipe = (read_run_json(folder).get("config") or {}).get("recipe") if is_run(folder) else None
-    evaluations = read_evaluations(folder) if folder.is_dir() else []
-    records = folder / RECORDS if folder.is_dir() else folder
-    if not records.is_file():
-        return headline(lines, evaluations, recipe=recipe)
-    with open_store(records, read_only=True) as store:
-        return headline(lines, evaluations, store, config_of(store).on_failure, recipe=recipe)
 
 
 def headline(

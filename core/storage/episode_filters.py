@@ -11,8 +11,9 @@ COUNTED = "status NOT IN ('cancelled', 'abandoned')"
 
 
 class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
-    """What is empty or None does not matter. `role` had a call in the episode; `low` and `high` bound the sum of its
-    rewards; `step` is its number as people see it, from 1; ids are below `before`."""
+    """Fields that are empty or None do not matter. `status` may be `counted`, for all but cancelled and abandoned
+    episodes. `role` had a call in the episode; `low` and `high` bound the sum of its rewards; `step` is its number as
+    people see it, from 1; ids are below `before`."""
 
     phase: str = ""
     status: str = ""
@@ -28,7 +29,7 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
         rewards = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
         conditions = {
             "phase = ?": self.phase,
-            "status = ?": self.status,
+            f"({COUNTED}) = (? = 'counted')" if self.status == "counted" else "status = ?": self.status,
             "task = ?": self.task,
             "training_step = ? - 1": self.step,
             "EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND role = ?)": self.role,

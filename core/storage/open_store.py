@@ -26,3 +26,8 @@ def open_store(address: Path | str, read_only: bool = False) -> Store:
         cause = f"No store is known for the address {address} (known: {known})."
         raise RunError(cause, "Name a run folder or its records file.")
     return STORES[scheme](address, read_only)
+
+
+def no_records(folder: Path) -> Store:
+    """The records of a run folder that has none."""
+    return SqliteStore.empty(folder)

@@ -57,8 +57,15 @@ class Store(Protocol):
         """Raises RecordError when unknown."""
         ...
 
-    def calls(self, episode_id: str) -> list[CallRecord]:
-        """Calls of an episode in step order; also of an episode that never finished."""
+    def calls(
+        self, episode_id: str, *, start: int = 0, limit: int | None = None, lean: bool = False
+    ) -> list[CallRecord]:
+        """Calls of an episode in step order, from number `start` on, at most `limit`; also of an episode that never
+        finished. With `lean`, candidates have little more than the lengths of their token ids, to save memory."""
+        ...
+
+    def call(self, call_id: str) -> CallRecord:
+        """Raises RecordError when unknown."""
         ...
 
     def message(self, message_id: str) -> Any:
@@ -82,7 +89,12 @@ class Store(Protocol):
         ...
 
     def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
-        """Mark groups as trained; later rewards for their candidates (a mapping names them) are refused and counted."""
+        """Mark groups as trained, durably: later rewards for them are refused and counted in `refused`.
+
+        A mapping names the candidates of each group; then their rewards and their episodes' rewards are refused. A
+        group without members that is named by a call id or candidate id stands for that call or candidate. The first
+        step that consumed a group stays. Raises RecordError when the ledger cannot be written.
+        """
         ...
 
     def consumed(self) -> Mapping[str, int]:
@@ -93,14 +105,42 @@ class Store(Protocol):
         """`lost` and `refused` over the life of the store, whoever wrote to it."""
         ...
 
+    # Outcomes; failed episodes count as `on_failure` says
+
     def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
         """Phase, solved episodes and episodes that count, for each phase in which an episode reports `success`.
         With `episodes`, of these ids alone."""
         ...
 
     def outcome_means(self, on_failure: str) -> list[tuple[str, str, float | None, int]]:
-        """Phase, name, mean and number of episodes of each component of outcomes; failed episodes count as
-        `on_failure` says."""
+        """Phase, name, mean and number of episodes of each component of outcomes."""
+        ...
+
+    def outcomes_by_task(self, phase: str, on_failure: str) -> tuple[str, list[tuple[Any, ...]]]:
+        """`success` where an episode of the phase reports it, else `reward`, the sum of the components; and by task:
+        its id, episodes, and the mean, lowest and highest of this outcome."""
+        ...
+
+    def outcomes_by_step(self, phase: str, on_failure: str, tasks: Iterable[str]) -> list[tuple[Any, ...]]:
+        """Of these tasks in each training step: task, step, episodes with an outcome, and the sum of their outcomes."""
+        ...
+
+    def has_scored_candidates(self) -> bool:
+        """Whether several candidates of one call have rewards of their own."""
+        ...
+
+    def rewards_by_role(self) -> list[tuple[str, str, float]]:
+        """Role, name and mean of the rewards of candidates."""
+        ...
+
+    # Counts
+
+    def counts(self) -> tuple[int, int, int]:
+        """Episodes, those of them that are abandoned, and calls."""
+        ...
+
+    def newest(self) -> tuple[int, int]:
+        """Numbers that grow with each call and each episode."""
         ...
 
     def episodes_by_phase(self) -> list[tuple[Any, ...]]:
@@ -108,13 +148,9 @@ class Store(Protocol):
         order of their first episodes."""
         ...
 
-    def calls_by_role(self) -> list[tuple[Any, ...]]:
-        """Role, calls, failed ones, turns, candidates, tokens of prompts and of answers, mean seconds; roles in the
-        order of their first calls."""
-        ...
-
-    def rewards_by_role(self) -> list[tuple[str, str, float]]:
-        """Role, name and mean of the rewards of candidates."""
+    def use(self, after: int, until: int) -> list[tuple[Any, ...]]:
+        """Of calls above one number of `newest` and up to another: role, model, calls, failed ones, turns, candidates,
+        tokens of prompts and of answers, seconds; roles in the order of their first calls."""
         ...
 
     def failed_episodes(self) -> list[tuple[str, str | None, int]]:
@@ -129,24 +165,64 @@ class Store(Protocol):
         """By role, how many calls this policy answered."""
         ...
 
+    # Lists
+
     def open_episodes(self, limit: int) -> list[tuple[str, int]]:
         """Episodes without an end, the newest first, each with its number of calls: under way, or interrupted."""
+        ...
+
+    def has_episode(self, episode: str) -> bool:
+        """Whether this episode has ended."""
         ...
 
     def episode_ids(self, filters: EpisodeFilters, limit: int) -> list[str]:
         """Ids of the latest finished episodes that fit, the newest first."""
         ...
 
+    def episode_lines(self, filters: EpisodeFilters, limit: int) -> list[tuple[Any, ...]]:
+        """The same episodes: id, task, phase, training step, status, calls, seconds, error, and whether it reports
+        that it solved its task."""
+        ...
+
     def episode_count(self, filters: EpisodeFilters) -> int:
         """How many finished episodes fit."""
         ...
 
-    def has_scored_candidates(self) -> bool:
-        """Whether several candidates of one call have rewards of their own."""
+    def neighbours(self, episode: str) -> tuple[str, str]:
+        """Ids of the episodes before and after one; empty at the ends."""
         ...
 
-    def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
-        """Rows of a SELECT."""
+    def phases(self) -> list[str]:
+        """Phases that have episodes."""
+        ...
+
+    def steps(self, phase: str) -> list[int]:
+        """Training steps that have episodes of a phase, without those that a rollback abandoned."""
+        ...
+
+    def recent_roles(self) -> list[str]:
+        """Roles of the latest thousand calls."""
+        ...
+
+    def first_episodes(self, phase: str, step: int | None, tasks: Iterable[str]) -> dict[str, str]:
+        """The first episode of each of these tasks in a training step, by task."""
+        ...
+
+    def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int]]:
+        """Tasks with episodes in several steps, and the first and the last of these; the furthest apart first."""
+        ...
+
+    def call_times(self, episode: str) -> list[tuple[Any, ...]]:
+        """Of each call of an episode: id, step, role, turn, status, start, seconds, parents."""
+        ...
+
+    def messages_of(self, episode: str, role: str, turn: int) -> list[str]:
+        """Ids of the messages of a role's prompt in a turn."""
+        ...
+
+    def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> set[str]:
+        """Those of some episodes in which a message, an answer, an error or the task's input holds a text. `verdicts`
+        remembers, from one search to the next for the same text, which messages do."""
         ...
 
     def close(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import struct
+from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -182,25 +183,30 @@ def _episode_row(episode: Episode) -> Row:
     return (episode.id, episode.task.id, episode.phase, episode.training_step, episode.status, body, metrics)
 
 
-def call_from(body: str, candidates: str, token_ids: bytes, logprobs: bytes) -> CallRecord:
-    """Put a call back together from its columns. Raises ValueError, TypeError or struct.error for broken ones."""
-    ids = unpack_ids(token_ids)
-    values = struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
+def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: bytes) -> CallRecord:
+    """Put a call back together from its columns. Raises ValueError, TypeError or struct.error for broken ones.
+
+    Without `token_ids` the call is lean: its candidates have as many token ids, and the beginning of what they say.
+    """
+    lean = token_ids is None
+    ids = () if token_ids is None else unpack_ids(token_ids)
+    values: Any = array("f", logprobs) if lean else struct.unpack(f"<{len(logprobs) // 4}f", logprobs)
     found, at_id, at_value = [], 0, 0
     for entry in _stored.decode(candidates):
+        tools = entry.message.get("tool_calls")
         candidate = Candidate(
             index=entry.index,
-            text=entry.text,
-            message=entry.message,
-            token_ids=ids[at_id : at_id + entry.tokens],
+            text=entry.text[:1] if lean else entry.text,
+            message=entry.message if not lean else {"tool_calls": tools[:1]} if tools else {},
+            token_ids=cast(tuple[int, ...], range(entry.tokens)) if lean else ids[at_id : at_id + entry.tokens],
             logprobs=values[at_value : at_value + entry.logprobs],
             finish_reason=entry.finish_reason,
             malformed=entry.malformed,
-            shown=entry.shown,
+            shown=None if lean else entry.shown,
         )
         at_id, at_value = at_id + entry.tokens, at_value + entry.logprobs
         found.append(candidate)
-    if (at_id, at_value) != (len(ids), len(values)):
+    if (not lean and at_id != len(ids)) or at_value != len(values):
         raise ValueError("the arrays have other lengths than the candidates")
     call = _in_time(_calls.decode(body))
     if not (0 <= call.step < 1 << 31 and 0 <= call.turn < 1 << 31):

@@ -52,7 +52,8 @@ SELECT id, parent, token_ids FROM path JOIN segments USING (id)"""
 
 
 class SqliteStore(SqliteFigures):
-    """A `Store` in one file. Reads see what is committed: `flush` first to read your own latest writes."""
+    """A `Store`, which documents its methods, in one file. Reads see what is committed: `flush` first to read your own
+    latest writes."""
 
     def __init__(self, path: Path, writer: Writer | None, lock: FileLock | None) -> None:
         """Use `SqliteStore.open`."""
@@ -61,6 +62,7 @@ class SqliteStore(SqliteFigures):
         self._lock = lock
         self._readers: list[sqlite3.Connection] = []
         self._unreadable = 0
+        self._connect: Callable[[Path], sqlite3.Connection] = _connect_reader
         self._shut = weakref.finalize(self, _shut, writer, self._readers, lock)
         survives_fork(self)
 
@@ -101,46 +103,45 @@ class SqliteStore(SqliteFigures):
             lock.release()
             raise
 
+    @classmethod
+    def empty(cls, folder: Path) -> Self:
+        """Records in memory, of which there are none."""
+        store = cls(folder / RECORDS, None, None)
+        store._connect = _connect_empty
+        return store
+
     @property
     def address(self) -> str:
-        """The path of the file."""
         return str(self.path)
 
     @property
     def folder(self) -> Path:
-        """The folder of the file."""
         return self.path.parent
 
     def write(self, records: Sequence[Record]) -> None:
-        """Queue records to be committed together, in order. Neither raises nor waits for the disk: see `lost`."""
         if self._writer is None:
             raise self._read_only()
         self._writer.put(records)
 
     def flush(self) -> None:
-        """Return when everything written before is committed, and so survives the end of the process, or is lost."""
         if self._writer:
             self._writer.flush()
 
     @property
     def lost(self) -> int:
-        """Records that could not be stored, since the store was opened."""
         return self._writer.lost if self._writer else 0
 
     @property
     def unreadable(self) -> int:
-        """Broken rows that were left out of what was read, since the store was opened."""
         return self._unreadable
 
     @property
     def refused(self) -> int:
-        """Rewards refused because their group was consumed, since the store was opened."""
         return self._writer.refused if self._writer else 0
 
     def episodes(
         self, *, phase: str | None = None, training_step: int | None = None, task: str | None = None
     ) -> Iterator[Episode]:
-        """Finished episodes in id order (= start order)."""
         wanted = {"phase": phase, "training_step": training_step, "task": task}
         filters = {name: value for name, value in wanted.items() if value is not None}
         where = "".join(f" AND {name} = ?" for name in filters)
@@ -154,7 +155,6 @@ class SqliteStore(SqliteFigures):
                 return
 
     def episode(self, episode_id: str) -> Episode:
-        """Raises RecordError when unknown."""
         found = self.rows("SELECT body, metrics FROM episodes WHERE id = ?", (episode_id,))
         if not found:
             raise RecordError(f"No finished episode {episode_id!r} in {self.path}.", "`cotune show RUN` lists them.")
@@ -162,13 +162,22 @@ class SqliteStore(SqliteFigures):
             return episode
         raise RecordError(f"The episode {episode_id!r} in {self.path} cannot be read.", "Its row is broken: leave it.")
 
-    def calls(self, episode_id: str) -> list[CallRecord]:
-        """Calls of an episode in step order; also of an episode that never finished."""
-        sql = "SELECT body, candidates, token_ids, logprobs FROM calls WHERE episode = ? ORDER BY step, id"
-        return [call for row in self.rows(sql, (episode_id,)) for call in self._read(call_from, row)]
+    def calls(
+        self, episode_id: str, *, start: int = 0, limit: int | None = None, lean: bool = False
+    ) -> list[CallRecord]:
+        of_episode = "episode = ? ORDER BY step, id LIMIT ? OFFSET ?"
+        return self._calls(of_episode, (episode_id, -1 if limit is None else limit, start), lean)
+
+    def call(self, call_id: str) -> CallRecord:
+        for call in self._calls("id = ?", (call_id,)):
+            return call
+        raise RecordError(f"No call {call_id!r} in {self.path} can be read.", "`cotune show RUN` lists episodes.")
+
+    def _calls(self, where: str, parameters: Sequence[Any], lean: bool = False) -> list[CallRecord]:
+        sql = f"SELECT body, candidates, {'NULL' if lean else 'token_ids'}, logprobs FROM calls WHERE {where}"
+        return [call for row in self.rows(sql, parameters) for call in self._read(call_from, row)]
 
     def message(self, message_id: str) -> Any:
-        """Body of a message, with its images as they were sent, or of a tools list. Raises RecordError when unknown."""
         found = self.rows("SELECT body FROM messages WHERE id = ?", (message_id,))
         if not found:
             raise RecordError(f"No message {message_id!r} in {self.path}.", "It may be among the `lost` records.")
@@ -177,7 +186,6 @@ class SqliteStore(SqliteFigures):
         raise RecordError(f"The message {message_id!r} in {self.path} cannot be read.", "Its row is broken: leave it.")
 
     def image(self, image_id: str) -> bytes:
-        """The encoded bytes of an image of a message, by their SHA-256. Raises RecordError when unknown."""
         data = self._image(image_id)
         if data is None:
             raise RecordError(
@@ -195,11 +203,9 @@ class SqliteStore(SqliteFigures):
         return data if isinstance(data, bytes) and image_id(data) == id else None
 
     def token_ids(self, segment_id: str) -> tuple[int, ...]:
-        """All token ids on the path from the root to this segment. Raises RecordError when a part is missing."""
         return join_path(segment_id, self.rows(_PATH, (segment_id,)))
 
     def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
-        """Target -> component name -> value, for each of `targets` (last write wins)."""
         found: dict[str, dict[str, float]] = {target: {} for target in targets}
         for some in in_parts(found):
             sql = f"SELECT target, name, value FROM rewards WHERE target IN ({','.join('?' * len(some))})"
@@ -209,18 +215,11 @@ class SqliteStore(SqliteFigures):
         return found
 
     def unfinished(self) -> Iterator[str]:
-        """Ids of episodes that have calls but no end: interrupted by a crash, or still running."""
         sql = """SELECT DISTINCT episode FROM calls
                  WHERE episode NOT IN (SELECT id FROM episodes) ORDER BY episode"""
         return iter([episode for (episode,) in self.rows(sql)])
 
     def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
-        """Mark groups as trained, durably: later rewards for them are refused and counted in `refused`.
-
-        A mapping names the candidates of each group; then their rewards and their episodes' rewards are refused. A
-        group without members that is named by a call id or candidate id stands for that call or candidate. The first
-        step that consumed a group stays. Raises RecordError when the ledger cannot be written.
-        """
         members = groups if isinstance(groups, Mapping) else dict.fromkeys(groups, ())
         if self._writer is None:
             raise self._read_only()
@@ -232,11 +231,9 @@ class SqliteStore(SqliteFigures):
             )
 
     def consumed(self) -> Mapping[str, int]:
-        """Group id -> training step that consumed it."""
         return dict(self.rows("SELECT grp, training_step FROM consumed"))
 
     def counters(self) -> Mapping[str, int]:
-        """`lost` and `refused` over the life of the file, whoever wrote it."""
         return {"lost": 0, "refused": 0, **dict(self.rows("SELECT name, value FROM counters"))}
 
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
@@ -256,7 +253,6 @@ class SqliteStore(SqliteFigures):
             raise unusable(self.path, error) from error
 
     def close(self) -> None:
-        """Flush, stop writing and give the file back; safe to call twice. Happens at exit by itself."""
         self._shut()
 
     def __enter__(self) -> Self:
@@ -287,7 +283,7 @@ class SqliteStore(SqliteFigures):
         try:
             db = self._readers.pop()
         except IndexError:
-            db = _connect_reader(self.path)
+            db = self._connect(self.path)
         try:
             yield db
         except BaseException:
@@ -349,6 +345,12 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
         return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
     except sqlite3.Error as error:
         raise unusable(path, error) from error
+
+
+def _connect_empty(_: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    db.executescript(SCHEMA)
+    return db
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:

@@ -5,6 +5,7 @@ A page says `<!-- generated: NAME -->` where such a part goes. What cannot be ma
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from command_line import commands
 from configuration import fields, overrides
 from figures import TABLES
+from metrics import figures as metrics
 from metrics import reasons
 from mkdocs.exceptions import PluginError
 from public_names import functions, types
@@ -25,6 +27,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "fields of the configuration": fields,
     "settings of a recipe": overrides,
     "reasons": reasons,
+    **{f"metrics of {of}": functools.partial(metrics, of) for of in ("candidates", "update", "records", "policies")},
     "recipes": recipes,
     "formulas": formulas,
     "tested versions": (Path(__file__).parent / "tested_versions.txt").read_text,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cotune.judging.ledger import totals_of
+from cotune.storage.judge_ledger import totals_of
 from examples.judged import demo
 from examples.judged.rule_judge import ease
 from tests.examples.applications import check_knows_nothing_of_cotune

@@ -1,4 +1,4 @@
-"""What `docs/reference/metrics.md` says of the names in a line of metrics.jsonl."""
+"""The names in a line of metrics.jsonl that `docs/reference/metrics.md`, or the registry it is made from, explains."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cotune.algorithms.filters import REASONS
+from cotune.reading.metrics import registry
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -17,7 +18,7 @@ def _named(*pages: str) -> set[str]:
     return set(re.findall(r"`\"?([\w./]+)\"?`", text))
 
 
-FIGURES = _named("reference/metrics.md")
+FIGURES = _named("reference/metrics.md") | {name for group in registry().values() for name in group}
 COUNTERS = FIGURES | _named("internals/sampler.md")
 REASONS_NAMED = {*REASONS} | _named("how-to/distillation.md")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import cotune
-from cotune.judging.ledger import Ledger, run_folder
+from cotune.storage.judge_ledger import Ledger, run_folder
 
 
 @cotune.workflow

@@ -18,8 +18,8 @@ from cotune.episodes.workflows import Workflow, load_workflow
 from cotune.errors import ConfigError, WorkflowError
 from cotune.intervals import LEVEL, Interval, Z, wilson
 from cotune.judging.episodes import outcomes_of
-from cotune.judging.ledger import run_folder, totals_of
 from cotune.records.structs import candidate_id
+from cotune.storage.judge_ledger import run_folder, totals_of
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout, read_run

@@ -1,4 +1,4 @@
-"""The table of roles that a training run shows, and what `--explain` says of all that a step prints."""
+"""The table of roles that a training run shows, and the explanations of `--explain`."""
 
 from __future__ import annotations
 
@@ -8,29 +8,9 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from cotune.integrations.web.viewer.curves import BY_POLICY, BY_ROLE
+from cotune.reading.metrics import registry
 from cotune.tables import Grid, definitions, grid
 from cotune.trainer.reporting.metrics import StepMetrics
-
-COLUMNS = {
-    "reward": "reward",
-    "group_spread": "group spread",
-    "zero_variance": "no spread",
-    "clip_share": "clipped",
-    "entropy": "entropy",
-    "sampler_gap_mean": "sampler gap",
-    "tokens_mean": "answer tokens",
-}
-"""Figures of a role, and the heads of their columns."""
-OPTIONAL_COLUMNS = {
-    "masked_share": "masked",
-    "truncated": "cut off",
-    "loss": "loss",
-    "held_out_loss": "held-out loss",
-    "accuracy": "pairs right",
-}
-"""Columns that are shown where a role's figure is not 0."""
-METRICS = {metric.name: metric for metric in (*BY_POLICY, *BY_ROLE)}
 
 STEP = {
     "held-out": "Single samples on tasks that are not trained on, with the 95% interval and the number of tasks: the "
@@ -52,18 +32,21 @@ STEP = {
 
 
 def role_table(metrics: StepMetrics) -> Grid:
-    """Figures of the step by role."""
-    more = {n: title for n, title in OPTIONAL_COLUMNS.items() if any(f.get(n) for f in metrics.roles.values())}
-    columns = COLUMNS | more
-    table = grid("role", *(f"{title}>" for title in columns.values()))
+    """Figures of the step by role; an optional one where it is not 0."""
+    columns = {
+        name: metric
+        for name, metric in registry()["roles"].items()
+        if metric.column and (not metric.optional or any(figures.get(name) for figures in metrics.roles.values()))
+    }
+    table = grid("role", *(f"{metric.column}>" for metric in columns.values()))
     for role, figures in metrics.roles.items():
-        table.add_row(Text(role), *(_figure(figures.get(name), METRICS[name].percent) for name in columns))
+        table.add_row(Text(role), *(_figure(figures.get(name), metric.share) for name, metric in columns.items()))
     return table
 
 
 def explained() -> Iterable[RenderableType]:
-    """What each column of the table of roles and each part of a step's line tells, for `cotune train --explain`."""
-    yield definitions("by role", {title: METRICS[name].help for name, title in {**COLUMNS, **OPTIONAL_COLUMNS}.items()})
+    """The columns of the table of roles and the parts of a step's line, for `cotune train --explain`."""
+    yield definitions("by role", {one.column: one.help for one in registry()["roles"].values() if one.column})
     yield ""
     yield definitions("by step", STEP)
     yield Text("\nOf a run: cotune show RUN --steps --explain. In the browser: cotune view RUN.")

@@ -12,25 +12,11 @@ import msgspec
 from cotune.algorithms.collect import Collected, is_outcome, successes
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.samples import Sample, TrainRow
+from cotune.reading.metrics import registry
 from cotune.records.plans import Plan
 from cotune.records.policies import Policies
 from cotune.records.structs import Episode
 from cotune.trainer.reporting.activity import BEFORE
-
-UPDATE_FIGURES = (
-    "clip_share",
-    "tis_clipped_share",
-    "masked_share",
-    "entropy",
-    "ratio_mean",
-    "ratio_max",
-    "kl",
-    "sampler_gap_mean",
-    "sampler_gap_max",
-    "sampler_kl",
-)
-"""Figures of an update that are known of each role."""
-
 
 Updates = Mapping[str, Mapping[str, float]]
 """The learner's figures of each policy that it updated."""
@@ -193,9 +179,10 @@ def role_metrics(
         figures["tokens_mean"] = tokens / len(samples)
         figures["entropy"] = sum(sample.entropy * sample.tokens for sample in samples) / tokens
         figures["prompt_tokens_mean"] = sum(collected.calls[s.call].prompt_tokens for s in samples) / len(samples)
+    known = [name for name, metric in registry()["roles"].items() if metric.of == "update"]
     for policy, update in updates.items():
         trained = sorted({row.role for row in rows[policy]})
         for role in trained:
             prefix = "" if len(trained) == 1 else f"{role}/"
-            roles[role] |= {name: float(update[prefix + name]) for name in UPDATE_FIGURES if prefix + name in update}
+            roles[role] |= {name: float(update[prefix + name]) for name in known if prefix + name in update}
     return {r: {k: v for k, v in figures.items() if math.isfinite(v)} for r, figures in roles.items()}

@@ -10,8 +10,8 @@ import msgspec
 
 from cotune.integrations.profiling.spans import Span
 from cotune.judging.episodes import JUDGING
-from cotune.judging.ledger import totals_of
 from cotune.sampling.request_params import replaced
+from cotune.storage.judge_ledger import totals_of
 from cotune.storage.outcomes import failure_reward
 from cotune.trainer.batch import GIVE_OUTCOMES, NO_OUTCOME, Batch, misses_outcomes
 from cotune.trainer.reporting.metrics import (

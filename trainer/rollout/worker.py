@@ -17,13 +17,13 @@ from typing import Any
 from cotune.episodes.episode import Outcome, activators, run_episode
 from cotune.episodes.repeat import repeating
 from cotune.episodes.workflows import Workflow
-from cotune.judging.ledger import run_folder
 from cotune.recording.context import current_episode
 from cotune.recording.recorder import LiveEpisode, Responder
 from cotune.records.structs import Record
 from cotune.runtime.loop_watch import running_context
 from cotune.runtime.user_code import place
 from cotune.sampling.protocol import ChatFormat, Sampler
+from cotune.storage.judge_ledger import run_folder
 from cotune.trainer.rollout.process_reaper import start_reaper
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started, pack
 

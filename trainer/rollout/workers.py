@@ -15,12 +15,12 @@ from cotune.episodes.episode import live_episode
 from cotune.episodes.rollout import EpisodeBatch, run_batch
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError
-from cotune.judging.ledger import run_folder
 from cotune.recording.recorder import Sink
 from cotune.records.blame import Blame
 from cotune.records.ids import new_id
 from cotune.records.structs import Episode, Record, Task
 from cotune.sampling.protocol import Sampler
+from cotune.storage.judge_ledger import run_folder
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.app_source import app_source
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerPool

@@ -1,85 +1,52 @@
-"""`cotune show --groups`: groups by role and turn, and the samples left out of training with the reasons."""
+"""`cotune show --groups`: groups by role and turn, and the candidates left out of training, by reason."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import msgspec
 import numpy as np
 from rich.console import RenderableType
 from rich.text import Text
 
 from cotune.algorithms.filters import REASONS
-from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.run_recipe import GroupCell, config_of, recipe_of, regroup, trained_roles
-from cotune.storage.protocol import Store
+from cotune.reading.groups import MOST_EPISODES, GroupCell, by_role_and_turn, step_groups
+from cotune.reading.run import OpenedRun
 from cotune.tables import BAD, QUIET, grid, plural, warn
 
 
-class GroupCounts(msgspec.Struct):
-    """Groups of several training steps, by role and turn (None where the recipe's key has neither)."""
-
-    cells: dict[tuple[str | None, int | None], GroupCell] = {}
-    left_out: Counter[str] = msgspec.field(default_factory=Counter)
-    candidates: int = 0
-    kept: int = 0
-    problems: list[str] = []
-
-
-def show_groups(store: Store, limit: int) -> Iterable[RenderableType]:
-    """Groups of the latest `limit` training steps; of all recorded episodes where there was no training."""
-    phase = "train" if store.rows("SELECT 1 FROM episodes WHERE phase = 'train' LIMIT 1") else None
-    found = store.rows(
-        "SELECT DISTINCT training_step FROM episodes WHERE phase = 'train' ORDER BY 1 DESC LIMIT ?", (limit,)
+def show_groups(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
+    """Groups of the latest `limit` training steps; of the recorded episodes where there was no training."""
+    steps = run.store.steps("train")
+    shown = [step_groups(run, step) for step in steps[-limit:]] or [step_groups(run, None)]
+    latest = f"the latest {MOST_EPISODES}" if shown[0].capped else "all"
+    found = plural(len(shown), "training step") if steps else f"{latest} episodes, none of them training"
+    if len(shown) < len(steps):
+        found = f"the latest {len(shown)} of {plural(len(steps), 'training step')}"
+    yield Text.assemble(
+        ("groups ", "bold"), f"of {found}\n", (f"{shown[0].recipe}; key {', '.join(shown[0].key)}\n", QUIET)
     )
-    steps = [step for (step,) in reversed(found)] or [None]
-    (total,) = store.rows("SELECT count(DISTINCT training_step) FROM episodes WHERE phase = 'train'")[0]
-    chosen, why = recipe_of(store)
-    counts = GroupCounts()
-    consumed = store.consumed()
-    for step in steps:
-        _count(counts, store, chosen, phase, step, consumed.keys())
-    what = "all episodes, none of them training" if phase is None else plural(len(steps), "training step")
-    if phase and len(steps) < total:
-        what = f"the latest {len(steps)} of {plural(total, 'training step')}"
-    yield Text.assemble(("groups ", "bold"), f"of {what}\n", (f"{why}; key {', '.join(chosen.key)}\n", QUIET))
-    yield _table(counts)
-    yield Text(f"\n{counts.kept:,} of {plural(counts.candidates, 'candidate')} trained on; left out:\n", style="bold")
-    yield _reasons(counts)
-    for problem in dict.fromkeys(counts.problems):
+    yield _table(by_role_and_turn(group for step in shown for group in step.groups))
+    trained, candidates = sum(step.trained for step in shown), sum(step.candidates for step in shown)
+    yield Text(f"\n{trained:,} of {plural(candidates, 'candidate')} trained on; left out:\n", style="bold")
+    left_out: Counter[str] = Counter()
+    for step in shown:
+        left_out.update(step.left_out)
+    yield _reasons(left_out, candidates)
+    for problem in dict.fromkeys(problem for step in shown for problem in step.problems):
         yield Text(problem, style=BAD)
 
 
-def _count(
-    counts: GroupCounts,
-    store: Store,
-    chosen: Recipe,
-    phase: str | None,
-    step: int | None,
-    consumed: Iterable[str],
-) -> None:
-    roles = trained_roles(store, step) if phase else None
-    found = regroup(store, store.episodes(phase=phase, training_step=step), chosen, config_of(store), roles)
-    counts.left_out.update(found.left_out)
-    counts.candidates += found.candidates
-    counts.kept += len(found.prepared.trained) if found.prepared else 0
-    counts.problems.extend(found.problems)
-    for group, values in found.groups:
-        fields = dict(zip(chosen.key, group.key, strict=True))
-        cell = counts.cells.setdefault((fields.get("role"), fields.get("turn")), GroupCell())  # type: ignore[arg-type]
-        cell.add(values, group.id in consumed)
-
-
-def _table(counts: GroupCounts) -> RenderableType:
+def _table(groups: Mapping[tuple[str, Any], GroupCell]) -> RenderableType:
     table = grid(
         "role", "turn>", "groups>", "candidates>", "size>", "mean reward>", "spread>", "no spread>", "trained>"
     )
-    for (role, turn), cell in sorted(counts.cells.items(), key=lambda item: (item[0][0] or "", item[0][1] or 0)):
+    for (role, turn), cell in groups.items():
         count, low, high = len(cell.sizes), min(cell.sizes), max(cell.sizes)
         size = str(low) if low == high else f"{low}-{high}"
         table.add_row(
-            Text(role or "all"),
+            Text(role),
             "all" if turn is None else str(turn),
             f"{count:,}",
             f"{sum(cell.sizes):,}",
@@ -92,10 +59,10 @@ def _table(counts: GroupCounts) -> RenderableType:
     return table if table.row_count else Text("no groups", style=QUIET)
 
 
-def _reasons(counts: GroupCounts) -> RenderableType:
+def _reasons(left_out: Counter[str], candidates: int) -> RenderableType:
     table = grid("reason", "candidates>", "share>", "why")
-    for reason, count in counts.left_out.most_common():
+    for reason, count in left_out.most_common():
         if count:
-            share = f"{count / max(1, counts.candidates):.1%}"
+            share = f"{count / max(1, candidates):.1%}"
             table.add_row(Text(reason), warn(count), share, Text(REASONS.get(reason, ""), style=QUIET))
     return table if table.row_count else Text("nothing", style=QUIET)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cotune.algorithms.from_records import FROM_RECORDS
-from cotune.algorithms.run_recipe import config_of
 from cotune.cli.printing.episode import episode_parts
 from cotune.cli.printing.groups import show_groups
 from cotune.errors import RecordError, RunError
-from cotune.reading.causes import causes, shortened
-from cotune.reading.headline import Headline, read_headline
+from cotune.reading.facts import Learned, Trouble, facts, learned, troubles
+from cotune.reading.headline import Headline
+from cotune.reading.run import OpenedRun
+from cotune.reading.use import Totals
 from cotune.reading.words import change_text
-from cotune.records.policies import UNTRAINED
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
-from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import RunLayout, is_run, read_metrics, read_run
 from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, warn
 
 CAUSES = 3
@@ -36,31 +33,37 @@ def show_run(
     full: bool = False,
     limit: int = 20,
 ) -> Group:
-    """What to print of the run or records file at `path`: an overview and the latest `limit` episodes that fit.
+    """The parts to print of the run or records file at `path`: an overview and the latest `limit` episodes that fit.
 
     With `episode`, that episode as a tree of calls, whose prompts and answers are whole with `full`; with `groups`, the
     groups of the latest `limit` training steps.
     Raises RunError when there are no records, RecordError for an unknown episode.
     """
-    if records := _learned_from(path):
-        if episode or groups:
-            raise RunError(f"{path} learns from records and has no episode of its own.", f"Those are in {records}.")
-        return Group(*_learned(path, records))
-    with open_store(path, read_only=True) as store:
+    with OpenedRun(Path(path)) as run:
+        if recorded := learned(run):
+            if not recorded.path:
+                cause = f"{path}/run.json is broken: it has no config.records.path."
+                raise RunError(cause, "Restore it, or start a new run.")
+            if episode or groups:
+                cause = f"{path} learns from records and has no episode of its own."
+                raise RunError(cause, f"Those are in {recorded.path}.")
+            return Group(*_learned(run, recorded))
         if episode is not None:
-            return Group(*episode_parts(store, episode, full))
+            return Group(*episode_parts(run.store, episode, full))
         if groups:
-            return Group(*show_groups(store, limit))
-        head, *tables = _overview(store)
-        figures = _headline(read_headline(path))
-        return Group(head, *figures, "", *tables, *_episodes(store, filters, limit))
+            return Group(*show_groups(run, limit))
+        head, *tables = _overview(run)
+        figures = _headline(run.headline)
+        return Group(head, *figures, "", *tables, *_episodes(run.store, filters, limit))
 
 
-def _overview(store: Store) -> Iterable[RenderableType]:
+def _overview(run: OpenedRun) -> Iterable[RenderableType]:
     """Episodes by phase, calls by role, and what went wrong."""
-    yield Text.assemble(("records ", "bold"), store.address, "\n", *_causes(store))
+    store = run.store
+    wrong = [trouble for trouble in troubles(run, CAUSES) if trouble.kind != "last step"]
+    yield Text.assemble(("records ", "bold"), store.address, "\n", *_lines(wrong, "rollback", "episodes", "untrained"))
     means: dict[str, dict[str, float | None]] = {}
-    for phase, name, value, _ in store.outcome_means(config_of(store).on_failure):
+    for phase, name, value, _ in store.outcome_means(run.config.on_failure):
         means.setdefault(phase, {})[name] = value
     phases = store.episodes_by_phase()
     back = ["abandoned>"] if any(abandoned for *_, abandoned, _, _, _ in phases) else []
@@ -79,40 +82,22 @@ def _overview(store: Store) -> Iterable[RenderableType]:
     calls = grid(
         "role", "calls>", "failed>", "turns>", "candidates>", "prompt>", "completion>", "seconds>", "mean reward"
     )
-    for role, total, failed, turns, candidates, tokens, completion, seconds in store.calls_by_role():
-        row = (role, total, warn(failed), turns, candidates, f"{tokens:,}", f"{completion:,}", f"{seconds:.3f}")
-        calls.add_row(*cells(row), scores(own.get(role, {})))
+    for role, use in Totals(run).by_role().items():
+        row = (role, use.calls, warn(use.failed), use.turns, use.candidates, f"{use.prompt:,}", f"{use.completion:,}")
+        calls.add_row(*cells((*row, f"{use.seconds / use.calls:.3f}")), scores(own.get(role, {})))
     yield calls
-    yield Text.assemble("\n", *_trouble(store))
+    counters, interrupted = store.counters(), len(list(store.unfinished()))
+    missing = [(plural(interrupted, "unfinished episode"), interrupted)]
+    missing += [(f"{plural(counters['lost'], 'record')} lost", counters["lost"])]
+    missing += [(f"{plural(counters['refused'], 'late reward')} refused", counters["refused"])]
+    counted = Text(" · ", style=QUIET).join(Text(text, style=BAD if count else QUIET) for text, count in missing)
+    yield Text("\n").append_text(counted).append("\n").append_text(Text.assemble(*_lines(wrong, "calls")))
 
 
-def _causes(store: Store) -> Iterable[tuple[str, str]]:
-    """Rollbacks of the run, why episodes failed, the commonest causes first, and the roles that the untrained model
-    stands in for."""
-    for back in read_run(store.folder).rollbacks if is_run(store.folder) else ():
-        yield f"{back.text}\n", "yellow"
-    shown, others = shortened(causes(store.failed_episodes()), CAUSES)
-    for cause in shown:
-        yield f"{plural(cause.count, 'episode')} {cause.text}\n", BAD
-    if others:
-        yield f"{others}\n", BAD
-    for role, calls in store.answered_by(UNTRAINED.name):
-        yield (
-            f"role {role} has no policy: {UNTRAINED}, the untrained model, answered {plural(calls, 'call')}\n",
-            "yellow",
-        )
-
-
-def _trouble(store: Store) -> Iterable[tuple[str, str] | str]:
-    counters = store.counters()
-    interrupted = len(list(store.unfinished()))
-    yield plural(interrupted, "unfinished episode"), BAD if interrupted else QUIET
-    yield " · ", QUIET
-    yield f"{plural(counters['lost'], 'record')} lost", BAD if counters["lost"] else QUIET
-    yield " · ", QUIET
-    yield f"{plural(counters['refused'], 'late reward')} refused\n", BAD if counters["refused"] else QUIET
-    for role, status, count in store.failed_calls():
-        yield f"{plural(count, 'call')} of {role}: {status}\n", BAD
+def _lines(wrong: Sequence[Trouble], *kinds: str) -> Iterable[tuple[str, str]]:
+    """Troubles of these kinds, a line each."""
+    for kind in kinds:
+        yield from ((f"{one.text}\n", BAD if one.count else "yellow") for one in wrong if one.kind == kind)
 
 
 def _episodes(store: Store, filters: EpisodeFilters, limit: int) -> Iterable[RenderableType]:
@@ -152,29 +137,16 @@ def _headline(found: Headline) -> Iterator[Text]:
         yield Text.assemble((found.verdict, "bold"), (f" ({found.evaluation.name})", QUIET))
 
 
-def _learned_from(path: Path | str) -> str:
-    """The path of the records that a run learns from; empty for a run that makes episodes of its own, and for records.
-    Raises RunError where run.json is broken."""
-    layout = RunLayout(path)
-    if not is_run(path) or layout.records.is_file() or (config := read_run(path).config).recipe not in FROM_RECORDS:
-        return ""
-    if not config.records.path:
-        cause = f"{layout.run_json} is broken: it has no config.records.path."
-        raise RunError(cause, "Restore it, or start a new run.")
-    return config.records.path
-
-
-def _learned(path: Path | str, records: str) -> Iterator[RenderableType]:
-    """A run that learns from records: what from, its losses, and what was left out."""
-    lines = [*read_metrics(path)]
-    config = read_run(path).config
-    yield Text.assemble(("run ", "bold"), f"{path}: recipe {config.recipe}, learns from {records}")
-    done = f"{len(lines)} of {plural(config.steps, 'step')}" if config.steps else plural(len(lines), "step")
+def _learned(run: OpenedRun, recorded: Learned) -> Iterator[RenderableType]:
+    """A run that learns from records: these, its losses, and the answers left out."""
+    lines, about = run.metrics, facts(run)
+    yield Text.assemble(("run ", "bold"), f"{run.path}: recipe {about.recipe}, learns from {recorded.path}")
+    steps = f"{about.steps or 0} {'step' if about.steps == '1' else 'steps'}"
     if not lines:
-        yield Text(f"{done}: no figures yet", style=QUIET)
+        yield Text(f"{steps}: no figures yet", style=QUIET)
         return
-    yield Text(f"{done}, {plural(sum(line['rows'] for line in lines), 'row')} trained on\n")
-    yield from _headline(read_headline(path))
+    yield Text(f"{steps}, {plural(sum(line['rows'] for line in lines), 'row')} trained on\n")
+    yield from _headline(run.headline)
     for note in lines[0].get("notes") or ():
         yield Text(note)
-    yield Text(f"\nby step: cotune show {path} --steps; episodes: cotune show {records}", style=QUIET)
+    yield Text(f"\nby step: cotune show {run.path} --steps; episodes: cotune show {recorded.path}", style=QUIET)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.errors import RunError
+from cotune.reading.curves import charts
 from cotune.reading.headline import SINGLE
+from cotune.reading.run import OpenedRun
 from cotune.tables import NAME, cells, definitions, figure, grid, plural, sparkline, warn
-
-if TYPE_CHECKING:
-    from cotune.integrations.web.viewer.opened import OpenedRun
 
 _COLUMNS = {
     "step": "Number of the step, from 1.",
@@ -40,11 +39,7 @@ def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
 
     Raises RunError for records alone.
     """
-    from cotune.integrations.web.viewer.curves import charts
-    from cotune.integrations.web.viewer.opened import OpenedRun
-
-    run = OpenedRun(Path(path), Path(path).name)
-    try:
+    with OpenedRun(Path(path)) as run:
         if not run.metrics:
             raise RunError(f"{path} has no metrics yet.", "They come with cotune train, one line a step.")
         curves = grid("curve", "of", "first>", "last>", "steps")
@@ -60,8 +55,6 @@ def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
             parts += ["", definitions("curve", {chart.title: chart.help for chart in found})]
             parts += ["", definitions("column", _COLUMNS)]
         return Group(*parts)
-    finally:
-        run.close()
 
 
 def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:

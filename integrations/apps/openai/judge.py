@@ -12,7 +12,6 @@ from typing import Any, overload
 from cotune.errors import ConfigError, JudgeError, SamplerError
 from cotune.integrations.apps.openai.judge_endpoint import Endpoint, Limits, Passing
 from cotune.judging.episodes import FinishedEpisode, Ranking
-from cotune.judging.ledger import Ledger, run_folder
 from cotune.judging.question import AGAIN, Question, Unusable, question, values
 from cotune.judging.shown import shown_message, shown_messages, shown_tools
 from cotune.recording.call_records import CallerContext
@@ -22,6 +21,7 @@ from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.ids import address, canonical
 from cotune.records.structs import Candidate
 from cotune.sampling.scoring import Call
+from cotune.storage.judge_ledger import Ledger, run_folder
 
 log = logging.getLogger("cotune")
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cotune.errors import JudgeError, check_bounds
-from cotune.judging.ledger import Ledger
 from cotune.records.ids import canonical
+from cotune.storage.judge_ledger import Ledger
 
 if TYPE_CHECKING:
     import openai

@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cotune.errors import CotuneError, WorkflowError
+from cotune.errors import CotuneError, RecordError, WorkflowError
 from cotune.integrations.web.gateway.address import address_of
 from cotune.integrations.web.gateway.episodes import EndEpisode, Episodes, OpenEpisode, Rewards, task_of
 from cotune.integrations.web.gateway.proxy import KEYS, Proxy
@@ -285,7 +285,8 @@ async def _check_target(target: str, episodes: Episodes, store: Store | None) ->
 def _known(store: Store, target: str, candidate: int | None) -> bool:
     store.flush()
     if candidate is None:
-        return bool(store.rows("SELECT 1 FROM episodes WHERE id = ?", (target,)))
-    rows = store.rows("SELECT episode FROM calls WHERE id = ?", (target,))
-    calls = [call for (episode,) in rows for call in store.calls(episode) if call.id == target]
-    return any(candidate < len(call.candidates) for call in calls)
+        return store.has_episode(target)
+    try:
+        return candidate < len(store.call(target).candidates)
+    except RecordError:
+        return False

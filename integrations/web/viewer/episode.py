@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from cotune.errors import RecordError
 from cotune.integrations.web.viewer.chat import ShownMessage, shown
-from cotune.integrations.web.viewer.opened import OpenedRun
-from cotune.integrations.web.viewer.step_groups import StepGroups
-from cotune.integrations.web.viewer.timeline import TimedCall
+from cotune.integrations.web.viewer.timeline import TimedCall, timeline
+from cotune.integrations.web.viewer.tokens import shown_tokens
+from cotune.integrations.web.viewer.viewer import Viewer, hues, start
+from cotune.reading.groups import StepGroups
+from cotune.reading.run import OpenedRun
 from cotune.records.structs import CallRecord, Candidate, Episode, candidate_id
-from cotune.storage.schema import call_from
 
 PAGE = 40
 """Calls of a page."""
 QUOTED = 8
 """Characters of an answer that is taken for quoted where it stands in a later prompt."""
-_CALL = "SELECT body, candidates, token_ids, logprobs FROM calls"
 
 
 class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,27 +58,64 @@ class ShownCall(msgspec.Struct, frozen=True, kw_only=True):
     group: str
 
 
-def find_episode(run: OpenedRun, id: str) -> Episode | None:
-    """The episode; None where it has no end yet. Raises RecordError where there is nothing of that id."""
-    if run.store is None:
-        raise RecordError(f"{run.name} has no records.", "")
-    if run.rows("SELECT 1 FROM episodes WHERE id = ?", (id,)):
-        return run.store.episode(id)
-    if not run.rows("SELECT 1 FROM calls WHERE episode = ? LIMIT 1", (id,)):
+def episode_page(viewer: Viewer, request: Request) -> Response:
+    """One episode, a page of its calls at a time."""
+    run, id, first = viewer.run(request), request.path_params["id"], start(request)
+    timed = [TimedCall(*call) for call in run.store.call_times(id)]
+    episode = _episode(run, id)
+    if episode is None and not timed:
         raise RecordError(f"There is no episode {id} in {run.name}.", "")
-    return None
+    calls = run.store.calls(id, start=first, limit=PAGE)
+    groups = viewer.groups_of(run, episode)
+    shown = show_calls(run, calls, {call.id: call.step for call in timed}, groups)
+    older, newer = run.store.neighbours(id)
+    return viewer.page(
+        request,
+        "episode.html",
+        run,
+        id=id,
+        episode=episode,
+        outcome=run.store.rewards([id])[id],
+        timeline=timeline(with_reads(timed, shown)),
+        hues=hues(run, *(call.role for call in timed), *(call.record.role for call in shown)),
+        calls=shown,
+        groups=groups,
+        total=len(timed),
+        start=first,
+        size=PAGE,
+        broken=len(timed[first : first + PAGE]) - len(calls),
+        older=older,
+        newer=newer,
+    )
 
 
-def timed_calls(run: OpenedRun, episode: str) -> list[TimedCall]:
-    """All calls of an episode, without what was said."""
-    sql = """SELECT id, step, role, turn, status, CAST(coalesce(json_extract(body, '$.started'), 0) AS REAL),
-             CAST(coalesce(json_extract(body, '$.latency'), 0) AS REAL),
-             iif(json_type(body, '$.parents') = 'array', json_extract(body, '$.parents'), '[]')
-             FROM calls WHERE episode = ? ORDER BY step, id"""
-    return [
-        TimedCall(id, step, role, turn, status, started, latency, tuple(map(str, json.loads(parents))))
-        for id, step, role, turn, status, started, latency, parents in run.rows(sql, (episode,))
-    ]
+def call_page(viewer: Viewer, request: Request) -> Response:
+    """One call with its whole prompt; with `tokens`, its answers token by token."""
+    run = viewer.run(request)
+    record = run.store.call(request.path_params["id"])
+    episode = _episode(run, record.episode)
+    groups = viewer.groups_of(run, episode)
+    steps = {id: step for id, step, *_ in run.store.call_times(record.episode)}
+    (call,) = show_calls(run, [record], steps, groups, whole=True)
+    coloured = "tokens" in request.query_params
+    model = str(run.description.get("model") or "")
+    return viewer.page(
+        request,
+        "call.html",
+        run,
+        call=call,
+        episode=episode,
+        groups=groups,
+        tokens={c.index: shown_tokens(c, model) for c in record.candidates if coloured and _has_logprobs(c)},
+        coloured=coloured,
+        tools=message(run, record.tools) if record.tools else None,
+        hues=hues(run, record.role),
+    )
+
+
+def _episode(run: OpenedRun, id: str) -> Episode | None:
+    """The episode; None where it has no end yet."""
+    return run.store.episode(id) if run.store.has_episode(id) else None
 
 
 def with_reads(calls: Sequence[TimedCall], shown: Iterable[ShownCall]) -> list[TimedCall]:
@@ -85,20 +123,6 @@ def with_reads(calls: Sequence[TimedCall], shown: Iterable[ShownCall]) -> list[T
     ids = {call.step: call.id for call in calls}
     found = {one.record.id: tuple(ids[step] for step in one.reads) for one in shown}
     return [msgspec.structs.replace(call, parents=found.get(call.id, call.parents)) for call in calls]
-
-
-def page_of_calls(run: OpenedRun, episode: str, start: int) -> tuple[list[CallRecord], int]:
-    """The calls from number `start` on, and how many of them are broken."""
-    found = run.rows(f"{_CALL} WHERE episode = ? ORDER BY step, id LIMIT ? OFFSET ?", (episode, PAGE, start))
-    calls = list(_read(found))
-    return calls, len(found) - len(calls)
-
-
-def find_call(run: OpenedRun, id: str) -> CallRecord:
-    """Raises RecordError for an unknown or broken call."""
-    for call in _read(run.rows(f"{_CALL} WHERE id = ?", (id,))):
-        return call
-    raise RecordError(f"There is no call {id} in {run.name} that can be read.", "")
 
 
 def show_calls(
@@ -110,9 +134,7 @@ def show_calls(
     whole: bool = False,
 ) -> list[ShownCall]:
     """What to show of calls. `steps` are those of the episode's calls by id; `whole` keeps prompts whole."""
-    store = run.store
-    assert store is not None
-    rewards = store.rewards(candidate_id(call.id, c.index) for call in calls for c in call.candidates)
+    rewards = run.store.rewards(candidate_id(call.id, c.index) for call in calls for c in call.candidates)
     found = []
     answers: dict[str, int] = {}
     for call in calls:
@@ -160,7 +182,6 @@ def _quoted(new: Sequence[ShownMessage], answers: Mapping[str, int]) -> Iterator
 def message(run: OpenedRun, id: str) -> ShownMessage:
     """A message to show; one that was lost says so."""
     try:
-        assert run.store is not None
         return shown(run.store.message(id))
     except RecordError:
         return shown({"role": "lost", "content": "This message is not among the records."})
@@ -184,7 +205,7 @@ def _candidate(
         tokens=len(candidate.token_ids),
         finish_reason=candidate.finish_reason,
         malformed=candidate.malformed,
-        has_logprobs=bool(candidate.logprobs) and len(candidate.logprobs) == len(candidate.token_ids),
+        has_logprobs=_has_logprobs(candidate),
     )
 
 
@@ -192,21 +213,10 @@ def _kept(run: OpenedRun, call: CallRecord) -> int:
     """How many messages at the beginning of the prompt the role's turn before had as well."""
     if call.turn == 0:
         return 0
-    sql = "SELECT json_extract(body, '$.messages') FROM calls WHERE episode = ? AND role = ? AND turn = ?"
-    for (found,) in run.rows(sql, (call.episode, call.role, call.turn - 1)):
-        before = json.loads(found or "[]")
-        same = 0
-        for one, other in zip(before, call.messages, strict=False):
-            if one != other:
-                break
-            same += 1
-        return min(same, len(call.messages) - 1)
-    return 0
+    before = run.store.messages_of(call.episode, call.role, call.turn - 1)
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, call.messages, strict=False))
+    return min(len([*same]), len(call.messages) - 1)
 
 
-def _read(rows: Iterable[Sequence[Any]]) -> Iterable[CallRecord]:
-    for row in rows:
-        try:
-            yield call_from(*row)
-        except (ValueError, TypeError, struct.error, RecursionError):
-            continue
+def _has_logprobs(candidate: Candidate) -> bool:
+    return bool(candidate.logprobs) and len(candidate.logprobs) == len(candidate.token_ids)

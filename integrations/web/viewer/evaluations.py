@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
-from cotune.integrations.web.viewer.opened import OpenedRun
+from cotune.integrations.web.viewer.viewer import Viewer, start
 from cotune.reading.by_task import EvaluatedTask, by_task
 from cotune.reading.causes import causes, shortened
 from cotune.reading.evaluations import IN_TRAINING, StoredEvaluation
 from cotune.reading.headline import compared_modes
-from cotune.storage.episode_filters import COUNTED
+from cotune.reading.run import OpenedRun
 from cotune.tables import plural
 
 PAGE = 100
@@ -36,6 +38,22 @@ class ShownEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     episodes: Mapping[tuple[str, str], str]
 
 
+def evaluations_page(viewer: Viewer, request: Request) -> Response:
+    """An evaluation of the run: its modes side by side, and task by task."""
+    run, asked, first = viewer.run(request), request.query_params, start(request)
+    evaluation = chosen(run.evaluations, asked.get("name", ""))
+    pair = (asked.get("mode", ""), asked.get("against", ""))
+    return viewer.page(
+        request,
+        "evaluations.html",
+        run,
+        evaluations=run.evaluations,
+        shown=show_evaluation(run, evaluation, pair, first) if evaluation else None,
+        start=first,
+        size=PAGE,
+    )
+
+
 def chosen(evaluations: Sequence[StoredEvaluation], name: str) -> StoredEvaluation | None:
     """The evaluation of this name; else the newest one that has something to compare, else the newest."""
     named = [one for one in evaluations if one.name == name]
@@ -44,7 +62,7 @@ def chosen(evaluations: Sequence[StoredEvaluation], name: str) -> StoredEvaluati
 
 
 def show_evaluation(
-    run: OpenedRun, evaluation: StoredEvaluation, pair: tuple[str, str] | None = None, start: int = 0, size: int = PAGE
+    run: OpenedRun, evaluation: StoredEvaluation, pair: tuple[str, str] | None = None, first: int = 0, size: int = PAGE
 ) -> ShownEvaluation:
     """What to show of an evaluation: `pair` are two of its modes; else those that a headline compares."""
     modes = evaluation.evaluations
@@ -53,7 +71,7 @@ def show_evaluation(
     if pair not in pairs:
         pair = usual if usual in pairs else pairs[0] if pairs else (next(iter(modes), ""), "")
     rows = by_task(evaluation, *pair)
-    shown = tuple(rows[start : start + size])
+    shown = tuple(rows[first : first + size])
     return ShownEvaluation(
         evaluation=evaluation,
         label=pair[0],
@@ -71,14 +89,11 @@ def episodes_of_modes(run: OpenedRun, evaluation: StoredEvaluation, tasks: Seque
     records = run.records_of(evaluation)
     if records is None or not tasks:
         return {}
-    phases = _phases(evaluation)
-    marks = ",".join("?" * len(tasks))
-    found: dict[tuple[str, str], str] = {}
-    for mode, (phase, step) in phases.items():
-        sql = f"""SELECT task, min(id) FROM episodes WHERE phase = ? AND training_step IS ? AND task IN ({marks})
-                  AND {COUNTED} GROUP BY task"""
-        found |= {(str(task), mode): str(id) for task, id in records.rows(sql, (phase, step, *tasks))}
-    return found
+    return {
+        (task, mode): episode
+        for mode, (phase, step) in _phases(evaluation).items()
+        for task, episode in records.store.first_episodes(phase, step, tasks).items()
+    }
 
 
 def _phases(evaluation: StoredEvaluation) -> dict[str, tuple[str, int | None]]:

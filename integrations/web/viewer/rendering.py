@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -126,8 +125,3 @@ def doing(now: Now | None) -> str:
 def clock(seconds: float) -> str:
     """A time of this machine's."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "–"
-
-
-def hues(roles: Iterable[str]) -> dict[str, int]:
-    """A colour for each role, by the order of their names."""
-    return {role: place % HUES for place, role in enumerate(sorted(roles))}

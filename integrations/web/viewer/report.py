@@ -8,27 +8,18 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.integrations.web.viewer import episode as episodes_of
-from cotune.integrations.web.viewer.curves import charts
-from cotune.integrations.web.viewer.episode import ShownCall
+from cotune.integrations.web.viewer.episode import ShownCall, show_calls
 from cotune.integrations.web.viewer.evaluations import chosen, episodes_of_modes, show_evaluation
-from cotune.integrations.web.viewer.opened import OpenedRun, open_runs
-from cotune.integrations.web.viewer.overview import (
-    Prices,
-    Totals,
-    ending,
-    facts,
-    learned,
-    prices_of,
-    total_cost,
-    troubles,
-)
-from cotune.integrations.web.viewer.queries import roles
-from cotune.integrations.web.viewer.rendering import asset, hues, render
+from cotune.integrations.web.viewer.rendering import asset, render
+from cotune.integrations.web.viewer.viewer import hues
+from cotune.reading.curves import charts
 from cotune.reading.evaluations import StoredEvaluation
+from cotune.reading.facts import ending, facts, learned, troubles
 from cotune.reading.headline import compared_modes
+from cotune.reading.run import OpenedRun, open_runs
+from cotune.reading.use import Prices, Totals, total_cost
 from cotune.records.structs import Episode
-from cotune.storage.episode_filters import COUNTED
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.whole_file import whole_file
 
 EPISODES = 5
@@ -78,7 +69,7 @@ def report(run: OpenedRun, prices: Prices) -> str:
     found = run.headline
     evaluation = found.evaluation or chosen(run.evaluations, "")
     pairs, how = before_and_after(run, evaluation)
-    uses = Totals(run).by_role(prices_of(run, prices))
+    uses = dict(sorted(Totals(run).by_role(prices).items()))
     return render(
         "report.html",
         run=run,
@@ -97,7 +88,7 @@ def report(run: OpenedRun, prices: Prices) -> str:
         how=how,
         uses=uses,
         total=total_cost(uses),
-        hues=hues(roles(run)),
+        hues=hues(run),
     )
 
 
@@ -107,15 +98,11 @@ def before_and_after(run: OpenedRun, evaluation: StoredEvaluation | None) -> tup
     if evaluation is not None and (pairs := _evaluated(run, evaluation)):
         return pairs, f"The same held-out tasks ({evaluation.name}), the first by their ids, whatever came of them."
     for phase, what in (("eval", "held-out"), ("train", "training")):
-        sql = f"""SELECT task, min(training_step), max(training_step) FROM episodes
-                 WHERE phase = ? AND {COUNTED} AND training_step >= 0
-                 GROUP BY task HAVING min(training_step) < max(training_step)
-                 ORDER BY max(training_step) - min(training_step) DESC, task LIMIT ?"""
-        if found := run.rows(sql, (phase, EPISODES)):
+        if found := run.store.repeated_tasks(phase, EPISODES):
             pairs = [_of_steps(run, phase, *row) for row in found]
             return pairs, f"The same {what} tasks in an early and a late step, whatever came of them."
-    latest = run.rows(f"SELECT id FROM episodes WHERE {COUNTED} ORDER BY id DESC LIMIT ?", (EPISODES,))
-    pairs = [Pair(task="", before=None, after=_told(run, id, "episode")) for (id,) in latest]
+    latest = run.store.episode_ids(EpisodeFilters(status="counted"), EPISODES)
+    pairs = [Pair(task="", before=None, after=_told(run, id, "episode")) for id in latest]
     if not run.is_run or not latest:
         return pairs, "The latest episodes."
     return pairs, "No task was tried twice, so there is no before and after. These are the latest episodes."
@@ -141,21 +128,16 @@ def _evaluated(run: OpenedRun, evaluation: StoredEvaluation) -> list[Pair]:
 
 
 def _of_steps(run: OpenedRun, phase: str, task: str, first: int, last: int) -> Pair:
-    sql = f"SELECT min(id) FROM episodes WHERE phase = ? AND task = ? AND training_step = ? AND {COUNTED}"
-    ids = [run.rows(sql, (phase, task, step))[0][0] for step in (first, last)]
     before, after = (
-        _told(run, id, f"{when}: step {step + 1}")
-        for id, when, step in zip(ids, ("before", "after"), (first, last), strict=True)
+        _told(run, run.store.first_episodes(phase, step, [task])[str(task)], f"{when}: step {step + 1}")
+        for when, step in (("before", first), ("after", last))
     )
     return Pair(task=str(task), before=before, after=after)
 
 
 def _told(run: OpenedRun, id: str, title: str) -> Told:
-    assert run.store is not None
-    found = run.store.episode(id)
-    calls, _ = episodes_of.page_of_calls(run, id, 0)
-    steps = {call.id: call.step for call in calls}
-    shown = episodes_of.show_calls(run, calls[:MOST_CALLS], steps, None)
+    found, calls = run.store.episode(id), run.store.calls(id, limit=MOST_CALLS)
+    shown = show_calls(run, calls, {call.id: call.step for call in calls}, None)
     more = max(0, found.calls - len(shown))
     return Told(title=title, episode=found, rewards=dict(run.store.rewards([id])[id]), calls=shown, more=more)
 

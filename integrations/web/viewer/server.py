@@ -10,10 +10,10 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
-from cotune.integrations.web.viewer.opened import OpenedRun, open_runs
-from cotune.integrations.web.viewer.overview import Prices
 from cotune.integrations.web.viewer.pages import build_app
 from cotune.integrations.web.viewer.rendering import address
+from cotune.reading.run import OpenedRun, open_runs
+from cotune.reading.use import Prices
 
 
 @contextlib.contextmanager

@@ -204,7 +204,7 @@ def test_groups_and_what_was_left_out(run):
     lines = shown(path, groups=True)
     assert lines[0] == "groups of 1 training step"
     assert lines[1] == "plan tree, recipe at_grpo, as the records suggest; key task, role, turn, branch"
-    assert "driver 0 2 4 2 -0.500 0.500 0% 0" in lines
+    assert "driver 0 2 4 2 -0.500 0.500 0% 2" in lines
     assert "navigator 0 2 4 2 0.750 0.250 50% 1" in lines
     assert "6 of 9 candidates trained on; left out:" in lines
     assert "zero_variance 2 22.2% all rewards of the group are equal" in lines
@@ -249,7 +249,7 @@ def test_several_choices_of_one_answer_are_no_tree(tmp_path):
 def test_unknown_episode_and_missing_run(run, tmp_path):
     with pytest.raises(RecordError, match="No finished episode 'nope'"):
         show_run(run[0], episode="nope")
-    with pytest.raises(RunError, match="no records file"):
+    with pytest.raises(RunError, match="neither a run nor a records file"):
         show_run(tmp_path / "nowhere")
 
 

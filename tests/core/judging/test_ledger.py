@@ -6,7 +6,7 @@ import multiprocessing
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-from cotune.judging.ledger import Ledger
+from cotune.storage.judge_ledger import Ledger
 
 MANY, FOLDERS = 6, 100
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cotune.reading.evaluations import claim_folder, read_evaluations
-from cotune.reading.headline import Headline, read_headline
+from cotune.reading.headline import Headline
+from cotune.reading.run import OpenedRun
 from cotune.reading.words import change_text
 from cotune.records.structs import Episode, RewardRecord, Task
 from cotune.storage.sqlite_store import SqliteStore
@@ -36,6 +37,11 @@ def run(tmp_path: Path) -> Path:
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in lines))
     return folder
+
+
+def read_headline(folder: Path) -> Headline:
+    with OpenedRun(folder) as run:
+        return run.headline
 
 
 def told(found: Headline) -> list[str]:

@@ -14,12 +14,12 @@ from cotune.algorithms.goal import Goal
 from cotune.cli.main import main
 from cotune.cli.printing.overview import show_run
 from cotune.episodes.workflows import Workflow
-from cotune.integrations.web.viewer.opened import OpenedRun
-from cotune.integrations.web.viewer.queries import Filters, episodes
+from cotune.integrations.web.viewer.episodes import Filters, listed
 from cotune.integrations.web.viewer.report import write_report
-from cotune.integrations.web.viewer.tasks import tasks
-from cotune.reading.headline import Change, read_headline
+from cotune.reading.headline import Change
 from cotune.reading.recorded_answers import outcome_values
+from cotune.reading.run import OpenedRun
+from cotune.reading.tasks import tasks
 from cotune.reading.words import interval_text
 from cotune.records.structs import Episode, RewardRecord, Task
 from cotune.storage.outcomes import failure_reward, success_counts
@@ -44,7 +44,8 @@ def records(folder: Path, *ends: tuple[str, Any, dict[str, float]]) -> Path:
 
 
 def change(folder: Path, name: str) -> Change | None:
-    return next((change for change in read_headline(folder).changes if change.name == name), None)
+    with OpenedRun(folder) as run:
+        return next((change for change in run.headline.changes if change.name == name), None)
 
 
 def shares(folder: Path) -> set[tuple[float, int]]:
@@ -111,7 +112,7 @@ def test_what_is_reported_stands_beside_its_episode(tmp_path: Path) -> None:
     ends = [("ok", "yes", TEAM), ("ok", 0.4, TEAM), ("error", 1.0, TEAM), ("ok", None, TEAM), ("error", None, NOTHING)]
     run = OpenedRun(records(tmp_path / "traced", *ends), "traced")
     try:
-        shown = {row.id: row.success for row in episodes(run, Filters()).rows}
+        shown = {row.id: row.success for row in listed(run, Filters()).rows}
         assert shown == {"e0": 1, "e1": 0, "e2": 0, "e3": None, "e4": None}
         assert run.store and {e.id: e.solved for e in run.store.episodes()} == shown
     finally:

@@ -15,8 +15,8 @@ import pytest
 import cotune
 from cotune.errors import GroupError, JudgeError, WorkflowError
 from cotune.judging.episodes import finished
-from cotune.judging.ledger import Ledger
 from cotune.judging.shown import shown_message
+from cotune.storage.judge_ledger import Ledger
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.before.check.dry_run import check
 from cotune.trainer.config.train import convert

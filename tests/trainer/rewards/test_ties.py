@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from cotune.cli.main import main
-from cotune.integrations.web.viewer.opened import OpenedRun
-from cotune.integrations.web.viewer.step_groups import step_groups
+from cotune.reading.groups import step_groups
+from cotune.reading.run import OpenedRun
 from cotune.trainer.run.checkpoint import load_checkpoint
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask

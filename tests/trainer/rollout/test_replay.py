@@ -17,8 +17,8 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare
 from cotune.errors import ConfigError
-from cotune.integrations.web.viewer.opened import OpenedRun
-from cotune.integrations.web.viewer.step_groups import step_groups
+from cotune.reading.groups import step_groups
+from cotune.reading.run import OpenedRun
 from cotune.records.structs import CallRecord, Episode
 from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer

@@ -26,12 +26,12 @@ from cotune.errors import ConfigError, WorkflowError
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.transformers.sampler import TransformersSampler
-from cotune.judging.ledger import FILE, Ledger, run_folder
 from cotune.records.plans import Plan
 from cotune.records.structs import Episode, PolicyRef, Record, Task
 from cotune.records.tasks import as_tasks
 from cotune.replay.script import Replay, read_script
 from cotune.sampling.protocol import SamplingParams
+from cotune.storage.judge_ledger import FILE, Ledger, run_folder
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.train import TrainConfig

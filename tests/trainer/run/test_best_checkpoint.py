@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 from cotune.adapters.export import best_policies, latest_policies
 from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
-from cotune.integrations.web.viewer.curves import charts
-from cotune.integrations.web.viewer.opened import OpenedRun
+from cotune.reading.curves import charts
 from cotune.reading.evaluations import in_training
+from cotune.reading.run import OpenedRun
 from cotune.storage.checkpoints import Best, newest_checkpoint, read_best
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.guard import best_window, collapse

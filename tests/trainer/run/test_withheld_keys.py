@@ -13,8 +13,8 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.errors import ConfigError
-from cotune.integrations.web.viewer.opened import OpenedRun
-from cotune.integrations.web.viewer.settings import settings
+from cotune.integrations.web.viewer.overview import settings
+from cotune.reading.run import OpenedRun
 from cotune.storage.run_layout import WITHHELD, read_run_json
 from cotune.trainer import train
 from cotune.trainer.config.train import convert
@@ -65,8 +65,8 @@ def old_run(run: Path) -> dict[str, Any]:
 def test_values_that_an_old_run_holds_are_not_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old_run(run)
     with contextlib.closing(OpenedRun(run, "run")) as opened:
-        shown = {setting.name: setting.values for setting in settings([opened])}
-    assert shown["cluster.env.FIRST_KEY"] == shown["cluster.runtime_env.env_vars.OTHER_KEY"] == (WITHHELD,)
+        shown = settings(opened)
+    assert shown["cluster.env.FIRST_KEY"] == shown["cluster.runtime_env.env_vars.OTHER_KEY"] == WITHHELD
     assert "cluster.env.FIRST_KEY" in str(shown["changes"]) and "secret" not in str(shown)
     for words in (["show", str(run)], ["runs", str(run)], ["report", str(run), "--out", str(run / "r.html")]):
         main(words)

@@ -8,8 +8,8 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.errors import ConfigError
-from cotune.integrations.web.viewer.opened import OpenedRun
-from cotune.integrations.web.viewer.step_groups import step_groups
+from cotune.reading.groups import step_groups
+from cotune.reading.run import OpenedRun
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.records.structs import PolicyRef
 from cotune.storage.sqlite_store import SqliteStore

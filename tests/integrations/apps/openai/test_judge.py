@@ -13,8 +13,8 @@ import pytest
 
 import cotune
 from cotune.errors import ConfigError, JudgeError
-from cotune.judging.ledger import FILE, Ledger, run_folder
 from cotune.records.structs import Candidate, Task
+from cotune.storage.judge_ledger import FILE, Ledger, run_folder
 from tests.integrations.judge_server import by, entries, ranking, says
 from tests.integrations.provider import Provider, json_reply, serving
 

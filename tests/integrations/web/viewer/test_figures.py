@@ -13,10 +13,10 @@ from cotune.adapters.background import read_background
 from cotune.adapters.card import card
 from cotune.adapters.manifest import ExportedPolicy, ExportedRole, Manifest
 from cotune.cli.main import main
-from cotune.integrations.web.viewer.curves import charts
-from cotune.integrations.web.viewer.opened import OpenedRun
 from cotune.integrations.web.viewer.report import report
 from cotune.integrations.web.viewer.server import viewing
+from cotune.reading.curves import charts
+from cotune.reading.run import OpenedRun
 from cotune.records.structs import Episode, RewardRecord, Task
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.web.viewer.test_pages import text

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cotune.integrations.web.viewer.opened import OpenedRun
 from cotune.integrations.web.viewer.report import report
 from cotune.integrations.web.viewer.server import viewing
 from cotune.reading.headline import headline
+from cotune.reading.run import OpenedRun
 from cotune.trainer.train import train
 from tests.integrations.web.viewer.test_pages import text
 from tests.trainer.from_records.records import traced

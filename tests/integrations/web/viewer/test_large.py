@@ -40,30 +40,30 @@ def test_pages_of_a_large_run_come_at_once_and_take_little_memory(large):
 
 
 def test_a_page_of_episodes_leads_to_the_next_to_the_end(large):
-    from cotune.integrations.web.viewer.opened import OpenedRun
-    from cotune.integrations.web.viewer.queries import PAGE, Filters, episodes
+    from cotune.integrations.web.viewer.episodes import PAGE, Filters, listed
+    from cotune.reading.run import OpenedRun
 
     run, seen, before = OpenedRun(large, "large"), [], ""
     while True:
-        page = episodes(run, Filters(role="coder", step=7), before)
+        page = listed(run, Filters(role="coder", step=7), before)
         seen += [row.id for row in page.rows]
         if not page.after:
             break
         before = page.after
     assert len(seen) == EPISODES and len(set(seen)) == EPISODES and seen == sorted(seen, reverse=True)
-    everything = episodes(run, Filters())
+    everything = listed(run, Filters())
     assert len(everything.rows) == PAGE and everything.after == everything.rows[-1].id
     run.close()
 
 
 def test_a_long_search_says_how_far_it_came_and_goes_on(large, monkeypatch):
-    from cotune.integrations.web.viewer import queries
-    from cotune.integrations.web.viewer.opened import OpenedRun
+    from cotune.integrations.web.viewer import episodes as queries
+    from cotune.reading.run import OpenedRun
 
     monkeypatch.setattr(queries, "SEARCH_SECONDS", 0.0)
     run, before, pages_seen, searched = OpenedRun(large, "large"), "", 0, 0
     while True:
-        page = queries.episodes(run, queries.Filters(q="nowhere to be found", phase="train"), before)
+        page = queries.listed(run, queries.Filters(q="nowhere to be found", phase="train"), before)
         assert page.rows == ()
         if not page.after:
             break

@@ -14,12 +14,12 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
-from cotune.integrations.web.viewer.curves import charts
-from cotune.integrations.web.viewer.opened import OpenedRun, open_runs
 from cotune.integrations.web.viewer.report import report
 from cotune.integrations.web.viewer.server import viewing
-from cotune.integrations.web.viewer.step_groups import step_groups
 from cotune.integrations.web.viewer.timeline import TimedCall, timeline
+from cotune.reading.curves import charts
+from cotune.reading.groups import step_groups
+from cotune.reading.run import OpenedRun, open_runs
 from cotune.records.structs import CallRecord, Candidate, Episode, Message, RewardRecord, Task
 from cotune.storage.run_layout import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
@@ -322,7 +322,7 @@ def test_without_a_token_only_this_machine_gets_in(run, site):
 def test_the_records_are_open_for_reading_only(run):
     opened = OpenedRun(run, "r")
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        opened.rows("DELETE FROM calls")
+        opened.store.rows("DELETE FROM calls")
     opened.close()
 
 

@@ -1,22 +1,26 @@
-"""Runs and records files that are looked at: opened for reading only, and read again when they have changed."""
+"""Runs and records files to look at: opened for reading only, and read again where they have changed."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
+
+import msgspec
 
 from cotune.errors import CotuneError, RunError
 from cotune.reading.evaluations import StoredEvaluation, evaluation_files, read_evaluations
 from cotune.reading.headline import Headline, headline
 from cotune.reading.now import Now, read_now
 from cotune.storage.file_lock import is_held
-from cotune.storage.open_store import open_store
+from cotune.storage.open_store import no_records, open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import (
     RECORDS,
+    RunConfig,
+    RunDescription,
     RunEnd,
     RunLayout,
     is_run,
@@ -27,26 +31,26 @@ from cotune.storage.run_layout import (
 )
 
 log = logging.getLogger("cotune.viewer")
+T = TypeVar("T")
 
 MOST_RUNS = 200
 """Runs that are opened of a folder, the newest ones."""
 
 
 class OpenedRun:
-    """A run folder, or a records file by itself. `name` is what its addresses and labels say."""
+    """A run folder, or a records file by itself. `name` is its name in addresses and labels."""
 
-    def __init__(self, path: Path, name: str) -> None:
-        """Raises RunError where there is neither a run nor a records file, or what is there cannot be read."""
-        self.name = name
+    def __init__(self, path: Path, name: str = "") -> None:
+        """Raises RunError where there is neither a run nor a records file, or it cannot be read."""
+        self.name = name or path.name
         self.path = path.absolute()
         self.folder = self.path if self.path.is_dir() else None
         self.is_run = self.folder is not None and is_run(self.folder)
         self._records = self.path / RECORDS if self.folder else self.path
         self._store: Store | None = None
         self._lock = threading.Lock()
-        self._lines: tuple[Any, list[dict[str, Any]]] = (None, [])
-        self._description: tuple[Any, dict[str, Any]] = (None, {})
-        self._evaluations: tuple[Any, list[StoredEvaluation]] = (None, [])
+        self._read: dict[str, tuple[Any, Any]] = {}
+        """Values that were read, with the stamp of their files at that time."""
         self._parts: dict[str, OpenedRun] = {}
         if not self.is_run and not self._records.is_file():
             raise RunError(f"{path} is neither a run nor a records file.", "Name a folder that cotune wrote.")
@@ -54,37 +58,29 @@ class OpenedRun:
         self.description  # noqa: B018
 
     @property
-    def store(self) -> Store | None:
-        """The records; None while the run has none, as one that learns from other records."""
+    def store(self) -> Store:
+        """The records. A run has none before its first episode, or if it learns from other records."""
         with self._lock:
-            if self._store is None and self._records.is_file():
+            if self._store is None:
+                if not self._records.is_file():
+                    return no_records(self.path)
                 self._store = open_store(self._records, read_only=True)
             return self._store
 
-    def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
-        """Rows of a SELECT on the records; none where there are no records."""
-        return self.store.rows(sql, parameters) if self.store else []
-
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl by step; of a step that was done again, the last."""
-        if not self.is_run:
-            return []
-        stamp = _stamp(RunLayout(self.path).metrics)
-        if self._lines[0] != stamp:
-            found = {line["step"]: line for line in read_metrics(self.path)}
-            self._lines = (stamp, [found[step] for step in sorted(found)])
-        return self._lines[1]
+        """Lines of metrics.jsonl by step; if a step was repeated, its last line."""
+        found = {line["step"]: line for line in read_metrics(self.path)} if self.is_run else {}
+        return [found[step] for step in sorted(found)]
 
     @property
     def evaluations(self) -> list[StoredEvaluation]:
         """The evaluations of the run, the oldest first."""
         if self.folder is None:
             return []
-        stamp = [(file, _stamp(file)) for file in evaluation_files(self.folder)]
-        if self._evaluations[0] != stamp:
-            self._evaluations = (stamp, read_evaluations(self.folder))
-        return self._evaluations[1]
+        folder = self.folder
+        stamp = [(file, _stamp(file)) for file in evaluation_files(folder)]
+        return self._cached("evaluations", stamp, lambda: read_evaluations(folder))
 
     def part(self, folder: str) -> OpenedRun | None:
         """The records of an evaluation in this folder of the run; None where none can be read."""
@@ -101,16 +97,19 @@ class OpenedRun:
                 return None
 
     def records_of(self, evaluation: StoredEvaluation) -> OpenedRun | None:
-        """Where the episodes of an evaluation are; None where they were not kept."""
+        """The records with the episodes of an evaluation; None where they were not kept."""
         if evaluation.records and Path(evaluation.records).absolute() == self.path:
             return self
         return self.part(Path(evaluation.records).name) if evaluation.records else None
 
     @property
     def headline(self) -> Headline:
-        """What the run comes to."""
-        on_failure, recipe = self.config.get("on_failure", "lowest"), self.config.get("recipe")
-        return headline(self.metrics, self.evaluations, self.store, on_failure, recipe=recipe)
+        """The figures of the run."""
+        return self.headline_with(self.evaluations)
+
+    def headline_with(self, evaluations: list[StoredEvaluation]) -> Headline:
+        """The figures of the run with other evaluations than its own."""
+        return headline(self.metrics, evaluations, self.store, self.config.on_failure, recipe=self.config.recipe)
 
     @property
     def now(self) -> Now | None:
@@ -123,28 +122,29 @@ class OpenedRun:
         if not self.is_run:
             return {}
         stamp = _stamp(RunLayout(self.path).run_json)
-        if self._description[0] != stamp:
-            self._description = (stamp, without_values(read_run_json(self.path)))
-        return self._description[1]
+        return self._cached("description", stamp, lambda: without_values(read_run_json(self.path)))
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The configuration of the run; empty for records by themselves."""
-        found = self.description.get("config")
-        return found if isinstance(found, dict) else {}
+    def about(self) -> RunDescription:
+        """The same, typed."""
+        return msgspec.convert(self.description, RunDescription)
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of the run; the defaults for records by themselves."""
+        return self.about.config
 
     @property
     def state(self) -> str:
         """`finished`, `under way`, `failed` or `stopped` for a run; `recording` or `records` for a records file."""
-        records_lock = self._records.with_name(f"{self._records.name}.lock")
         if not self.is_run:
-            return "recording" if is_held(records_lock) else "records"
+            return "recording" if is_held(self._records.with_name(f"{self._records.name}.lock")) else "records"
+        end, lines = self.end, self.metrics
         if self.now is not None:
             return "under way"
-        end, steps, done = self.end, self.config.get("steps"), len(self.metrics)
         if end is not None and end.kind == "failed":
             return "failed"
-        if isinstance(steps, int) and done and self.metrics[-1]["step"] + 1 >= steps:
+        if self.config.steps is not None and lines and lines[-1]["step"] + 1 >= self.config.steps:
             return "finished"
         if is_held(self.path / "lock"):
             return "under way"
@@ -158,8 +158,13 @@ class OpenedRun:
     @property
     def stamp(self) -> str:
         """Changes when a step or a record is added."""
-        counts = self.rows("SELECT (SELECT max(rowid) FROM calls), (SELECT max(rowid) FROM episodes)")
-        return "-".join(map(str, (*(counts[0] if counts else ()), *(_stamp(RunLayout(self.path).metrics) or ()))))
+        return "-".join(map(str, (*self.store.newest(), *(_stamp(RunLayout(self.path).metrics) or ()))))
+
+    def _cached(self, name: str, stamp: Any, read: Callable[[], T]) -> T:
+        if name not in self._read or self._read[name][0] != stamp:
+            self._read[name] = (stamp, read())
+        found: T = self._read[name][1]
+        return found
 
     def close(self) -> None:
         """Close the records."""
@@ -167,6 +172,12 @@ class OpenedRun:
             part.close()
         if self._store:
             self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def open_runs(paths: Iterable[str | Path]) -> list[OpenedRun]:

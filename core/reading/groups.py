@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import array
+import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from cotune.algorithms.baselines import FLAT
 from cotune.algorithms.filters import group_reasons
 from cotune.algorithms.groups import Group
 from cotune.algorithms.prepare import Prepared, group_spread
 from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.run_recipe import GroupCell, Regrouped, config_of, recipe_of, regroup, trained_roles
+from cotune.algorithms.run_recipe import Regrouped, config_of, recipe_of, regroup, trained_roles
 from cotune.algorithms.samples import Floats, Sample
-from cotune.integrations.web.viewer.opened import OpenedRun
-from cotune.records.structs import CallRecord, Candidate, Episode
-from cotune.storage.protocol import Store
-from cotune.storage.schema import StoredCandidate
+from cotune.reading.run import OpenedRun
+from cotune.storage.episode_filters import EVERYTHING
 
 MOST_EPISODES = 200
 """Episodes that are grouped where they belong to no training step, the latest ones."""
@@ -46,87 +46,62 @@ class ShownGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepGroups(msgspec.Struct, frozen=True, kw_only=True):
-    """What a recipe makes of the episodes of a step. `advantages` and `group_of` are by candidate id; `idle` candidates
-    have an advantage of 0 and teach nothing."""
+    """The groups that a recipe makes of the episodes of a step. `advantages` and `group_of` are by candidate id; `idle`
+    candidates have an advantage of 0 and teach nothing."""
 
-    recipe: str
-    groups: tuple[ShownGroup, ...]
-    advantages: Mapping[str, float]
-    group_of: Mapping[str, str]
+    recipe: str = ""
+    key: tuple[str, ...] = ()
+    groups: tuple[ShownGroup, ...] = ()
+    advantages: Mapping[str, float] = {}
+    group_of: Mapping[str, str] = {}
     idle: frozenset[str] = frozenset()
-    left_out: Mapping[str, int]
-    candidates: int
-    problems: tuple[str, ...]
-    running: bool
+    left_out: Mapping[str, int] = {}
+    candidates: int = 0
+    trained: int = 0
+    """Candidates that were trained on."""
+    problems: tuple[str, ...] = ()
+    running: bool = False
     """Whether advantages also depend on a baseline that earlier steps have left, which the records do not hold."""
     capped: bool = False
 
 
-class _Lean:
-    """A store whose candidates have the lengths of their arrays only: a step of many calls stays small in memory."""
+class GroupCell(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups of one role at one turn: sizes, and means and standard deviations of their rewards."""
 
-    _stored = msgspec.json.Decoder(list[StoredCandidate])
-    _call = msgspec.json.Decoder(CallRecord)
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.rewards = store.rewards
-
-    def calls(self, episode: str) -> list[CallRecord]:
-        sql = "SELECT body, candidates, logprobs FROM calls WHERE episode = ? ORDER BY step, id"
-        return [call for row in self._store.rows(sql, (episode,)) for call in self._read(*row)]
-
-    def _read(self, body: str, candidates: str, logprobs: bytes) -> Iterable[CallRecord]:
-        try:
-            call, stored = self._call.decode(body), self._stored.decode(candidates)
-        except (ValueError, TypeError, RecursionError):
-            return
-        values, at, found = array.array("f", logprobs[: len(logprobs) // 4 * 4]), 0, []
-        for c in stored:
-            found.append(
-                Candidate(
-                    index=c.index,
-                    text=c.text[:1],
-                    message={"tool_calls": c.message["tool_calls"][:1]} if c.message.get("tool_calls") else {},
-                    token_ids=cast(tuple[int, ...], range(c.tokens)),
-                    logprobs=cast(tuple[float, ...], values[at : at + c.logprobs]),
-                    finish_reason=c.finish_reason,
-                )
-            )
-            at += c.logprobs
-        yield msgspec.structs.replace(call, candidates=tuple(found))
+    sizes: tuple[int, ...]
+    means: tuple[float, ...]
+    spreads: tuple[float, ...]
+    flat: int
+    """Groups without spread."""
+    trained: int
 
 
 def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
     """Groups and advantages of a training step; with None, of the latest episodes, whatever they were run for."""
     store = run.store
-    if store is None:
-        return StepGroups(
-            recipe="",
-            groups=(),
-            advantages={},
-            group_of={},
-            left_out={},
-            candidates=0,
-            problems=("This run recorded no episodes.",),
-            running=False,
-        )
+    if not any(store.newest()):
+        return StepGroups(problems=("This run recorded no episodes.",))
     recipe, why = recipe_of(store)
-    episodes = _episodes(store, training_step)
-    roles = trained_roles(store, training_step)
-    found = regroup(cast(Store, _Lean(store)), episodes, recipe, config_of(store), roles)
+    if training_step is None:
+        episodes = [store.episode(id) for id in reversed(store.episode_ids(EVERYTHING, MOST_EPISODES))]
+    else:
+        episodes = list(store.episodes(phase="train", training_step=training_step))
+    # Grouping needs neither texts nor token ids: a step of many calls stays small in memory.
+    lean: Any = SimpleNamespace(calls=functools.partial(store.calls, lean=True), rewards=store.rewards)
+    found = regroup(lean, episodes, recipe, config_of(store), trained_roles(store, training_step))
     groups = tuple(_groups(found, recipe))
     prepared = found.prepared
     weighed = zip(prepared.samples, prepared.advantages.tolist(), strict=True) if prepared else ()
-    advantages = {sample.id: value for sample, value in weighed if value == value}
     return StepGroups(
         recipe=why,
+        key=recipe.key,
         groups=groups,
-        advantages=advantages,
+        advantages={sample.id: value for sample, value in weighed if value == value},
         group_of={sample.id: group.id for group in groups for sample in group.samples},
         idle=_weighed(prepared) - {sample.id for sample in prepared.trained} if prepared else frozenset(),
         left_out=dict(sorted(found.left_out.items(), key=lambda item: -item[1])),
         candidates=found.candidates,
+        trained=len(prepared.trained) if prepared else 0,
         problems=found.problems,
         running=any(term.baseline == "ema" for term in recipe.terms),
         capped=training_step is None and len(episodes) >= MOST_EPISODES,
@@ -134,21 +109,20 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
 
 
 def by_role_and_turn(groups: Iterable[ShownGroup]) -> dict[tuple[str, Any], GroupCell]:
-    """Counts of groups by role and turn (None where the recipe compares across turns), in this order."""
-    cells: dict[tuple[str, Any], GroupCell] = {}
+    """Groups by role and turn (None where the recipe compares across turns), in this order."""
+    of: dict[tuple[str, Any], list[ShownGroup]] = {}
     for group in groups:
-        cell = cells.setdefault((group.role, group.key.get("turn")), GroupCell())
-        cell.add(np.array(group.rewards), not group.reason)
-    return dict(sorted(cells.items(), key=lambda item: (item[0][0], item[0][1] is None, item[0][1] or 0)))
-
-
-def _episodes(store: Store, training_step: int | None) -> list[Episode]:
-    if training_step is not None:
-        return list(store.episodes(phase="train", training_step=training_step))
-    found = store.rows("SELECT id FROM episodes ORDER BY id DESC LIMIT ?", (MOST_EPISODES,))
-    from_id = found[-1][0] if found else ""
-    sql = "SELECT id FROM episodes WHERE id >= ? ORDER BY id"
-    return [store.episode(id) for (id,) in store.rows(sql, (from_id,))]
+        of.setdefault((group.role, group.key.get("turn")), []).append(group)
+    return {
+        cell: GroupCell(
+            sizes=tuple(len(group.rewards) for group in of[cell]),
+            means=tuple(group.mean for group in of[cell]),
+            spreads=tuple(group.spread for group in of[cell]),
+            flat=sum(max(g.rewards) - min(g.rewards) <= FLAT * max(map(abs, g.rewards)) for g in of[cell]),
+            trained=sum(not group.reason for group in of[cell]),
+        )
+        for cell in sorted(of, key=lambda cell: (cell[0], cell[1] is None, cell[1] or 0))
+    }
 
 
 def _groups(found: Regrouped, recipe: Recipe) -> Iterable[ShownGroup]:

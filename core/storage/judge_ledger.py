@@ -1,4 +1,4 @@
-"""What judges have answered and cost so far: one SQLite file in the run folder, shared by all of a run's processes."""
+"""Answers of judges and their cost so far: one SQLite file in the run folder, shared by all processes of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal
 FILE = "judge.db"
 """Name of the file in a run folder."""
 run_folder: ContextVar[Path | None] = ContextVar("cotune_run_folder", default=None)
-"""Folder of the run that goes on here: where judges keep their answers and what they have spent."""
+"""Folder of the run in this context, where judges keep their answers and count their cost."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, judge TEXT, text TEXT);
@@ -26,8 +26,8 @@ CREATE TABLE IF NOT EXISTS counts (judge TEXT, name TEXT, count INTEGER, PRIMARY
 class Ledger:
     """Answers by content, requests with their cost, and counts, by judge. Safe from any thread and process.
 
-    A request is entered before it is sent, at the most that it can cost, so that what is spent never passes a cap:
-    that of a process that was killed meanwhile stays at that.
+    A request is entered before it is sent, at the most that it can cost, so that spending never passes a cap. If the
+    process is killed meanwhile, the request stays at that cost.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -37,7 +37,7 @@ class Ledger:
         self._memory = None if folder else _opened(":memory:")
 
     def answer(self, key: str) -> str | None:
-        """What was answered to a question, by the address of its content."""
+        """The answer to a question, by the address of its content."""
         with self._open() as db:
             found = db.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
         return None if found is None else str(found[0])
@@ -51,25 +51,20 @@ class Ledger:
         self, judge: str, most: float, *, max_calls: int | None, max_cost: float | None
     ) -> int | Literal["max_calls", "max_cost"]:
         """Enter a request that costs `most` at most, and return its number; the name of the cap that it would pass."""
-        with self._open() as db:
+        with self._open() as db, db:  # which commits at the end, or rolls back
             db.execute("BEGIN IMMEDIATE")
-            try:
-                calls, cost = db.execute(
-                    "SELECT count(*), coalesce(sum(cost), 0) FROM requests WHERE judge = ?", (judge,)
-                ).fetchone()
-                if max_calls is not None and calls >= max_calls:
-                    return "max_calls"
-                if max_cost is not None and cost + most > max_cost:
-                    return "max_cost"
-                made = db.execute("INSERT INTO requests VALUES (NULL, ?, NULL, NULL, ?)", (judge, most))
-                db.execute("COMMIT")
-                return int(made.lastrowid or 0)
-            finally:
-                if db.in_transaction:
-                    db.execute("ROLLBACK")
+            calls, cost = db.execute(
+                "SELECT count(*), coalesce(sum(cost), 0) FROM requests WHERE judge = ?", (judge,)
+            ).fetchone()
+            if max_calls is not None and calls >= max_calls:
+                return "max_calls"
+            if max_cost is not None and cost + most > max_cost:
+                return "max_cost"
+            made = db.execute("INSERT INTO requests VALUES (NULL, ?, NULL, NULL, ?)", (judge, most))
+            return int(made.lastrowid or 0)
 
     def settle(self, request: int, prompt_tokens: int, completion_tokens: int, cost: float) -> None:
-        """What a request came to."""
+        """Enter the tokens and cost of a request that was answered."""
         with self._open() as db:
             db.execute(
                 "UPDATE requests SET prompt_tokens = ?, completion_tokens = ?, cost = ? WHERE id = ?",
@@ -86,20 +81,13 @@ class Ledger:
 
     def totals(self, judge: str | None = None) -> Mapping[str, float]:
         """Requests, tokens, cost and counts of one judge, or of all."""
+        names = ("requests", "prompt_tokens", "completion_tokens", "cost")
+        sums = ", ".join(f"coalesce(sum({name}), 0)" for name in names[1:])
         with self._open() as db:
-            chosen = (judge, judge)
-            row = db.execute(
-                "SELECT count(*), coalesce(sum(prompt_tokens), 0), coalesce(sum(completion_tokens), 0), "
-                "coalesce(sum(cost), 0) FROM requests WHERE ? IS NULL OR judge = ?",
-                chosen,
-            ).fetchone()
-            counts = db.execute(
-                "SELECT name, sum(count) FROM counts WHERE ? IS NULL OR judge = ? GROUP BY name", chosen
-            ).fetchall()
-        return {
-            **dict(zip(("requests", "prompt_tokens", "completion_tokens", "cost"), row, strict=True)),
-            **dict(counts),
-        }
+            of_judge, chosen = "WHERE ? IS NULL OR judge = ?", (judge, judge)
+            row = db.execute(f"SELECT count(*), {sums} FROM requests {of_judge}", chosen).fetchone()
+            counts = db.execute(f"SELECT name, sum(count) FROM counts {of_judge} GROUP BY name", chosen).fetchall()
+        return {**dict(zip(names, row, strict=True)), **dict(counts)}
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

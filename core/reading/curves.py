@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from cotune.integrations.web.viewer.opened import OpenedRun
 from cotune.reading.evaluations import IN_TRAINING
 from cotune.reading.headline import DISTILL, SINGLE
+from cotune.reading.metrics import registry
+from cotune.reading.run import OpenedRun
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,81 +40,19 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = "train"
 
 
-class Metric(msgspec.Struct, frozen=True):
-    """A figure by role or policy: its name in metrics.jsonl, its title, and what it tells."""
-
-    name: str
-    title: str
-    help: str
-    percent: bool = False
-
-
-BY_ROLE = (
-    Metric("reward", "Reward", "Mean reward of the role's candidates, as the recipe mixes it. Should rise."),
-    Metric(
-        "group_spread",
-        "Group spread",
-        "Standard deviation of rewards within a group. At 0 there is nothing to compare, and nothing to learn.",
-    ),
-    Metric("zero_variance", "Groups without spread", "Share of groups whose rewards are all equal.", True),
-    Metric(
-        "entropy",
-        "Entropy",
-        "How undecided the policy is, in nats per token. It falls as it learns; near 0 it explores no more.",
-    ),
-    Metric("clip_share", "Clip share", "Share of tokens whose update was bounded by the clip.", True),
-    Metric(
-        "sampler_gap_mean",
-        "Sampler/trainer gap",
-        "Mean |log p of the sampler - log p of the trainer| per token. Should stay near 0: then training is exact.",
-    ),
-    Metric(
-        "masked_share",
-        "Masked share",
-        "Share of tokens that the loss masks, as sampler and trainer disagree on them.",
-        True,
-    ),
-    Metric("kl", "KL", "Distance to the reference policy, in nats per token."),
-    Metric("tokens_mean", "Answer length", "Mean tokens of an answer. A rise without reward is a bad sign."),
-    Metric("prompt_tokens_mean", "Prompt length", "Mean tokens of a prompt."),
-    Metric("truncated", "Cut at the limit", "Share of answers cut at their length limit.", True),
-    Metric("held_out_loss", "Held-out loss", "Loss on records that are not trained on, in nats per token."),
-    Metric("accuracy", "Pairs ranked right", "Share of pairs in which the better answer is the more likely one.", True),
-    Metric("margin", "Margin of pairs", "How much more likely the better answer of a pair is, in nats."),
-)
-TAUGHT = {
-    "kl": Metric(
-        "kl",
-        "Distance from the teacher",
-        "Divergence from the teacher on what the role samples, in nats per token: what is trained. Should fall.",
-    ),
-    "reward": Metric(
-        "reward", "Reward", "Mean reward of the role's candidates. With a teacher nothing is trained on it."
-    ),
-}
-"""Figures that tell something else where roles learn from a teacher."""
-BY_POLICY = (
-    Metric("loss", "Loss", "What the update lowers; its level says little, a jump much."),
-    Metric("grad_norm", "Gradient norm", "Length of the gradient before it is bounded. Spikes are a bad sign."),
-    Metric("lr", "Learning rate", "Of the step's update."),
-)
 _MOST_LEFT_OUT = 6
 
 
 def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
     """All charts that some of these runs have figures for."""
+    taught = all(run.config.recipe == DISTILL for run in runs)
     found = [
         _held_out(runs, "success", "Success on held-out tasks", True),
         _held_out(runs, "reward", "Reward on held-out tasks", False),
         *_outcomes(runs, selected=False),
-    ]
-    taught = all(run.config.get("recipe") == DISTILL for run in runs)
-    found += [
-        _by_name(runs, "roles", TAUGHT.get(metric.name, metric) if taught else metric, "Roles") for metric in BY_ROLE
-    ]
-    found += [_by_name(runs, "policies", metric, "Policies") for metric in BY_POLICY]
-    found += _outcomes(runs, selected=True)
-    found += [
+        *_by_name(runs, "roles", taught),
+        *_by_name(runs, "policies", taught),
+        *_outcomes(runs, selected=True),
         _table(runs, "seconds", "Seconds by phase", "Where the time of a step goes."),
         _figure(runs, "tokens_per_s", "Tokens per second", "Sampled tokens of trained roles, over the whole step."),
         _table(
@@ -153,10 +92,8 @@ def _chart(lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: A
     return Chart(id=_id(about["section"], about["title"]), steps=steps, series=series, **about)
 
 
-def _one_line_each(runs: Sequence[OpenedRun], *keys: str, **about: Any) -> Chart | None:
-    """A chart with one line for each run, of the figure that these keys lead to in a line of its metrics."""
-    several = len(runs) > 1
-    return _chart([(run.name if several else keys[-1], run, _by_step(run, *keys)) for run in runs], **about)
+def _label(runs: Sequence[OpenedRun], run: OpenedRun, name: str) -> str:
+    return f"{run.name} · {name}" if len(runs) > 1 else name
 
 
 def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
@@ -213,13 +150,18 @@ def _outcomes(runs: Sequence[OpenedRun], *, selected: bool) -> Iterable[Chart | 
             )
 
 
-def _by_name(runs: Sequence[OpenedRun], table: str, metric: Metric, section: str) -> Chart | None:
-    lines = []
-    for run in runs:
-        for name in sorted({name for line in run.metrics for name in line.get(table, {})}):
-            label = f"{run.name} · {name}" if len(runs) > 1 else name
-            lines.append((label, run, _by_step(run, table, name, metric.name)))
-    return _unless_zero(_chart(lines, title=metric.title, help=metric.help, section=section, percent=metric.percent))
+def _by_name(runs: Sequence[OpenedRun], table: str, taught: bool) -> Iterator[Chart | None]:
+    """A chart for each figure by role or by policy that has a title in the registry."""
+    for figure, metric in registry()[table].items():
+        lines = []
+        for run in runs:
+            for name in sorted({name for line in run.metrics for name in line.get(table, {})}):
+                lines.append((_label(runs, run, name), run, _by_step(run, table, name, figure)))
+        about = {"title": metric.title, "help": metric.help, "section": table.capitalize(), "percent": metric.share}
+        if taught and metric.taught:
+            about |= {"title": metric.taught_title or metric.title, "help": metric.taught}
+        if metric.title:
+            yield _unless_zero(_chart(lines, **about))
 
 
 def _table(runs: Sequence[OpenedRun], name: str, title: str, text: str, most: int | None = None) -> Chart | None:
@@ -230,12 +172,13 @@ def _table(runs: Sequence[OpenedRun], name: str, title: str, text: str, most: in
             totals.update(line.get(name, {}))
         for key, _ in totals.most_common(most):
             by_step = {line["step"] + 1: line.get(name, {}).get(key, 0) for line in run.metrics}
-            lines.append((f"{run.name} · {key}" if len(runs) > 1 else key, run, by_step))
+            lines.append((_label(runs, run, key), run, by_step))
     return _chart(lines, title=title, help=text, section="The run")
 
 
 def _figure(runs: Sequence[OpenedRun], name: str, title: str, text: str) -> Chart | None:
-    return _unless_zero(_one_line_each(runs, name, title=title, help=text, section="The run"))
+    lines = [(run.name if len(runs) > 1 else name, run, _by_step(run, name)) for run in runs]
+    return _unless_zero(_chart(lines, title=title, help=text, section="The run"))
 
 
 def _unless_zero(chart: Chart | None) -> Chart | None:

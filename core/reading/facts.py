@@ -1,0 +1,171 @@
+"""A run in a few words: its configuration, how far it came, what it learned from, what went wrong, how it ended."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.algorithms.from_records import FROM_RECORDS
+from cotune.algorithms.recipes import USUAL
+from cotune.reading.causes import causes, shortened
+from cotune.reading.headline import SINGLE
+from cotune.reading.run import OpenedRun
+from cotune.records.policies import UNTRAINED
+from cotune.tables import plural
+
+MOST_CAUSES = 5
+"""Causes of failed episodes that are shown; the others are counted."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """A run on one line."""
+
+    recipe: str
+    plan: str
+    model: str
+    workflow: str
+    teacher: str
+    steps: str
+    seconds: float
+    judge_cost: float
+    created: str
+    episodes: int
+    abandoned: int
+    """Episodes of steps that a rollback has abandoned."""
+    calls: int
+
+
+def facts(run: OpenedRun) -> Facts:
+    """A run by its configuration, its metrics and its records."""
+    config, lines, about = run.config, run.metrics, run.description
+    episodes, abandoned, calls = run.store.counts()
+    plan = "" if config.recipe in FROM_RECORDS else config.plan.kind or _plan_of(lines)
+    usual: dict[str, str] = {str(kind): recipe for kind, recipe in USUAL.items()}
+    return Facts(
+        recipe=config.recipe or usual.get(plan, ""),
+        plan=plan,
+        model=str(about.get("model") or about.get("config", {}).get("model") or ""),
+        workflow=str(about.get("workflow") or ""),
+        teacher=config.distill.teacher,
+        steps=f"{len(lines)} of {config.steps}" if config.steps else str(len(lines) or ""),
+        seconds=sum(sum(line["seconds"].values()) for line in lines),
+        judge_cost=sum(line["counters"].get("judge.cost", 0.0) for line in lines),
+        created=str(about.get("created") or ""),
+        episodes=episodes,
+        abandoned=abandoned,
+        calls=calls,
+    )
+
+
+def _plan_of(lines: list[dict[str, Any]]) -> str:
+    """The plan where none was configured: only under `tree` was a path chosen among candidates."""
+    if not lines or "path" not in lines[-1]:
+        return ""
+    return "independent" if lines[-1]["path"] == SINGLE else "tree"
+
+
+class Learned(msgspec.Struct, frozen=True, kw_only=True):
+    """The recorded answers of `path` that a run learned from, which samples none itself. `answers` and their mean
+    `tokens` are by role, over all steps; `left_out` counts answers by reason."""
+
+    path: str
+    answers: dict[str, int]
+    tokens: dict[str, float]
+    left_out: dict[str, int]
+
+
+def learned(run: OpenedRun) -> Learned | None:
+    """None for a run that samples its answers itself."""
+    if run.config.recipe not in FROM_RECORDS:
+        return None
+    answers: defaultdict[str, float] = defaultdict(float)
+    tokens: defaultdict[str, float] = defaultdict(float)
+    left_out: Counter[str] = Counter()
+    for line in run.metrics:
+        left_out.update(line["left_out"])
+        for role, figures in line["roles"].items():
+            answers[role] += figures.get("rows", 0)
+            tokens[role] += figures.get("rows", 0) * figures.get("tokens_mean", 0.0)
+    return Learned(
+        path=run.config.records.path,
+        answers={role: int(count) for role, count in sorted(answers.items()) if math.isfinite(count)},
+        tokens={role: tokens[role] / count if count else 0.0 for role, count in answers.items()},
+        left_out=dict(left_out.most_common()),
+    )
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Something that went wrong, and how often; 0 for a remark. `kind` says where it is from, `query` leads to its
+    episodes, and `more` is the rest of an error."""
+
+    kind: Literal["episodes", "records", "calls", "rollback", "untrained", "last step"]
+    text: str
+    count: int = 0
+    query: dict[str, str] = {}
+    more: str = ""
+
+
+def troubles(run: OpenedRun, most: int = MOST_CAUSES) -> list[Trouble]:
+    """All that went wrong: causes of failed episodes, the `most` common ones first, lost records, failed calls,
+    rollbacks, roles without a policy, and the remarks of the last step."""
+    store, last = run.store, next(iter(run.metrics[-1:]), {})
+    shown, others = shortened(causes(store.failed_episodes()), most)
+    found = [
+        Trouble(
+            "episodes",
+            f"{plural(cause.count, 'episode')} {cause.text}",
+            cause.count,
+            {"status": "error", "phase": cause.phase},
+            cause.rest,
+        )
+        for cause in shown
+    ]
+    found += [Trouble("episodes", others, 1, {"status": "error"})] if others else []
+    counters = store.counters()
+    for name, text in (("lost", "records were lost"), ("refused", "late rewards were refused")):
+        found += [Trouble("records", f"{n:,} {text}", n)] if (n := counters[name]) else []
+    found += [
+        Trouble("calls", f"{plural(n, 'call')} of {role}: {status}", n) for role, status, n in store.failed_calls()
+    ]
+    found += [Trouble("rollback", back.text, 0, {"status": "abandoned"}) for back in run.about.rollbacks]
+    found += [
+        Trouble(
+            "untrained",
+            f"role {role} has no policy: {UNTRAINED}, the untrained model, answered {plural(calls, 'call')}",
+            0,
+            {"role": role},
+        )
+        for role, calls in store.answered_by(UNTRAINED.name)
+    ]
+    notes = [*(last.get("notes") or ())]
+    notes += [f"policy {name} was not updated, {why}" for name, why in last.get("stayed", {}).items()]
+    return found + [Trouble("last step", f"last step: {note}") for note in notes]
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended badly or early: in a sentence, what to do about it, and the command that continues it."""
+
+    text: str
+    remedy: str
+    command: str
+
+
+def ending(run: OpenedRun) -> Ending | None:
+    """None for a run that is under way or ended well, and for records."""
+    end, state = run.end, run.state
+    if state not in ("failed", "stopped") and not (state == "finished" and end and end.kind == "ended"):
+        return None
+    command = f"cotune train --resume {run.path}"
+    if end is None:
+        text = "The process of this run has ended and left no reason: it was killed, or its machine went down."
+    elif end.kind == "failed":
+        made = len(run.metrics)
+        text = f"{'The end of the run' if made == run.config.steps else f'Step {made + 1}'} failed: {end.cause}"
+    else:
+        text = f"It ended early: {end.cause}" if end.kind == "ended" else end.cause
+    remedy = end.remedy if end else ""
+    continues = state != "finished" and command not in remedy
+    return Ending(text=text, remedy=remedy, command=command if continues else "")

@@ -1,0 +1,79 @@
+"""What the calls of a run took, by role: calls, tokens, seconds, cost."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cotune.reading.run import OpenedRun
+
+Prices = Mapping[str, tuple[float, float]]
+"""Money per million tokens of prompts and completions, by model."""
+
+
+class Use(msgspec.Struct, kw_only=True):
+    """What the calls of a role took. `cost` is None where a model of it has no price."""
+
+    calls: int = 0
+    failed: int = 0
+    turns: int = 0
+    candidates: int = 0
+    prompt: int = 0
+    completion: int = 0
+    seconds: float = 0.0
+    models: Counter[str] = msgspec.field(default_factory=Counter)
+    cost: float | None = None
+
+
+class Totals:
+    """Sums by role and model. A call is never changed, so each is read once."""
+
+    def __init__(self, run: OpenedRun) -> None:
+        self._run = run
+        self._until = 0
+        self._sums: dict[tuple[str, str], Use] = {}
+        self._lock = threading.Lock()
+
+    def by_role(self, prices: Prices | None = None) -> dict[str, Use]:
+        """What each role used, in the order of their first calls; with its cost where each of its models has a price,
+        among `prices` or those of the run's configuration."""
+        with self._lock:
+            self._read()
+            sums = {key: msgspec.structs.replace(use) for key, use in self._sums.items()}
+        known = {**self._run.config.prices, **(prices or {})}
+        found: dict[str, Use] = {}
+        for (role, model), part in sums.items():
+            use = found.setdefault(role, Use(cost=0.0))
+            _add(use, part)
+            use.models[model] += part.calls
+            if model not in known:
+                use.cost = None
+            elif use.cost is not None:
+                use.cost += (known[model][0] * part.prompt + known[model][1] * part.completion) / 1e6
+        return found
+
+    def _read(self) -> None:
+        until, _ = self._run.store.newest()
+        for role, model, *values in self._run.store.use(self._until, until) if until > self._until else ():
+            fields: dict[str, Any] = dict(zip(_SUMMED, (value or 0 for value in values), strict=True))
+            _add(self._sums.setdefault((str(role), str(model)), Use()), Use(**fields))
+        self._until = until
+
+
+_SUMMED = ("calls", "failed", "turns", "candidates", "prompt", "completion", "seconds")
+
+
+def _add(use: Use, part: Use) -> None:
+    for name in _SUMMED:
+        one, other = getattr(use, name), getattr(part, name)
+        setattr(use, name, max(one, other) if name == "turns" else one + other)
+
+
+def total_cost(uses: Mapping[str, Use]) -> float | None:
+    """Of all roles that have one; None where none has."""
+    costs = [use.cost for use in uses.values() if use.cost is not None]
+    return sum(costs) if costs else None

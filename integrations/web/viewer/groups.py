@@ -1,0 +1,83 @@
+"""The pages of groups: those of a step by role and turn, with what was left out, and one with its candidates."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cotune.algorithms.filters import REASONS
+from cotune.integrations.web.viewer.episode import show_calls
+from cotune.integrations.web.viewer.viewer import Viewer, hues, start, whole
+from cotune.reading.groups import MOST_EPISODES, by_role_and_turn
+from cotune.reading.headline import DISTILL
+
+MOST_GROUPS = 60
+"""Groups on a page."""
+MOST_SIBLINGS = 48
+"""Candidates of a group on its page."""
+
+
+def groups_page(viewer: Viewer, request: Request) -> Response:
+    """The groups of a step by role and turn, and what was left out."""
+    run, asked = viewer.run(request), request.query_params
+    steps = [step + 1 for step in run.store.steps("train") if step >= 0]
+    step = whole(asked.get("step"))
+    step = step if step in steps else steps[-1] if steps else None
+    at = None if step is None else step - 1
+    found = viewer.groups(run, at)
+    line = next((line for line in run.metrics if line["step"] == at), None)
+    role, kind = asked.get("role", ""), asked.get("kind", "")
+    chosen = [
+        group
+        for group in found.groups
+        if role in ("", group.role) and (not kind or (kind == "left_out") == bool(group.reason))
+    ]
+    first = start(request)
+    return viewer.page(
+        request,
+        "groups.html",
+        run,
+        steps=steps,
+        step=step,
+        taught=run.config.recipe == DISTILL,
+        found=found,
+        left_out=line["left_out"] if line else found.left_out,
+        candidates=line["rows"] + sum(line["left_out"].values()) if line else found.candidates,
+        reasons=REASONS,
+        cells=by_role_and_turn(found.groups),
+        groups=chosen[first : first + MOST_GROUPS],
+        total=len(chosen),
+        start=first,
+        size=MOST_GROUPS,
+        most=MOST_EPISODES,
+        role=role,
+        kind=kind,
+        hues=hues(run, *(group.role for group in found.groups)),
+        roles=sorted({group.role for group in found.groups}),
+    )
+
+
+def group_page(viewer: Viewer, request: Request) -> Response:
+    """One group: the candidates of a comparison side by side."""
+    run, id = viewer.run(request), request.path_params["id"]
+    step = whole(request.query_params.get("step"))
+    found = viewer.groups(run, None if step is None else step - 1)
+    group = next((group for group in found.groups if group.id == id), None)
+    if group is None:
+        raise HTTPException(404, f"Step {step} has no group {id}: its candidates may have been left out one by one.")
+    members = list(zip(group.samples, group.rewards, strict=True))[:MOST_SIBLINGS]
+    records = [run.store.call(id) for id in dict.fromkeys(sample.call for sample, _ in members)]
+    calls = {call.record.id: call for call in show_calls(run, records, {}, found, whole=True)}
+    candidates = {candidate.id: candidate for call in calls.values() for candidate in call.candidates}
+    return viewer.page(
+        request,
+        "group.html",
+        run,
+        group=group,
+        step=step,
+        shown=[(sample, reward, candidates[sample.id]) for sample, reward in members],
+        call=calls[group.samples[0].call],
+        one_prompt=len({sample.prompt for sample in group.samples}) == 1,
+        reasons=REASONS,
+    )

@@ -1,0 +1,117 @@
+"""The runs that are shown, and what their pages share: addresses, groups, sums, and the frame of a page."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from cotune.integrations.web.viewer.rendering import HUES, render
+from cotune.reading.facts import learned
+from cotune.reading.groups import StepGroups, step_groups
+from cotune.reading.run import OpenedRun
+from cotune.reading.use import Prices, Totals
+from cotune.records.structs import Episode
+
+_KEPT_STEPS = 4
+
+
+class Page(msgspec.Struct, frozen=True):
+    """A page: its address, the function that answers it, and the tab that is marked on it. The first page of a tab is
+    the one that the tab leads to. `sampled` pages are of episodes that the run sampled itself."""
+
+    path: str
+    answer: Callable[[Viewer, Request], Response]
+    tab: str = ""
+    sampled: bool = False
+
+
+class Viewer:
+    """Opened runs, as pages show them."""
+
+    def __init__(self, runs: list[OpenedRun], prices: Prices, pages: tuple[Page, ...]) -> None:
+        self.runs = {run.name: run for run in runs}
+        self.prices = prices
+        self._tabs = {page.tab: page for page in reversed(pages) if page.path.startswith("/run/{run}") and page.tab}
+        self._steps: OrderedDict[tuple[str, int | None, str], StepGroups] = OrderedDict()
+        self._totals: dict[str, Totals] = {}
+        self._lock = Lock()
+
+    def run(self, request: Request) -> OpenedRun:
+        """The run of an address. Raises HTTPException (404) for one that is not shown."""
+        return self.named(request.path_params["run"])
+
+    def named(self, name: str) -> OpenedRun:
+        """A run by its name, or the records of one of its evaluations: `RUN:FOLDER`."""
+        if name in self.runs:
+            return self.runs[name]
+        whole, _, folder = name.rpartition(":")
+        part = self.runs[whole].part(folder) if whole in self.runs else None
+        if part is None:
+            raise HTTPException(404, f"There is no run {name} here.")
+        return part
+
+    def chosen(self, request: Request) -> tuple[OpenedRun | None, list[OpenedRun]]:
+        """The one run of an address, or None, and the runs to show: those of `run` parameters, else all."""
+        if "run" in request.path_params:
+            return (run := self.run(request)), [run]
+        names = request.query_params.getlist("run")
+        return None, [self.named(name) for name in names] or list(self.runs.values())
+
+    def groups(self, run: OpenedRun, step: int | None) -> StepGroups:
+        """Groups of a step (as records number it, from 0); those of the latest pages are kept."""
+        key = (run.name, step, run.stamp)
+        with self._lock:
+            if key in self._steps:
+                self._steps.move_to_end(key)
+                return self._steps[key]
+            found = self._steps[key] = step_groups(run, step)
+            while len(self._steps) > _KEPT_STEPS:
+                self._steps.popitem(last=False)
+            return found
+
+    def groups_of(self, run: OpenedRun, episode: Episode | None) -> StepGroups | None:
+        """The groups of an episode's training step; None outside of training."""
+        if episode is None or episode.phase != "train" or episode.training_step is None:
+            return None
+        return self.groups(run, episode.training_step)
+
+    def totals(self, run: OpenedRun) -> Totals:
+        """The sums over the calls of a run."""
+        return self._totals.setdefault(run.name, Totals(run))
+
+    def page(self, request: Request, template: str, run: OpenedRun | None = None, **values: Any) -> Response:
+        """A page within the frame that all pages have."""
+        samples = run is None or learned(run) is None
+        about = {
+            "runs": self.runs,
+            "run": run,
+            "state": run.state if run else "",
+            "stamp": run.stamp if run else "",
+            "here": request.state.tab,
+            "tabs": [page for page in reversed(self._tabs.values()) if samples or not page.sampled],
+            "samples": samples,
+        }
+        return HTMLResponse(render(template, **about, **values))
+
+
+def hues(run: OpenedRun, *roles: str) -> dict[str, int]:
+    """A colour for each role of a run, and for these, in the order of their names."""
+    trained = {role for line in run.metrics[-1:] for role in line["roles"]}
+    return {role: place % HUES for place, role in enumerate(sorted({*run.store.recent_roles(), *trained, *roles}))}
+
+
+def whole(text: str | None) -> int | None:
+    """A parameter of an address as a whole number; None for anything else."""
+    return int(text) if text and text.lstrip("-").isdecimal() and len(text) < 10 else None
+
+
+def start(request: Request) -> int:
+    """The place in a list at which a page begins."""
+    return max(0, whole(request.query_params.get("from")) or 0)
