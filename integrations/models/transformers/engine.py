@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cotune.errors import ConfigError, SamplerError
+from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.models.engine_sampler import room_after
 from cotune.integrations.models.folder.folder import loading, loading_weights, reading
 from cotune.integrations.models.folder.kinds import auto_class, sees_images
@@ -120,7 +120,7 @@ class DecodingEngine:
             else:
                 self._replies.append(Answer(command.id, deeds[command.method](*command.arguments)))
         except SamplerError as error:
-            self._replies.append(Answer(command.id, refused=(error.cause, error.remedy)))
+            self._replies.append(Answer(command.id, error=RequestRefused(error.cause, error.remedy)))
 
     def _start(self, id: int, prompt: tuple[int, ...], n: int, params: SamplingParams, policy: PolicyRef) -> None:
         version = self._versions.locate(policy)

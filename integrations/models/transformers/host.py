@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cotune.errors import ConfigError, SamplerError
+from cotune.errors import CotuneError, SamplerError, error_line
 from cotune.integrations.models.transformers.wire import Answer, Command, ModelSource, receive, send
 from cotune.runtime.interrupts import interrupts_held
 from cotune.runtime.openmp import spin_briefly
@@ -35,52 +35,43 @@ _LOADING = threading.Lock()
 CLOSE = Command("close")
 
 
-class Starting:
-    """The start of a host, which may take minutes. Once nobody waits for it, its process is ended."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._abandoned = False
-        self._lock = threading.Lock()
-
-    def begun(self, process: subprocess.Popen[bytes]) -> None:
-        with self._lock:
-            self._process = process
-            if self._abandoned:
-                process.kill()
-
-    def abandon(self) -> None:
-        with self._lock:
-            self._abandoned = True
-            if self._process is not None:
-                self._process.kill()
-
-
 class ThreadHost:
     """The engine in a thread of this process. `send` never blocks; `receive` and `fail` are called in that thread."""
 
-    def __init__(self, source: ModelSource, receive: Receive, fail: Fail, starting: Starting) -> None:
+    def __init__(self, receive: Receive, fail: Fail) -> None:
+        self._receive = receive
+        self._fail = fail
+        self._engine: Any = None
+        self._thread = threading.Thread(target=self._run, name="cotune-sampler", daemon=True)
+
+    def start(self, source: ModelSource) -> None:
+        """Load the model and serve it. Raises ConfigError, SamplerError."""
         from cotune.integrations.models.transformers.engine import load
 
         with _LOADING:
-            self._engine = load(source, receive)
-        self._fail = fail
-        self._thread = threading.Thread(target=self._run, name="cotune-sampler", daemon=True)
+            self._engine = load(source, self._receive)
         self._thread.start()
 
     def send(self, command: Command) -> None:
         self._engine.submit(command)
 
     def close(self) -> None:
-        self._engine.submit(CLOSE)
-        self._thread.join()
+        """End the engine, and wait until it has ended."""
+        if self._engine is not None:
+            self.kill()
+            self._thread.join()
+
+    def kill(self) -> None:
+        """End the engine, if it has started, without waiting for it."""
+        if self._engine is not None:
+            self.send(CLOSE)
 
     def _run(self) -> None:
         try:
             self._engine.run()
         except BaseException as error:
             log.exception("The sampler's engine failed.")
-            self._fail(_gone(f"{type(error).__name__}: {error}"))
+            self._fail(_gone(error_line(error)))
 
 
 class ProcessHost:
@@ -90,24 +81,40 @@ class ProcessHost:
     nothing of the application, and ends with it.
     """
 
-    def __init__(self, source: ModelSource, receive: Receive, fail: Fail, starting: Starting) -> None:
+    def __init__(self, receive: Receive, fail: Fail) -> None:
         self._receive = receive
         self._fail = fail
         self._closing = False
+        self._killed = False
         self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         ours, theirs = socket.socketpair()
-        fd = theirs.fileno()
+        self._pipe, self._theirs = Connection(ours.detach()), theirs
+        self._process: subprocess.Popen[bytes] | None = None
+        self._threads = [threading.Thread(target=t, daemon=True) for t in (self._write, self._read)]
+
+    def start(self, source: ModelSource) -> None:
+        """Start the process and wait until it serves the model. Raises ConfigError, SamplerError."""
+        fd = self._theirs.fileno()
         environment = dict(os.environ)
         spin_briefly(environment)
         with interrupts_held():  # Ctrl-C is the application's to handle; it closes the pipe
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(fd)], pass_fds=[fd], env=environment
             )
-        theirs.close()
-        self._pipe = Connection(ours.detach())
-        starting.begun(self._process)
-        self._start(source)
-        self._threads = [threading.Thread(target=t, daemon=True) for t in (self._write, self._read)]
+        self._theirs.close()
+        if self._killed:
+            process.kill()
+        try:
+            self._pipe.send(source)
+            if not self._pipe.poll(START_SECONDS):
+                process.kill()
+                raise SamplerError(f"The sampler did not start in {START_SECONDS} s.", "Look at the machine's load.")
+            refused = self._pipe.recv()
+        except (EOFError, OSError):
+            raise _gone(f"its process ended with code {process.wait()} while starting") from None
+        if refused is not None:
+            process.wait()
+            raise refused
         for thread in self._threads:
             thread.start()
 
@@ -115,6 +122,8 @@ class ProcessHost:
         self._outbox.put(command)
 
     def close(self) -> None:
+        """End the process, and wait until it has ended."""
+        assert self._process is not None
         self._closing = True
         self.send(CLOSE)
         try:
@@ -126,19 +135,11 @@ class ProcessHost:
             thread.join()
         self._pipe.close()
 
-    def _start(self, source: ModelSource) -> None:
-        try:
-            self._pipe.send(source)
-            if not self._pipe.poll(START_SECONDS):
-                self._process.kill()
-                raise SamplerError(f"The sampler did not start in {START_SECONDS} s.", "Look at the machine's load.")
-            problem = self._pipe.recv()
-        except (EOFError, OSError):
-            raise _gone(f"its process ended with code {self._process.wait()} while starting") from None
-        if problem is not None:
-            self._process.wait()
-            kind, *fields = problem
-            raise ConfigError(*fields) if kind == "config" else SamplerError(*fields)
+    def kill(self) -> None:
+        """End the process at once, also one that is starting."""
+        self._killed = True
+        if self._process is not None:
+            self._process.kill()
 
     def _write(self) -> None:
         try:
@@ -153,12 +154,12 @@ class ProcessHost:
             return  # the process is gone: the reader reports it
 
     def _read(self) -> None:
+        assert self._process is not None
         try:
             while True:
                 replies = receive(self._pipe)
-                gone = next((reply.refused for reply in replies if not reply.id), None)
-                if gone is not None:
-                    self._fail(SamplerError(*gone))
+                if gone := next((reply.error for reply in replies if not reply.id), None):
+                    self._fail(gone)
                     break
                 self._receive(replies)
         except (EOFError, OSError):
@@ -179,19 +180,22 @@ def serve(pipe: Connection) -> None:
 
     try:
         engine = load(source, lambda replies: send(pipe, replies))
-    except ConfigError as error:
-        pipe.send(("config", error.field, error.value, error.fault, error.remedy))
-        return
-    except SamplerError as error:
-        pipe.send(("sampler", error.cause, error.remedy))
+    except CotuneError as error:
+        pipe.send(error)
         return
     pipe.send(None)
-    threading.Thread(target=_feed, args=(pipe, engine), daemon=True).start()
+
+    def feed() -> None:
+        with contextlib.suppress(EOFError, OSError):  # the application is gone
+            while True:
+                for command in receive(pipe):
+                    engine.submit(command)
+
+    threading.Thread(target=feed, daemon=True).start()
     try:
         engine.run()
     except BaseException as error:
-        gone = _gone(f"{type(error).__name__}: {error}")
-        send(pipe, [Answer(0, refused=(gone.cause, gone.remedy))])
+        send(pipe, [Answer(0, error=_gone(error_line(error)))])
         raise
 
 
@@ -201,14 +205,6 @@ def _end_with_application(pipe: int) -> None:
     poll.register(pipe, 0)  # tells of the end alone
     poll.poll()
     os._exit(0)
-
-
-def _feed(pipe: Connection, engine: Any) -> None:
-    """Hand commands from the pipe to the engine, until the application is gone."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            for command in receive(pipe):
-                engine.submit(command)
 
 
 def _gone(reason: str) -> SamplerError:

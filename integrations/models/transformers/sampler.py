@@ -10,10 +10,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.errors import ConfigError, SamplerError
 from cotune.integrations.models.engine_sampler import CalledSampler
 from cotune.integrations.models.engines import EngineConfig
-from cotune.integrations.models.transformers.host import ProcessHost, Starting, ThreadHost
+from cotune.integrations.models.transformers.host import ProcessHost, ThreadHost
 from cotune.integrations.models.transformers.wire import Answer, Command, ModelSource
 
 
@@ -23,8 +23,8 @@ class TransformersSampler(CalledSampler):
     The engine lives in a process or a thread of its own and takes requests from every event loop and thread.
     """
 
-    def __init__(self) -> None:
-        self._host: ProcessHost | ThreadHost | None = None
+    def __init__(self, host: type[ProcessHost | ThreadHost]) -> None:
+        self._host = host(self._receive, self._fail)
         self._ids = itertools.count(1)
         self._pending: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -62,8 +62,9 @@ class TransformersSampler(CalledSampler):
             raise ConfigError(
                 "host", host, "must be thread, for a model that is already loaded", "Pass the model's folder."
             )
-        if isinstance(model, Path) or (isinstance(model, str) and Path(model).is_absolute()):
-            _check_folder(Path(model))
+        folder = isinstance(model, Path) or (isinstance(model, str) and Path(model).is_absolute())
+        if folder and not Path(model, "config.json").exists():
+            raise ConfigError("model", str(model), "is not a folder with config.json and weights", "Check --model.")
         source = ModelSource(
             model=str(model) if isinstance(model, Path) else model,
             device=device,
@@ -75,43 +76,29 @@ class TransformersSampler(CalledSampler):
             end_token_ids=None if end_token_ids is None else tuple(end_token_ids),
             prefix_cache=prefix_cache,
         )
-        sampler = cls()
-        kind = ProcessHost if host == "process" else ThreadHost
-        starting = Starting()
+        sampler = cls(ProcessHost if host == "process" else ThreadHost)
         try:
-            await asyncio.to_thread(sampler._start, kind, source, starting)
+            await asyncio.to_thread(sampler._start, source)
         except asyncio.CancelledError:
-            starting.abandon()
-            sampler._abandon()
+            sampler._fail(_closed())
+            sampler._host.kill()
             raise
         return sampler
 
     async def aclose(self) -> None:
         """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
-        self._fail(SamplerError("The sampler was closed.", "Open a new one."))
-        if self._host is not None:
-            await asyncio.to_thread(self._host.close)
+        self._fail(_closed())
+        await asyncio.to_thread(self._host.close)
 
     @property
     def broken(self) -> SamplerError | None:
         """Why the engine answers no more; None while it does."""
         return self._broken
 
-    def _start(self, kind: type[ProcessHost | ThreadHost], source: ModelSource, starting: Starting) -> None:
-        host = kind(source, self._receive, self._fail, starting)
-        with self._lock:
-            self._host = host
-            abandoned = self._broken is not None
-        if abandoned:
-            host.close()
-
-    def _abandon(self) -> None:
-        """Nobody waits for it to open any more: end what has started, or will."""
-        self._fail(SamplerError("The sampler was closed.", "Open a new one."))
-        with self._lock:
-            host = self._host
-        if host is not None:
-            threading.Thread(target=host.close, daemon=True).start()
+    def _start(self, source: ModelSource) -> None:
+        self._host.start(source)
+        if self._broken is not None:  # nobody waits for it any more
+            self._host.close()
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         id = next(self._ids)
@@ -120,7 +107,6 @@ class TransformersSampler(CalledSampler):
             if self._broken is not None:
                 raise SamplerError(self._broken.cause, self._broken.remedy)
             self._pending[id] = answer
-        assert self._host is not None
         self._host.send(Command(method, id, arguments))
         try:
             return await asyncio.wrap_future(answer)
@@ -137,8 +123,8 @@ class TransformersSampler(CalledSampler):
         for reply, answer in zip(replies, answers, strict=True):
             if answer is None or not answer.set_running_or_notify_cancel():
                 continue
-            if reply.refused is not None:
-                answer.set_exception(RequestRefused(*reply.refused))
+            if reply.error is not None:
+                answer.set_exception(reply.error)
             else:
                 answer.set_result(reply.value)
 
@@ -161,8 +147,5 @@ async def open_engine(config: EngineConfig) -> TransformersSampler:
     return await TransformersSampler.open(config.model, **own)
 
 
-def _check_folder(folder: Path) -> None:
-    if not (folder / "config.json").exists():
-        raise ConfigError(
-            "model", str(folder), "must be a folder with config.json and weights, or a hub id", "Check --model."
-        )
+def _closed() -> SamplerError:
+    return SamplerError("The sampler was closed.", "Open a new one.")

@@ -6,6 +6,8 @@ import pickle
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from cotune.errors import SamplerError
+
 PREFIX_PART = 32
 """The memory of the machine, or of the GPU, over this is what keys and values of known prefixes may take."""
 
@@ -35,11 +37,11 @@ class Command(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a command came to, or cause and remedy where it is refused. Id 0 says that the engine itself is gone."""
+    """The result of a command, or why it is refused. Id 0: the engine itself is gone."""
 
     id: int
     value: Any = None
-    refused: tuple[str, str] | None = None
+    error: SamplerError | None = None
 
 
 def send(pipe: Connection, message: Any) -> None:

@@ -20,11 +20,12 @@ from tests.integrations import tiny_models
 
 APPLICATION = """
 import os, sys
-from cotune.integrations.models.transformers.host import ProcessHost, Starting
+from cotune.integrations.models.transformers.host import ProcessHost
 from cotune.integrations.models.transformers.wire import Command, ModelSource
 
 source = ModelSource({model!r}, None, None, None, 8, 1024, None, (0,))
-host = ProcessHost(source, lambda replies: None, lambda error: None, Starting())
+host = ProcessHost(lambda replies: None, lambda error: None)
+host.start(source)
 print(host._process.pid, flush=True)
 sent = {sent!r}
 if sent == "command":
@@ -104,3 +105,23 @@ def test_ctrl_c_does_not_reach_a_host_that_starts(tmp_path: Path) -> None:
 async def opened_and_closed(model: Path) -> None:
     sampler = await TransformersSampler.open(model, host="process")
     await sampler.aclose()
+
+
+def test_an_opening_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    tiny_models.build("qwen3", tmp_path)
+
+    def hosts() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+    async def scenario() -> None:
+        before = hosts()
+        opening = asyncio.create_task(TransformersSampler.open(tmp_path, host="process"))
+        while not (started := [host for host in hosts() if host not in before]):
+            await asyncio.sleep(0.01)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await asyncio.to_thread(psutil.wait_procs, started, 60)
+        assert hosts() == before
+
+    asyncio.run(scenario())
