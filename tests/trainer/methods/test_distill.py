@@ -156,7 +156,7 @@ def test_a_run_whose_teacher_dies_goes_on_with_another(
     opened = functools.partialmethod(VllmTeacher.__init__, concurrency=2, retries=1)
     monkeypatch.setattr(VllmTeacher, "__init__", opened)
     teacher = {"teacher": servers[0].url}
-    with pytest.raises(LearnerError, match=r"it answered 500: the engine is dead\. .*go on with --resume"):
+    with pytest.raises(LearnerError, match=r"answered 500: the engine is dead\. .*continue with --resume"):
         trainer(application(converse), recipe="distill", distill=teacher, plan={"k": 2}, steps=3)
     assert len(trainer.metrics()) == 1 and "failed in step 2. Go on with" in trainer.said
     summary = trainer.resume(application(converse), distill={"teacher": servers[1].url})
@@ -178,6 +178,6 @@ def test_bad_teachers_are_named(trainer: Trainer, tmp_path: Path) -> None:
     url = {"recipe": "distill", "distill": {"teacher": "http://127.0.0.1:9"}}
     with pytest.raises(ConfigError, match=r"sampling.temperature = 0.5 must be 1 with a teacher by its address"):
         trainer(application(converse), **url, sampling={"temperature": 0.5})
-    with pytest.raises(ConfigError, match="the address of a vLLM server that runs"):
+    with pytest.raises(ConfigError, match=r"cannot score tokens .*does not answer"):
         trainer(application(converse), **url)
     assert not (tmp_path / "run").exists()

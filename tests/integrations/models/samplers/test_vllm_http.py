@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
-from cotune.integrations.models.vllm import http as client
+from cotune.integrations.models.vllm import client
 from cotune.integrations.models.vllm.http import VllmHttpSampler
 from cotune.integrations.versions import UnsupportedVersion
 from cotune.records.structs import PolicyRef
@@ -134,9 +134,9 @@ def test_what_a_request_asks_is_sent(server: FakeServer, contract_model: Path) -
 @pytest.mark.parametrize(
     ("request_", "answer", "error", "said"),
     [
-        (("GET", "/version"), (404, {}), ConfigError, "a vLLM server"),
-        (("GET", "/version"), (200, b"<html>"), ConfigError, "a vLLM server"),
-        (("GET", "/version"), (401, {"error": "Unauthorized"}), ConfigError, "Check the API key"),
+        (("GET", "/version"), (404, {}), ConfigError, "is not a vLLM server"),
+        (("GET", "/version"), (200, b"<html>"), ConfigError, "is not a vLLM server"),
+        (("GET", "/version"), (401, {"error": "Unauthorized"}), ConfigError, "VLLM_API_KEY"),
         (("GET", "/version"), (200, {"version": "0.9.1"}), UnsupportedVersion, "vllm 0.9.1 cannot be used"),
         (("GET", "/v1/load_lora_adapter"), (404, {}), ConfigError, "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
         (("POST", "/v1/load_lora_adapter"), (500, {"message": "LoRA is not enabled"}), ConfigError, "--enable-lora"),

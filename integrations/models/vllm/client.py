@@ -1,0 +1,121 @@
+"""A client of a running vLLM server, by its address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError, RequestRefused, SamplerError, error_line
+from cotune.integrations.versions import check
+
+CONNECT_SECONDS = 10.0
+IDLE_SECONDS = 2.0
+"""How long a connection may be idle and still be used: vLLM closes one after 5 s, and a request that arrives in that
+moment is lost (ReadError)."""
+CONTROL_SECONDS = 60.0
+"""How long the server may take for anything but sampling."""
+
+
+class Card(msgspec.Struct):
+    """One model of the server: the base, or an adapter (which has a `parent`)."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[Card]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class VllmClient:
+    """Requests to a vLLM server, from one event loop. `field` is the setting that named `url`, for errors."""
+
+    def __init__(self, url: str, field: str, key: str | None) -> None:
+        import httpx
+
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._field = field
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            limits=httpx.Limits(max_keepalive_connections=256, keepalive_expiry=IDLE_SECONDS),
+        )
+
+    def refused(self, fault: str, remedy: str) -> ConfigError:
+        """The error of a server that cannot be used."""
+        return ConfigError(self._field, self.url, fault, remedy)
+
+    async def open(self) -> list[Card]:
+        """The models of the server. Raises ConfigError where it is no vLLM server, UnsupportedVersion, SamplerError."""
+        check("vllm", (await self._get("/version", _Version)).version)
+        return await self.models()
+
+    async def models(self) -> list[Card]:
+        """Raises ConfigError, SamplerError."""
+        models: _Models = await self._get("/v1/models", _Models)
+        return models.data
+
+    async def takes_adapters(self) -> bool:
+        """Whether adapters can be loaded while it runs. Raises SamplerError."""
+        return bool((await self._request("GET", "/v1/load_lora_adapter")).status_code != 404)
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], kind: type[Any] | None = None, *, seconds: float | None
+    ) -> Any:
+        """The answer as a `kind` (None: as it is). Raises RequestRefused where the request is at fault, SamplerError
+        where another try may succeed, or the answer has another form."""
+        answer = await self._request("POST", path, seconds, body)
+        if not answer.is_success:
+            cause = f"{self.url}{path} answered {answer.status_code}: {_message(answer.content)}"
+            if answer.status_code < 500 and answer.status_code not in (408, 429):
+                raise RequestRefused(cause, "Correct the request, or how the server was started.")
+            raise SamplerError(cause, "Read the server's log.")
+        if kind is None:
+            return answer.content
+        try:
+            return msgspec.json.decode(answer.content, type=kind)
+        except msgspec.DecodeError as error:
+            raise SamplerError(f"{self.url} answered in another form: {error}.", "Read the server's log.") from None
+
+    async def aclose(self) -> None:
+        await self._http.aclose()
+
+    async def _get(self, path: str, kind: type[Any]) -> Any:
+        answer = await self._request("GET", path)
+        if answer.status_code in (401, 403):
+            raise self.refused(f"needs a key ({path} answered {answer.status_code})", "Put it into VLLM_API_KEY.")
+        try:
+            if answer.is_success:
+                return msgspec.json.decode(answer.content, type=kind)
+        except msgspec.DecodeError:
+            pass
+        fault = f"is not a vLLM server ({path} answered {answer.status_code}: {_message(answer.content)})"
+        raise self.refused(fault, "Name the address of a vLLM server.")
+
+    async def _request(self, method: str, path: str, seconds: float | None = CONTROL_SECONDS, body: Any = None) -> Any:
+        import httpx
+
+        try:
+            return await self._http.request(
+                method, path, json=body, timeout=httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+            )
+        except httpx.HTTPError as error:
+            remedy = "Check that the server is running."
+            raise SamplerError(f"{self.url} does not answer: {error_line(error)}.", remedy) from error
+
+
+def _message(content: bytes) -> str:
+    """The message of an error response, in whichever of vLLM's forms."""
+    try:
+        body = msgspec.json.decode(content)
+        return str(body.get("error", body).get("message", body))
+    except (msgspec.DecodeError, AttributeError):
+        return content[:200].decode(errors="replace")
