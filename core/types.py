@@ -16,6 +16,7 @@ from cotune.sampling.scoring import Call, GroupScorer, Reward, Scorer
 if TYPE_CHECKING:
     from cotune.adapters.deployed import Deployment
     from cotune.adapters.manifest import Manifest
+    from cotune.integrations.apps.openai.judge_endpoint import JudgeSettings
     from cotune.integrations.web.gateway.server import Gate
     from cotune.reading.evaluations import EvaluationReport
     from cotune.trainer.before.check.report import CheckReport
@@ -31,6 +32,7 @@ else:
             "EvaluationOptions": "cotune.trainer.evaluation.modes",
             "EvaluationReport": "cotune.reading.evaluations",
             "Gate": "cotune.integrations.web.gateway.server",
+            "JudgeSettings": "cotune.integrations.apps.openai.judge_endpoint",
             "Manifest": "cotune.adapters.manifest",
             "RunSummary": "cotune.trainer.reporting.summary",
             "TrainConfig": "cotune.trainer.config.train",
@@ -50,6 +52,7 @@ __all__ = [
     "FinishedEpisode",
     "Gate",
     "GroupScorer",
+    "JudgeSettings",
     "Manifest",
     "Redactor",
     "Reward",

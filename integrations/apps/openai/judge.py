@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from cotune.errors import ConfigError, JudgeError, SamplerError
-from cotune.integrations.apps.openai.judge_endpoint import Endpoint, Limits, Passing
+from cotune.integrations.apps.openai.judge_endpoint import Endpoint, JudgeSettings, Passing
 from cotune.judging.episodes import FinishedEpisode, Ranking
 from cotune.judging.question import AGAIN, Question, Unusable, question, values
 from cotune.judging.shown import shown_message, shown_messages, shown_tools
@@ -41,7 +41,8 @@ class Judge(Ranking):
 
     ```python
     rubric = "Prefer the reply that answers the question, then the shorter one."
-    solve.scorer("writer", group=True)(cotune.Judge(model="gpt-4o-mini", rubric=rubric, max_calls=1000))
+    judge = cotune.Judge(model="gpt-4o-mini", rubric=rubric, price=(0.15, 0.6), max_cost=5.0)
+    solve.scorer("writer", group=True)(judge)
     ```
     """
 
@@ -53,19 +54,9 @@ class Judge(Ranking):
         role: str | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
-        name: str = "judge",
-        passes: int = 1,
-        seed: int = 0,
-        max_calls: int | None = None,
-        max_cost: float | None = None,
         price: tuple[float, float] | None = None,
-        concurrency: int = 8,
-        timeout: float = 60.0,
-        max_tokens: int = 1024,
-        params: Mapping[str, Any] | None = None,
-        reason: bool = True,
-        structured: bool = True,
-        folder: str | Path | None = None,
+        max_cost: float | None = None,
+        settings: JudgeSettings | None = None,
     ) -> None:
         """Either `model`, at an OpenAI-compatible endpoint, or `role`, played by a policy of the run.
 
@@ -74,55 +65,42 @@ class Judge(Ranking):
             model: name of the model at `base_url`; like `api_key` that is the OpenAI SDK's own where it is None.
             role: name of a role: its requests are calls of the episode, or of one of their own where it judges whole
                 episodes, recorded and, with a policy, trained like any.
-            name: of the reward.
-            passes: requests per group: the second shows the siblings in reversed order, and so on in pairs; rewards are
-                their mean.
-            seed: of the order in which siblings are shown.
-            max_calls: most requests of a run.
-            max_cost: most that a run's requests may cost, at `price`. A request that could pass it is not sent.
             price: of a million prompt tokens and of a million completion tokens.
-            concurrency: most requests at once, in each process.
-            timeout: seconds until a request counts as failed.
-            max_tokens: most tokens of an answer.
-            params: more of the request, such as `reasoning_effort`, or another `temperature` than 0.
-            reason: whether the judge says why before it ranks, which helps most models and costs a sentence.
-            structured: whether a JSON schema is asked for (`response_format`); some endpoints know none.
-            folder: where answers and costs are kept, to share them between runs; without it the run's own folder, or
-                this object's memory outside a run.
+            max_cost: most that a run's requests may cost, at `price`. A request that could pass it is not sent.
+            settings: the rest, such as `passes`, `max_calls` and `timeout`.
 
-        Raises ConfigError for what does not fit.
+        Raises ConfigError for values that do not fit.
         """
-        _check(rubric, model, role, price, max_cost)
-        for field, number in {"passes": passes, "max_tokens": max_tokens}.items():
-            if number < 1:
-                raise ConfigError(f"Judge.{field}", number, "must be 1 or more")
-        if role is not None and (max_calls, max_cost, price, base_url, api_key) != (None,) * 5:
-            fields = "max_calls, max_cost, price, base_url and api_key"
-            raise ConfigError("Judge.role", role, f"must be given without {fields}: a policy of the run answers")
+        settings = settings or JudgeSettings()
+        if not isinstance(rubric, str) or not rubric.strip():
+            raise ConfigError("Judge.rubric", rubric, "must be a text that says what makes an answer better")
+        if (model is None) == (role is None):
+            fault = "is missing" if model is None else "cannot be used with role"
+            raise ConfigError("Judge.model", model, fault, "Name a model, or a role of the run.")
+        if price is not None and (len(price) != 2 or not all(number >= 0 for number in price)):
+            fault = "must be the prices of a million prompt and completion tokens"
+            raise ConfigError("Judge.price", price, fault, "For example: price=(0.15, 0.6).")
+        if max_cost is not None and price is None:
+            raise ConfigError("Judge.max_cost", max_cost, "needs a price", "For example: price=(0.15, 0.6).")
+        if max_cost is not None and not max_cost > 0:
+            raise ConfigError("Judge.max_cost", max_cost, "must be a number above 0")
+        if role is not None and (settings.max_calls, max_cost, price, base_url, api_key) != (None,) * 5:
+            fault = "cannot be used with max_calls, max_cost, price, base_url or api_key: a policy of the run answers"
+            raise ConfigError("Judge.role", role, fault)
         self.rubric = rubric
         self.model = model
         self.role = role
-        self.name = name
-        self.passes = passes
-        self.seed = seed
-        self._body = {"model": model or role, "temperature": 0, "max_tokens": max_tokens, **(params or {})}
+        self.name = settings.name
+        self.settings = settings
+        self._body = {"model": model or role, "temperature": 0, "max_tokens": settings.max_tokens, **settings.params}
         if "max_completion_tokens" in self._body:
             del self._body["max_tokens"]
-        self._reason = reason
-        self._structured = structured
-        self._folder = None if folder is None else Path(folder).absolute()
+        self._folder = None if settings.folder is None else Path(settings.folder).absolute()
         self._memory = Ledger(None)
         self._place = base_url
-        self.key = f"{name}:{model or role}:{address(canonical([base_url, rubric]))[:8]}"
-        """What its answers and costs are kept under."""
-        limits = Limits(
-            max_calls=max_calls,
-            max_cost=max_cost,
-            price=price or (0.0, 0.0),
-            concurrency=concurrency,
-            timeout=timeout,
-        )
-        self._endpoint = Endpoint(self.key, str(self), base_url, api_key, limits)
+        self.key = f"{self.name}:{model or role}:{address(canonical([base_url, rubric]))[:8]}"
+        """The key under which its answers and costs are kept."""
+        self._endpoint = Endpoint(self.key, str(self), base_url, api_key, price or (0.0, 0.0), max_cost, settings)
 
     def __str__(self) -> str:
         return f"The judge {self.model or self.role}"
@@ -135,46 +113,39 @@ class Judge(Ranking):
     async def __call__(self, of: Sequence[FinishedEpisode], task: Any, /) -> Sequence[Mapping[str, float] | None]: ...
     async def __call__(self, of: Sequence[Any], *about: Any) -> Sequence[Mapping[str, float] | None]:
         """Rewards of candidates of a call, or of episodes of a task; none for a single one. Raises JudgeError."""
+        episode: LiveEpisode | None
         if len(about) == 2:
-            return await self._of_siblings(of, about[0])
-        shared, entries = canonical(about[0]).decode(), [episode.transcript for episode in of]
-        return await self._judged(shared, entries, "attempts at one task", judging.get())
-
-    async def _of_siblings(self, candidates: Sequence[Candidate], call: Call) -> Sequence[Mapping[str, float] | None]:
-        shared = "\n\n".join(filter(None, [shown_messages(call.messages), shown_tools(call.tools)]))
-        entries = [shown_message(candidate.message or {"content": candidate.text}) for candidate in candidates]
-        what = "answers to one request"
-        live = call.episode if isinstance(call, LiveCall) else None
-        return await self._judged(shared, entries, what, live)
-
-    async def _judged(
-        self, shared: str, entries: Sequence[str], what: str, episode: LiveEpisode | None
-    ) -> Sequence[Mapping[str, float] | None]:
-        if episode is not None and episode.offline:
-            return await self._made_up(shared, entries, what, episode)
-        return await self._rewards(shared, entries, what, self._ask(episode))
-
-    async def _rewards(
-        self, shared: str, entries: Sequence[str], what: str, ask: Ask
-    ) -> Sequence[Mapping[str, float] | None]:
+            call = about[0]
+            shared = "\n\n".join(filter(None, [shown_messages(call.messages), shown_tools(call.tools)]))
+            entries = [shown_message(candidate.message or {"content": candidate.text}) for candidate in of]
+            kind, episode = "answers to one request", call.episode if isinstance(call, LiveCall) else None
+        else:
+            shared, entries = canonical(about[0]).decode(), [episode.transcript for episode in of]
+            kind, episode = "attempts at one task", judging.get()
         if len(entries) < 2:
             return [None] * len(entries)
         distinct = list(dict.fromkeys(entries))
+        seed, reason, passes = self.settings.seed, self.settings.reason, range(self.settings.passes)
+        questions = [
+            question(self.rubric, shared, distinct, what=kind, seed=seed, turn=turn, reason=reason) for turn in passes
+        ]
+        if episode is not None and episode.offline:
+            return await self._made_up(shared, len(entries), questions[0], episode)
         if len(distinct) == 1:
             return [{self.name: 0.5}] * len(entries)
-        questions = [self._question(shared, distinct, what, turn) for turn in range(self.passes)]
-        found = await asyncio.gather(*(self._tiers(asked, ask) for asked in questions), return_exceptions=True)
+        ask = self._ask(episode)
+        answers = await asyncio.gather(*(self._tiers(asked, ask) for asked in questions), return_exceptions=True)
         places = [[i for i, entry in enumerate(entries) if entry == other] for other in distinct]
         ranked = []
-        for tiers in found:
+        for tiers in answers:
             if isinstance(tiers, BaseException):
                 self._ledger.count(self.key, "dropped")
                 raise tiers
             ranked.append(values([[i for entry in tier for i in places[entry]] for tier in tiers]))
-        return [{self.name: sum(of) / self.passes} for of in zip(*ranked, strict=True)]
+        return [{self.name: sum(of) / self.settings.passes} for of in zip(*ranked, strict=True)]
 
     async def _tiers(self, asked: Question, ask: Ask) -> list[list[int]]:
-        """What the judge says of a question; from what it has said before, where it has. Raises JudgeError."""
+        """The judge's answer to a question, which may be one that it gave before. Raises JudgeError."""
         ledger = self._ledger
         body = self._request(asked)
         key = address(canonical([self._place, body]))
@@ -229,23 +200,17 @@ class Judge(Ranking):
         return answer.candidates[answer.chosen].text
 
     async def _made_up(
-        self, shared: str, entries: Sequence[str], what: str, episode: LiveEpisode
+        self, shared: str, count: int, asked: Question, episode: LiveEpisode
     ) -> Sequence[Mapping[str, float] | None]:
-        """Rewards in a dry run, which contacts nobody: the calls of a role are made, and what they say is ignored."""
-        if len(entries) < 2:
-            return [None] * len(entries)
+        """Rewards in a dry run, which contacts nobody: the calls of a role are made, and their answers are ignored."""
         if self.role is not None:
-            asked = self._question(shared, list(dict.fromkeys(entries)), what, 0)
             await self._ask_role(episode, self._request(asked))
-        order = random.Random(address(shared.encode())).sample(range(len(entries)), len(entries))
+        order = random.Random(address(shared.encode())).sample(range(count), count)
         return [{self.name: value} for value in values([[i] for i in order])]
 
-    def _question(self, shared: str, entries: Sequence[str], what: str, turn: int) -> Question:
-        return question(self.rubric, shared, entries, what=what, seed=self.seed, turn=turn, reason=self._reason)
-
     def _request(self, asked: Question) -> dict[str, Any]:
-        form = {"response_format": asked.response_format(reason=self._reason)} if self._structured else {}
-        return {**self._body, "messages": asked.messages, **form}
+        form = asked.response_format(reason=self.settings.reason) if self.settings.structured else None
+        return {**self._body, "messages": asked.messages, **({"response_format": form} if form else {})}
 
     @property
     def _ledger(self) -> Ledger:
@@ -259,24 +224,3 @@ class Judge(Ranking):
                     "%s is not shared with this machine: a judge keeps answers and caps of its own here.", folder
                 )
         return Ledger(folder)
-
-
-def _check(
-    rubric: str,
-    model: str | None,
-    role: str | None,
-    price: tuple[float, float] | None,
-    max_cost: float | None,
-) -> None:
-    if not isinstance(rubric, str) or not rubric.strip():
-        raise ConfigError("Judge.rubric", rubric, "must be a text that says what makes an answer better")
-    if (model is None) == (role is None):
-        raise ConfigError(
-            "Judge.model", model, "must be given where role is not", "Name a model, or a role of the run."
-        )
-    if price is not None and (len(price) != 2 or not all(number >= 0 for number in price)):
-        raise ConfigError(
-            "Judge.price", price, "must be prices of a million prompt and completion tokens, such as (0.15, 0.6)"
-        )
-    if max_cost is not None and price is None:
-        raise ConfigError("Judge.max_cost", max_cost, "must be given with price", "For example: price=(0.15, 0.6).")

@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,29 +27,60 @@ class Passing(Exception):
     """A fault that another try may not meet: a time-out, a lost connection, a server's own error."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a judge may cost. `price` is of a million prompt and completion tokens; `timeout` is in seconds."""
+class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a `cotune.Judge` seldom needs. Raises ConfigError for a bound of 0."""
 
-    max_calls: int | None
-    max_cost: float | None
-    price: tuple[float, float]
-    concurrency: int
-    timeout: float
+    name: str = "judge"
+    """Of the reward."""
+    passes: int = 1
+    """Requests per group: the second shows the siblings in reversed order, and so on in pairs; rewards are their
+    mean."""
+    seed: int = 0
+    """Of the order in which siblings are shown."""
+    max_calls: int | None = None
+    """Most requests of a run."""
+    concurrency: int = 8
+    """Most requests at once, in each process."""
+    timeout: float = 60.0
+    """Seconds until a request counts as failed."""
+    max_tokens: int = 1024
+    """Most tokens of an answer."""
+    params: Mapping[str, Any] = {}
+    """More of the request, such as `reasoning_effort`, or another `temperature` than 0."""
+    reason: bool = True
+    """Whether the judge says why before it ranks, which helps most models and costs a sentence."""
+    structured: bool = True
+    """Whether to ask for a JSON schema (`response_format`); some endpoints know none."""
+    folder: str | Path | None = None
+    """Where answers and costs are kept, to share them between runs; without it the run's own folder, or the judge's
+    memory outside a run."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "max_calls", "concurrency", least=1, table="Judge.")
-        check_bounds(self, "max_cost", "timeout", table="Judge.")
+        check_bounds(self, "passes", "max_calls", "concurrency", "max_tokens", least=1, table="Judge.settings.")
+        check_bounds(self, "timeout", table="Judge.settings.")
 
 
 class Endpoint:
     """Sends a judge's requests; usable from several event loops, one after the other or at once."""
 
-    def __init__(self, judge: str, name: str, base_url: str | None, api_key: str | None, limits: Limits) -> None:
+    def __init__(
+        self,
+        judge: str,
+        name: str,
+        base_url: str | None,
+        api_key: str | None,
+        price: tuple[float, float],
+        max_cost: float | None,
+        settings: JudgeSettings,
+    ) -> None:
         self._judge = judge
         self._name = name
         self._base_url = base_url
         self._api_key = api_key
-        self._limits = limits
+        self._price = price
+        self._caps = {"max_calls": settings.max_calls, "max_cost": max_cost}
+        self._concurrency = settings.concurrency
+        self._timeout = settings.timeout
         self._lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = weakref.WeakKeyDictionary()
 
     async def ask(self, body: Mapping[str, Any], ledger: Ledger) -> str:
@@ -66,37 +98,32 @@ class Endpoint:
     async def _reserve(self, body: Mapping[str, Any], ledger: Ledger, lane: _Lane) -> int:
         """The number under which the request is entered. Where others that are under way may turn out cheaper than
         their most, it waits for them. Raises JudgeError where it would pass a cap."""
-        limits = self._limits
+        prompt, completion = self._price
+        written = body.get("max_completion_tokens") or body["max_tokens"]
+        # The most that it can cost: a token has at least one byte.
+        most = (len(canonical(body)) * prompt + int(written) * completion) / MILLION
         while True:
-            most = self._most(body)
-            entered = ledger.reserve(self._judge, most, max_calls=limits.max_calls, max_cost=limits.max_cost)
+            entered = ledger.reserve(self._judge, most, **self._caps)
             if isinstance(entered, int):
                 return entered
             if entered == "max_cost" and lane.open:
                 await lane.settled.wait()
                 continue
             ledger.count(self._judge, "over_budget")
-            cap = getattr(limits, entered)
             raise JudgeError(
-                f"{self._name} is over its budget: another request would pass {entered} = {cap}.",
+                f"{self._name} is over its budget: another request would pass {entered} = {self._caps[entered]}.",
                 f"Raise {entered} of its cotune.Judge, and go on with --resume.",
             )
-
-    def _most(self, body: Mapping[str, Any]) -> float:
-        """The most that a request can cost: a token has at least one byte."""
-        prompt, completion = self._limits.price
-        written = body.get("max_completion_tokens") or body["max_tokens"]
-        return (len(canonical(body)) * prompt + int(written) * completion) / MILLION
 
     async def _sent(self, client: openai.AsyncOpenAI, body: Mapping[str, Any], ledger: Ledger, request: int) -> str:
         import openai
 
         try:
-            async with asyncio.timeout(self._limits.timeout):
+            async with asyncio.timeout(self._timeout):
                 reply = await client.chat.completions.create(**body)
         except (TimeoutError, openai.APITimeoutError):  # what it cost is unknown: it stays at its most
             ledger.count(self._judge, "timeouts")
-            raise Passing(f"no answer within {self._limits.timeout:g} s") from None
+            raise Passing(f"no answer within {self._timeout:g} s") from None
         except openai.APIStatusError as error:
             ledger.settle(request, 0, 0, 0.0)
             ledger.count(self._judge, "refused")
@@ -116,13 +143,10 @@ class Endpoint:
             raise Passing(f"{client.base_url} cannot be reached ({error.__cause__ or error})") from None
         except (openai.OpenAIError, ValueError, TypeError) as error:
             raise Passing(f"the answer cannot be read ({type(error).__name__})") from None
-        return self._read(reply, ledger, request)
-
-    def _read(self, reply: Any, ledger: Ledger, request: int) -> str:
         usage = getattr(reply, "usage", None)
         prompt, written = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
         if isinstance(prompt, int) and isinstance(written, int):
-            price = self._limits.price
+            price = self._price
             ledger.settle(request, prompt, written, (prompt * price[0] + written * price[1]) / MILLION)
         else:
             ledger.count(self._judge, "uncounted")
@@ -133,19 +157,18 @@ class Endpoint:
 
     def _lane(self) -> _Lane:
         loop = asyncio.get_running_loop()
-        if loop not in self._lanes:
-            self._lanes[loop] = _Lane(self._client(), self._limits.concurrency)
-        return self._lanes[loop]
-
-    def _client(self) -> openai.AsyncOpenAI:
+        if loop in self._lanes:
+            return self._lanes[loop]
         try:
             import openai
         except ModuleNotFoundError:
             raise JudgeError(f"{self._name} needs the package openai.", "pip install openai") from None
         try:
-            return openai.AsyncOpenAI(base_url=self._base_url, api_key=self._api_key, max_retries=0)
+            client = openai.AsyncOpenAI(base_url=self._base_url, api_key=self._api_key, max_retries=0)
         except openai.OpenAIError as error:
             raise JudgeError(f"{self._name} has no client: {error}", "Pass api_key, or set OPENAI_API_KEY.") from None
+        self._lanes[loop] = _Lane(client, self._concurrency)
+        return self._lanes[loop]
 
 
 class _Lane:

@@ -19,6 +19,7 @@ from cotune.types import (
     FinishedEpisode,
     Gate,
     GroupScorer,
+    JudgeSettings,
     Manifest,
     Redactor,
     Reward,
@@ -81,7 +82,7 @@ async def ranked(episodes: Sequence[FinishedEpisode], task: Question) -> list[Re
     return [None if not episode.calls else float(len(told(episode.calls[-1]))) for episode in episodes]
 
 
-outcomes: EpisodeJudge = cotune.Judge(model="m", rubric="Solves the task.")
+outcomes: EpisodeJudge = cotune.Judge(model="m", rubric="Solves the task.", settings=JudgeSettings(passes=2))
 
 
 @solve.redactor

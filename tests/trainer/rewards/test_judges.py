@@ -20,6 +20,7 @@ from cotune.storage.judge_ledger import Ledger
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.before.check.dry_run import check
 from cotune.trainer.config.train import convert
+from cotune.types import JudgeSettings
 from tests.integrations.judge_server import by, entries, says
 from tests.integrations.provider import Provider, serving
 from tests.integrations.tiny_models import build
@@ -28,6 +29,7 @@ from tests.trainer.rewards.test_rewards import calls_of
 from tests.trainer.tiny_app import TASKS, application, ask
 
 pytestmark = pytest.mark.usefixtures("_no_provider")
+SHORT = JudgeSettings(reason=False, max_tokens=64)
 
 
 @pytest.fixture
@@ -45,7 +47,10 @@ def early(text: str) -> float:
 def judged(server: Provider, **settings: Any) -> Any:
     """The tiny application, its first role judged over HTTP."""
     made = application()
-    judge = cotune.Judge(model="m", rubric="Early letters.", base_url=server.url, api_key="none", **settings)
+    price, how = settings.pop("price", None), JudgeSettings(**settings)
+    judge = cotune.Judge(
+        model="m", rubric="Early letters.", base_url=server.url, api_key="none", price=price, settings=how
+    )
     made.scorer("first", group=True)(judge)
     return made
 
@@ -118,7 +123,8 @@ INDEPENDENT = {"kind": "independent", "k": 4}
 
 def test_a_run_without_any_reward_learns_from_a_judge_of_its_episodes(server: Provider, trainer: Trainer) -> None:
     app = application(tell)
-    app.judge(cotune.Judge(model="m", rubric="Early letters.", base_url=server.url, api_key="none", name="early"))
+    how = JudgeSettings(name="early")
+    app.judge(cotune.Judge(model="m", rubric="Early letters.", base_url=server.url, api_key="none", settings=how))
     summary = trainer(app, plan=INDEPENDENT)
     assert summary.finished and summary.versions == {"first": 2, "second": 2}
     assert "first learns from early (the episode's outcome)" in trainer.said
@@ -192,15 +198,15 @@ def test_a_judge_may_be_a_function_that_fails_on_one_task(trainer: Trainer) -> N
 
 
 def test_a_judge_that_fails_on_all_episodes_ends_the_run_with_its_error(server: Provider, trainer: Trainer) -> None:
-    def app(**settings: Any) -> Any:
-        made = application(tell)
-        made.judge(cotune.Judge(model="m", rubric="Early.", base_url=server.url, api_key="none", **settings))
+    def app(max_calls: int) -> Any:
+        made, how = application(tell), JudgeSettings(max_calls=max_calls)
+        made.judge(cotune.Judge(model="m", rubric="Early.", base_url=server.url, api_key="none", settings=how))
         return made
 
     with pytest.raises(JudgeError, match="max_calls = 4"):
-        trainer(app(max_calls=4), plan=INDEPENDENT)
+        trainer(app(4), plan=INDEPENDENT)
     assert len(server.requests) == 4
-    assert trainer.resume(app(max_calls=7)).finished
+    assert trainer.resume(app(7)).finished
     assert len(server.requests) == 7, "nothing was judged twice"
 
 
@@ -244,7 +250,7 @@ async def write(task: Any) -> float:
 
 def test_a_judge_that_is_a_role_is_recorded_and_trained_like_any(speaking: Path, trainer: Trainer) -> None:
     app = application(write, critic=lambda candidate, call, task: len(candidate.text))
-    app.scorer("writer", group=True)(cotune.Judge(role="critic", rubric="Shorter.", reason=False, max_tokens=64))
+    app.scorer("writer", group=True)(cotune.Judge(role="critic", rubric="Shorter.", settings=SHORT))
     trainer(app, model=str(speaking), plan={"k": 2}, steps=2)
     ended = [line["roles"]["critic"]["kept"] for line in trainer.metrics()]
     assert all(kept >= 2 * 3 for kept in ended)
@@ -265,7 +271,7 @@ def test_a_judge_that_is_a_role_is_recorded_and_trained_like_any(speaking: Path,
 def by_role() -> Any:
     """Its episodes are judged by one of its own roles, whose answers a scorer likes the longer the better."""
     app = application(only_write, critic=lambda candidate, call, task: len(candidate.text))
-    app.judge(cotune.Judge(role="critic", rubric="Shorter.", reason=False, max_tokens=64))
+    app.judge(cotune.Judge(role="critic", rubric="Shorter.", settings=SHORT))
     return app
 
 

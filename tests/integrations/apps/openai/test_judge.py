@@ -15,6 +15,7 @@ import cotune
 from cotune.errors import ConfigError, JudgeError
 from cotune.records.structs import Candidate, Task
 from cotune.storage.judge_ledger import FILE, Ledger, run_folder
+from cotune.types import JudgeSettings
 from tests.integrations.judge_server import by, entries, ranking, says
 from tests.integrations.provider import Provider, json_reply, serving
 
@@ -42,8 +43,14 @@ def _in_run(tmp_path: Path) -> Iterator[None]:
 
 
 def judge(server: Provider, **settings: Any) -> cotune.Judge:
-    settings = {"model": "strict", "rubric": "Longer is better.", "timeout": 10.0, **settings}
-    return cotune.Judge(base_url=server.url, api_key="none", **settings)
+    given = {"model": "strict", "rubric": "Longer is better.", "timeout": 10.0, **settings}
+    return cotune.Judge(base_url=server.url, api_key="none", **in_two(given))
+
+
+def in_two(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a judge, those of its settings among them."""
+    rest = {name: given.pop(name) for name in list(given) if name in JudgeSettings.__struct_fields__}
+    return {**given, "settings": JudgeSettings(**rest)}
 
 
 def ask(made: cotune.Judge, candidates: Any = EIGHT) -> Any:
@@ -268,17 +275,17 @@ def test_answers_are_kept_in_a_folder_of_the_users_or_in_memory(server: Provider
         ({"model": None}, "Judge.model"),
         ({"role": "critic"}, "Judge.model"),
         ({"model": None, "role": "critic", "max_calls": 3}, "Judge.role"),
-        ({"passes": 0}, "Judge.passes"),
+        ({"passes": 0}, "Judge.settings.passes"),
         ({"max_cost": 1.0}, "Judge.max_cost"),
         ({"max_cost": 0.0, "price": (1.0, 1.0)}, "Judge.max_cost"),
-        ({"max_calls": 0}, "Judge.max_calls"),
+        ({"max_calls": 0}, "Judge.settings.max_calls"),
         ({"price": (1.0,)}, "Judge.price"),
         ({"price": (-1.0, 1.0)}, "Judge.price"),
-        ({"timeout": 0}, "Judge.timeout"),
-        ({"concurrency": 0}, "Judge.concurrency"),
+        ({"timeout": 0}, "Judge.settings.timeout"),
+        ({"concurrency": 0}, "Judge.settings.concurrency"),
     ],
 )
 def test_settings_that_do_not_fit(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        cotune.Judge(**{"model": "m", "rubric": "Longer is better.", **settings})
+        cotune.Judge(**in_two({"model": "m", "rubric": "Longer is better.", **settings}))
     assert caught.value.field == field
