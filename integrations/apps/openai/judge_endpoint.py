@@ -78,7 +78,8 @@ class Endpoint:
         self._base_url = base_url
         self._api_key = api_key
         self._price = price
-        self._caps = {"max_calls": settings.max_calls, "max_cost": max_cost}
+        self._max_calls = settings.max_calls
+        self._max_cost = max_cost
         self._concurrency = settings.concurrency
         self._timeout = settings.timeout
         self._lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = weakref.WeakKeyDictionary()
@@ -103,15 +104,16 @@ class Endpoint:
         # The most that it can cost: a token has at least one byte.
         most = (len(canonical(body)) * prompt + int(written) * completion) / MILLION
         while True:
-            entered = ledger.reserve(self._judge, most, **self._caps)
+            entered = ledger.reserve(self._judge, most, max_calls=self._max_calls, max_cost=self._max_cost)
             if isinstance(entered, int):
                 return entered
             if entered == "max_cost" and lane.open:
                 await lane.settled.wait()
                 continue
             ledger.count(self._judge, "over_budget")
+            cap = self._max_cost if entered == "max_cost" else self._max_calls
             raise JudgeError(
-                f"{self._name} is over its budget: another request would pass {entered} = {self._caps[entered]}.",
+                f"{self._name} is over its budget: another request would pass {entered} = {cap}.",
                 f"Raise {entered} of its cotune.Judge, and go on with --resume.",
             )
 
