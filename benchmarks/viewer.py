@@ -101,7 +101,7 @@ def build(folder: Path, calls: int, tokens: int = 60) -> Path:
                     replace(replace(body, 'STEP000000', n.at), '"training_step":0', '"training_step":' || k),
                     iif(abs(random()) % {steps} < k, '{{"success": 1.0}}', metrics) FROM n, e ORDER BY k, id;
                 INSERT INTO rewards SELECT n.at || substr(target, 11), r.name, value, r.at FROM n, r ORDER BY k, target;
-                INSERT INTO consumed SELECT id, CAST(substr(id, 5, 6) AS INTEGER) FROM calls;"""
+                INSERT INTO consumed SELECT id, CAST(substr(id, 5, 6) AS INTEGER), 1 FROM calls;"""
         )
     db.close()
     _evaluation(folder)

@@ -75,7 +75,7 @@ def group_and_weigh(run: Run, episodes: Sequence[Episode], collected: Collected)
         collected.samples,
         run.recipe,
         run.state.advantages,
-        consumed=run.consumed,
+        consumed=run.store.consumed(),
         decays=decays,
         others=collected.others,
     )

@@ -22,7 +22,7 @@ from cotune.trainer.rollout.judged_step import JudgedStep
 from cotune.trainer.rollout.judging import Bench, judging_role
 from cotune.trainer.run.best_checkpoint import note_best
 from cotune.trainer.run.checkpoint import commit_checkpoint
-from cotune.trainer.run.restore import add_new_roles, mark_consumed, recovery
+from cotune.trainer.run.restore import add_new_roles, recovery
 from cotune.trainer.run.run import Run
 from cotune.trainer.schedules.curriculum import fewer_episodes
 from cotune.trainer.updates import publish, sampler_asleep, update
@@ -140,7 +140,7 @@ def _bench(run: Run, step: int, responder: Responder) -> Bench:
 
 
 async def commit(run: Run, *, due: bool = False) -> None:
-    """Write a checkpoint where one is due, then mark its groups as consumed.
+    """Write a checkpoint where one is due.
 
     One is every `checkpoint_every` steps, after the last one, and before new roles get their policies.
     """
@@ -152,7 +152,4 @@ async def commit(run: Run, *, due: bool = False) -> None:
     best = run.best if config.evaluation.keep_best else None
     keep = config.keep_checkpoints
     await asyncio.to_thread(commit_checkpoint, run.folder, state, run.learner, keep=keep, spare=spare, best=best)
-    mark_consumed(run, state)
-    state.ledger.clear()
-    state.members.clear()
     run.committed = state.steps

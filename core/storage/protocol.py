@@ -97,6 +97,10 @@ class Store(Protocol):
         """
         ...
 
+    def release(self, training_step: int) -> None:
+        """Forget what this training step and later ones have consumed: they are trained again."""
+        ...
+
     def consumed(self) -> Mapping[str, int]:
         """Group id -> training step that consumed it."""
         ...

@@ -22,7 +22,7 @@ from cotune.storage.outcomes import metric
 Row = tuple[Any, ...]
 Timed = TypeVar("Timed", CallRecord, Episode)
 
-VERSION = 1
+VERSION = 2
 """`user_version` of a records file; raised when the schema changes."""
 
 APPLICATION = 0x636F7475
@@ -49,8 +49,8 @@ CREATE TABLE episodes (
 CREATE INDEX episodes_by_step ON episodes (phase, training_step);
 CREATE INDEX episodes_by_task ON episodes (task);
 CREATE TABLE rewards (target TEXT, name TEXT, value REAL, at REAL, PRIMARY KEY (target, name)) WITHOUT ROWID;
-CREATE TABLE consumed (grp TEXT PRIMARY KEY, training_step INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE closed (target TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE consumed (
+    target TEXT PRIMARY KEY, training_step INTEGER NOT NULL, is_group INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE VIEW candidates AS
     SELECT calls.id || '.' || json_extract(value, '$.index') AS id, calls.id AS call, calls.episode, calls.role,
@@ -69,8 +69,7 @@ COLUMNS = {
     "token_ids, logprobs",
     "episodes": "id, task, phase, training_step, status, body, metrics",
     "rewards": "target, name, value, at",
-    "consumed": "grp, training_step",
-    "closed": "target",
+    "consumed": "target, training_step, is_group",
     "counters": "name, value",
 }
 """Columns of each table, which a file has unless it is damaged."""

@@ -35,7 +35,7 @@ from cotune.storage.schema import (
     join_path,
 )
 from cotune.storage.sqlite_figures import SqliteFigures
-from cotune.storage.sqlite_writer import Writer
+from cotune.storage.sqlite_writer import Ledger, Writer
 
 log = logging.getLogger("cotune.store")
 Made = TypeVar("Made")
@@ -221,17 +221,23 @@ class SqliteStore(SqliteFigures):
 
     def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
         members = groups if isinstance(groups, Mapping) else dict.fromkeys(groups, ())
+        self._write_ledger(Ledger([(group, [*names]) for group, names in members.items()], training_step))
+
+    def release(self, training_step: int) -> None:
+        """Forget, durably, what this step and later ones have consumed: they are trained again."""
+        self._write_ledger(Ledger(None, training_step))
+
+    def _write_ledger(self, ledger: Ledger) -> None:
         if self._writer is None:
             raise self._read_only()
-        failure = self._writer.consume([(group, [*names]) for group, names in members.items()], training_step)
-        if failure:
+        if failure := self._writer.write_ledger(ledger):
             raise RecordError(
                 f"The ledger of consumed groups in {self.path} cannot be written ({failure}).",
                 "Free the disk and resume: a group that is not in the ledger could be trained twice.",
             )
 
     def consumed(self) -> Mapping[str, int]:
-        return dict(self.rows("SELECT grp, training_step FROM consumed"))
+        return dict(self.rows("SELECT target, training_step FROM consumed WHERE is_group"))
 
     def counters(self) -> Mapping[str, int]:
         return {"lost": 0, "refused": 0, **dict(self.rows("SELECT name, value FROM counters"))}

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cotune.records.structs import Record
@@ -57,11 +57,12 @@ class Batch:
 
 
 class Ledger:
-    """Groups that a training step consumed, with their members; after `flush`, why they could not be written."""
+    """Groups that a training step consumed, with their members; None forgets those of this step and later ones. After
+    `flush`, `failure` is why it could not be written."""
 
     count, bytes, puts = 0, 400, 1
 
-    def __init__(self, groups: list[tuple[str, list[str]]], step: int) -> None:
+    def __init__(self, groups: list[tuple[str, list[str]]] | None, step: int) -> None:
         self.groups = groups
         self.step = step
         self.since = time.monotonic()
@@ -89,7 +90,7 @@ class Writer:
         self._counted = {"lost": 0, "refused": 0}
         self._saved = dict(self._counted)
         try:
-            self._any_closed = connection.execute("SELECT EXISTS (SELECT 1 FROM closed)").fetchone()[0] == 1
+            self._any_closed = connection.execute("SELECT EXISTS (SELECT 1 FROM consumed)").fetchone()[0] == 1
         except BaseException:
             connection.close()
             raise
@@ -136,9 +137,8 @@ class Writer:
         if refusal:
             self._lose(len(records), refusal)
 
-    def consume(self, groups: Iterable[tuple[str, list[str]]], training_step: int) -> str | None:
-        """Write the ledger after everything queued; return why that failed, or None."""
-        ledger = Ledger([*groups], training_step)
+    def write_ledger(self, ledger: Ledger) -> str | None:
+        """Write it after everything queued; return why that failed, or None."""
         with self._changed:
             ledger.failure = self._refusal(full=False)
             if ledger.failure is None:
@@ -353,7 +353,7 @@ class Writer:
             name
             for some in in_parts(names)
             for (name,) in self._db.execute(
-                f"SELECT target FROM closed WHERE target IN ({','.join('?' * len(some))})", some
+                f"SELECT target FROM consumed WHERE target IN ({','.join('?' * len(some))})", some
             )
         }
         return [
@@ -361,14 +361,20 @@ class Writer:
         ]
 
     def _write_ledger(self, ledger: Ledger) -> None:
-        self._db.executemany(
-            "INSERT OR IGNORE INTO consumed VALUES (?, ?)", [(group, ledger.step) for group, _ in ledger.groups]
+        if ledger.groups is None:
+            self._db.execute("DELETE FROM consumed WHERE training_step >= ?", [ledger.step])
+            return
+        insert = (
+            "INSERT INTO consumed VALUES (?, ?, ?) "
+            "ON CONFLICT (target) DO UPDATE SET is_group = 1 WHERE excluded.is_group"
         )
         targets = {name for group, members in ledger.groups for name in (group, *members)}
-        self._db.executemany("INSERT OR IGNORE INTO closed VALUES (?)", [(name,) for name in targets])
-        for some in in_parts({name.rpartition(".")[0] or name for name in targets}):
+        groups = {group for group, _ in ledger.groups}
+        self._db.executemany(insert, [(name, ledger.step, name in groups) for name in targets])
+        for some in in_parts({name.rpartition(".")[0] or name for name in targets}):  # rewards name episodes too
             marks = ",".join("?" * len(some))
-            self._db.execute(f"INSERT OR IGNORE INTO closed SELECT episode FROM calls WHERE id IN ({marks})", some)
+            episodes = f"SELECT DISTINCT episode, ?, 0 FROM calls WHERE id IN ({marks})"
+            self._db.execute(f"INSERT OR IGNORE INTO consumed {episodes}", [ledger.step, *some])
         self._any_closed = True
 
     def _write_counters(self, counted: Mapping[str, int]) -> None:

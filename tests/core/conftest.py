@@ -104,6 +104,9 @@ class MemoryStore:
     def consume(self, groups: Iterable[str], training_step: int) -> None:
         self._consumed.update(dict.fromkeys(groups, training_step))
 
+    def release(self, training_step: int) -> None:
+        self._consumed = {group: step for group, step in self._consumed.items() if step < training_step}
+
     def consumed(self) -> Mapping[str, int]:
         return self._consumed
 

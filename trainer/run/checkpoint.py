@@ -1,7 +1,7 @@
-"""Checkpoints: policies, optimizers, RNG, advantage state and the ledger of consumed groups, written as one.
+"""Checkpoints: policies, optimizers, RNG and advantage state, written as one.
 
-A checkpoint is a folder written under a temporary name, fsynced and renamed; `latest` names the newest one. Only
-what a checkpoint holds counts as trained: a group of a later step is still to be consumed.
+A checkpoint is a folder written under a temporary name, fsynced and renamed; `latest` names the newest one. Only the
+steps of a checkpoint count as trained: `restore` releases the groups that later ones have consumed.
 """
 
 from __future__ import annotations
@@ -55,10 +55,6 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     versions: dict[str, int] = {}
     """The served version of each policy that has been published."""
     policies: Policies
-    ledger: dict[str, int] = {}
-    """Groups consumed since the checkpoint before, and the step that consumed each."""
-    members: dict[str, tuple[str, ...]] = {}
-    """The candidates of the ledger's groups, where the id of a group is not that of their call."""
     new_roles: tuple[str, ...] = ()
     """Roles first seen in the last step: they get policies before the next one."""
     silent: dict[str, int] = {}

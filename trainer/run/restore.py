@@ -42,11 +42,9 @@ async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> list[str]:
         await run.sampler.retire(PolicyRef(name, int(version)))
     run.published.clear()
     timeline, versions = _timeline(run, checkpoint)
-    mark_consumed(run, checkpoint)
-    consumed = run.store.consumed().items()
-    run.consumed = {group for group, step in consumed if step < checkpoint.steps} | checkpoint.ledger.keys()
+    run.store.release(checkpoint.steps)
     now = {"policies": policies, "versions": versions, "timeline": timeline}
-    run.state = msgspec.structs.replace(checkpoint, **now, ledger={}, members={}, new_roles=())
+    run.state = msgspec.structs.replace(checkpoint, **now, new_roles=())
     run.committed = checkpoint.steps
     run.folder.truncate_metrics(checkpoint.steps)
     notes = find_best(run)
@@ -120,13 +118,6 @@ async def begin_from(run: Run, source: str, names: Collection[str] | None = None
     for name in begun:
         await publish_version(run, name, run.next_version(name))
     return notes
-
-
-def mark_consumed(run: Run, checkpoint: Checkpoint) -> None:
-    """Mark the groups of a checkpoint's ledger as trained: later rewards for them are refused, and counted."""
-    for step in sorted(set(checkpoint.ledger.values())):
-        groups = [group for group, at in checkpoint.ledger.items() if at == step]
-        run.store.consume({group: checkpoint.members.get(group, ()) for group in groups}, step)
 
 
 @contextlib.asynccontextmanager

@@ -56,8 +56,6 @@ class Run:
     teacher: Teacher | None = None
     committed: int = -1
     """Steps that the newest checkpoint has."""
-    consumed: set[str] = field(default_factory=set)
-    """Ids of all groups that were trained on."""
     published: dict[str, list[Proof]] = field(default_factory=dict)
     """By policy, the proofs of the versions that the sampler serves, oldest first."""
     stopping: bool = False
@@ -113,7 +111,8 @@ class Run:
         self.learner = await self.open_learner(self.state.policies)
 
     def complete_step(self, collected: Collected, prepared: Prepared, metrics: dict[str, dict[str, float]]) -> None:
-        """Go on to the next step: the groups of this one are consumed. `metrics` are its figures by role."""
+        """Go on to the next step: the groups of this one are consumed, so later rewards for them are refused.
+        `metrics` are its figures by role. Raises RecordError."""
         state = self.state
         known = state.policies.roles.keys()
         state.new_roles = tuple(sorted(self.joined(state.policies, sorted(collected.roles)).roles.keys() - known))
@@ -121,10 +120,9 @@ class Run:
         state.advantages = prepared.state
         state.metrics = metrics
         state.rewards.update(task_rewards(collected, self.recipe))
-        state.ledger.update({group.id: state.steps for group in prepared.groups})
-        if self.plan.kind != "tree":  # under a tree plan a group is a call, by its id
-            state.members.update({group.id: tuple(s.id for s in group.samples) for group in prepared.groups})
-        self.consumed.update(state.ledger)
+        by_call = self.plan.kind == "tree"  # there a group is a call, by its id
+        members = {group.id: () if by_call else [s.id for s in group.samples] for group in prepared.groups}
+        self.store.consume(members, state.steps)
         state.steps += 1
 
     def silent(self, collected: Collected) -> dict[str, int]:

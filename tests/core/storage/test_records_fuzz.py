@@ -143,7 +143,7 @@ def test_a_damaged_file_is_written_on_or_refused(whole: Path, tmp_path: Path, co
 def test_a_table_that_the_writer_reads_at_its_start(whole: Path, tmp_path: Path) -> None:
     file = Path(shutil.copy(whole, tmp_path / "records.db"))
     with contextlib.closing(sqlite3.connect(file)) as db:
-        page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'closed'").fetchone()[0]
+        page = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'consumed'").fetchone()[0]
         size = db.execute("PRAGMA page_size").fetchone()[0]
     raw = bytearray(file.read_bytes())
     raw[(page - 1) * size : page * size] = b"\xff" * size

@@ -42,7 +42,7 @@ class ReadOnly:
         self.reader = SqliteStore.open(folder, read_only=True)
 
     def __getattr__(self, name):
-        writes = name in ("write", "flush", "consume", "lost", "refused")
+        writes = name in ("write", "flush", "consume", "release", "lost", "refused")
         return getattr(self.writer if writes else self.reader, name)
 
     def close(self):
@@ -252,6 +252,17 @@ def test_ledger_keeps_the_first_step(store):
     store.consume(["g1", "g2"], 3)
     store.consume(["g2", "g3"], 4)
     assert store.consumed() == {"g1": 3, "g2": 3, "g3": 4}
+
+
+def test_what_later_steps_have_consumed_is_released(store):
+    store.write([call("E1", "C1"), call("E2", "C2")])
+    store.consume({"g1": ["C1.0"]}, 3)
+    store.consume({"g2": ["C2.0"], "g1": ["C1.0"]}, 4)
+    store.release(4)
+    assert store.consumed() == {"g1": 3}
+    store.write([RewardRecord(target, "r", 1.0) for target in ("C1.0", "E1", "C2.0", "E2")])
+    store.flush()
+    assert {target for target, found in store.rewards(["C1.0", "E1", "C2.0", "E2"]).items() if found} == {"C2.0", "E2"}
 
 
 def test_rewards_of_a_consumed_call_are_refused(store):

@@ -28,8 +28,7 @@ class Learner:
 
 
 def save(folder: Path, step: int, keep: int = 2, **best: Best) -> None:
-    ledger = {f"group{step}": step - 1} if step else {}
-    checkpoint = Checkpoint(steps=step, versions={"a": step}, policies=POLICIES, ledger=ledger)
+    checkpoint = Checkpoint(steps=step, versions={"a": step}, policies=POLICIES)
     save_checkpoint(folder, checkpoint, Learner(step), keep=keep, best=best)
 
 
@@ -49,7 +48,7 @@ def test_saved_and_loaded(tmp_path):
     assert load_checkpoint(tmp_path) is None
     save(tmp_path, 3)
     checkpoint, path = load_checkpoint(tmp_path)
-    assert checkpoint.ledger == {"group3": 2}
+    assert checkpoint.versions == {"a": 3}
     assert checkpoint.policies == POLICIES
     assert path == tmp_path / "step-000003"
 

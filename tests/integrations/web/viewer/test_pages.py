@@ -147,7 +147,7 @@ def test_groups_are_those_that_were_trained_on(site, run):
     opened = OpenedRun(run, "r")
     groups = step_groups(opened, 1)
     kept = {group.id for group in groups.groups if not group.reason}
-    assert kept == set(ids(run, "SELECT grp FROM consumed WHERE training_step = 1"))
+    assert kept == set(ids(run, "SELECT target FROM consumed WHERE training_step = 1 AND is_group"))
     assert sum(map(bool, groups.advantages.values())) == line["rows"] and dict(groups.left_out) == line["left_out"]
     for reason, count in line["left_out"].items():
         assert f"{reason} {count}" in said
