@@ -23,7 +23,8 @@ from cotune.records.structs import Episode
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
 from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import RunConfig, RunLayout, is_run, read_run
+from cotune.storage.run_config import RunConfig
+from cotune.storage.run_layout import RunLayout, is_run, read_run
 
 
 class Regrouped(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,10 +26,8 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 import msgspec
 
 from cotune.errors import RunError
-from cotune.records.plans import PlanKind
-from cotune.records.policies import OtherRoles
 from cotune.storage.checkpoints import latest_in, read_identity
-from cotune.storage.outcomes import failure_reward
+from cotune.storage.run_config import RunConfig
 from cotune.storage.typed_json import converted, fault, loaded, read_if_typed, read_typed
 
 log = logging.getLogger("cotune")
@@ -40,72 +38,6 @@ RECORDS = "records.db"
 WITHHELD = "(not kept: taken from the environment)"
 """What is written in place of the value of an environment variable."""
 _RUN = "run.json"
-
-
-class PlanConfig(msgspec.Struct, frozen=True):
-    """What of a run's [plan] is read again."""
-
-    kind: PlanKind | None = None
-
-
-class LearnerConfig(msgspec.Struct, frozen=True):
-    """What of a run's [learner] is read again."""
-
-    weight_decay: float = 0.0
-
-
-class ReplayConfig(msgspec.Struct, frozen=True):
-    """What of a run's [replay] is read again. Runs that do not say were trained on forked calls alone."""
-
-    continuations: bool = False
-    forks: str = "all"
-
-    @property
-    def trunks(self) -> bool:
-        """Whether the answers of an episode at its forks are compared with those of its branches (`ForkRule`)."""
-        return not self.forks.strip().startswith("entropy:")
-
-
-class RoutingConfig(msgspec.Struct, frozen=True):
-    """What of a run's [routing] is read again."""
-
-    swap: tuple[str, ...] = ()
-    swap_every: int = 5
-    past: tuple[str, ...] = ()
-
-
-class RecordsConfig(msgspec.Struct, frozen=True):
-    """What of a run's [records] is read again."""
-
-    path: str = ""
-
-
-class DistillConfig(msgspec.Struct, frozen=True):
-    """What of a run's [distill] is read again."""
-
-    teacher: str = ""
-
-
-class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a run's configuration is read again; the fields are documented in `trainer.config`."""
-
-    steps: int | None = None
-    recipe: str | None = None
-    alpha: float = 1.0
-    overrides: dict[str, Any] = {}
-    on_failure: str = "lowest"
-    other_roles: OtherRoles = "provider"
-    tool_format: str = "auto"
-    plan: PlanConfig = PlanConfig()
-    learner: LearnerConfig = LearnerConfig()
-    replay: ReplayConfig = ReplayConfig()
-    routing: RoutingConfig = RoutingConfig()
-    prices: dict[str, tuple[float, float]] = {}
-    records: RecordsConfig = RecordsConfig()
-    distill: DistillConfig = DistillConfig()
-
-    def __post_init__(self) -> None:
-        failure_reward(self.on_failure)
 
 
 class Held(msgspec.Struct, frozen=True):

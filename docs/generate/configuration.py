@@ -42,7 +42,7 @@ def overrides() -> str:
 
 def _entries(table: type[msgspec.Struct], prefix: str) -> Iterator[str]:
     texts = documentation(table)
-    for field in msgspec.structs.fields(table):
+    for field in sorted(msgspec.structs.fields(table), key=lambda field: not field.required):
         if _is_table(field.type):
             continue
         dotted = prefix + field.encode_name

@@ -9,14 +9,13 @@ import msgspec
 
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.errors import ConfigError, check_bounds
+from cotune.storage.run_config import RunDistill, RunRecords
 from cotune.trainer.config.learner import LearnerSettings
 
 
-class RecordsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RecordsConfig(RunRecords, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[records] Recorded answers that the recipes sft and dpo learn from."""
 
-    path: str = ""
-    """Run folder or records file to learn from, with recipe sft or dpo."""
     min_reward: float | None = None
     """Recipe sft: least sum of an answer's own rewards, or of its episode's where it has none."""
     best_of: int | None = None
@@ -45,12 +44,8 @@ class DpoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError("dpo.beta", self.beta, "must be a number above 0")
 
 
-class DistillConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DistillConfig(RunDistill, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[distill] Recipe distill: a teacher scores what the policies sample."""
-
-    teacher: str = ""
-    """A model with the tokenizer of the run's own: folder or Hugging Face id, which is loaded beside the learner, or
-    the address of a vLLM server, such as http://10.0.0.5:8000. The server's key is read from VLLM_API_KEY."""
 
     def __post_init__(self) -> None:
         if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", self.teacher):

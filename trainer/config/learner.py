@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal
 
-import msgspec
-
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, check_bounds
 from cotune.runtime.memory import parse_size
+from cotune.storage.run_config import RunLearner
 
 LORA_LR = 5e-6
 FULL_LR = 1e-6
 
 
-class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How weights are updated. The defaults are those of the published AT-GRPO recipe."""
 
     lr: float | None = None
@@ -27,9 +26,6 @@ class LearnerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
-
-    weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
 
     eps: float = 1e-8
     """AdamW's epsilon."""

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from cotune.errors import ConfigError, check_bounds
+from cotune.storage.run_config import RunRouting
 
 
-class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RoutingConfig(RunRouting, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[routing] Roles that change their policies over the steps of training. Evaluation and the export take the
     policies as they are named."""
 
-    swap: tuple[str, ...] = ()
-    """Roles that hand their policies on to each other in a ring (CORY): two or more."""
-    swap_every: int = 5
-    """Steps after which they do."""
-    past: tuple[str, ...] = ()
-    """Roles of which, in turn, one in each step is played by an earlier version of its policy, and not trained then."""
     pool: int = 4
     """Earlier versions of each policy that are kept for that: one of them is drawn for a step."""
     pool_every: int = 1

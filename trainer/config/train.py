@@ -18,8 +18,9 @@ from cotune.errors import ConfigError, check_bounds
 from cotune.integrations.exchange.trackers.tracker import Tool
 from cotune.integrations.models.chat.tool_formats import check_tool_format
 from cotune.records.plans import Plan, PlanKind, Select
-from cotune.records.policies import LoraSpec, OtherRoles, Policies, PolicyKind, PolicySpec, policies_for
+from cotune.records.policies import LoraSpec, Policies, PolicyKind, PolicySpec, policies_for
 from cotune.storage.outcomes import failure_reward
+from cotune.storage.run_config import RunConfig, RunPlan
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.config.faults import PAGE, fault
@@ -47,12 +48,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lora: LoraSpec = LoraSpec()
 
 
-class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlanConfig(RunPlan, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[plan] How candidates come about."""
 
-    kind: PlanKind | None = None
-    """tree | independent | replay (see docs/how-to/replay.md); without a value: replay for the recipe c3, tree when the
-    workflow has scorers and the recipe takes it, else independent."""
     k: int = 4
     """Candidates per call (tree), per forked call (replay), or episodes per task (independent)."""
     select: Select = "argmax"
@@ -102,7 +100,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return next((name for name in ("keep_best", "patience") if getattr(self, name)), "")
 
 
-class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A training run. Every field has a default but `model`."""
 
     model: str
@@ -113,30 +111,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """[[policy]] tables, instead of a layout."""
     roles: tuple[str, ...] = ()
     """Roles that the application has but shows only on some tasks."""
-    other_roles: OtherRoles = "frozen"
-    """What plays a role that has no policy, in training, evaluation and the export alike: frozen (the untrained model)
-    | provider (what the application uses today). Such calls are counted and shown."""
     roles_by: str = ""
     """module:function or file.py:function that names the role of each call from its messages, model, tools and caller |
     caller: the name of the application's function that makes it | model: the name of the model that it asks; see
     docs/how-to/roles.md."""
-    tool_format: str = "auto"
-    """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
-    mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
-    recipe: str | None = None
-    """at_grpo | dr_mas | c3 | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see
-    docs/reference/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts, c3
-    under a replay plan. sft | dpo learn from records, see docs/how-to/distillation.md."""
     init: str = ""
     """Run or export whose policies this run starts from, instead of the untrained model; see
     docs/how-to/distillation.md."""
-    overrides: dict[str, Any] = {}
-    """[overrides] Single settings of the recipe, such as clip_high or entropy."""
-    alpha: float = 1.0
-    """Weight of the component `team` beside all others: r = alpha * team + local. Under a tree plan only one that a
-    scorer returns is trained on."""
-    steps: int = 100
-    """Training steps."""
     tasks_per_step: int = 32
     """Tasks of a step; recorded episodes with recipe sft or dpo."""
     concurrency: int = 64
@@ -148,10 +129,6 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_staleness: int = 1
     """In mode async, how many versions a sample may be behind the policy that trains on it; older ones are dropped
     and counted."""
-    on_failure: str = "lowest"
-    """The reward, after weights and gates, of an episode that the policy failed (bad output, prompt too long, too many
-    calls, its time-out): lowest (the role's lowest in the step, and at most 0) | reward:<number> | exclude (it teaches
-    nothing). An episode that the infrastructure failed has none."""
     redact: str = ""
     """module:function or file.py:function that sees each message before it is stored, and returns what to store, beside
     the workflow's own redactors; see docs/how-to/privacy.md."""
@@ -159,9 +136,6 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether token ids of redacted messages are stored: needed to train on them, and readable as text."""
     seed: int = 0
     """Every call's own seed is derived from it and from the call's place; one that the application sets is mixed in."""
-    prices: dict[str, tuple[float, float]] = {}
-    """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy: what cotune eval
-    reckons with."""
     profile: int | None = None
     """Number of a step, as its line says it, of which a trace and a table of where its time went are written; see
     docs/how-to/profile.md."""

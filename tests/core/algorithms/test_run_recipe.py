@@ -2,7 +2,7 @@
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.run_recipe import regroup
-from cotune.storage.run_layout import RunConfig
+from cotune.storage.run_config import RunConfig
 
 
 def test_groups_are_shown_as_they_were_trained_on_under_a_key_of_ones_own(book):

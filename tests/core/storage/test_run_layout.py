@@ -10,8 +10,8 @@ import pytest
 
 from cotune.errors import RunError
 from cotune.storage.checkpoints import newest_checkpoint, read_best, read_policies, steps_of
+from cotune.storage.run_config import RunConfig
 from cotune.storage.run_layout import (
-    RunConfig,
     RunDescription,
     RunLayout,
     read_config,
@@ -45,7 +45,7 @@ def test_a_run_of_no_settings_has_the_defaults(tmp_path: Path) -> None:
     [
         ("{", "run.json is broken: Expecting property name"),
         ("[]", "run.json is broken: Expected `object`, got `array`"),
-        ({"config": {"steps": "ten"}}, "run.json is broken: config.steps: Expected `int | null`, got `str`"),
+        ({"config": {"steps": "ten"}}, "run.json is broken: config.steps: Expected `int`, got `str`"),
         ({"config": {"plan": {"kind": "bush"}}}, "run.json is broken: config.plan.kind: Invalid enum value 'bush'"),
     ],
 )

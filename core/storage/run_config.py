@@ -1,0 +1,107 @@
+"""What is read again of a run's configuration, outside training; `trainer.config` has all its fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cotune.records.plans import PlanKind
+from cotune.records.policies import OtherRoles
+from cotune.storage.outcomes import failure_reward
+
+
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """[plan]"""
+
+    kind: PlanKind | None = None
+    """tree | independent | replay (see docs/how-to/replay.md); without a value: replay for the recipe c3, tree when the
+    workflow has scorers and the recipe takes it, else independent."""
+
+
+class RunLearner(msgspec.Struct, frozen=True, kw_only=True):
+    """[learner]"""
+
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+
+
+class RunReplay(msgspec.Struct, frozen=True, kw_only=True):
+    """[replay]"""
+
+    forks: str = "all"
+    """all | first:N (the first N calls) | every:N (each Nth) | entropy:N (the N whose answers have the highest
+    mean -log p per token; these answers are not compared, so a fork has K branches) | role:NAME (all calls of a role).
+    Only calls of trained roles count."""
+    continuations: bool = True
+    """Also train on later calls of a branch, with the advantage of the candidate at its fork. false: on the candidates
+    of the forks alone, as C3 has it (arXiv 2603.06859), which learns less per token."""
+
+    @property
+    def trunks(self) -> bool:
+        """Whether the answers of an episode at its forks are compared with those of its branches (`ForkRule`)."""
+        return not self.forks.strip().startswith("entropy:")
+
+
+class RunRouting(msgspec.Struct, frozen=True, kw_only=True):
+    """[routing]"""
+
+    swap: tuple[str, ...] = ()
+    """Roles that hand their policies on to each other in a ring (CORY): two or more."""
+    swap_every: int = 5
+    """Steps after which they do."""
+    past: tuple[str, ...] = ()
+    """Roles of which, in turn, one in each step is played by an earlier version of its policy, and not trained then."""
+
+
+class RunRecords(msgspec.Struct, frozen=True, kw_only=True):
+    """[records]"""
+
+    path: str = ""
+    """Run folder or records file to learn from, with recipe sft or dpo."""
+
+
+class RunDistill(msgspec.Struct, frozen=True, kw_only=True):
+    """[distill]"""
+
+    teacher: str = ""
+    """A model with the tokenizer of the run's own: folder or Hugging Face id, which is loaded beside the learner, or
+    the address of a vLLM server, such as http://10.0.0.5:8000. The server's key is read from VLLM_API_KEY."""
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The base of `TrainConfig`: the same fields with the same defaults. Unknown fields are passed over."""
+
+    other_roles: OtherRoles = "frozen"
+    """What plays a role that has no policy, in training, evaluation and the export alike: frozen (the untrained model)
+    | provider (what the application uses today). Such calls are counted and shown."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
+    mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
+    recipe: str | None = None
+    """at_grpo | dr_mas | c3 | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see
+    docs/reference/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts, c3
+    under a replay plan. sft | dpo learn from records, see docs/how-to/distillation.md."""
+    overrides: dict[str, Any] = {}
+    """[overrides] Single settings of the recipe, such as clip_high or entropy."""
+    alpha: float = 1.0
+    """Weight of the component `team` beside all others: r = alpha * team + local. Under a tree plan only one that a
+    scorer returns is trained on."""
+    steps: int = 100
+    """Training steps."""
+    on_failure: str = "lowest"
+    """The reward, after weights and gates, of an episode that the policy failed (bad output, prompt too long, too many
+    calls, its time-out): lowest (the role's lowest in the step, and at most 0) | reward:<number> | exclude (it teaches
+    nothing). An episode that the infrastructure failed has none."""
+    prices: dict[str, tuple[float, float]] = {}
+    """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy: what cotune eval
+    reckons with."""
+    plan: RunPlan = RunPlan()
+    replay: RunReplay = RunReplay()
+    routing: RunRouting = RunRouting()
+    learner: RunLearner = RunLearner()
+    records: RunRecords = RunRecords()
+    distill: RunDistill = RunDistill()
+
+    def __post_init__(self) -> None:
+        failure_reward(self.on_failure)
