@@ -16,7 +16,7 @@ from cotune.judging.episodes import JUDGING
 from cotune.records.structs import Episode
 from cotune.storage.outcomes import failure_reward
 from cotune.trainer.privileged import with_privileged
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun
 
 UNEVENTFUL = (
     "no_signal", "zero_variance", "zero_advantage", "mean_out_of_range", "group_of_one", "truncated", "consumed",
@@ -49,7 +49,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return Counter(self.collected.left_out) + Counter(self.prepared.left_out)
 
 
-def collect_samples(run: Run, episodes: Sequence[Episode]) -> Collected:
+def collect_samples(run: RolloutRun, episodes: Sequence[Episode]) -> Collected:
     """The candidates of a step's episodes that can be trained on."""
     return collect(
         run.store,
@@ -67,7 +67,7 @@ def collect_samples(run: Run, episodes: Sequence[Episode]) -> Collected:
     )
 
 
-def group_and_weigh(run: Run, episodes: Sequence[Episode], collected: Collected) -> Batch:
+def group_and_weigh(run: RolloutRun, episodes: Sequence[Episode], collected: Collected) -> Batch:
     """Samples in groups, with advantages, as rows by policy. Raises GroupError where faults have left nothing."""
     decays = run.config.learner.weight_decay > 0
     policies = run.policies_at(run.state.steps)
@@ -101,7 +101,7 @@ def ended_well(episodes: Iterable[Episode]) -> list[Episode]:
     return [episode for episode in episodes if episode.status == "ok" and episode.phase != JUDGING]
 
 
-def misses_outcomes(run: Run, batch: Batch) -> bool:
+def misses_outcomes(run: RolloutRun, batch: Batch) -> bool:
     """Whether a step would learn from outcomes, and nobody knows one."""
     return learns_from_outcomes(run.recipe) and 0 < batch.unknown == len(ended_well(batch.episodes))
 
@@ -111,7 +111,7 @@ def learns_from_outcomes(recipe: Recipe) -> bool:
     return any(term.attribution.takes_outcome for term in recipe.terms) and recipe.takes_rewards
 
 
-def _require_soundness(run: Run, batch: Batch) -> None:
+def _require_soundness(run: RolloutRun, batch: Batch) -> None:
     """Raise GroupError with the commonest causes where a step has no row because of faults; a step in which trained
     roles had no call, or nothing to compare, is sound."""
     episodes, left_out = batch.episodes, batch.left_out

@@ -13,7 +13,7 @@ from cotune.storage.checkpoints import checkpoint_name, step_folders, steps_of
 from cotune.storage.run_layout import Rollback, read_metrics
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.run.restore import go_back
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun, Run
 
 Line = Mapping[str, Any]
 Watched = Literal["each", "together", "none"]
@@ -64,7 +64,7 @@ def of_one_level(lines: Sequence[Line], level: Callable[[int], int]) -> list[Lin
     return [line for line in lines if level(line["step"]) == level(lines[-1]["step"])]
 
 
-def watch(run: Run) -> None:
+def watch(run: RolloutRun) -> None:
     """End the run where training has collapsed."""
     if run.config.guard.action != "off":
         how = run.recipe.attribution

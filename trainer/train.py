@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ from cotune.storage.run_layout import is_withheld, relocated, without_values
 from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
 from cotune.trainer.config.withheld import with_values, written
 from cotune.trainer.evaluation.split import Split, overlap, split_again, split_tasks, write_split
-from cotune.trainer.from_records.loop import learn_steps
-from cotune.trainer.from_records.run import RecordsRun, open_records_run
-from cotune.trainer.loop import train_steps
+from cotune.trainer.from_records.run import open_records_run
+from cotune.trainer.from_records.source import RecordsSource
+from cotune.trainer.loop import Source, make_steps
 from cotune.trainer.privileged import check_privileged
 from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import RunSummary, sum_up
+from cotune.trainer.rollout.source import RolloutSource
 from cotune.trainer.run.checkpoint import load_checkpoint, tidy_checkpoints
 from cotune.trainer.run.open_run import open_run
 from cotune.trainer.run.restore import finish_going_back
@@ -233,13 +234,13 @@ async def _open(
     flow: Workflow,
     split: Split,
     progress: Progress,
-) -> tuple[Run | RecordsRun, Callable[[], Awaitable[None]]]:
-    """The run, and the loop that makes its steps."""
+) -> tuple[Run, Source]:
+    """The run, and where its batches come from."""
     if config.from_records:
         records = await stack.enter_async_context(open_records_run(folder, config, flow, progress.say))
-        return records, lambda: learn_steps(records, progress)
+        return records, RecordsSource(records, progress)
     run = await stack.enter_async_context(open_run(folder, config, flow, split.tasks, split.held_out, progress))
-    return run, lambda: train_steps(run, progress)
+    return run, RolloutSource(run, progress)
 
 
 async def _train(
@@ -268,7 +269,7 @@ async def _train(
         held_out_file = write_split(folder.path, split, progress.say) or config.evaluation.tasks.removesuffix(NO_TASKS)
         base = asyncio.create_task(asyncio.to_thread(base_digests, config.model))
         try:
-            run, make_steps = await _open(stack, folder, config, flow, split, progress)
+            run, source = await _open(stack, folder, config, flow, split, progress)
         except BaseException:
             base.cancel()
             raise
@@ -290,12 +291,12 @@ async def _train(
             for note in (*run.notes, *overlap(split.tasks, split.held_out)):
                 progress.say_once(note)
             try:
-                await make_steps()
+                await make_steps(run, source)
             except (CotuneError, OSError):
                 if folder.latest.exists():
                     progress.say(f"failed in step {run.state.steps + 1}. {go_on_with}")
                 raise
-            if ended := run.ended if isinstance(run, Run) else "":
+            if ended := run.ended:
                 progress.say(f"ended after step {run.state.steps}: {ended}")
                 folder.note_end("ended", ended)
             elif run.stopping:

@@ -14,7 +14,7 @@ from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
 from cotune.trainer.reporting.step_report import StepReport
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun, Run
 from cotune.trainer.schedules.opponents import keep_opponent, publish_opponents
 from cotune.trainer.schedules.routing import kept, opposing
 from cotune.trainer.schedules.schedule import lr_scale
@@ -41,7 +41,7 @@ async def update_policies(learner: Learner, rows: Mapping[str, Sequence[TrainRow
 
 
 @contextlib.asynccontextmanager
-async def sampler_asleep(run: Run, report: StepReport) -> AsyncIterator[None]:
+async def sampler_asleep(run: RolloutRun, report: StepReport) -> AsyncIterator[None]:
     """An engine that shares its GPU with the learner sleeps meanwhile; it is awake again also after a failure."""
     if not run.config.cluster.colocate:
         yield
@@ -56,14 +56,14 @@ async def sampler_asleep(run: Run, report: StepReport) -> AsyncIterator[None]:
             await sampler.wake()
 
 
-async def publish(run: Run, rows: Mapping[str, Sequence[TrainRow]], updates: Updates) -> None:
+async def publish(run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]], updates: Updates) -> None:
     """Publish the next version of every policy that has moved."""
     for name in moved(updates):
         probe = probe_prompts(row.prompt_ids for row in rows[name])
         await publish_version(run, name, run.next_version(name), probe=probe)
 
 
-async def publish_version(run: Run, policy: str, version: int, *, probe: Sequence[Sequence[int]] = ()) -> None:
+async def publish_version(run: RolloutRun, policy: str, version: int, *, probe: Sequence[Sequence[int]] = ()) -> None:
     """Publish the learner's present weights of a policy, prove that they are served, and retire the versions that no
     rollout uses any more. `probe` are prompts as token ids. Raises SyncError."""
     spec = run.state.policies.specs[policy]

@@ -21,14 +21,14 @@ from cotune.trainer.evaluation.sink import EvaluationSink
 from cotune.trainer.reporting.progress import Progress, held_out_text
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import run_episodes
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import write_atomically
 
 AGAINST_UNTRAINED = "against_untrained"
 """`against_untrained/ROLE` among held-out figures: what the role wins where its opponents are untrained."""
 
 
-async def evaluate_held_out(run: Run, report: StepReport, progress: Progress) -> dict[str, float]:
+async def evaluate_held_out(run: RolloutRun, report: StepReport, progress: Progress) -> dict[str, float]:
     """Run the held-out tasks once each after this step, where that is due: one sample per call, nothing is selected.
 
     Returns `success`, `reward` (what the recipe trains on) and `outcome` (the plain sum, where it is another) with the
@@ -56,7 +56,7 @@ async def evaluate_held_out(run: Run, report: StepReport, progress: Progress) ->
     return figures
 
 
-async def evaluate_base(run: Run, report: StepReport, progress: Progress) -> None:
+async def evaluate_base(run: RolloutRun, report: StepReport, progress: Progress) -> None:
     """Run the held-out tasks before the first step, unless that was done: with the untrained model, or with what `init`
     began from. What comes later is compared with it."""
     if not run.held_out or _base(run) is not None:
@@ -78,12 +78,12 @@ async def evaluate_base(run: Run, report: StepReport, progress: Progress) -> Non
     progress.activity.begin(run.state.steps)
 
 
-def _base(run: Run) -> EvaluatedMode | None:
+def _base(run: RolloutRun) -> EvaluatedMode | None:
     """What was evaluated before the first step, on the held-out tasks of now."""
     return next(iter(_stored(run, 0)), None)
 
 
-def _share_lowest(run: Run, step: int, found: EvaluatedMode, progress: Progress) -> list[EvaluatedMode]:
+def _share_lowest(run: RolloutRun, step: int, found: EvaluatedMode, progress: Progress) -> list[EvaluatedMode]:
     """The evaluation before the first step, where there is one, and `found`, that after this step, with the lowest
     reward of all evaluations of the run for failed episodes: no policy gains by a crash where another did badly.
 
@@ -109,7 +109,7 @@ def _share_lowest(run: Run, step: int, found: EvaluatedMode, progress: Progress)
     return [*base, found]
 
 
-def _stored(run: Run, steps: int) -> list[EvaluatedMode]:
+def _stored(run: RolloutRun, steps: int) -> list[EvaluatedMode]:
     """The evaluations of a file of this run, if they are of the held-out tasks of now."""
     try:
         plain = json.loads(step_file(run.folder.path, steps).read_bytes())
@@ -120,7 +120,7 @@ def _stored(run: Run, steps: int) -> list[EvaluatedMode]:
     return [one for one in found.values() if one.endings.keys() == tasks]
 
 
-def _store(run: Run, steps: int, evaluations: Sequence[EvaluatedMode], created: float | None = None) -> None:
+def _store(run: RolloutRun, steps: int, evaluations: Sequence[EvaluatedMode], created: float | None = None) -> None:
     """Write an evaluation after so many steps, the last of `evaluations`, and how it compares with the one before. It
     was `created` now, or then."""
     compared = [compare(after, before) for before, after in itertools.pairwise(evaluations)]
@@ -167,7 +167,7 @@ def _no_figure(found: EvaluatedMode) -> str:
     return f"the workflow returned no outcome for {plural(found.episodes, 'episode')}, and evaluations ask no judge"
 
 
-async def _against_untrained(run: Run, progress: Progress, roles: Sequence[str]) -> dict[str, float]:
+async def _against_untrained(run: RolloutRun, progress: Progress, roles: Sequence[str]) -> dict[str, float]:
     """What each of these roles wins where the untrained model plays the others; nothing when the run is stopped."""
     present, figures = run.served(), {}
     for role in roles:
@@ -184,7 +184,7 @@ async def _against_untrained(run: Run, progress: Progress, roles: Sequence[str])
 
 
 async def _played(
-    run: Run,
+    run: RolloutRun,
     progress: Progress,
     policies: Mapping[str, PolicyRef],
     label: str,
@@ -205,5 +205,5 @@ async def _played(
     work = run_episodes(run, batch, plan=None, stream="eval", policies=policies)
     if await run.interruptible(work) is None:
         return None
-    goal = goal_of(run.recipe, run.config.on_failure, run.evaluated_roles())
+    goal = goal_of(run.recipe, run.config.on_failure, run.trained)
     return summarise(label, seen, 0.0, {}, goal)

@@ -30,6 +30,7 @@ from cotune.trainer.from_records.pairs import read_pairs
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.resume import tasks_per_step
+from cotune.trainer.run.run import Run
 from cotune.trainer.run.run_folder import RunFolder
 from cotune.trainer.run.warm_start import warm_start
 from cotune.trainer.schedules.schedule import TaskSchedule
@@ -40,35 +41,16 @@ START = "start.json"
 """File of a run for what is compared with the weights that it starts from."""
 
 
-@dataclass
-class RecordsRun:
-    """A run between steps: its parts, which stay, and its `state`, which a checkpoint holds."""
+@dataclass(kw_only=True)
+class RecordsRun(Run):
+    """A run that learns from records; nothing is written to its store, which holds them."""
 
-    folder: RunFolder
-    config: TrainConfig
-    store: Store
-    """The records that are learned from; nothing is written to them."""
     learner: Objective
     recorded: Recorded
     schedule: TaskSchedule[str]
     """Episodes of each step."""
     held_out: Mapping[str, Sequence[TrainRow]]
     """Rows by policy."""
-    notes: Sequence[str]
-    state: Checkpoint
-    committed: int = -1
-    stopping: bool = False
-
-    def stop(self) -> bool:
-        """Stop when the step in hand is committed; True, as it is always waited for."""
-        self.stopping = True
-        return True
-
-    @property
-    def players(self) -> dict[str, str]:
-        """The trained roles, and the policies that play them."""
-        policies = self.state.policies
-        return {role: name for role, name in policies.roles.items() if policies.specs[name].trained}
 
     @property
     def learning(self) -> list[str]:
@@ -80,7 +62,7 @@ class RecordsRun:
     @property
     def finished(self) -> bool:
         """Whether no step is left to make."""
-        return self.state.steps >= self.config.steps or not self.learning
+        return super().finished or not self.learning
 
 
 @contextlib.asynccontextmanager

@@ -11,11 +11,11 @@ from typing import Any
 from cotune.integrations.profiling.spans import Span, traced
 from cotune.integrations.profiling.step import print_profile, write_profile
 from cotune.trainer.reporting.step_report import StepReport
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun
 
 
 @contextlib.asynccontextmanager
-async def profiled(run: Run, report: StepReport) -> AsyncIterator[None]:
+async def profiled(run: RolloutRun, report: StepReport) -> AsyncIterator[None]:
     """The body is a step of the run: where the configuration names it, its profile is written and shown."""
     sampler: Any = run.sampler  # one of a user's own may have no begin_trace
     number, learner = run.state.steps + 1, run.learner
@@ -42,7 +42,7 @@ async def profiled(run: Run, report: StepReport) -> AsyncIterator[None]:
         report.phases = run.runner.scoring = None
 
 
-def _recorded(run: Run, step: int) -> Iterator[Span]:
+def _recorded(run: RolloutRun, step: int) -> Iterator[Span]:
     """Episodes of the step, as spans of the application, and their calls."""
     for episode in run.store.episodes(training_step=step):
         if episode.status != "abandoned":
@@ -51,7 +51,7 @@ def _recorded(run: Run, step: int) -> Iterator[Span]:
                 yield Span("answering", call.started, call.started + call.latency)
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _notes(run: RolloutRun) -> Iterator[str]:
     if run.config.cluster.address and run.config.cluster.learners > 1:
         yield "forward, backward, optimizer: of each pool's first learner"
     if run.config.ahead:

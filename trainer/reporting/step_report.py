@@ -28,24 +28,18 @@ from cotune.trainer.reporting.metrics import (
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import NO_SIGNAL, SILENT_STEPS
 from cotune.trainer.rollout.forks import replay_figures
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun, Run
 from cotune.trainer.schedules.schedule import lr_scale
 
 
 class StepReport:
-    """Gathers the figures of one step after the other, for metrics.jsonl and for `progress`."""
+    """The phases of one step after the other, and their lines in metrics.jsonl and on the screen."""
 
     def __init__(self, run: Run, progress: Progress) -> None:
         self.progress = progress
-        self._run = run
+        self._folder = run.folder
         self.phases: list[Span] | None = None
         """The phases so far, where somebody has put a list here to know."""
-        self._counters: dict[str, float] = {}
-        """What sampler, rollout workers and store had counted when the last step ended."""
-
-    async def begin(self) -> None:
-        """Leave out what was counted before the first step."""
-        await self._new_counts()
 
     @contextlib.contextmanager
     def phase(self, name: str, of: str = "") -> Iterator[None]:
@@ -62,17 +56,29 @@ class StepReport:
         """Forget the seconds of a step that is done again."""
         self.progress.activity.clear()
 
-    async def write(self, batch: Batch, updates: Updates, held_out: Mapping[str, float]) -> StepMetrics:
-        """Add the step's line to metrics.jsonl, once its policies are published, and show it."""
-        metrics = self._metrics(batch, updates, held_out, await self._new_counts())
+    def write(self, metrics: StepMetrics) -> None:
+        """Add the step's line to metrics.jsonl, and show it."""
         self.progress.activity.clear()
-        self._run.folder.append_metrics(msgspec.to_builtins(metrics))
+        self._folder.append_metrics(msgspec.to_builtins(metrics))
         self.progress.step(metrics)
-        return metrics
 
-    def _metrics(
-        self, batch: Batch, updates: Updates, held_out: Mapping[str, float], counters: Mapping[str, float]
-    ) -> StepMetrics:
+
+class RolloutReport(StepReport):
+    """Gathers the figures of steps with rollouts."""
+
+    def __init__(self, run: RolloutRun, progress: Progress) -> None:
+        super().__init__(run, progress)
+        self._run = run
+        self._counters: dict[str, float] = {}
+        """What sampler, rollout workers and store had counted when the last step ended."""
+
+    async def begin(self) -> None:
+        """Leave out what was counted before the first step."""
+        await self._new_counts()
+
+    async def metrics(self, batch: Batch, updates: Updates, held_out: Mapping[str, float]) -> StepMetrics:
+        """The figures of a step, once its policies are published."""
+        counters = await self._new_counts()
         run, config, state = self._run, self._run.config, self._run.state
         collected, prepared = batch.collected, batch.prepared
         calls = collected.calls.values()
@@ -99,7 +105,7 @@ class StepReport:
             policies={name: self._policy(name, updates) for name in updates},
             left_out=dict(batch.left_out),
             staleness=lags(prepared.trained, batch.versions),
-            counters=dict(counters),
+            counters=counters,
             lr_scale=lr_scale(config.schedule, state.steps, config.steps),
             seconds=dict(self.progress.activity.seconds),
             **throughput(updates, self.progress.activity.seconds, tokens),

@@ -18,11 +18,11 @@ from cotune.sampling.protocol import UNSHAPED, SamplingParams
 from cotune.storage.protocol import Store
 from cotune.trainer.batch import ended_well, learns_from_outcomes
 from cotune.trainer.rollout.protocol import ResponderConfig
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun
 
 
 async def run_episodes(
-    run: Run,
+    run: RolloutRun,
     batch: EpisodeBatch,
     *,
     plan: Plan | None,
@@ -39,7 +39,9 @@ async def run_episodes(
     return await run.runner.run(batch, responder)
 
 
-def answering(run: Run, plan: Plan | None, policies: Mapping[str, PolicyRef], stream: str = "") -> ResponderConfig:
+def answering(
+    run: RolloutRun, plan: Plan | None, policies: Mapping[str, PolicyRef], stream: str = ""
+) -> ResponderConfig:
     """How `policies` answer calls under the run's own sampling; the rest as for `run_episodes`."""
     config = run.config
     return ResponderConfig(
@@ -55,7 +57,7 @@ def answering(run: Run, plan: Plan | None, policies: Mapping[str, PolicyRef], st
     )
 
 
-def finished_episodes(run: Run, step: int, tasks: Container[str]) -> tuple[list[Episode], int]:
+def finished_episodes(run: RolloutRun, step: int, tasks: Container[str]) -> tuple[list[Episode], int]:
     """Recorded episodes of `tasks` in a step that came to an outcome, one for each rollout, and how many lack records
     or rewards: those that a scorer could not give, and the outcomes where nobody knows any of the step.
 

@@ -19,7 +19,7 @@ from cotune.storage.protocol import Store
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.rollout.judged_step import JudgedStep
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun
 
 
 class Forks(NamedTuple):
@@ -30,7 +30,7 @@ class Forks(NamedTuple):
     budget: Budget
 
 
-def forks_of(run: Run, trunk: Episode) -> Forks:
+def forks_of(run: RolloutRun, trunk: Episode) -> Forks:
     """Where an episode of a step is forked: the same whenever it is asked."""
     if not is_outcome(trunk):
         return Forks((), 0, Budget())
@@ -46,7 +46,7 @@ def forks_of(run: Run, trunk: Episode) -> Forks:
 
 
 async def run_forks(
-    run: Run,
+    run: RolloutRun,
     batch: EpisodeBatch,
     trunks: Sequence[Episode],
     done: Collection[Episode],
@@ -77,7 +77,7 @@ async def run_forks(
     )
 
 
-def replay_figures(run: Run, episodes: Sequence[Episode]) -> dict[str, int]:
+def replay_figures(run: RolloutRun, episodes: Sequence[Episode]) -> dict[str, int]:
     """What the forks of a step were planned to take, and what they took; nothing under another plan."""
     if run.plan.kind != "replay":
         return {}

@@ -12,7 +12,7 @@ from cotune.storage.run_layout import read_metrics
 from cotune.trainer.evaluation.held_out import AGAINST_UNTRAINED
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run.checkpoint import write_best
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun
 
 
 def judged_figures(held_out: Mapping[str, float], policies: Mapping[str, list[str]], by: str) -> dict[str, float]:
@@ -40,7 +40,7 @@ def is_game(held_out: Mapping[str, float]) -> bool:
     return any(name.startswith(f"{AGAINST_UNTRAINED}/") for name in held_out)
 
 
-def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bool:
+def note_best(run: RolloutRun, held_out: Mapping[str, float], progress: Progress) -> bool:
     """After a step with an evaluation: whether some policy is better than at any earlier one, so that the checkpoint of
     this step is to be kept. Ends the run where none has been for `evaluation.patience` evaluations."""
     config = run.config.evaluation
@@ -69,7 +69,7 @@ def note_best(run: Run, held_out: Mapping[str, float], progress: Progress) -> bo
     return False
 
 
-def find_best(run: Run) -> list[str]:
+def find_best(run: RolloutRun) -> list[str]:
     """Find the best checkpoints of a run that goes on, by metrics.jsonl and the checkpoints that are there.
 
     Writes `best.json` anew where it names others, and returns what the user should know of those.
@@ -93,7 +93,7 @@ def find_best(run: Run) -> list[str]:
     return notes
 
 
-def _best_of(run: Run, lines: Sequence[Mapping[str, Any]], now: str = "") -> dict[str, Best]:
+def _best_of(run: RolloutRun, lines: Sequence[Mapping[str, Any]], now: str = "") -> dict[str, Best]:
     """By policy, the best evaluation in these lines of metrics.jsonl, the earlier one of equals; where the best are
     kept, of those whose checkpoint is there, or is that of `now`, which is not yet written."""
     found: dict[str, Best] = {}
@@ -108,10 +108,10 @@ def _best_of(run: Run, lines: Sequence[Mapping[str, Any]], now: str = "") -> dic
     return found
 
 
-def _figures(run: Run, held_out: Mapping[str, float]) -> dict[str, float]:
+def _figures(run: RolloutRun, held_out: Mapping[str, float]) -> dict[str, float]:
     """What an evaluation says of each policy, in the roles that it has in evaluations."""
     roles: dict[str, list[str]] = {}
-    for role, policy in run.evaluated_roles().items():
+    for role, policy in run.trained.items():
         roles.setdefault(policy, []).append(role)
     by = run.config.evaluation.best_by
     return judged_figures(held_out, roles, by or ("reward" if run.recipe.attribution.seats else ""))

@@ -30,7 +30,7 @@ from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.engines import open_one, owners
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import RunFolder
 from cotune.trainer.schedules.curriculum import schedule_of
 from cotune.trainer.schedules.routing import check_routing
@@ -47,7 +47,7 @@ async def open_run(
     tasks: Sequence[Task],
     held_out: Sequence[Task],
     progress: Progress,
-) -> AsyncIterator[Run]:
+) -> AsyncIterator[RolloutRun]:
     """Open all parts, and restore the newest checkpoint. A run that has none looks at the application with a few
     episodes first, to find its roles."""
     say = progress.say
@@ -100,7 +100,7 @@ async def open_run(
                 return taught(await cluster.reopen_learner(policies, loss))
             return taught(await asyncio.to_thread(_local_learner, config, policies, loss))
 
-        run = Run(
+        run = RolloutRun(
             folder=folder,
             config=config,
             workflow=workflow,

@@ -21,7 +21,7 @@ from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import RolloutPipeline
 from cotune.trainer.run.best_checkpoint import find_best
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint, remove_checkpoint
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import RunFolder, write_atomically
 from cotune.trainer.run.warm_start import warm_start
 from cotune.trainer.schedules.opponents import drop_opponents
@@ -31,7 +31,7 @@ LEARNER_RESTARTS = 3
 """How often lost learners go on from the last checkpoint before the run stops."""
 
 
-async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> list[str]:
+async def restore(run: RolloutRun, checkpoint: Checkpoint, path: Path) -> list[str]:
     """Go back to a checkpoint: weights and optimizers, versions at the sampler, and what counts as consumed. Policies
     that are younger than it are as they began. Returns what the user should know."""
     policies = run.state.policies
@@ -53,7 +53,7 @@ async def restore(run: Run, checkpoint: Checkpoint, path: Path) -> list[str]:
     return notes
 
 
-def _timeline(run: Run, checkpoint: Checkpoint) -> tuple[int, dict[str, int]]:
+def _timeline(run: RolloutRun, checkpoint: Checkpoint) -> tuple[int, dict[str, int]]:
     """How many rollbacks the run has made, and the versions that the policies of the checkpoint have now: after a
     rollback new ones, as those after them are taken. What was kept of abandoned steps is removed."""
     rollbacks, versions = read_run(run.folder.path).rollbacks, dict(checkpoint.versions)
@@ -109,7 +109,7 @@ def _abandon(folder: RunFolder, store: Store, rollback: Rollback, number: int) -
     write_atomically(latest_in(folder.checkpoints), checkpoint_name(rollback.to).encode())
 
 
-async def begin_from(run: Run, source: str, names: Collection[str] | None = None) -> list[str]:
+async def begin_from(run: RolloutRun, source: str, names: Collection[str] | None = None) -> list[str]:
     """Start policies (all, or those in `names`) from those of another run or an export, as their first version.
 
     Returns what the user should know. Raises ConfigError.
@@ -121,7 +121,7 @@ async def begin_from(run: Run, source: str, names: Collection[str] | None = None
 
 
 @contextlib.asynccontextmanager
-async def recovery(run: Run, rollouts: RolloutPipeline, report: StepReport) -> AsyncIterator[None]:
+async def recovery(run: RolloutRun, rollouts: RolloutPipeline, report: StepReport) -> AsyncIterator[None]:
     """Where a learner is lost within, open it again and go back to the last checkpoint. Raises LearnerLost when that
     has happened too often, or there is no checkpoint yet."""
     try:
@@ -146,7 +146,7 @@ async def recovery(run: Run, rollouts: RolloutPipeline, report: StepReport) -> A
             report.progress.say(note)
 
 
-async def add_new_roles(run: Run, report: StepReport) -> None:
+async def add_new_roles(run: RolloutRun, report: StepReport) -> None:
     """Give roles that the last step has first seen their policies: adapters or models at version 0, or the shared one
     as it is.
 

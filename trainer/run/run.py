@@ -32,38 +32,62 @@ from cotune.trainer.schedules.schedule import Schedule
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run:
     """A run between steps: its parts, which stay, and its `state`, which a checkpoint holds."""
 
     folder: RunFolder
     config: TrainConfig
-    workflow: Workflow
     store: Store
-    sampler: Sampler
-    chat: ChatFormat
-    runner: EpisodeRunner
     learner: Learner
-    open_learner: Callable[[Policies], Awaitable[Learner]]
-    """A learner for these policies, in their first state; the one before is closed."""
-    plan: Plan
-    recipe: Recipe
-    schedule: Schedule[Task]
-    held_out: Sequence[Task]
+    schedule: Schedule[Any]
+    """What each step takes."""
     notes: Sequence[str]
     """What the user should know before the first step."""
     state: Checkpoint
-    teacher: Teacher | None = None
     committed: int = -1
     """Steps that the newest checkpoint has."""
-    published: dict[str, list[Proof]] = field(default_factory=dict)
-    """By policy, the proofs of the versions that the sampler serves, oldest first."""
     stopping: bool = False
     ended: str = ""
     """Why the run ends before its last step, by its own settings."""
     collapsed: bool = False
     best: dict[str, Best] = field(default_factory=dict)
     """By policy, the checkpoint of its best evaluation."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left to make, or the run's own settings have ended it."""
+        return self.state.steps >= self.config.steps or bool(self.ended)
+
+    @property
+    def trained(self) -> dict[str, str]:
+        """The trained roles and their policies, as evaluations and the export have them, whatever a step swaps."""
+        policies = self.state.policies
+        return {role: name for role, name in policies.roles.items() if policies.specs[name].trained}
+
+    def stop(self) -> bool:
+        """Stop at the next safe moment; True where the step in hand is committed first."""
+        self.stopping = True
+        return True
+
+
+@dataclass(kw_only=True)
+class RolloutRun(Run):
+    """A run that learns from rollouts of its workflow."""
+
+    schedule: Schedule[Task]
+    workflow: Workflow
+    sampler: Sampler
+    chat: ChatFormat
+    runner: EpisodeRunner
+    open_learner: Callable[[Policies], Awaitable[Learner]]
+    """A learner for these policies, in their first state; the one before is closed."""
+    plan: Plan
+    recipe: Recipe
+    held_out: Sequence[Task]
+    teacher: Teacher | None = None
+    published: dict[str, list[Proof]] = field(default_factory=dict)
+    """By policy, the proofs of the versions that the sampler serves, oldest first."""
     abandoned_versions: dict[str, int] = field(default_factory=dict)
     """By policy, the last version that was served before a rollback."""
     learner_restarts: int = 0
@@ -78,11 +102,6 @@ class Run:
     def next_version(self, policy: str) -> int:
         """The version after all that a policy ever had, those that a rollback has abandoned included."""
         return max(self.state.versions.get(policy, 0), self.abandoned_versions.get(policy, 0)) + 1
-
-    @property
-    def finished(self) -> bool:
-        """Whether no step is left to make, or the run's own settings have ended it."""
-        return self.state.steps >= self.config.steps or bool(self.ended)
 
     async def interruptible(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`, or None when `stop` was called meanwhile."""
@@ -99,8 +118,7 @@ class Run:
             self._working = None
 
     def stop(self) -> bool:
-        """Stop at the next safe moment: at once during a rollout, else when the step in hand is committed, which is
-        True."""
+        """As of `Run`; a rollout is not waited for."""
         self.stopping = True
         return self._working is None or not self._working.cancel()
 
@@ -110,15 +128,14 @@ class Run:
         gc.collect()  # its memory is needed for the new one
         self.learner = await self.open_learner(self.state.policies)
 
-    def complete_step(self, collected: Collected, prepared: Prepared, metrics: dict[str, dict[str, float]]) -> None:
+    def complete_step(self, collected: Collected, prepared: Prepared) -> None:
         """Go on to the next step: the groups of this one are consumed, so later rewards for them are refused.
-        `metrics` are its figures by role. Raises RecordError."""
+        Raises RecordError."""
         state = self.state
         known = state.policies.roles.keys()
         state.new_roles = tuple(sorted(self.joined(state.policies, sorted(collected.roles)).roles.keys() - known))
         state.silent = self.silent(collected)
         state.advantages = prepared.state
-        state.metrics = metrics
         state.rewards.update(task_rewards(collected, self.recipe))
         by_call = self.plan.kind == "tree"  # there a group is a call, by its id
         members = {group.id: () if by_call else [s.id for s in group.samples] for group in prepared.groups}
@@ -127,9 +144,8 @@ class Run:
 
     def silent(self, collected: Collected) -> dict[str, int]:
         """Trained roles that have called in no episode of a step, and in how many steps in a row with it."""
-        policies, before = self.state.policies, self.state.silent
-        trained = [role for role, name in policies.roles.items() if policies.specs[name].trained]
-        return {role: before.get(role, 0) + 1 for role in trained if role not in collected.roles}
+        before = self.state.silent
+        return {role: before.get(role, 0) + 1 for role in self.trained if role not in collected.roles}
 
     def joined(self, policies: Policies, roles: Sequence[str]) -> Policies:
         """`policies` with those of `roles` that have none and get one by the configuration."""
@@ -143,11 +159,6 @@ class Run:
         """The roles that are trained in a step of training, and the policies that play them."""
         policies, past = self.policies_at(step), past_role(self.config.routing.past, step)
         return {role: name for role, name in policies.roles.items() if policies.specs[name].trained and role != past}
-
-    def evaluated_roles(self) -> dict[str, str]:
-        """The trained roles and their policies, as evaluations and the export have them, whatever a step swaps."""
-        policies = self.state.policies
-        return {role: name for role, name in policies.roles.items() if policies.specs[name].trained}
 
     @property
     def provider_roles(self) -> list[str]:
