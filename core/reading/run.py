@@ -17,9 +17,9 @@ from cotune.reading.now import Now, read_now
 from cotune.storage.file_lock import is_held
 from cotune.storage.open_store import no_records, open_store
 from cotune.storage.protocol import Store
+from cotune.storage.run_config import RunConfig
 from cotune.storage.run_layout import (
     RECORDS,
-    RunConfig,
     RunDescription,
     RunEnd,
     RunLayout,

@@ -98,7 +98,7 @@ class Store(Protocol):
         ...
 
     def release(self, training_step: int) -> None:
-        """Forget what this training step and later ones have consumed: they are trained again."""
+        """Forget, durably, what this training step and later ones have consumed: they are trained again."""
         ...
 
     def consumed(self) -> Mapping[str, int]:

@@ -224,7 +224,6 @@ class SqliteStore(SqliteFigures):
         self._write_ledger(Ledger([(group, [*names]) for group, names in members.items()], training_step))
 
     def release(self, training_step: int) -> None:
-        """Forget, durably, what this step and later ones have consumed: they are trained again."""
         self._write_ledger(Ledger(None, training_step))
 
     def _write_ledger(self, ledger: Ledger) -> None:
