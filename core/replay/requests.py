@@ -1,14 +1,36 @@
-"""What tells two requests of a role apart: all but the names that clients and frameworks give to things."""
+"""How requests are compared: equal but for the names that clients give to things, and where two first differ."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cotune.recording.recorder import LiveCall
 from cotune.records.ids import address, canonical
+from cotune.records.images import without_image_bytes
+from cotune.replay.script import Script, ScriptCall
 
 _NAMES = frozenset({"user", "metadata", "prompt_cache_key", "safety_identifier"})
 """Parameters that name a request, and cannot change its answer."""
+_SHOWN = 40
+"""Characters of each text that are shown from the first difference on."""
+_BEFORE = 20
+_DAYS = "mon|tue|wed|thu|fri|sat|sun"
+_MONTHS = "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec"
+_CHANCE = {
+    "a uuid": re.compile(r"(?<![0-9a-f])[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}(?![0-9a-f])", re.I),
+    "a date": re.compile(
+        rf"(?<!\d)\d{{1,4}}([-/.])\d{{1,2}}\1\d{{1,4}}(?!\d)|\b({_DAYS})[a-z]*\b|"
+        rf"(\d{{1,2}}(st|nd|rd|th)? )?\b({_MONTHS})[a-z]*\.? \d{{1,4}}(st|nd|rd|th)?(,? \d{{4}})?\b",
+        re.I,
+    ),
+    "a time": re.compile(r"(?<!\d)\d{1,2}:\d{2}(:\d{2})?([.,]\d+)?|(?<!\d)1\d{9}(\d{3}){0,3}(\.\d+)?(?!\d)"),
+    "a random number": re.compile(r"\d*\.\d{5,}(e-?\d+)?|\b(?=[0-9a-f]*\d)[0-9a-f]{12,}\b", re.I),
+}
+"""What clock, uuid and random leave in a text."""
+LOOKS_LIKE = " (it looks like "
 
 
 def digest(messages: Sequence[Any], tools: Any, model: str, params: Mapping[str, Any]) -> str:
@@ -41,3 +63,78 @@ def _unnamed(message: Mapping[str, Any], number: Any) -> dict[str, Any]:
 def without_names(params: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters that can change an answer."""
     return {name: value for name, value in params.items() if name not in _NAMES}
+
+
+def first_difference(script: Script, recorded: ScriptCall, call: LiveCall) -> str:
+    """The first difference between two requests of a role, in the order messages, tools, model, parameters."""
+    asked, tools = script.asked(recorded)
+    bodies, messages = _readable(asked), _readable(call.messages)
+    for number, (was, now) in enumerate(zip(bodies, messages, strict=False)):
+        if _text(was) != _text(now):
+            speaker = str(now.get("role", "no role")) if isinstance(now, Mapping) else "no message"
+            return f"message {number + 1} ({speaker}), {_message_difference(was, now)}"
+    if len(bodies) != len(messages):
+        return f"it has {len(messages)} messages, recorded are {len(bodies)}"
+    if _text(tools) != _text(call.tools):
+        return f"tools, {_tool_difference(tools or [], call.tools or [])}"
+    if recorded.model != call.model:
+        return f"the model: recorded {recorded.model!r}, now {call.model!r}"
+    for name in sorted(without_names({**recorded.params, **call.params})):
+        if _text(recorded.params.get(name)) != _text(call.params.get(name)):
+            return f"the parameter {name}, {_value_difference(recorded.params.get(name), call.params.get(name))}"
+    return "nothing: the same request was recorded fewer times"
+
+
+def similarity(script: Script, recorded: ScriptCall, call: LiveCall) -> int:
+    """How many messages two requests share before they differ."""
+    shared = 0
+    asked, _ = script.asked(recorded)
+    for was, now in zip(_readable(asked), _readable(call.messages), strict=False):
+        if _text(was) != _text(now):
+            break
+        shared += 1
+    return shared
+
+
+def _readable(messages: Sequence[Any]) -> list[Any]:
+    """What is compared: an image by its hash."""
+    return [without_image_bytes(message) for message in unnamed(messages)]
+
+
+def _message_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    for name in ("role", "content", *sorted({*was, *now})):
+        if _text(was.get(name)) != _text(now.get(name)):
+            field = "" if name == "content" else f"{name}, "
+            return field + _value_difference(was.get(name), now.get(name))
+    return ""
+
+
+def _tool_difference(was: Sequence[Any], now: Sequence[Any]) -> str:
+    for number, (old, new) in enumerate(zip(was, now, strict=False)):
+        if _text(old) != _text(new):
+            return f"number {number + 1}, {_value_difference(old, new)}"
+    return f"{len(now)} are offered, recorded are {len(was)}"
+
+
+def _value_difference(was: Any, now: Any) -> str:
+    old, new = _text(was), _text(now)
+    pairs = enumerate(zip(old, new, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
+    start = max(0, at - _BEFORE)
+    kind = next((name for name, form in _CHANCE.items() if _covers(form, old, at) and _covers(form, new, at)), "")
+    seems = f"{LOOKS_LIKE}{kind})" if kind else ""
+    return f"character {at + 1}: recorded {_part(old, start, at)}, now {_part(new, start, at)}{seems}"
+
+
+def _covers(form: re.Pattern[str], text: str, at: int) -> bool:
+    """Whether what stands in `text` at a character is of a form."""
+    return any(found.start() <= at <= found.end() for found in form.finditer(text))
+
+
+def _part(text: str, start: int, at: int) -> str:
+    end = at + _SHOWN
+    return repr(f"{'...' if start else ''}{text[start:end]}{'...' if len(text) > end else ''}")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False, default=repr)

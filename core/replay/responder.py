@@ -11,18 +11,14 @@ from cotune.errors import ReplayDiverged
 from cotune.recording.recorder import LiveCall, Responder
 from cotune.records.answers import Answer
 from cotune.records.structs import Fork
-from cotune.replay.divergence import LOOKS_LIKE, first_difference, similarity
-from cotune.replay.requests import digest
+from cotune.replay.requests import LOOKS_LIKE, digest, first_difference, similarity
 from cotune.replay.script import Replay, ScriptCall
 
 PATIENCE = 1.0
 """Seconds for which an answer waits for a call that had its own before it in the record and is not asked yet."""
 GAP = 0.005, 0.05
 """Seconds, at least and at most, between two such answers: one by HTTP is on its way for a while."""
-_CHANGED = (
-    "If the application was changed, record it anew; what else may differ from run to run is in docs/how-to/replay.md."
-)
-
+_CHANGED = "If the application was changed, record it again; docs/how-to/replay.md lists other causes of differences."
 _BY_CHANCE = (
     "Set replay.freeze = true, or record with: cotune trace --freeze. Then clock, uuid and random give again what they "
     "gave in the record."
@@ -32,8 +28,8 @@ _BY_CHANCE = (
 class ReplayResponder:
     """Answers the calls of one episode from a script; calls that come after its fork go to `others`.
 
-    A request is found by role and content (messages, tools, model, parameters, but no ids); of equal ones the first
-    recorded is answered first, wherever it comes in time. Until the fork is answered any recorded call may come, and
+    A request is found by role and content (messages, tools, model, parameters, but no ids). If several recorded
+    requests are equal, the earliest is used first. Until the fork is answered any recorded call may come, and
     nothing else: a request that was not recorded is a divergence, and so is any later one. Once it is answered, calls
     that began before it ended in the record are still answered from there, as nothing new can have changed them. Where
     calls ran side by side in the record, their answers come in the order in which they came there.
@@ -44,8 +40,6 @@ class ReplayResponder:
         self.others = others
         self.diverged: ReplayDiverged | None = None
         """The first divergence; no call is answered after it."""
-        self.repeated = 0
-        """Calls that were answered from the script."""
         script = replay.script
         self._before = script.before(replay.fork) if replay.fork else {call.id for call in script.calls}
         self._entries = [_Entry(call) for call in script.calls]

@@ -9,8 +9,7 @@ from functools import wraps
 from typing import Any
 
 from cotune.errors import ConfigError
-from cotune.replay.asking import asking
-from cotune.replay.draws import replace_everywhere
+from cotune.replay.draws import asking, replace_everywhere
 
 _installed = False
 _COUNTERS = ("monotonic", "perf_counter")
