@@ -8,6 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -59,8 +60,21 @@ class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: Annotated[str, msgspec.Meta(max_length=10_000)] | None = None
 
 
+@dataclass(eq=False)
+class _Open:
+    """An open episode and its calls in flight. `key` is what a session is known by: an episode that the gateway opened
+    itself. An `attached` one was opened, and is ended, by a workflow."""
+
+    live: LiveEpisode
+    attached: bool = False
+    key: Hashable | None = None
+    exchanges: set[Exchange] = field(default_factory=set)
+    timer: asyncio.TimerHandle | None = None
+    """Ends a session after a pause."""
+
+
 class Episodes:
-    """Open episodes by id, and the exchanges of each. All on the gateway's event loop.
+    """Open episodes by id. All on the gateway's event loop.
 
     Without a `sink`, as inside a workflow's process, episodes can only be attached and other calls are not recorded.
     """
@@ -68,20 +82,20 @@ class Episodes:
     def __init__(self, sink: Sink | None, config: GatewayConfig) -> None:
         self.sink = sink
         self.config = config
-        self.open: dict[str, LiveEpisode] = {}
+        self.open: dict[str, _Open] = {}
         self.counts: Counter[str] = Counter()
         """Calls recorded, `unattributed` calls, rewards, and episodes by how they ended."""
         self.failures: Counter[str] = Counter()
         """Calls that did not end well, by status."""
         self.warnings: Counter[str] = Counter()
-        self._attached: set[str] = set()
-        self._exchanges: dict[str, set[Exchange]] = {}
+        self._sessions: dict[Hashable, _Open] = {}
         self._gone: dict[str, None] = {}
         """Attached episodes that have ended, the latest ones: policies may have played them, so no provider may."""
-        self._sessions: dict[Hashable, LiveEpisode] = {}
-        """Episodes that the gateway opened itself, by what they are known by."""
-        self._session_keys: dict[str, Hashable] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def live(self, episode_id: str | None) -> LiveEpisode | None:
+        """An episode that is open."""
+        found = self.open.get(episode_id or "")
+        return None if found is None else found.live
 
     def start(self, given: OpenEpisode, task: Task) -> LiveEpisode:
         """Open an episode of a task. Raises RequestError when too many are open, or none can be recorded here."""
@@ -90,31 +104,25 @@ class Episodes:
         if len(self.open) >= MOST_OPEN:
             text = f"{MOST_OPEN} episodes are open: end some first."
             raise RequestError(429, text, code="too_many_episodes", headers={"retry-after": "1"})
-        return self._new(task, given)
+        return self._new(task, given).live
 
     def attach(self, episode: LiveEpisode) -> None:
         """Take the calls of an episode that something else opened and will end."""
-        self.open[episode.id] = episode
-        self._attached.add(episode.id)
+        self.open[episode.id] = _Open(episode, attached=True)
 
     async def detach(self, episode_id: str) -> None:
-        """Settle the calls of an attached episode that have their answer; it takes no more."""
-        await self._whole(episode_id)
-        self._detach(episode_id)
-
-    def _detach(self, episode_id: str) -> None:
+        """End the calls of an attached episode that have their answer; it takes no more."""
+        await self._settle(episode_id)
         if self.open.pop(episode_id, None) is not None:
-            self._attached.discard(episode_id)
-            self._settle(episode_id)
             self._gone[episode_id] = None
             if len(self._gone) > MOST_OPEN:
                 del self._gone[next(iter(self._gone))]
 
     async def end(self, episode_id: str, given: EndEpisode) -> Episode:
         """End an open episode. Raises RequestError (404, 409) when it is not open here."""
-        if episode_id in self._attached:
+        if (found := self.open.get(episode_id)) is not None and found.attached:
             raise RequestError(409, "The workflow that opened this episode ends it.", code="attached")
-        await self._whole(episode_id)
+        await self._settle(episode_id)
         if episode_id not in self.open:
             raise RequestError(404, f"No episode {episode_id} is open.", param="id", code="unknown_episode")
         episode = self._leave(episode_id)
@@ -138,38 +146,39 @@ class Episodes:
         `session` is what its episode is known by, where it names none. Raises RequestError (409) where its episode has
         ended.
         """
-        episode = self._session(*session) if session and self.sink is not None else self._episode(who)
-        if episode is None:
+        place = self._session(*session) if session and self.sink is not None else self._place(who)
+        if place is None:
             return None
-        call = await aside(size, functools.partial(_started, episode, who, form, asked), _unwanted)
-        exchange = Exchange(call, form, asked, size, self.config.limits, self._ended)
-        if episode.id not in self.open:  # it has ended meanwhile, and the call with it
+        call = await aside(size, functools.partial(_started, place.live, who, form, asked), _unwanted)
+        exchange = Exchange(call, form, asked, size, self.config.limits, functools.partial(self._ended, place))
+        if place.live.id not in self.open:  # it has ended meanwhile, and the call with it
             await exchange.fail("cancelled", "the episode ended before the call did")
-            raise RequestError(409, f"The episode {episode.id} has ended.", code="episode_ended")
-        self._exchanges.setdefault(episode.id, set()).add(exchange)
+            raise RequestError(409, f"The episode {place.live.id} has ended.", code="episode_ended")
+        place.exchanges.add(exchange)
         return exchange
 
     def health(self) -> dict[str, Any]:
-        """What is open and what was counted."""
+        """Counts of open episodes and calls, and of those that ended."""
         warnings, failures = self.warnings.copy(), self.failures.copy()
-        for episode in self.open.values():
-            warnings.update(episode.warnings)
-            failures.update(episode.failures)
+        for place in self.open.values():
+            warnings.update(place.live.warnings)
+            failures.update(place.live.failures)
         return {
             "open_episodes": len(self.open),
-            "open_calls": sum(map(len, self._exchanges.values())),
+            "open_calls": sum(len(place.exchanges) for place in self.open.values()),
             "records": dict(self.counts),
             "failures": dict(failures),
             "warnings": dict(warnings),
         }
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all that is open: orphaned episodes as cancelled."""
-        for episode_id in list(self._attached):
-            self._detach(episode_id)
-        for episode_id in list(self.open):
-            stopped = EndEpisode(status="cancelled", error="the gateway stopped before the episode ended")
-            self._close(episode_id, EndEpisode() if episode_id in self._session_keys else stopped)
+        stopped = EndEpisode(status="cancelled", error="the gateway stopped before the episode ended")
+        for episode_id, place in list(self.open.items()):
+            if place.attached:
+                await self.detach(episode_id)
+            else:
+                await self.end(episode_id, stopped if place.key is None else EndEpisode())
 
     def warn(self, kind: str, text: str) -> None:
         """Count something that the user should know about; say each kind once."""
@@ -177,7 +186,7 @@ class Episodes:
         if self.warnings[kind] == 1:
             log.warning("%s", text)
 
-    def _episode(self, who: Identity) -> LiveEpisode | None:
+    def _place(self, who: Identity) -> _Open | None:
         if who.episode is not None and who.episode in self.open:
             return self.open[who.episode]
         if who.episode in self._gone:
@@ -192,7 +201,7 @@ class Episodes:
             return None
         return self._session((IMPLICIT, time.monotonic() // IMPLICIT_SECONDS), None)
 
-    def _new(self, task: Task, given: OpenEpisode) -> LiveEpisode:
+    def _new(self, task: Task, given: OpenEpisode) -> _Open:
         assert self.sink is not None
         episode = LiveEpisode(
             self.sink,
@@ -204,86 +213,72 @@ class Episodes:
             redactors=self.config.redactors,
             roles=self.config.roles,
         )
-        self.open[episode.id] = episode
-        return episode
+        self.open[episode.id] = _Open(episode)
+        return self.open[episode.id]
 
-    def _close(self, episode_id: str, given: EndEpisode) -> None:
-        self._settle(episode_id)
-        episode = self._leave(episode_id)
-        _end(episode, given)
-        self._count(episode, given)
+    async def _settle(self, episode_id: str) -> None:
+        """End the calls that have their answer, without holding up others; the rest end with their episode."""
+        for exchange in list(place.exchanges) if (place := self.open.get(episode_id)) else ():
+            await exchange.whole()
 
     def _leave(self, episode_id: str) -> LiveEpisode:
         """Forget an episode, which takes no more calls."""
-        episode = self.open.pop(episode_id)
-        if episode_id in self._session_keys:
-            del self._sessions[self._session_keys.pop(episode_id)]
-            self._stop_timer(episode_id)
-        self.counts["calls"] += len(self._exchanges.pop(episode_id, ()))
-        return episode
+        place = self.open.pop(episode_id)
+        if place.key is not None:
+            del self._sessions[place.key]
+            _stop_timer(place)
+        self.counts["calls"] += len(place.exchanges)
+        place.exchanges.clear()
+        return place.live
 
     def _count(self, episode: LiveEpisode, given: EndEpisode) -> None:
         self.warnings.update(episode.warnings)
         self.failures.update(episode.failures)
         self.counts[f"episodes_{given.status}"] += 1
 
-    async def _whole(self, episode_id: str) -> None:
-        """End the calls that have their answer, without holding up others."""
-        for exchange in list(self._exchanges.get(episode_id, ())):
-            await exchange.whole()
+    def _ended(self, place: _Open, exchange: Exchange) -> None:
+        if exchange in place.exchanges:
+            place.exchanges.discard(exchange)
+            self.counts["calls"] += 1
+            if not place.exchanges and place.live.id in self.open and place.key is not None:
+                self._begin_pause(place)
 
-    def _settle(self, episode_id: str) -> None:
-        """End the calls that have their answer; the others end with their episode."""
-        for exchange in list(self._exchanges.get(episode_id, ())):
-            if exchange.finish():
-                self._ended(exchange)
-
-    def _ended(self, exchange: Exchange) -> None:
-        episode_id = exchange.call.episode.id
-        mine = self._exchanges.get(episode_id)
-        if mine is None or exchange not in mine:
-            return
-        mine.discard(exchange)
-        self.counts["calls"] += 1
-        if not mine:
-            del self._exchanges[episode_id]
-            if episode_id in self._session_keys:
-                self._begin_pause(episode_id)
-
-    def _session(self, key: Hashable, task: str | None) -> LiveEpisode:
-        """The episode that is open for a key, or a new one; without a task that of calls which belong to none, which no
-        limit refuses."""
-        found = self._sessions.get(key)
-        if found is None:
+    def _session(self, key: Hashable, task: str | None) -> _Open:
+        """The episode that is open for a key, or a new one. Without a task it is that of calls which belong to none,
+        which no limit refuses."""
+        place = self._sessions.get(key)
+        if place is None:
             if task is not None:
-                found = self.start(OpenEpisode(None), task_of({"id": task}))
+                place = self.open[self.start(OpenEpisode(None), task_of({"id": task})).id]
             else:
-                found = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
-            self._sessions[key] = found
-            self._session_keys[found.id] = key
+                place = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
+            self._sessions[key], place.key = place, key
             if isinstance(key, asyncio.Future):
-                key.add_done_callback(lambda closed: self._pause_over(found.id))
-        self._begin_pause(found.id)
-        return found
+                key.add_done_callback(functools.partial(self._pause_over, place))
+        self._begin_pause(place)
+        return place
 
-    def _begin_pause(self, episode_id: str) -> None:
-        """End a session's episode after a pause without a call; that of a connection with the connection, and after a
-        pause only where one is set."""
-        self._stop_timer(episode_id)
-        key, idle = self._session_keys[episode_id], self.config.split.idle
-        if isinstance(key, asyncio.Future) and key.done():
-            self._pause_over(episode_id)
-        elif idle is not None or not isinstance(key, asyncio.Future):
-            loop = asyncio.get_running_loop()
-            self._timers[episode_id] = loop.call_later(idle or PAUSE, self._pause_over, episode_id)
+    def _begin_pause(self, place: _Open) -> None:
+        """End a session after a pause without a call; that of a connection with the connection, and after a pause only
+        where one is set."""
+        _stop_timer(place)
+        idle = self.config.split.idle
+        if isinstance(place.key, asyncio.Future) and place.key.done():
+            self._pause_over(place)
+        elif idle is not None or not isinstance(place.key, asyncio.Future):
+            place.timer = asyncio.get_running_loop().call_later(idle or PAUSE, self._pause_over, place)
 
-    def _stop_timer(self, episode_id: str) -> None:
-        if (timer := self._timers.pop(episode_id, None)) is not None:
-            timer.cancel()
+    def _pause_over(self, place: _Open, _: object = None) -> None:
+        if place.live.id in self.open and not place.exchanges:
+            episode = self._leave(place.live.id)
+            _end(episode, EndEpisode())
+            self._count(episode, EndEpisode())
 
-    def _pause_over(self, episode_id: str) -> None:
-        if episode_id in self._session_keys and episode_id not in self._exchanges:
-            self._close(episode_id, EndEpisode())
+
+def _stop_timer(place: _Open) -> None:
+    if place.timer is not None:
+        place.timer.cancel()
+        place.timer = None
 
 
 def task_of(value: Any) -> Task:

@@ -112,18 +112,17 @@ class Exchange:
         else:
             self._chunks.clear()
 
-    def over(self) -> None:
-        """The call has ended otherwise."""
-        self._ended(self)
-
     def refuse(self, cause: str, *, outage: bool) -> None:
         """The provider answers with an error, which passes; the call ends with it."""
         self.refusal, self._outage = cause, outage
 
+    def over(self) -> None:
+        """The call has ended otherwise."""
+        self._ended(self)
+
     async def fail(self, status: CallStatus, text: str, *, outage: bool = True) -> None:
         """End the call as failed."""
         await self._aside(lambda: self.call.fail(status, text, outage=outage))
-        self._ended(self)
 
     async def answered(self, found: Answer) -> tuple[bytes, str]:
         """End the call with what a policy answers; the body that says it, and its content type."""
@@ -135,14 +134,11 @@ class Exchange:
             self.call.finish(found)
             return content
 
-        content = await aside(self.asked_bytes + _TOKEN * tokens, encode_and_record)
-        self._ended(self)
-        return content
+        return await self._aside(encode_and_record, _TOKEN * tokens)
 
     async def settle(self, status: CallStatus, text: str) -> None:
         """End the call with the answer as it came; where that is not a whole one, as `status` for the reason `text`."""
         await self._aside(lambda: self._settle(status, text))
-        self._ended(self)
 
     def settle_now(self, status: CallStatus, text: str) -> None:
         """The same at once, however long it takes."""
@@ -151,8 +147,7 @@ class Exchange:
 
     async def whole(self) -> None:
         """End the call if what has passed is a whole answer."""
-        if await self._aside(self.finish):
-            self._ended(self)
+        await self._aside(self.finish)
 
     def finish(self) -> bool:
         """End the call if what has passed is a whole answer, also if it is broken in itself; whether it has ended."""
@@ -184,8 +179,12 @@ class Exchange:
         if not self.finish():
             self.call.fail(status, text, self._part())
 
-    async def _aside(self, work: Callable[[], T]) -> T:
-        return await aside(self.asked_bytes + self.size, work)
+    async def _aside(self, work: Callable[[], T], answer_bytes: int = 0) -> T:
+        """Do what may end the call, in a thread where it takes long."""
+        done = await aside(self.asked_bytes + self.size + answer_bytes, work)
+        if self.call.ended:
+            self._ended(self)
+        return done
 
     @property
     def _streamed(self) -> bool:

@@ -149,8 +149,8 @@ class Proxy:
         elif scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.max_body)
             if address.tail == TEXT_COMPLETIONS.strip("/"):
-                named = identity(scope, address).episode or ""
-                (self.episodes.open.get(named) or self.episodes).warn(*TEXT_COMPLETION)
+                named = identity(scope, address).episode
+                (self.episodes.live(named) or self.episodes).warn(*TEXT_COMPLETION)
         else:
             raw = await read_any(scope, passage.receive, self.limits.max_body)
         await unless_gone(passage.receive, functools.partial(self._answer, passage, headers, raw))
@@ -164,8 +164,8 @@ class Proxy:
         scope = passage.scope
         who = identity(scope, passage.address, self.role_header)
         session = self.episodes.config.split.of(scope) if who.episode is None else None
-        found = self.episodes.open.get(who.episode or "")
-        if found is not None and found.responder is not None:
+        episode = self.episodes.live(who.episode)
+        if episode is not None and episode.responder is not None:
             check_sampling(asked)
         passage.exchange = await self.episodes.exchange(who, form, asked, session, size)
         if passage.exchange is not None:

@@ -90,7 +90,7 @@ class Gateway:
 
     async def close(self) -> None:
         """End what is open and close the connections to the provider; the store stays open."""
-        self.episodes.close()
+        await self.episodes.close()
         for upstream in (self.proxy.upstream, self.proxy.anthropic):
             await upstream.close()
 

@@ -218,7 +218,7 @@ def test_a_request_that_ends_while_its_call_starts(tmp_path: Path, leaves: bool)
         else:
             while not starting.is_set():  # the time may be over before
                 assert httpx.post(chat(opened["base_url"]), json=body).status_code == 504
-        live = gate.running.opened.episodes.open[opened["id"]]
+        live = gate.running.opened.episodes.open[opened["id"]].live
         go.set()
         gate.when_idle()
         until = time.monotonic() + 20
