@@ -104,8 +104,10 @@ class Outputs:
 
         Returns how many kept answers were dropped for want of room.
         """
-        keys = [*([name] if name else ()), _key(message)]
-        return sum(self._calls.put(key, call, bytes_of((key, call)) + _OVERHEAD) for key in keys)
+        forgotten = 0
+        for key in ([name] if name else []) + [_key(message)]:
+            forgotten += self._calls.put(key, call, bytes_of((key, call)) + _OVERHEAD)
+        return forgotten
 
     def read_by(self, names: Iterable[str], messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """Calls whose outputs a prompt contains: by the framework's names, else by its assistant messages."""

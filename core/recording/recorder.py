@@ -97,9 +97,8 @@ class LiveCall(PendingCall):
 
     def earlier(self) -> list[tuple[int, ...]]:
         """Token paths of this role's earlier calls, longest first; none where no reply is part of the messages."""
-        if not any(message.get("role") == "assistant" for message in self.messages):
-            return []
-        return self.episode.paths(self.role)
+        answered = [message for message in self.messages if message.get("role") == "assistant"]
+        return self.episode.paths(self.role) if answered else []
 
     def finish(self, answer: Answer) -> None:
         """Record the call with all its candidates and rewards. A second end of the call is ignored."""

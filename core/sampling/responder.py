@@ -66,28 +66,39 @@ class PolicyResponder:
 
         A scorer that fails costs the candidate its rewards, never its siblings theirs or the application its answer.
         """
+        # 1. Who answers: the role's policy, or the application's provider.
         policy = self._policy(call.role)
         if policy is None:
             self.passed_through[call.role] += 1
             return None
-        self._require_answerable(call)
+        if call.unsupported_reason:
+            error = SamplerError(
+                f"Role {call.role!r} asks for {call.unsupported_reason}, which no policy can answer.",
+                "Take it out of the request, or give the role a policy of kind provider.",
+            )
+            call.episode.warn("unanswerable", str(error))
+            raise error
+        # 2. Sample: all K candidates where a scorer can compare them, else as many as the application asks for.
         prompt, params = await self.prepare(call)
+        asked = int(call.params.get("n") or 1)
+        branches = self.plan is not None and self.plan.kind == "tree" and call.role in self.scorers
+        count = max(asked, self.plan.k) if branches and self.plan else asked
         candidates = await self.read(
-            call, prompt, params, list(await self.sampler.sample(prompt, self._count(call), params, policy))
+            call, prompt, params, list(await self.sampler.sample(prompt, count, params, policy))
         )
-        rewards, error = await self._rewards(call, candidates)
+        # 3. Reward all of them, and choose the one that the application gets.
+        rewards, failure = await self._rewards(call, candidates)
         lengths = [Length(len(c.token_ids), params.max_tokens, c.finish_reason == "length") for c in candidates]
         compared = attribute_siblings(rewards, call.role, self.attribution, lengths).tolist()
-        select = self.plan.select if self.plan else "first"
         return Answer(
             candidates=candidates,
-            chosen=choose(compared, select, params.seed or 0),
+            chosen=choose(compared, self.plan.select if self.plan else "first", params.seed or 0),
             prompt_ids=tuple(prompt),
             policy=policy,
-            usage=Usage(len(prompt), sum(len(c.token_ids) for c in candidates)),
+            usage=Usage(len(prompt), sum([length.tokens for length in lengths])),
             rewards=rewards,
             sampling=_recorded(params),
-            error=error,
+            error=failure,
         )
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
@@ -122,15 +133,6 @@ class PolicyResponder:
         self.unlisted[role] += 1
         return self.others
 
-    def _require_answerable(self, call: LiveCall) -> None:
-        if call.unsupported_reason:
-            error = SamplerError(
-                f"Role {call.role!r} asks for {call.unsupported_reason}, which no policy can answer.",
-                "Take it out of the request, or give the role a policy of kind provider.",
-            )
-            call.episode.warn("unanswerable", str(error))
-            raise error
-
     def request(self, call: LiveCall, earlier: Sequence[Sequence[int]]) -> tuple[list[int], SamplingParams]:
         """The prompt, and how its reply is sampled. `earlier` are token paths that the prompt may go on from.
 
@@ -149,7 +151,13 @@ class PolicyResponder:
             if self.max_model_len is not None:
                 more["most"] = self.max_model_len - 1
             prompt = self.chat.render(call.messages, tools, earlier=earlier, **more)
-            params = self._fitted(params, len(prompt))
+            if self.max_model_len is not None:
+                room = self.max_model_len - len(prompt)
+                if room < 1:  # earlier token ids may be more than the template's
+                    raise PromptTooLong(
+                        f"The prompt has {len(prompt)} tokens; the model takes {self.max_model_len} with the reply."
+                    )
+                params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
             if fixes_form(asked, call.tools):
                 params = msgspec.structs.replace(params, grammar=self.chat.grammar(asked, call.tools, prompt))
         except RequestRefused as error:
@@ -167,40 +175,22 @@ class PolicyResponder:
             where = f"Call {call.step}, turn {call.turn} of role {call.role!r}, has an image"
             raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
 
-    def _fitted(self, params: SamplingParams, prompt_tokens: int) -> SamplingParams:
-        if self.max_model_len is None:
-            return params
-        room = self.max_model_len - prompt_tokens
-        if room < 1:  # earlier token ids may be more than the template's
-            raise PromptTooLong(
-                f"The prompt has {prompt_tokens} tokens; the model takes {self.max_model_len} with the reply."
-            )
-        return msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
-
     def _params(self, call: LiveCall) -> SamplingParams:
         params = request_params(call.params, self.defaults, self.override)
-        self._warn_replaced(call)
-        if self.seed is None:
-            return params
-        episode = call.episode
-        stream = self.stream or episode.phase
-        place = (stream, episode.training_step, call.task.id, episode.rollout, call.role, call.turn)
-        asked = () if params.seed is None else (params.seed,)
-        return msgspec.structs.replace(params, seed=seed_of(self.seed, *place, *asked))
-
-    def _warn_replaced(self, call: LiveCall) -> None:
-        """Say what the application asks and training sets otherwise; of the temperature, `cotune check` speaks."""
+        # What training sets otherwise is told here; of the temperature `cotune check` speaks.
         for name, value in (self.override or {}).items():
             asked = call.params.get(name)
             if name in UNSHAPED and asked is not None and asked != value:
                 call.episode.warn(
                     f"replaced_{name}", f"Role {call.role!r} asks for {name} = {asked}; it is sampled with {value:g}."
                 )
-
-    def _count(self, call: LiveCall) -> int:
-        asked = int(call.params.get("n") or 1)
-        branches = self.plan is not None and self.plan.kind == "tree" and call.role in self.scorers
-        return max(asked, self.plan.k) if branches and self.plan else asked
+        if self.seed is None:
+            return params
+        episode = call.episode
+        stream = self.stream or episode.phase
+        place = (stream, episode.training_step, call.task.id, episode.rollout, call.role, call.turn)
+        own_seed = () if params.seed is None else (params.seed,)
+        return msgspec.structs.replace(params, seed=seed_of(self.seed, *place, *own_seed))
 
     def _candidate(
         self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, index: int, completion: Completion
@@ -233,14 +223,14 @@ class PolicyResponder:
         began = time.time()
         scored = await score(scorer, candidates, call, call.role)
         self.scoring.append((began, time.time()))
-        errors = Counter(str(found) for found in scored if isinstance(found, WorkflowError))
+        rewards = tuple([{} if isinstance(found, WorkflowError) else found for found in scored])
+        errors = Counter([str(found) for found in scored if isinstance(found, WorkflowError)])
         if not errors:
-            return tuple(found for found in scored if not isinstance(found, WorkflowError)), None
+            return rewards, None
         self.scorer_errors.update(errors)
         first, failed = next(iter(errors)), errors.total()
         if failed == len(scored):
             return (), first
-        rewards = tuple({} if isinstance(found, WorkflowError) else found for found in scored)
         return rewards, f"{failed} of {len(scored)} candidates have no reward: {first}"
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -110,7 +109,9 @@ def components(value: Any, source: str, name: str = "local", *, may_be_unknown: 
     named: dict[str, float] = {}
     for key, number in items:
         try:
-            named[str(key)] = float(_no_text(number))
+            if isinstance(number, str | bytes | bytearray):  # an answer that nobody has judged may read as a number
+                raise TypeError
+            named[str(key)] = float(number)
         except (TypeError, ValueError):
             raise WorkflowError(
                 f"{source} returned {key} = {number!r}, which is not a number.",
@@ -135,13 +136,6 @@ def components(value: Any, source: str, name: str = "local", *, may_be_unknown: 
     return named
 
 
-def _no_text(value: Any) -> Any:
-    """`value`, unless it is text: what reads as a number by chance is an answer that nobody has judged."""
-    if isinstance(value, str | bytes | bytearray):
-        raise TypeError
-    return value
-
-
 async def score(
     scorer: AnyScorer, candidates: Sequence[Candidate], call: Call, role: str
 ) -> tuple[dict[str, float] | WorkflowError, ...]:
@@ -156,14 +150,15 @@ async def score(
         about, limit = (call, call.task.input), scorer.timeout * len(candidates)
         return await compare(scorer.scorer, candidates, about, source, call.task.id, timeout=limit)
     fn, limit = (scorer.scorer, scorer.timeout) if isinstance(scorer, OfOne) else (scorer, LONGEST)
-    asked = ((fn, (candidate, call, call.task.input), limit, source) for candidate in candidates)
-    values: list[Any]
-    with _outside(f"{source} on task {call.task.id!r}"):
+    values: list[Any] = []
+    with setting(current_episode, None), running(f"{source} on task {call.task.id!r}"):
         if inspect.iscoroutinefunction(fn):
-            values = await asyncio.gather(*(_called(*one) for one in asked), return_exceptions=True)
+            work = [_called(fn, (candidate, call, call.task.input), limit, source) for candidate in candidates]
+            values = await asyncio.gather(*work, return_exceptions=True)
         else:
-            values = [await _tried(_called(*one)) for one in asked]
-    return tuple(_components(value, source) for value in values)
+            for candidate in candidates:
+                values.append(await _tried(_called(fn, (candidate, call, call.task.input), limit, source)))
+    return tuple([_components(value, source) for value in values])
 
 
 async def compare(
@@ -176,7 +171,7 @@ async def compare(
     timeout: float | None = None,
 ) -> tuple[dict[str, float] | WorkflowError, ...]:
     """Components of `items` that a function sees together, as `score` has them; `fn` takes them and what `about` is."""
-    with _outside(f"{source} on task {task_id!r}"):
+    with setting(current_episode, None), running(f"{source} on task {task_id!r}"):
         found = await _tried(_called(fn, (tuple(items), *about), timeout, source))
     if isinstance(found, Exception):
         values: Sequence[Any] = [found] * len(items)
@@ -255,10 +250,3 @@ def _components(value: Any, source: str, name: str = "local") -> dict[str, float
 def _caused(error: WorkflowError, cause: BaseException) -> WorkflowError:
     error.__cause__ = cause
     return error
-
-
-@contextmanager
-def _outside(what: str) -> Iterator[None]:
-    """Inside, the application's code `what` runs outside its episode."""
-    with setting(current_episode, None), running(what):
-        yield
