@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,6 +26,8 @@ OUTPUTS, OUTPUT_BYTES = 100_000, 8 << 20
 """Most answers that are kept, and most bytes of all of them."""
 _OVERHEAD = 200
 """Bytes of an entry beside its key and value, about."""
+HISTORIES = 16
+"""Roles whose last messages are kept, to know them again in the next call."""
 NAMES, NAME_BYTES = 100_000, 8 << 20
 """Most messages that are remembered as stored, and bytes of all of them; others are stored again when met."""
 _FORGOTTEN = (
@@ -61,12 +63,25 @@ class CallerContext(msgspec.Struct):
     """Calls that were made in this context."""
 
 
+class SentMessage:
+    """A message of a request, and what is known of it since it was first sent."""
+
+    __slots__ = ("address", "key", "message")
+
+    def __init__(self, message: Any) -> None:
+        self.message = message
+        self.address: str | None = None
+        """Its content address, once a call with it has been recorded."""
+        self.key: Hashable = None
+        """Of an assistant message: what it is known by among the answers (`Outputs`)."""
+
+
 class PendingCall:
     """A chat request of one role in an episode: what is recorded of a call before anything is known of its answer."""
 
     __slots__ = (
-        "attempts", "caller", "episode_id", "id", "messages", "model", "params", "parents", "role", "started", "step",
-        "streamed", "tools", "turn",
+        "attempts", "caller", "episode_id", "id", "messages", "model", "params", "parents", "role", "sent", "started",
+        "step", "streamed", "tools", "turn",
     )  # fmt: skip
 
     def __init__(self, episode_id: str, caller: CallerContext, step: int, turn: int, body: Mapping[str, Any]) -> None:
@@ -88,6 +103,7 @@ class PendingCall:
     def _take(self, body: Mapping[str, Any]) -> None:
         self.params = dict(body)
         self.messages: list[dict[str, Any]] = list(self.params.pop("messages", None) or [])
+        self.sent = [SentMessage(message) for message in self.messages]
         self.tools: list[dict[str, Any]] | None = self.params.pop("tools", None) or None
         self.model = str(self.params.pop("model", ""))
         self.streamed = bool(self.params.pop("stream", False))
@@ -109,7 +125,7 @@ class Outputs:
             forgotten += self._calls.put(key, call, bytes_of((key, call)) + _OVERHEAD)
         return forgotten
 
-    def read_by(self, names: Iterable[str], messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    def read_by(self, names: Iterable[str], messages: Iterable[SentMessage]) -> tuple[str, ...]:
         """Calls whose outputs a prompt contains: by the framework's names, else by its assistant messages."""
         if not len(self._calls):
             return ()
@@ -118,8 +134,12 @@ class Outputs:
             if call := self._calls.get(name):
                 found[call] = None
         if not found:
-            for message in messages:
-                if message.get("role") == "assistant" and (call := self._calls.get(_key(message))):
+            for sent in messages:
+                if sent.message.get("role") != "assistant":
+                    continue
+                if sent.key is None:
+                    sent.key = _key(sent.message)
+                if call := self._calls.get(sent.key):
                     found[call] = None
         return tuple(found)
 
@@ -132,6 +152,13 @@ def _key(message: Mapping[str, Any]) -> Hashable:
     functions = [tool.get("function") for tool in tools or []]
     calls = [(f.get("name"), f.get("arguments")) if isinstance(f, Mapping) else None for f in functions]
     return message_id({"content": content, "calls": calls})
+
+
+def _exact(value: Any) -> bool:
+    """Whether what equals this JSON value is the same JSON: 1, 1.0 and True are equal."""
+    if isinstance(value, Mapping):
+        return all(map(_exact, value.values()))
+    return all(map(_exact, value)) if isinstance(value, list) else value is None or isinstance(value, str)
 
 
 class CallRecords:
@@ -151,6 +178,21 @@ class CallRecords:
         self._prompts = PromptTree()
         self._names: BoundedCache[str] = BoundedCache(NAMES, NAME_BYTES)
         self._withheld: set[str] = set()
+        self._histories: dict[str, list[SentMessage]] = {}
+        """By role, the messages of its last call."""
+
+    def link(self, call: PendingCall) -> None:
+        """Find what the call has read, and which of its messages were sent before: of a history that only grew, just
+        the new ones are looked at again. Hold the lock."""
+        earlier = self._histories.pop(call.role, ())
+        for position, (known, sent) in enumerate(zip(earlier, call.sent, strict=False)):
+            if known.address is None or known.message != sent.message:
+                break
+            call.sent[position] = known
+        self._histories[call.role] = call.sent
+        if len(self._histories) > HISTORIES:
+            del self._histories[next(iter(self._histories))]
+        call.parents = self.outputs.read_by(call.caller.read, call.sent)
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
         """Token paths of a role so far: prompts, and prompts with the reply that went on."""
@@ -169,13 +211,12 @@ class CallRecords:
         )
         if self._redaction is not None:
             redacted = self._redaction.call(redacted)
-        messages = list(map(canonical, redacted.messages))
         offered = [canonical({"tools": redacted.tools})] if redacted.tools else []
         sampling = dict(redacted.answer.sampling) if redacted.answer else {}
         grammar = sampling.get("grammar")
         records: list[Record] = []
         with self._lock:
-            names = self._named(messages, redacted.messages, records)
+            names = self._addresses(call.sent, redacted.messages, records)
             tools = self._named(offered, [redacted.tools], records)[0] if offered else None
             if grammar:
                 sampling["grammar"] = self._named([canonical({"grammar": grammar})], [grammar], records)[0]
@@ -200,6 +241,18 @@ class CallRecords:
         else:
             redacted = RedactedCall(params=call.params, attempts=call.attempts, error=f"not recorded: {broken!r}")
         return [_call(call, redacted, "malformed")]
+
+    def _addresses(self, sent: list[SentMessage], stored: list[Any], records: list[Record]) -> tuple[str, ...]:
+        """The content addresses of a call's messages, as they are `stored`; new ones are added to `records`."""
+        if self._redaction is not None or len(sent) != len(stored):
+            return self._named(list(map(canonical, stored)), stored, records)
+        known = tuple([one.address for one in sent if one.address is not None])  # those that `link` found: the first
+        new = stored[len(known) :]
+        names = self._named(list(map(canonical, new)), new, records)
+        for one, name in zip(sent[len(known) :], names, strict=True):
+            if _exact(one.message):
+                one.address = name
+        return known + names
 
     def _named(self, encoded: list[bytes], bodies: list[Any], records: list[Record]) -> tuple[str, ...]:
         """The content addresses of messages (their JSON and themselves); new ones are added to `records`."""

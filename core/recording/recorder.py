@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from cotune.errors import CotuneError, RecordError, WorkflowError
 from cotune.recording.app_parts import Parts
-from cotune.recording.call_records import CallerContext, CallRecords, PendingCall
+from cotune.recording.call_records import CallerContext, CallRecords, PendingCall, SentMessage
 from cotune.recording.chance import KEPT, Chance
 from cotune.recording.redaction import Redaction, Redactor
 from cotune.recording.roles import RolesFunction, named, warn_of_shared
@@ -116,6 +116,7 @@ class LiveCall(PendingCall):
         """Record an end of this copy of `call`, with what became of the call since it started."""
         self.messages, self.tools, self.model, self.params = call.messages, call.tools, call.model, call.params
         self.streamed, self.attempts = call.streamed, call.attempts
+        self.sent = [SentMessage(message) for message in call.messages]
         self.episode._end(self, answer, status, error)
 
 
@@ -225,7 +226,7 @@ class LiveEpisode:
     def _link(self, call: LiveCall) -> None:
         try:
             with self._lock:
-                call.parents = self._records.outputs.read_by(call.caller.read, call.messages)
+                self._records.link(call)
         except Exception as broken:  # noqa: BLE001
             self.warn("unlinked_call", f"What a call of role {call.role!r} has read could not be found.", broken)
 

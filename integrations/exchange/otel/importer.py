@@ -190,7 +190,8 @@ class _Reading:
         call.id, call.started = self.ids[chat.id], chat.start / 1e9
         call.attempts = ["unknown"] * min(whole(found.get(names.ATTEMPTS)), _ATTEMPTS)
         linked = tuple(self.ids[link] for link in chat.links if link in self.ids)
-        call.parents = linked or self.made.outputs.read_by((), call.messages)
+        self.made.link(call)
+        call.parents = linked or call.parents
         answer = Answer(
             candidates=candidates,
             chosen=_chosen(found, len(candidates)),

@@ -289,3 +289,26 @@ def test_a_mark_ended_in_a_copied_context_is_ended_everywhere():
         return identify().role
 
     assert asyncio.run(main()) != "mark"
+
+
+def test_messages_that_are_equal_in_python_only_are_recorded_apart():
+    """1, 1.0 and True are equal, and different JSON."""
+    episode = live()
+    for value in (1, True, 1.0):
+        messages = [{"role": "user", "content": "go"}, {"role": "user", "content": [value]}]
+        episode.start(MARK, {"model": "m", "messages": messages}).finish(answer())
+    bodies = {message.id: message.body for message in episode.sink.of(Message)}
+    calls = episode.sink.of(CallRecord)
+    assert [repr(bodies[call.messages[1]]["content"]) for call in calls] == ["[1]", "[True]", "[1.0]"]
+    assert len({call.messages[0] for call in calls}) == 1
+
+
+def test_a_message_that_a_scorer_changes_is_not_taken_for_the_next_one():
+    episode = live()
+    for change in ("changed", None):
+        call = episode.start(MARK, body("go"))
+        if change:
+            call.messages[0]["content"] = change
+        call.finish(answer())
+    bodies = {message.id: message.body for message in episode.sink.of(Message)}
+    assert bodies[episode.sink.of(CallRecord)[1].messages[0]]["content"] == "go"
