@@ -61,6 +61,20 @@ class Sink(Protocol):
     def write(self, records: Sequence[Record]) -> None: ...
 
 
+class Places:
+    """Numbers the calls of an episode from 0: a step is its next call, a turn the next call of one role."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._turns: dict[str, int] = {}
+
+    def next(self, role: str) -> tuple[int, int]:
+        """Step and turn of a call that starts now."""
+        step, turn = self.steps, self._turns.get(role, 0)
+        self.steps, self._turns[role] = step + 1, turn + 1
+        return step, turn
+
+
 class LiveCall(PendingCall):
     """A call in flight; scorers see it as `call`. Ends once, by `finish` or `fail`."""
 
@@ -170,8 +184,7 @@ class LiveEpisode:
         self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._ending = 0
-        self._steps = 0
-        self._turns: dict[str, int] = {}
+        self._places = Places()
         self._threads: set[str] = set()
         self._open: dict[str, LiveCall] = {}
         self._stopped: list[LiveCall] = []
@@ -210,10 +223,7 @@ class LiveEpisode:
                 raise RecordError(INTERRUPTED)
             if self.ended:
                 raise RecordError(f"Episode {self.id} has ended.", "Wait for every call before the workflow returns.")
-            step, self._steps = self._steps, self._steps + 1
-            turn = self._turns.get(caller.role, 0)
-            self._turns[caller.role] = turn + 1
-            call = LiveCall(self, caller, step, turn, body)
+            call = LiveCall(self, caller, *self._places.next(caller.role), body)
             self._open[call.id] = call
             caller.calls += 1
             if (tool := tool_at_work.get()) is not None:
@@ -309,7 +319,7 @@ class LiveEpisode:
             blame=blame,
             started=self.started,
             latency=time.time() - self.started,
-            calls=self._steps,
+            calls=self._places.steps,
             metrics=dict(metrics or {}),
             fork=self.fork,
             results=results,

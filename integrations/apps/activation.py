@@ -11,10 +11,10 @@ import importlib
 import importlib.abc
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from cotune.errors import CotuneError
 from cotune.integrations.versions import require, unhooked
@@ -25,38 +25,72 @@ NO_ACTIVATION = {_SWITCH: "0"}
 """Environment of a process in which `import cotune` installs nothing. An episode there still does."""
 
 _PACKAGE = "cotune.integrations.apps."
-_SOCKETS = ("openai.sockets", ("openai",))
-INTEGRATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "openai._base_client": ("openai.sdk", ("openai",)),
-    "openai.resources.responses.responses": _SOCKETS,
-    "openai.resources.beta.responses.responses": _SOCKETS,
-    "openai.resources.realtime.realtime": _SOCKETS,
-    "openai.resources.beta.realtime.realtime": _SOCKETS,
-    "langchain_core.runnables.config": ("langgraph.identity", ("langchain-core", "langgraph")),
-    "langchain_core.caches": ("langchain.caches", ("langchain-core",)),
-    "langchain_core.language_models.chat_models": ("langchain.models", ("langchain-core",)),
-    "langchain_core.tools.base": ("langchain.tools", ("langchain-core",)),
-    "langchain.agents.middleware.types": ("langchain.middleware", ("langchain-core",)),
-    "langgraph.pregel.main": ("langgraph.graphs", ("langgraph",)),
-    "autogen_core": ("autogen.runtime", ("autogen-core",)),
-    "autogen_core.models": ("autogen.models", ("autogen-core",)),
-    "autogen_agentchat.agents": ("autogen.agents", ("autogen-agentchat", "autogen-core")),
-    "autogen_agentchat.teams": ("autogen.teams", ("autogen-agentchat", "autogen-core")),
-    "agents.run_internal.run_loop": ("openai.agents_sdk", ("openai-agents",)),
-    "crewai": ("crewai.hooks", ("crewai",)),
-    "crewai.memory.unified_memory": ("crewai.memory", ("crewai",)),
-    "dspy.clients.cache": ("dspy.caches", ()),
-}
-"""By foreign module: the integration whose `install()` runs once it is loaded, and the distributions whose installed
-versions that integration must support."""
 
-_RUNNERS = {
-    "langgraph.": "langgraph.identity",
-    "autogen_agentchat.": "autogen.teams",
-    "agents.agent": "openai.agents_sdk",
-    "crewai.": "crewai.hooks",
+
+class Framework(NamedTuple):
+    """What there is to know of a framework before it is imported; the rest is in its folder."""
+
+    folder: str
+    needs: tuple[str, ...]
+    """Distributions of which it must support the installed versions (`versions.SUPPORTED`)."""
+    hooks: Mapping[str, str]
+    """By foreign module: what hooks it once it is loaded, a module of the folder with `install`, or `module:function`.
+    """
+    objects: str = ""
+    """How the module of its application objects' classes begins, if it has objects that can be run."""
+    runner: str = ""
+    """The module of the folder whose `runner` runs them."""
+
+
+FRAMEWORKS = (
+    Framework(
+        "openai",
+        ("openai",),
+        {
+            "openai._base_client": "sdk",
+            "openai.resources.responses.responses": "sdk:install_sockets",
+            "openai.resources.beta.responses.responses": "sdk:install_sockets",
+            "openai.resources.realtime.realtime": "sdk:install_sockets",
+            "openai.resources.beta.realtime.realtime": "sdk:install_sockets",
+        },
+    ),
+    Framework(
+        "openai", ("openai-agents",), {"agents.run_internal.run_loop": "agents_sdk"}, "agents.agent", "agents_sdk"
+    ),
+    Framework(
+        "langchain",
+        ("langchain-core",),
+        {
+            "langchain_core.caches": "hooks:install_caches",
+            "langchain_core.language_models.chat_models": "models",
+            "langchain_core.tools.base": "hooks:install_tools",
+            "langchain.agents.middleware.types": "hooks:install_middleware",
+        },
+    ),
+    Framework(
+        "langgraph",
+        ("langchain-core", "langgraph"),
+        {"langchain_core.runnables.config": "identity", "langgraph.pregel.main": "graphs"},
+        "langgraph.",
+        "identity",
+    ),
+    Framework("autogen", ("autogen-core",), {"autogen_core": "runtime", "autogen_core.models": "models"}),
+    Framework(
+        "autogen",
+        ("autogen-agentchat", "autogen-core"),
+        {"autogen_agentchat.agents": "agents", "autogen_agentchat.teams": "teams"},
+        "autogen_agentchat.",
+        "teams",
+    ),
+    Framework("crewai", ("crewai",), {"crewai": "hooks", "crewai.memory.unified_memory": "memory"}, "crewai.", "hooks"),
+    Framework("dspy", (), {"dspy.clients.cache": "caches"}),
+)
+INTEGRATIONS = {
+    module: (f"{framework.folder}.{hook}", framework.needs)
+    for framework in FRAMEWORKS
+    for module, hook in framework.hooks.items()
 }
-"""By how the module of an application object's class begins: the integration whose `runner` runs such objects."""
+"""By foreign module: what hooks it, and the distributions that it needs."""
 
 _QUIET = {
     "CREWAI_DISABLE_TELEMETRY": "true",
@@ -102,9 +136,10 @@ def activate_on_import() -> None:
 def graph_runner(app: object) -> Callable[[Any], Awaitable[Any]] | None:
     """How to run an application object that is no function: a coroutine function of its input, or None."""
     for base in (app if isinstance(app, type) else type(app)).__mro__:
-        for start, name in _RUNNERS.items():
-            if base.__module__.startswith(start):
-                found: Callable[[Any], Awaitable[Any]] | None = importlib.import_module(_PACKAGE + name).runner(app)
+        for framework in FRAMEWORKS:
+            if framework.objects and base.__module__.startswith(framework.objects):
+                module = importlib.import_module(f"{_PACKAGE}{framework.folder}.{framework.runner}")
+                found: Callable[[Any], Awaitable[Any]] | None = module.runner(app)
                 return found
     return None
 
@@ -117,7 +152,8 @@ def _install(module: str) -> None:
     try:
         for distribution in distributions:
             require(distribution)
-        importlib.import_module(_PACKAGE + name).install()
+        integration, _, function = name.partition(":")
+        getattr(importlib.import_module(_PACKAGE + integration), function or "install")()
     except CotuneError as error:
         _refuse(error)
     except (ImportError, AttributeError, KeyError, TypeError) as error:

@@ -13,10 +13,9 @@ from typing import Any
 from autogen_core import BaseAgent
 from autogen_core.models import ChatCompletionClient, CreateResult
 
-from cotune.integrations.apps.agent_state import AgentState
 from cotune.integrations.apps.autogen.lineage import Lineage
 from cotune.integrations.apps.autogen.scopes import NAME, AutogenScope, Names
-from cotune.integrations.apps.clients import Proxy, step_inside, unwrapped
+from cotune.integrations.apps.clients import AgentState, Proxy, step_inside, unwrapped
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import called_by, current_episode, innermost
 from cotune.recording.recorder import LiveEpisode

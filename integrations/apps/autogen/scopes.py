@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 
 from autogen_core.tools import StaticWorkbench
 
-from cotune.integrations.apps.agent_state import AgentState
-from cotune.integrations.apps.clients import step_inside
+from cotune.integrations.apps.clients import AgentState, step_inside
 from cotune.recording.app_parts import Part
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import Scope, current_episode, entered, innermost

@@ -15,7 +15,7 @@ from uuid import uuid4
 from langchain_core.callbacks import manager as managers
 from langchain_core.runnables.config import var_child_runnable_config
 
-from cotune.integrations.apps.langchain.middleware import current_middleware
+from cotune.integrations.apps.langchain.hooks import current_middleware
 from cotune.integrations.apps.langgraph.graphs import starting
 from cotune.integrations.apps.langgraph.run_tree import GraphRun, is_nameless, nameless, nodes_of, role_of, router_words
 from cotune.integrations.apps.patching import replace_method

@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from cotune.integrations.apps.agent_state import AgentState
-from cotune.integrations.apps.clients import Proxy, step_inside
+from cotune.integrations.apps.clients import AgentState, Proxy, step_inside
 from cotune.integrations.apps.patching import inside
 from cotune.integrations.versions import missing_hook
 from cotune.recording.app_parts import Part, Parts

@@ -352,3 +352,33 @@ class _Tee:
 @functools.cache
 def _tee_class(package: Any) -> type[_Tee]:
     return type("Tee", (_Tee, package.SyncByteStream, package.AsyncByteStream), {})
+
+
+_SOCKETS = (
+    "openai.resources.responses.responses",
+    "openai.resources.beta.responses.responses",
+    "openai.resources.realtime.realtime",
+    "openai.resources.beta.realtime.realtime",
+)
+
+
+def install_sockets() -> None:
+    """Count connections over which models answer out of sight: wrap `connect` of the modules that are loaded. Those
+    that come later call this again."""
+    for module in [sys.modules[name] for name in _SOCKETS if name in sys.modules]:
+        for cls in [found for found in vars(module).values() if isinstance(found, type)]:
+            replace_method(cls, "connect", _counted)
+
+
+def _counted(original: Any) -> Any:
+    def connect(self: Any, *args: Any, **kwargs: Any) -> Any:
+        episode = current_episode.get()
+        if episode is not None:
+            episode.warn(
+                "unseen_call",
+                f"{type(self).__name__}.connect opens a socket on which a model answers: what it says there is not "
+                "recorded. Use requests (client.responses.create) instead.",
+            )
+        return original(self, *args, **kwargs)
+
+    return connect

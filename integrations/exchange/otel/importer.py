@@ -28,7 +28,7 @@ from cotune.integrations.exchange.otel.files import read
 from cotune.integrations.exchange.otel.messages import decoded
 from cotune.integrations.exchange.otel.spans import Span
 from cotune.recording.call_records import CallerContext, CallRecords, PendingCall
-from cotune.recording.recorder import Sink
+from cotune.recording.recorder import Places, Sink
 from cotune.records.answers import Answer
 from cotune.records.ids import ulid
 from cotune.records.structs import (
@@ -133,7 +133,7 @@ class _Reading:
         self.id = str(root.attributes.get(names.EPISODE) or _ulid(root))
         self.ids = {chat.id: str(chat.attributes.get(names.CALL) or _ulid(chat)) for chat in self.chats}
         self.calls = 0
-        self.turns: Counter[str] = Counter()
+        self.places = Places()
         self.made = CallRecords(None, nullcontext(), lambda kind, text: left_out.update([kind]))
         self.rewards: list[RewardRecord] = []
 
@@ -178,7 +178,7 @@ class _Reading:
     def _call(self, step: int, chat: Span) -> list[Record]:
         found = chat.attributes
         role = next((name for s in [chat, *_around(chat, self.known)] if (name := agent_of(s))), "app")
-        turn, self.turns[role] = self.turns[role], self.turns[role] + 1
+        _, turn = self.places.next(role)
         asked, answers = messages_of(chat, self.left_out)
         if not asked:
             self.left_out["call_without_messages"] += 1

@@ -16,7 +16,7 @@ from langgraph.types import Command
 from langgraph_supervisor import create_supervisor
 from langgraph_swarm import create_handoff_tool, create_swarm
 
-from cotune.integrations.apps.langchain.middleware import _WRAPPERS, current_middleware
+from cotune.integrations.apps.langchain.hooks import _WRAPPERS, current_middleware
 from tests.integrations.graphs import HELLO, asays, chain, look, model, running, scripted
 from tests.integrations.provider import Provider, json_reply, said
 from tests.integrations.recorded import Recorded, asks, tool_call
@@ -259,7 +259,7 @@ def test_middleware_outside_an_episode_is_as_it_was():
 
 
 def test_middleware_still_has_the_methods_that_are_wrapped():
-    remedy = "AgentMiddleware changed: adapt cotune/integrations/apps/langchain/middleware.py"
+    remedy = "AgentMiddleware changed: adapt cotune/integrations/apps/langchain/hooks.py"
     assert all(callable(getattr(mw.AgentMiddleware, name, None)) for name in _WRAPPERS), remedy
     assert hasattr(Judge.wrap_model_call, "__cotune__"), remedy
 

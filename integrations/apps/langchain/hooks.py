@@ -1,4 +1,8 @@
-"""Middleware of LangChain's agents: models that it calls around an agent's own call, or around a tool."""
+"""Caches, tools and middleware of LangChain.
+
+Policies answer without caches; results of tools are recorded; a model that middleware calls around an agent's own call,
+or around a tool, is the middleware's.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from cotune.integrations.apps.patching import each_subclass, inside, replace_method
+from cotune.integrations.apps.patching import (
+    cache_left_aside,
+    each_subclass,
+    inside,
+    record_tools,
+    replace_method,
+    unless_left_aside,
+)
 from cotune.integrations.versions import missing_hook
 from cotune.runtime.context_vars import setting
 
@@ -25,7 +36,33 @@ current_middleware: ContextVar[MiddlewareCall | None] = ContextVar("cotune_middl
 """The middleware that is running here; not while what it is wrapped around runs."""
 
 
-def install() -> None:
+def install_caches() -> None:
+    """Wrap all classes of caches, those there are and those to come."""
+    from langchain_core.caches import BaseCache
+
+    def wrap(cls: type) -> None:
+        for name in ("lookup", "update"):
+            replace_method(cls, name, unless_left_aside)
+            replace_method(cls, f"a{name}", _unless_left_aside_async)
+
+    each_subclass(BaseCache, wrap)
+
+
+def _unless_left_aside_async(original: Any) -> Any:
+    async def use(self: Any, *args: Any, **options: Any) -> Any:
+        return None if cache_left_aside() else await original(self, *args, **options)
+
+    return use
+
+
+def install_tools() -> None:
+    """Record what tools return, of all classes of tools, those there are and those to come."""
+    from langchain_core.tools.base import BaseTool
+
+    record_tools(BaseTool, "_run", "_arun", without=("config", "run_manager", "callbacks", "runtime"))
+
+
+def install_middleware() -> None:
     """Wrap all middleware classes, those there are and those to come. Agents composed before are not reached."""
     from langchain.agents.middleware.types import AgentMiddleware
 
