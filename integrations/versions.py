@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from cotune.errors import CotuneError
 
@@ -63,12 +64,15 @@ def check(distribution: str, found: str) -> None:
         )
 
 
-def missing_hook(distribution: str, hook: str) -> UnsupportedVersion:
-    """The error of an integration that does not find what it hooks into."""
-    return UnsupportedVersion(
-        f"{distribution} {version(distribution)} has no {hook}, which cotune records it by.",
-        f"Install a version of {distribution} that docs/reference/versions.md names.",
-    )
+def require_hooks(distribution: str, owner: Any, *names: str) -> None:
+    """Raises UnsupportedVersion unless a class or module itself has all these functions, which are to be hooked."""
+    for name in names:
+        if not callable(vars(owner).get(name)):
+            raise UnsupportedVersion(
+                f"{distribution} {version(distribution)} has no {owner.__name__.rpartition('.')[2]}.{name}, which "
+                "cotune records it by.",
+                f"Install a version of {distribution} that docs/reference/versions.md names.",
+            )
 
 
 def unhooked(distributions: Sequence[str], error: Exception) -> UnsupportedVersion:

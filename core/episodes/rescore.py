@@ -101,8 +101,14 @@ async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[Ca
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(call: CallRecord, task: Task) -> Scored:
+        targets = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
         async with gate:
-            return await _score_call(workflow, store, call, task)
+            try:
+                seen = finished_call(store, call, task)
+            except RecordError as error:
+                return dict.fromkeys(targets, WorkflowError(error.cause, error.remedy))
+            scored = await score(workflow.scorers[call.role], call.candidates, seen, call.role)
+        return dict(zip(targets, scored, strict=True))
 
     wanted = [(call, task) for call, task in calls if scorable(workflow, call)]
     found = await asyncio.gather(*(one(call, task) for call, task in wanted))
@@ -150,13 +156,3 @@ def _take(
 
 def _best(ids: Sequence[str], rewards: Mapping[str, Mapping[str, float]]) -> str:
     return max(ids, key=lambda one: sum(rewards[one].values()))
-
-
-async def _score_call(workflow: Workflow, store: Store, call: CallRecord, task: Task) -> Scored:
-    targets = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
-    try:
-        seen = finished_call(store, call, task)
-    except RecordError as error:
-        return dict.fromkeys(targets, WorkflowError(error.cause, error.remedy))
-    scored = await score(workflow.scorers[call.role], call.candidates, seen, call.role)
-    return dict(zip(targets, scored, strict=True))

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from contextvars import Token
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -170,7 +170,7 @@ class Trace:
     ) -> None:
         self.__exit__(kind, error, traceback)
 
-    def _reading(self) -> AbstractContextManager[Reader]:
+    def _reading(self) -> AbstractContextManager[MemoryRecords | Store]:
         self._episode()
         assert self._sink is not None
         return self._sink.reading()
@@ -216,29 +216,20 @@ class Within(LiveEpisode):
         self.outer.warn(kind, message, error)
 
 
-_SHOWN = ("id", "role", "step", "turn", "status", "error", "attempts", "model", "params", "parents", "streamed")
+_SHOWN = (
+    "id", "role", "step", "turn", "status", "error", "attempts", "model", "params", "parents", "streamed", "latency",
+)  # fmt: skip
 """Fields of a record that a traced call has too."""
 
 
-def _traced(call: CallRecord, read: Reader) -> TracedCall:
+def _traced(call: CallRecord, read: MemoryRecords | Store) -> TracedCall:
     return TracedCall(
         **{name: getattr(call, name) for name in _SHOWN},
         messages=[read.message(name) for name in call.messages],
         tools=read.message(call.tools) if call.tools else None,
         answer=None if call.chosen is None else call.candidates[call.chosen].message,
-        latency=call.latency,
         record=call,
     )
-
-
-class Reader(Protocol):
-    """The reading half of a `Store`, as far as a trace needs it."""
-
-    def calls(self, episode_id: str) -> list[CallRecord]: ...
-
-    def message(self, message_id: str) -> Any: ...
-
-    def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]: ...
 
 
 class MemoryRecords:
@@ -267,9 +258,8 @@ class MemoryRecords:
     def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
         return {target: dict(self._rewards.get(target, {})) for target in targets}
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[Reader]:
-        yield self
+    def reading(self) -> AbstractContextManager[MemoryRecords]:
+        return contextlib.nullcontext(self)
 
     def close(self) -> None: ...
 
@@ -307,7 +297,7 @@ class FileRecords:
         self._release(store)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Reader]:
+    def reading(self) -> Iterator[Store]:
         """What has been written, as it can be read now."""
         store = self._store
         if store is not None:

@@ -221,8 +221,13 @@ def load_workflow(spec: str) -> Workflow:
     not a workflow.
     """
     remedy = "Decorate a function in {source} with @cotune.workflow."
-    found = load_object("app", spec, "cotune train app:solve", kind="workflows", is_one=_is_workflow, remedy=remedy)
-    return workflow_of(found)
+
+    def is_one(value: Any) -> bool:
+        return isinstance(getattr(value, "cotune", None), Workflow)
+
+    return workflow_of(
+        load_object("app", spec, "cotune train app:solve", kind="workflows", is_one=is_one, remedy=remedy)
+    )
 
 
 def load_roles(spec: str) -> RolesFunction:
@@ -235,10 +240,6 @@ def load_roles(spec: str) -> RolesFunction:
         spec if named else load_object("roles_by", spec, "--roles-by app:who, --roles-by caller or --roles-by model")
     )
     return cast(RolesFunction, roles_function(found))
-
-
-def _is_workflow(value: Any) -> bool:
-    return isinstance(getattr(value, "cotune", None), Workflow)
 
 
 def _called(app: object) -> str:

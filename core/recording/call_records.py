@@ -103,7 +103,7 @@ class PendingCall:
     def _take(self, body: Mapping[str, Any]) -> None:
         self.params = dict(body)
         self.messages: list[dict[str, Any]] = list(self.params.pop("messages", None) or [])
-        self.sent = [SentMessage(message) for message in self.messages]
+        self.sent = list(map(SentMessage, self.messages))
         self.tools: list[dict[str, Any]] | None = self.params.pop("tools", None) or None
         self.model = str(self.params.pop("model", ""))
         self.streamed = bool(self.params.pop("stream", False))
@@ -183,16 +183,21 @@ class CallRecords:
 
     def link(self, call: PendingCall) -> None:
         """Find what the call has read, and which of its messages were sent before: of a history that only grew, just
-        the new ones are looked at again. Hold the lock."""
-        earlier = self._histories.pop(call.role, ())
-        for position, (known, sent) in enumerate(zip(earlier, call.sent, strict=False)):
-            if known.address is None or known.message != sent.message:
-                break
-            call.sent[position] = known
-        self._histories[call.role] = call.sent
-        if len(self._histories) > HISTORIES:
-            del self._histories[next(iter(self._histories))]
-        call.parents = self.outputs.read_by(call.caller.read, call.sent)
+        the new ones are looked at again. A fault of the messages costs the call its parents."""
+        try:
+            with self._lock:
+                earlier = self._histories.pop(call.role, ())
+                for position, (known, sent) in enumerate(zip(earlier, call.sent, strict=False)):
+                    if known.address is None or known.message != sent.message:
+                        break
+                    call.sent[position] = known
+                self._histories[call.role] = call.sent
+                if len(self._histories) > HISTORIES:
+                    del self._histories[next(iter(self._histories))]
+                call.parents = self.outputs.read_by(call.caller.read, call.sent)
+        except Exception as error:  # noqa: BLE001
+            text = f"What a call of role {call.role!r} has read could not be found ({type(error).__name__})."
+            self._warn("unlinked_call", text)
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
         """Token paths of a role so far: prompts, and prompts with the reply that went on."""
@@ -246,13 +251,17 @@ class CallRecords:
         """The content addresses of a call's messages, as they are `stored`; new ones are added to `records`."""
         if self._redaction is not None or len(sent) != len(stored):
             return self._named(list(map(canonical, stored)), stored, records)
-        known = tuple([one.address for one in sent if one.address is not None])  # those that `link` found: the first
+        known: list[str] = []
+        for one in sent:
+            if one.address is None:  # those that `link` found come first
+                break
+            known.append(one.address)
         new = stored[len(known) :]
         names = self._named(list(map(canonical, new)), new, records)
         for one, name in zip(sent[len(known) :], names, strict=True):
             if _exact(one.message):
                 one.address = name
-        return known + names
+        return (*known, *names)
 
     def _named(self, encoded: list[bytes], bodies: list[Any], records: list[Record]) -> tuple[str, ...]:
         """The content addresses of messages (their JSON and themselves); new ones are added to `records`."""

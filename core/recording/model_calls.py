@@ -77,14 +77,26 @@ def ask(call: LiveCall) -> Answer | None:
 
     Raises what the responder raises, and records that.
     """
-    with _responding(call):
-        return _finished(call, answer_blocking(call))
+    try:
+        found = answer_blocking(call)
+    except BaseException as error:
+        failed(call, error)
+        raise
+    if found is not None:
+        call.finish(found)
+    return found
 
 
 async def ask_async(call: LiveCall, begun: Awaitable[Answer | None] | None = None) -> Answer | None:
     """The same on an event loop. `begun` is an `answer` to the call that is under way, if any."""
-    with _responding(call):
-        return _finished(call, await (begun or answer(call)))
+    try:
+        found = await (begun or answer(call))
+    except BaseException as error:
+        failed(call, error)
+        raise
+    if found is not None:
+        call.finish(found)
+    return found
 
 
 @contextmanager
@@ -137,21 +149,6 @@ def end_call(
         call.finish(found)
 
 
-@contextmanager
-def _responding(call: LiveCall) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        failed(call, error)
-        raise
-
-
-def _finished(call: LiveCall, found: Answer | None) -> Answer | None:
-    if found is not None:
-        call.finish(found)
-    return found
-
-
 async def answer(call: LiveCall) -> Answer | None:
     """Await the responder: directly on the episode's loop, from any other loop by way of it.
 
@@ -186,7 +183,7 @@ def answer_blocking(call: LiveCall) -> Answer | None:
     if episode.loop is None:
         return _Request(call, _side_loop()).answer.result()
     request = _Request(call, episode.loop)
-    if _running_loop() is not episode.loop:
+    if asyncio._get_running_loop() is not episode.loop:
         while not concurrent.futures.wait([request.begun], LOOP_CHECK).done and not request.stuck():
             continue
     return request.settle().result()
@@ -282,10 +279,3 @@ def _side_loop() -> asyncio.AbstractEventLoop:
     # In an empty context: the thread outlives the episode that happens to start it.
     contextvars.Context().run(thread.start)
     return loop
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None

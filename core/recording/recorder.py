@@ -107,12 +107,14 @@ class LiveCall(PendingCall):
     def read(self, body: Mapping[str, Any]) -> None:
         """Take messages, tools and parameters from the body of a chat request in OpenAI form."""
         self._take(body)
-        self.episode._link(self)
+        self.episode._records.link(self)
 
     def earlier(self) -> list[tuple[int, ...]]:
         """Token paths of this role's earlier calls, longest first; none where no reply is part of the messages."""
-        answered = [message for message in self.messages if message.get("role") == "assistant"]
-        return self.episode.paths(self.role) if answered else []
+        for message in self.messages:
+            if message.get("role") == "assistant":
+                return self.episode._records.paths(self.role)
+        return []
 
     def finish(self, answer: Answer) -> None:
         """Record the call with all its candidates and rewards. A second end of the call is ignored."""
@@ -130,7 +132,7 @@ class LiveCall(PendingCall):
         """Record an end of this copy of `call`, with what became of the call since it started."""
         self.messages, self.tools, self.model, self.params = call.messages, call.tools, call.model, call.params
         self.streamed, self.attempts = call.streamed, call.attempts
-        self.sent = [SentMessage(message) for message in call.messages]
+        self.sent = list(map(SentMessage, call.messages))
         self.episode._end(self, answer, status, error)
 
 
@@ -230,15 +232,8 @@ class LiveEpisode:
                 tool.calls += 1
             if caller.thread is not None:
                 self._threads.add(caller.thread)
-            self._link(call)  # under the lock: what ends from now on was not read
+            self._records.link(call)  # under the lock: what ends from now on was not read
         return call
-
-    def _link(self, call: LiveCall) -> None:
-        try:
-            with self._lock:
-                self._records.link(call)
-        except Exception as broken:  # noqa: BLE001
-            self.warn("unlinked_call", f"What a call of role {call.role!r} has read could not be found.", broken)
 
     def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:
         """Count something that the user should know about; log each kind once per process.
@@ -256,10 +251,6 @@ class LiveEpisode:
             _logged.add(kind)
         if first:
             log.warning("%s", message)
-
-    def paths(self, role: str) -> list[tuple[int, ...]]:
-        """Token paths of a role so far: prompts, and prompts with the reply that went on."""
-        return self._records.paths(role)
 
     def pending(self) -> list[str]:
         """A phrase for each call that is open, or was when the episode was stopped."""

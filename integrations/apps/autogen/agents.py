@@ -6,16 +6,15 @@ client (another client in its own code, a tool that calls a model) belong to the
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 from autogen_agentchat.agents import BaseChatAgent
 from autogen_agentchat.base import Response
 
 from cotune.integrations.apps.autogen.clients import ClientAttribute, lineage_of
-from cotune.integrations.apps.autogen.scopes import AutogenScope, open_scope, stepped
+from cotune.integrations.apps.autogen.scopes import AutogenScope, in_scope, open_scope
 from cotune.integrations.apps.patching import each_subclass, replace_method
-from cotune.recording.context import current_episode, entered
 from cotune.recording.recorder import LiveEpisode
 
 
@@ -26,37 +25,15 @@ def install() -> None:
 
 
 def _wrap_agent(cls: type) -> None:
-    replace_method(cls, "on_messages", _on_messages)
-    replace_method(cls, "on_messages_stream", _on_messages_stream)
+    for name in ("on_messages", "on_messages_stream"):
+        replace_method(cls, name, in_scope(_scope, _has_answered))
 
 
-def _on_messages(original: Any) -> Any:
-    async def on_messages(self: Any, messages: Any, *args: Any, **options: Any) -> Any:
-        episode = current_episode.get()
-        if episode is None:
-            return await original(self, messages, *args, **options)
-        scope = open_scope(self, self.name, received=tuple(messages))
-        with entered(scope):
-            response = await original(self, messages, *args, **options)
-        _has_answered(episode, scope, response)
-        return response
-
-    return on_messages
+def _scope(agent: Any, messages: Any, *args: Any, **options: Any) -> AutogenScope:
+    return open_scope(agent, agent.name, received=tuple(messages))
 
 
-def _on_messages_stream(original: Any) -> Any:
-    def on_messages_stream(self: Any, messages: Any, *args: Any, **options: Any) -> Any:
-        episode = current_episode.get()
-        source = original(self, messages, *args, **options)
-        if episode is None or not hasattr(source, "aclose"):
-            return source
-        scope = open_scope(self, self.name, received=tuple(messages))
-        return stepped(scope, source, functools.partial(_has_answered, episode, scope))
-
-    return on_messages_stream
-
-
-def _has_answered(episode: LiveEpisode, scope: AutogenScope, item: Any) -> None:
+def _has_answered(episode: LiveEpisode, scope: AutogenScope, item: Any, args: Sequence[Any], options: Any) -> None:
     """An agent's response names the last call it was made from."""
     if not isinstance(item, Response) or not scope.last_output:
         return

@@ -1,25 +1,86 @@
 """AutoGen: who makes a call, by the object that holds the model client.
 
 Inside an episode, what an agent or a team's manager reads as its `_model_client` is a proxy that names its owner while
-a request is made. Outside, and in whatever else is done with it, it is the client itself.
+a request is made. Outside, and in whatever else is done with it, it is the client itself. Agents pass each other texts
+without ids, so which call a text is from goes by who wrote it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from autogen_core import BaseAgent
-from autogen_core.models import ChatCompletionClient, CreateResult
+from autogen_core import BaseAgent, FunctionCall
+from autogen_core.models import (
+    AssistantMessage,
+    ChatCompletionClient,
+    CreateResult,
+    FunctionExecutionResultMessage,
+    UserMessage,
+)
 
-from cotune.integrations.apps.autogen.lineage import Lineage
 from cotune.integrations.apps.autogen.scopes import NAME, AutogenScope, Names
 from cotune.integrations.apps.clients import AgentState, Proxy, step_inside, unwrapped
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import called_by, current_episode, innermost
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.ids import new_id
+
+_MOST = 10_000
+"""Most texts that are kept of one episode: a deployed application is one without an end."""
+
+
+class Lineage:
+    """Output ids of one episode's calls, by the source and the text of an answer, or by the id of a function call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outputs: dict[Hashable, list[str]] = {}
+
+    def add(self, source: str, content: Any, output: str) -> None:
+        """The call with this output answered with a text, or asked for function calls."""
+        for key in _keys(source, content):
+            self._add(key, output)
+
+    def answered(self, call_id: str, output: str) -> None:
+        """The result of a function call came from the call with this output."""
+        self._add(("call", call_id), output)
+
+    def _add(self, key: Hashable, output: str) -> None:
+        with self._lock:
+            known = self._outputs.setdefault(key, [])
+            if output not in known[-2:]:
+                known.append(output)
+            del known[:-_MOST]
+            if len(self._outputs) > _MOST:
+                del self._outputs[next(iter(self._outputs))]
+
+    def read(self, messages: Sequence[Any]) -> tuple[str, ...]:
+        """Outputs that LLM messages contain; of equal answers the newest, as many as there are in the messages."""
+        counts: Counter[Any] = Counter(key for message in messages for key in _keys_of(message))
+        found: dict[str, None] = {}
+        for key, count in counts.items():
+            # A function call and its result name the call that asked, and the calls that answered it.
+            most = 0 if key[0] == "call" else count
+            found.update(dict.fromkeys(self._outputs.get(key, ())[-most:]))
+        return tuple(found)
+
+
+def _keys_of(message: Any) -> Iterator[Hashable]:
+    if isinstance(message, FunctionExecutionResultMessage):
+        yield from (("call", result.call_id) for result in message.content)
+    elif isinstance(message, UserMessage | AssistantMessage):
+        yield from _keys(message.source, message.content)
+
+
+def _keys(source: str, content: Any) -> Iterator[Hashable]:
+    if isinstance(content, str):
+        yield "text", source, content
+    elif isinstance(content, list):
+        yield from (("call", part.id) for part in content if isinstance(part, FunctionCall))
 
 
 def lineage_of(episode: LiveEpisode) -> Lineage:

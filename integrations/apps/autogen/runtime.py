@@ -10,7 +10,7 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,20 +20,12 @@ from autogen_core import BaseAgent, SingleThreadedAgentRuntime
 from autogen_core.tools import BaseStreamTool, BaseTool
 
 from cotune.integrations.apps.autogen.clients import ClientAttribute, lineage_of
-from cotune.integrations.apps.autogen.scopes import AutogenScope, open_scope, stepped
+from cotune.integrations.apps.autogen.scopes import AutogenScope, in_scope, open_scope
 from cotune.integrations.apps.patching import record_tools, replace_method
-from cotune.integrations.versions import missing_hook
+from cotune.integrations.versions import require_hooks
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.context import current_episode, entered, recording
 from cotune.recording.recorder import LiveEpisode
-
-_HOOKS = (
-    (BaseAgent, "on_message"),
-    (SingleThreadedAgentRuntime, "send_message"),
-    (SingleThreadedAgentRuntime, "publish_message"),
-    (BaseTool, "run_json"),
-    (BaseStreamTool, "run_json_stream"),
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,17 +47,18 @@ _carried: WeakValueDictionary[str, LiveEpisode] = WeakValueDictionary()
 
 def install() -> None:
     """Hook agents, the runtime and tools. Raises UnsupportedVersion where a hook is missing."""
-    for cls, name in _HOOKS:
-        if name not in cls.__dict__:
-            raise missing_hook("autogen-core", f"{cls.__name__}.{name}")
+    require_hooks("autogen-core", BaseAgent, "on_message")
+    require_hooks("autogen-core", SingleThreadedAgentRuntime, "send_message", "publish_message")
+    require_hooks("autogen-core", BaseTool, "run_json")
+    require_hooks("autogen-core", BaseStreamTool, "run_json_stream")
     logging.getLogger(BaseAgent.__module__.partition(".")[0]).addFilter(_is_news)
     BaseAgent._model_client = ClientAttribute()  # type: ignore[attr-defined]
     replace_method(BaseAgent, "on_message", _on_message)
     replace_method(SingleThreadedAgentRuntime, "send_message", _sent)
     replace_method(SingleThreadedAgentRuntime, "publish_message", _sent)
     record_tools(BaseTool, "run")
-    replace_method(BaseTool, "run_json", _tool)
-    replace_method(BaseStreamTool, "run_json_stream", _tool_stream)
+    replace_method(BaseTool, "run_json", in_scope(_tool_scope, _has_returned))
+    replace_method(BaseStreamTool, "run_json_stream", in_scope(_tool_scope, _has_returned))
 
 
 def _sent(original: Any) -> Any:
@@ -121,35 +114,15 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not getattr(error, _STOPPED, False)
 
 
-def _tool(original: Any) -> Any:
-    async def run_json(self: Any, args: Any, *rest: Any, **options: Any) -> Any:
-        episode = current_episode.get()
-        if episode is None:
-            return await original(self, args, *rest, **options)
-        scope = open_scope(self, self.name, part=True)
-        with entered(scope):
-            result = await original(self, args, *rest, **options)
-        _has_returned(episode, scope, rest, options)
-        return result
-
-    return run_json
+def _tool_scope(tool: Any, *args: Any, **options: Any) -> AutogenScope:
+    return open_scope(tool, tool.name, part=True)
 
 
-def _tool_stream(original: Any) -> Any:
-    def run_json_stream(self: Any, args: Any, *rest: Any, **options: Any) -> Any:
-        episode = current_episode.get()
-        source = original(self, args, *rest, **options)
-        if episode is None:
-            return source
-        scope = open_scope(self, self.name, part=True)
-        return stepped(scope, source, lambda _: _has_returned(episode, scope, rest, options))
-
-    return run_json_stream
-
-
-def _has_returned(episode: LiveEpisode, scope: AutogenScope, rest: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _has_returned(
+    episode: LiveEpisode, scope: AutogenScope, item: Any, args: Sequence[Any], options: dict[str, Any]
+) -> None:
     """A tool's result names the last call of the agents that ran in it."""
-    call_id = options.get("call_id") or (rest[1] if len(rest) > 1 else None)
+    call_id = options.get("call_id") or (args[2] if len(args) > 2 else None)
     if call_id and scope.last_output:
         lineage_of(episode).answered(call_id, scope.last_output)
         scope.last_output = None

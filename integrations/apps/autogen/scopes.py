@@ -6,9 +6,10 @@ leak into the code of another agent.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ from cotune.integrations.apps.clients import AgentState, step_inside
 from cotune.recording.app_parts import Part
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import Scope, current_episode, entered, innermost
+from cotune.recording.recorder import LiveEpisode
 
 NAME = "autogen"
 
@@ -97,6 +99,37 @@ def open_scope(owner: Any, name: str, *, part: bool = False, received: tuple[Any
         _report_parts(owner, names)
         _watch_shared(names)
     return AutogenScope(owner, name, outer, names, part, received)
+
+
+def in_scope(
+    opened: Callable[..., AutogenScope], seen: Callable[[LiveEpisode, AutogenScope, Any, Sequence[Any], Any], None]
+) -> Callable[[Any], Any]:
+    """Wraps a method, async or an async generator, so that in an episode it runs in the scope that `opened` makes of
+    its arguments. `seen(episode, scope, item, args, options)` gets what it returns, or each item."""
+
+    def wrapper(original: Any) -> Any:
+        def run(self: Any, *args: Any, **options: Any) -> Any:
+            episode = current_episode.get()
+            work = original(self, *args, **options)  # nothing of it runs before it is awaited or stepped
+            if episode is None or not (inspect.isawaitable(work) or hasattr(work, "aclose")):
+                return work
+            scope = opened(self, *args, **options)
+
+            def tell(item: Any) -> None:
+                seen(episode, scope, item, args, options)
+
+            return _awaited(scope, work, tell) if inspect.isawaitable(work) else stepped(scope, work, tell)
+
+        return run
+
+    return wrapper
+
+
+async def _awaited(scope: AutogenScope, work: Awaitable[Any], seen: Callable[[Any], None]) -> Any:
+    with entered(scope):
+        result = await work
+    seen(result)
+    return result
 
 
 def stepped(scope: AutogenScope, source: AsyncIterator[Any], seen: Callable[[Any], None]) -> AsyncGenerator[Any, None]:

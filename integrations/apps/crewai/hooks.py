@@ -29,7 +29,7 @@ from cotune.integrations.apps.crewai.scopes import (
     role_of,
 )
 from cotune.integrations.apps.patching import inside, record_tools
-from cotune.integrations.versions import missing_hook
+from cotune.integrations.versions import require_hooks
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.context import current_episode
 
@@ -104,9 +104,8 @@ def _factory(flow: Any) -> Callable[[], Any]:
 
 def _scoped(cls: Any, name: str, scope_of: ScopeOf) -> None:
     """Make a method run in the scope that `scope_of(self, arguments)` gives."""
-    original = cls.__dict__.get(name)
-    if original is None:
-        raise missing_hook("crewai", f"{cls.__name__}.{name}")
+    require_hooks("crewai", cls, name)
+    original = vars(cls)[name]
     names = [one for one in inspect.signature(original).parameters if one != "self"]
 
     def context(self: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None] | None:

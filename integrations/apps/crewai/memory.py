@@ -6,7 +6,7 @@ from crewai.memory.unified_memory import Memory
 
 from cotune.integrations.apps.crewai.scopes import at_work, part_scope
 from cotune.integrations.apps.patching import inside
-from cotune.integrations.versions import missing_hook
+from cotune.integrations.versions import require_hooks
 
 _METHODS = ("remember", "remember_many", "extract_memories", "recall")
 """The asynchronous ones call these in a thread."""
@@ -14,9 +14,7 @@ _METHODS = ("remember", "remember_many", "extract_memories", "recall")
 
 def install() -> None:
     """Give what the memory asks the role `memory`."""
+    require_hooks("crewai", Memory, *_METHODS)
     for name in _METHODS:
-        original = Memory.__dict__.get(name)
-        if original is None:
-            raise missing_hook("crewai", f"Memory.{name}")
-        asked = inside(original, lambda *args, **kwargs: at_work(part_scope("memory", inside=False)))
+        asked = inside(vars(Memory)[name], lambda *args, **kwargs: at_work(part_scope("memory", inside=False)))
         type.__setattr__(Memory, name, asked)

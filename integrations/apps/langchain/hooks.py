@@ -19,7 +19,7 @@ from cotune.integrations.apps.patching import (
     replace_method,
     unless_left_aside,
 )
-from cotune.integrations.versions import missing_hook
+from cotune.integrations.versions import require_hooks
 from cotune.runtime.context_vars import setting
 
 _WRAPPERS = ("wrap_model_call", "awrap_model_call", "wrap_tool_call", "awrap_tool_call")
@@ -66,9 +66,7 @@ def install_middleware() -> None:
     """Wrap all middleware classes, those there are and those to come. Agents composed before are not reached."""
     from langchain.agents.middleware.types import AgentMiddleware
 
-    for name in _WRAPPERS:
-        if not hasattr(AgentMiddleware, name):
-            raise missing_hook("langchain", f"AgentMiddleware.{name}")
+    require_hooks("langchain", AgentMiddleware, *_WRAPPERS)
     each_subclass(AgentMiddleware, lambda cls: None if cls is AgentMiddleware else _wrap(cls))
 
 

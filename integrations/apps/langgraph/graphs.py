@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from langchain_core.runnables.config import var_child_runnable_config
 
-from cotune.integrations.versions import missing_hook
+from cotune.integrations.versions import require_hooks
 from cotune.recording.context import current_episode
 from cotune.replay.responder import ReplayResponder
 
@@ -32,9 +32,7 @@ def install() -> None:
     """Hook the two methods that every way to run a graph goes through, and those that look at a thread."""
     from langgraph.pregel.main import Pregel
 
-    for name in ("stream", "astream"):
-        if not hasattr(Pregel, name):
-            raise missing_hook("langgraph", f"Pregel.{name}")
+    require_hooks("langgraph", Pregel, "stream", "astream")
     stream, astream = Pregel.stream, Pregel.astream
 
     @functools.wraps(stream)

@@ -19,7 +19,7 @@ from cotune.integrations.apps.langchain.hooks import current_middleware
 from cotune.integrations.apps.langgraph.graphs import starting
 from cotune.integrations.apps.langgraph.run_tree import GraphRun, is_nameless, nameless, nodes_of, role_of, router_words
 from cotune.integrations.apps.patching import replace_method
-from cotune.integrations.versions import missing_hook
+from cotune.integrations.versions import require_hooks
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import current_caller, current_episode, current_scope, scope_finders
@@ -70,9 +70,9 @@ def install() -> None:
 
 
 def _hook(manager: str, event: str, wrapper: Callable[[Any, Observer], Any], observe: Observer) -> None:
-    cls: type | None = getattr(managers, manager, None)
-    if cls is None or not callable(vars(cls).get(event)):
-        raise missing_hook("langchain-core", f"{manager}.{event}")
+    require_hooks("langchain-core", managers, manager)
+    cls: type = getattr(managers, manager)
+    require_hooks("langchain-core", cls, event)
     replace_method(cls, event, lambda original: wrapper(original, observe))
 
 

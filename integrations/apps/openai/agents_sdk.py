@@ -14,7 +14,7 @@ from typing import Any
 
 from cotune.integrations.apps.clients import AgentState, Proxy, step_inside
 from cotune.integrations.apps.patching import inside
-from cotune.integrations.versions import missing_hook
+from cotune.integrations.versions import require_hooks
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import Scope, called_by, current_episode, entered
@@ -40,11 +40,9 @@ def install() -> None:
     """Hook the run loop's models and tools. Raises UnsupportedVersion where a hook is missing."""
     from agents.run_internal import run_loop, tool_execution
 
-    if not callable(getattr(run_loop, "get_model", None)):
-        raise missing_hook(NAME, "run_loop.get_model")
-    invoke = next((name for name in _INVOKE if callable(getattr(tool_execution, name, None))), None)
-    if invoke is None:
-        raise missing_hook(NAME, f"tool_execution.{_INVOKE[-1]}")
+    require_hooks(NAME, run_loop, "get_model")
+    invoke = next((name for name in _INVOKE if hasattr(tool_execution, name)), _INVOKE[-1])
+    require_hooks(NAME, tool_execution, invoke)
     run_loop.get_model = _get_model(run_loop.get_model)
     setattr(tool_execution, invoke, _invoked(getattr(tool_execution, invoke)))
 

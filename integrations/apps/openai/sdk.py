@@ -29,7 +29,7 @@ from cotune.integrations.apps.openai.forms import (
     part_of,
 )
 from cotune.integrations.apps.patching import replace_method
-from cotune.integrations.versions import missing_hook
+from cotune.integrations.versions import require_hooks
 from cotune.recording.context import current_episode, identify, opened_call
 from cotune.recording.model_calls import (
     UNREADABLE,
@@ -56,9 +56,7 @@ def install() -> None:
 
     hooks = (("request", _request, _request_async), ("_send_request", _send, _send_async))
     for client in (base.SyncAPIClient, base.AsyncAPIClient):
-        for name, *_ in hooks:
-            if not callable(getattr(client, name, None)):
-                raise missing_hook("openai", f"{client.__name__}.{name}")
+        require_hooks("openai", client, "request", "_send_request")
     for name, sync, asynchronous in hooks:
         replace_method(base.SyncAPIClient, name, sync)
         replace_method(base.AsyncAPIClient, name, asynchronous)
@@ -219,9 +217,10 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
     episode = current_episode.get()
     if episode is None:
         return None
-    path = request.url.path
-    form = next((form for form in FORMS if path.endswith(form.path)), None) if request.method == "POST" else None
-    if form is None:
+    for form in FORMS:
+        if request.method == "POST" and request.url.path.endswith(form.path):
+            break
+    else:
         _warn_of_unseen(episode, request)
         return None
     exchange = _exchange.get() or _Exchange(retried=False)
@@ -286,8 +285,10 @@ def _response(request: Any, status: int, kind: str, content: bytes, name: str) -
 
 def package_of(message: Any) -> Any:
     """The package that a request or response belongs to, itself or by a base class: httpx or httpx2."""
-    packages = [cls.__module__.partition(".")[0] for cls in type(message).__mro__]
-    return sys.modules[next(name for name in packages if name.startswith("httpx"))]
+    for cls in type(message).__mro__:
+        if (name := cls.__module__.partition(".")[0]).startswith("httpx"):
+            return sys.modules[name]
+    raise TypeError(f"{message!r} is of neither httpx nor httpx2")
 
 
 class _Tee:
