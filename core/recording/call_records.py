@@ -135,12 +135,10 @@ class Outputs:
                 found[call] = None
         if not found:
             for sent in messages:
-                if sent.message.get("role") != "assistant":
-                    continue
-                if sent.key is None:
-                    sent.key = _key(sent.message)
-                if call := self._calls.get(sent.key):
-                    found[call] = None
+                if sent.message.get("role") == "assistant":
+                    sent.key = sent.key or _key(sent.message)
+                    if call := self._calls.get(sent.key):
+                        found[call] = None
         return tuple(found)
 
 
@@ -196,8 +194,7 @@ class CallRecords:
                     del self._histories[next(iter(self._histories))]
                 call.parents = self.outputs.read_by(call.caller.read, call.sent)
         except Exception as error:  # noqa: BLE001
-            text = f"What a call of role {call.role!r} has read could not be found ({type(error).__name__})."
-            self._warn("unlinked_call", text)
+            self._warn("unlinked_call", f"A call of role {call.role!r} has no parents: {type(error).__name__}.")
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
         """Token paths of a role so far: prompts, and prompts with the reply that went on."""
@@ -251,17 +248,13 @@ class CallRecords:
         """The content addresses of a call's messages, as they are `stored`; new ones are added to `records`."""
         if self._redaction is not None or len(sent) != len(stored):
             return self._named(list(map(canonical, stored)), stored, records)
-        known: list[str] = []
-        for one in sent:
-            if one.address is None:  # those that `link` found come first
-                break
-            known.append(one.address)
+        known = tuple([one.address for one in sent if one.address is not None])  # those that `link` found: the first
         new = stored[len(known) :]
         names = self._named(list(map(canonical, new)), new, records)
         for one, name in zip(sent[len(known) :], names, strict=True):
             if _exact(one.message):
                 one.address = name
-        return (*known, *names)
+        return known + names
 
     def _named(self, encoded: list[bytes], bodies: list[Any], records: list[Record]) -> tuple[str, ...]:
         """The content addresses of messages (their JSON and themselves); new ones are added to `records`."""
