@@ -100,9 +100,8 @@ def measured(model: str, part: str, layout: str, count: int) -> float:
 
 
 def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
-    from cotune.trainer.before.doctor.forecast import Workload
     from cotune.trainer.before.doctor.machine import look
-    from cotune.trainer.before.doctor.memory import processes
+    from cotune.trainer.before.doctor.memory import Workload, processes
     from cotune.trainer.before.doctor.model_size import measure_folder
 
     machine, found = look(Path()), {}
@@ -122,7 +121,7 @@ def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
 def paper() -> dict[str, Any]:
     from transformers import Qwen3Config
 
-    from cotune.trainer.before.doctor.forecast import Workload, learner_memory
+    from cotune.trainer.before.doctor.memory import Workload, learner_memory
     from cotune.trainer.before.doctor.model_size import measure
 
     found: dict[str, Any] = {}
@@ -139,7 +138,7 @@ def paper() -> dict[str, Any]:
                 room = gb * 0.95 * 2**30
                 load = Workload(row=2048, sequences=64, policies=1)
                 plan = learner_memory(size, config, load, device="GPU", free=room, total=gb * 2**30)
-                how = "ckpt" if "checkpointed" in plan.parts[3].name else "plain"
+                how = "ckpt" if any("checkpointed" in name for name in plan.parts) else "plain"
                 fits = plan.bytes <= room
                 cells.append(f"{plan.bytes / 1e9:5.1f} GB, {plan.pass_tokens:5} {how:5}" if fits
                              else f"{plan.bytes / 1e9:5.1f} GB: does not fit")  # fmt: skip

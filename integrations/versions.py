@@ -44,6 +44,16 @@ def require(distribution: str) -> str:
     return found
 
 
+def refusal(distribution: str) -> UnsupportedVersion | None:
+    """Why the installed version of a distribution is not supported; None where it is, or where any is."""
+    try:
+        if distribution in SUPPORTED:
+            require(distribution)
+    except UnsupportedVersion as error:
+        return error
+    return None
+
+
 def installed(distributions: Iterable[str]) -> dict[str, str]:
     """The versions of those that are installed."""
     found = {}

@@ -31,7 +31,6 @@ def arguments(command: Parser) -> None:
 
 def run(a: argparse.Namespace) -> int:
     from cotune.trainer.before.doctor.doctor import examine, render
-    from cotune.trainer.before.doctor.memory import render_memory
     from cotune.trainer.config.train import load_config
 
     flags = {**fields_of(a), **settings(a.set)}
@@ -45,7 +44,5 @@ def run(a: argparse.Namespace) -> int:
         print(report.to_json())
     else:
         terminal().print(render(report))
-        if report.memory:
-            terminal().print(render_memory(report.memory))
         tell("a run can start" if report.fits else "a run cannot start: see what blocks it")
     return 0 if report.fits else 1

@@ -20,6 +20,8 @@ class Part(msgspec.Struct, frozen=True):
     """Name of the graph, team, crew or flow."""
     name: str
     """How prompts call it."""
+    waits: str = ""
+    """The setting by which its graph stops before it for a person."""
 
 
 class Parts:

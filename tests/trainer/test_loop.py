@@ -265,7 +265,7 @@ def test_failures_are_recorded_kept_out_and_counted(trainer):
     assert line["failed"] == 1
     assert line["left_out"]["failed_episode"] == 2 * 8
     assert line["left_out"]["scorer_failed"] == 8
-    assert "1 of 6 calls were not scored whole while looking around: " in trainer.said
+    assert "second: its scorer failed on 1 of 3 calls: " in trainer.said
     assert line["roles"]["second"]["samples"] == 8
     assert summary.left_out == line["left_out"]
     assert (
@@ -292,7 +292,7 @@ def test_a_failed_call_is_counted_and_the_episode_goes_on(trainer):
     summary = trainer(application(patient, **BOTH), steps=1, plan={"k": 8})
     assert summary.finished
     assert summary.left_out["failed_call"] == 3
-    assert "3 of 9 calls failed while looking around: " in trainer.said
+    assert "second: 3 of 6 calls are not trained on (error: " in trainer.said
 
 
 def test_one_role_stays_while_the_other_learns(trainer):

@@ -64,9 +64,7 @@ async def open_run(
         sampler, chat = await _open_model(config, stack, cluster, say)
         if saved is None:
             with progress.activity.phase("look"):
-                seen = await preflight(config, workflow, tasks, store, sampler, chat, say)
-            policies = config.resolve_policies(seen.roles, scored=scored)
-            notes = [*seen.notes, *filter(None, seen.lessons(policies, recipe))]
+                policies, notes = await preflight(config, workflow, tasks, store, sampler, chat, say)
             if plan.kind == "replay":
                 learning = [role for role in policies.roles if policies.of(role).trained]
                 notes.append(expected_budget(config, store, learning, plan.k, min(config.tasks_per_step, len(tasks))))

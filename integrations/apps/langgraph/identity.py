@@ -17,7 +17,15 @@ from langchain_core.runnables.config import var_child_runnable_config
 
 from cotune.integrations.apps.langchain.hooks import current_middleware
 from cotune.integrations.apps.langgraph.graphs import starting
-from cotune.integrations.apps.langgraph.run_tree import GraphRun, is_nameless, nameless, nodes_of, role_of, router_words
+from cotune.integrations.apps.langgraph.run_tree import (
+    GraphRun,
+    is_nameless,
+    nameless,
+    nodes_of,
+    pauses_of,
+    role_of,
+    router_words,
+)
 from cotune.integrations.apps.patching import replace_method
 from cotune.integrations.versions import require_hooks
 from cotune.recording.app_parts import Part, Parts
@@ -164,7 +172,8 @@ def _report_parts(parts: Parts, run: GraphRun, graph: Any) -> None:
     if run.kind == "node":
         parts.enter(role_of(run))
     if graph is not None:
-        parts.add(Part(role, "node", graph.name, name) for role, name in nodes_of(graph, run))
+        pauses = pauses_of(graph)
+        parts.add(Part(role, "node", graph.name, name, pauses.get(name, "")) for role, name in nodes_of(graph, run))
         parts.add_words(router_words(graph))
 
 

@@ -133,6 +133,17 @@ def nodes_of(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:
         yield from _nodes(inner, GraphRun(outer, "chain", inner.name, outer.space, None))
 
 
+def pauses_of(graph: Any) -> dict[str, str]:
+    """By node: the setting by which a graph stops before it."""
+    before, after = (getattr(graph, f"interrupt_{when}_nodes", ()) for when in ("before", "after"))
+    behind = (
+        {e.target: "interrupt_after" for e in graph.get_graph().edges if e.source in after or after == "*"}
+        if after
+        else {}
+    )
+    return behind | dict.fromkeys(graph.nodes if before == "*" else before, "interrupt_before")
+
+
 def router_words(graph: Any) -> Iterator[str]:
     """The words in the code of a graph's conditional edges that name neither a node nor a part of its state: those that
     an answer may have to say."""

@@ -1,4 +1,4 @@
-"""What an LLM span says: kind, agent, model, parameters, messages, tools.
+"""The contents of an LLM span: kind, agent, model, parameters, messages, tools.
 
 Two conventions are read: OpenTelemetry's for GenAI (as attributes, as JSON text in them, and as the event
 `gen_ai.client.inference.operation.details`), and OpenInference's `llm.*`.
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from cotune.integrations.exchange.otel import names
-from cotune.integrations.exchange.otel.messages import as_text, decoded, from_parts, tool_call
+from cotune.integrations.exchange.otel.messages import as_text, decoded, from_parts, mapping, tool_call
 from cotune.integrations.exchange.otel.spans import Span
 from cotune.records.answers import MOST
 
@@ -30,7 +30,7 @@ _DETAILS = "gen_ai.client.inference.operation.details"
 
 
 def kind_of(span: Span) -> Kind:
-    """What a span stands for."""
+    """The kind of a span."""
     operation = span.attributes.get(names.OPERATION)
     if operation is not None:
         return _OPERATIONS.get(str(operation), "other")
@@ -44,8 +44,7 @@ def agent_of(span: Span) -> str | None:
     if not named and kind_of(span) == "agent":
         named = span.name
     if not named:
-        metadata = decoded(span.attributes.get("metadata"))
-        named = metadata.get("langgraph_node") if isinstance(metadata, Mapping) else None
+        named = mapping(decoded(span.attributes.get("metadata"))).get("langgraph_node")
     return str(named) if named else None
 
 
@@ -71,7 +70,7 @@ def usage_of(found: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def whole(value: Any) -> int:
-    """A count or number as a span says it; 0 for what is none."""
+    """A count or number in a span; 0 where it is none."""
     try:
         found = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -166,11 +165,6 @@ def _items(found: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [{"role": "user", "content": as_text(value)}]
-
-
-def mapping(value: Any) -> Mapping[str, Any]:
-    """What is a mapping as it is, anything else as an empty one."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def _first(found: Mapping[str, Any], *keys: str) -> Any:

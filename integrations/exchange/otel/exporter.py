@@ -1,7 +1,7 @@
 """Recorded episodes sent on as OpenTelemetry spans: to a file, to an OTLP endpoint, or to any span exporter.
 
 No tracer provider is made or looked at: finished spans go to an exporter of our own, and the application's
-OpenTelemetry set-up stays what it is.
+OpenTelemetry set-up is not touched.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REQUEST = 2_000_000
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """What an export wrote, and how often something had no place in it."""
+    """Counts of an export; `left_out` is what had no place in it, by reason."""
 
     episodes: int
     spans: int
@@ -63,9 +63,7 @@ def otlp_exporter(endpoint: str, headers: Mapping[str, str] | None = None, timeo
         raise CotuneError("OpenTelemetry's exporter is not installed.", "pip install 'cotune[otel]'") from error
     scheme, _, rest = endpoint.partition("://")
     if scheme not in ("http", "https") or not rest:
-        raise ConfigError(
-            "endpoint", endpoint, "must be an http or https address", "For example: http://127.0.0.1:4318"
-        )
+        raise ConfigError("endpoint", endpoint, "is not an http or https address", "Example: http://127.0.0.1:4318")
     if "/" not in rest.rstrip("/"):
         endpoint = f"{endpoint.rstrip('/')}/v1/traces"
     return OTLPSpanExporter(endpoint=endpoint, headers=dict(headers or {}), timeout=timeout)
@@ -136,7 +134,7 @@ def _send(exporter: SpanExporter, spans: Sequence[Span]) -> None:
         if exporter.export([_readable(span, resource) for span in part]) is not SpanExportResult.SUCCESS:
             raise CotuneError(
                 f"The exporter {type(exporter).__name__} did not deliver {len(part)} spans.",
-                "Is the endpoint right, and does it take OTLP over HTTP?",
+                "Check that the endpoint is right and takes OTLP over HTTP.",
             )
 
 

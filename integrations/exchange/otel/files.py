@@ -17,7 +17,8 @@ from cotune.integrations.exchange.otel.spans import Span
 
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _ACCEPTED = (
-    "must be OTLP/JSON with spans (resourceSpans / scopeSpans / spans), spans of Phoenix, or observations of Langfuse"
+    "holds no spans: neither OTLP/JSON (resourceSpans / scopeSpans / spans), spans of Phoenix, nor observations of "
+    "Langfuse"
 )
 
 
@@ -28,26 +29,23 @@ def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError("file", str(path), "must be a file of OTLP/JSON", "For example: a collector's file exporter.")
+        raise ConfigError(
+            "file", str(path), "does not exist", "Pass a file of OTLP/JSON, such as a collector's file exporter writes."
+        )
     found = 0
     langfuse = Observations(left_out)
     for value in _values(path.read_bytes(), left_out):
-        if is_row(value):
-            spans = iter([span_of(value)])
-        elif (requested := spans_in(value)) is not None:
-            spans = requested
-        else:
-            spans = iter(())
-            if not langfuse.add(value):
-                left_out["not_otlp"] += 1
-        for span in spans:
+        spans = iter([span_of(value)]) if is_row(value) else spans_in(value)
+        if spans is None and not langfuse.add(value):
+            left_out["not_otlp"] += 1
+        for span in spans or ():
             found += 1
             yield span
     for span in langfuse.spans():
         found += 1
         yield span
     if not found:
-        raise ConfigError("file", str(path), _ACCEPTED)
+        raise ConfigError("file", str(path), _ACCEPTED, "See docs/how-to/opentelemetry.md.")
 
 
 def _values(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]:

@@ -47,7 +47,7 @@ from cotune.records.structs import (
 from cotune.storage.outcomes import metric
 
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError, struct.error)
-"""What reading a span raises that says something else than its convention."""
+"""Errors of reading a span that does not follow its convention."""
 _ATTEMPTS = 100
 """Failed requests before a call that are recorded at most; a span has their number alone."""
 _STATUSES = ("ok", "error", "timeout", "cancelled", "malformed")
@@ -55,7 +55,7 @@ _REASONS = {"tool_call": "tool_calls", "max_tokens": "length", "end_turn": "stop
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
-    """What an import made of a file, and how often something could not be mapped."""
+    """Counts of an import; `left_out` is what could not be mapped, by reason."""
 
     spans: int
     episodes: int

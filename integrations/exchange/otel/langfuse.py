@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from cotune.integrations.exchange.otel import names
-from cotune.integrations.exchange.otel.conventions import mapping
-from cotune.integrations.exchange.otel.messages import as_text, decoded, to_parts, tool_call
+from cotune.integrations.exchange.otel.messages import as_text, decoded, field, mapping, to_parts, tool_call
 from cotune.integrations.exchange.otel.phoenix import nanoseconds
 from cotune.integrations.exchange.otel.spans import Span, SpanEvent
 
@@ -24,13 +23,13 @@ _TYPED = {
     *names.PARAMS.values(), names.REQUEST_STREAM, names.FINISH_REASONS, names.TRAINING_STEP, names.ROLLOUT, names.STEP,
     names.TURN, names.CHOSEN, names.CANDIDATES, names.ATTEMPTS, names.POLICY_VERSION, names.PROMPT_IDS,
 }  # fmt: skip
-"""Attributes that are no text: Langfuse keeps them as the JSON text of what it was sent."""
+"""Attributes that are no text: Langfuse keeps them as JSON text."""
 _SPEAKERS = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant"}
 """Roles of messages in LangChain's words."""
 
 
 class Observations:
-    """Gathers what a file holds, whose parts come in any order."""
+    """Gathers the parts of a file, which come in any order."""
 
     def __init__(self, left_out: Counter[str]) -> None:
         self._left_out = left_out
@@ -52,8 +51,8 @@ class Observations:
             for score in trace.get("scores") or value.get("scores") or ():
                 self._score(score, id)
             return True
-        id, kind = _get(value, "traceId"), value.get("type")
-        if not id or not isinstance(kind, str) or _get(value, "startTime") is None:
+        id, kind = field(value, "traceId"), value.get("type")
+        if not id or not isinstance(kind, str) or field(value, "startTime") is None:
             return False
         self._rows.setdefault(str(id), []).append(value)
         return True
@@ -66,7 +65,7 @@ class Observations:
     def _score(self, score: Any, trace: str) -> None:
         given = mapping(score)
         value = given.get("value")
-        subject = _get(given, "observationId") or trace
+        subject = field(given, "observationId") or trace
         attributes = {names.EVALUATION_NAME: given.get("name")}
         if isinstance(value, int | float):
             attributes[names.EVALUATION_VALUE] = float(value)
@@ -89,7 +88,7 @@ class Observations:
         task = trace.get("input", None if len(roots) != 1 else _first_row(rows, roots[0].id).get("input"))
         start = min(span.start for span in spans)
         yield Span(
-            trace=id, id=id, parent=None, name=str(trace.get("name") or _get(first, "traceName") or named),
+            trace=id, id=id, parent=None, name=str(trace.get("name") or field(first, "traceName") or named),
             start=start, end=max(span.end for span in spans), events=tuple(self._scores.get(id, ())),
             attributes={names.OPERATION: names.WORKFLOW, names.TASK: id, names.TASK_INPUT: as_text(decoded(task))},
             failed=next((span.failed for span in roots if span.failed), None),
@@ -107,8 +106,8 @@ class Observations:
             attributes.setdefault(names.AGENT_NAME, str(row.get("name") or "").removeprefix(f"{names.AGENT} "))
         if kind == "GENERATION":
             attributes = {**self._generation(row), **attributes}
-        parent = _get(row, "parentObservationId")
-        start = nanoseconds(_get(row, "startTime"))
+        parent = field(row, "parentObservationId")
+        start = nanoseconds(field(row, "startTime"))
         failed = row.get("level") == "ERROR"
         return Span(
             trace=trace,
@@ -116,24 +115,24 @@ class Observations:
             parent=str(parent) if str(parent) in known else trace,
             name=str(row.get("name") or ""),
             start=start,
-            end=nanoseconds(_get(row, "endTime")) or start,
+            end=nanoseconds(field(row, "endTime")) or start,
             attributes=attributes,
             events=tuple(self._scores.get(str(row.get("id")), ())),
-            failed=str(_get(row, "statusMessage") or "error") if failed else None,
+            failed=str(field(row, "statusMessage") or "error") if failed else None,
         )
 
     def _generation(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What was asked and answered, with names of the GenAI conventions."""
+        """Request and answer, with names of the GenAI conventions."""
         asked, tools = _request(decoded(row.get("input")))
-        usage = {**mapping(row.get("usage")), **mapping(decoded(_get(row, "usageDetails")))}
+        usage = {**mapping(row.get("usage")), **mapping(decoded(field(row, "usageDetails")))}
         found: dict[str, Any] = {
             names.INPUT_MESSAGES: list(map(self._parts, asked)),
             names.OUTPUT_MESSAGES: list(map(self._parts, _answers(decoded(row.get("output"))))),
-            names.REQUEST_MODEL: _get(row, "providedModelName") or row.get("model"),
-            names.INPUT_TOKENS: usage.get("input", _get(row, "promptTokens")),
-            names.OUTPUT_TOKENS: usage.get("output", _get(row, "completionTokens")),
+            names.REQUEST_MODEL: field(row, "providedModelName") or row.get("model"),
+            names.INPUT_TOKENS: usage.get("input", field(row, "promptTokens")),
+            names.OUTPUT_TOKENS: usage.get("output", field(row, "completionTokens")),
             names.TOOL_DEFINITIONS: tools,
-            "llm.invocation_parameters": mapping(decoded(_get(row, "modelParameters"))),
+            "llm.invocation_parameters": mapping(decoded(field(row, "modelParameters"))),
         }
         return {name: value for name, value in found.items() if value}
 
@@ -142,7 +141,7 @@ class Observations:
 
 
 def _request(value: Any) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages and tools of what was asked: a list of messages, an object with them, or a text."""
+    """Messages and tools of a request: a list of messages, an object with them, or a text."""
     given = mapping(value)
     tools = list(given.get("tools") or given.get("functions") or ())
     messages = given["messages"] if isinstance(given.get("messages"), list) else value
@@ -185,9 +184,3 @@ def _message(value: Any, speaker: str) -> dict[str, Any]:
 
 def _first_row(rows: Sequence[Mapping[str, Any]], id: str) -> Mapping[str, Any]:
     return next(row for row in rows if str(row.get("id")) == id)
-
-
-def _get(value: Mapping[str, Any], name: str) -> Any:
-    """A field by its name in camel case, or in snake case."""
-    snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
-    return value.get(name) if value.get(name) is not None else value.get(snake)

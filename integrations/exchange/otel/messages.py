@@ -92,7 +92,7 @@ def tool_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
 
 
 def tool_definition(tool: Any) -> Any:
-    """A tool of a request as the conventions have it: a function's fields stand beside its type."""
+    """A tool of a request in the form of the conventions: a function's fields are next to its type."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     return {"type": "function", **function} if isinstance(function, Mapping) else tool
 
@@ -103,11 +103,28 @@ def as_text(value: Any) -> str:
 
 
 def decoded(value: Any) -> Any:
-    """What a JSON text says; anything else as it is."""
+    """The value of a JSON text; anything else as it is."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return json.loads(value)
     return value
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """A mapping as it is, anything else as an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def field(value: Mapping[str, Any], name: str) -> Any:
+    """A field by its name in camel case, or in snake case."""
+    snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
+    return value.get(name) if value.get(name) is not None else value.get(snake)
+
+
+def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
+    """The objects of a list in a field, in camel case or snake case."""
+    found = field(mapping(value), name)
+    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
 
 
 def _object(arguments: Any) -> Any:

@@ -52,7 +52,7 @@ EVALUATION_VALUE = "gen_ai.evaluation.score.value"
 ERROR_TYPE = "error.type"
 
 SPAN_KIND, INPUT_VALUE = "openinference.span.kind", "input.value"
-"""OpenInference's names for what a workflow's span is and was given, which Phoenix, Langfuse and LangSmith show."""
+"""OpenInference's names for kind and input of a workflow's span, which Phoenix, Langfuse and LangSmith show."""
 
 EPISODE = "cotune.episode.id"
 TASK = "cotune.task.id"

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.integrations.exchange.otel.messages import field, mapping, objects
 from cotune.integrations.exchange.otel.spans import Span, SpanEvent
 
 SCOPE = "cotune"
@@ -29,26 +30,13 @@ def spans_in(value: Mapping[str, Any]) -> Iterator[Span] | None:
     """The spans of an export request, of a trace as MLflow's API gives it (an object with `spans`), or of a single span
     alone; None for anything else."""
     trace = value.get("trace") or value
-    if _get(value, "startTimeUnixNano", "start_time_unix_nano") is not None:
+    if field(value, "startTimeUnixNano") is not None:
         return iter([_decode(value)])
     if "resourceSpans" in trace or "resource_spans" in trace:
-        return _of_request(trace)
-    spans = _list(trace, "spans")
+        scopes = (scope for resource in objects(trace, "resourceSpans") for scope in objects(resource, "scopeSpans"))
+        return (_decode(span) for scope in scopes for span in objects(scope, "spans"))
+    spans = objects(trace, "spans")
     return map(_decode, spans) if spans else None
-
-
-def _of_request(request: Mapping[str, Any]) -> Iterator[Span]:
-    for resource in _list(request, "resourceSpans", "resource_spans"):
-        for scope in _list(resource, "scopeSpans", "scope_spans"):
-            yield from map(_decode, _list(scope, "spans"))
-
-
-def _list(value: Any, *keys: str) -> list[Any]:
-    """The first of these keys that is there, as a list of objects."""
-    for key in keys:
-        if isinstance(value, Mapping) and isinstance(value.get(key), list):
-            return [one for one in value[key] if isinstance(one, Mapping)]
-    return []
 
 
 def _span(span: Span) -> dict[str, Any]:
@@ -95,34 +83,29 @@ def _value(value: Any) -> dict[str, Any]:
 
 
 def _decode(span: Mapping[str, Any]) -> Span:
-    status = span.get("status")
-    status = status if isinstance(status, Mapping) else {}
+    status = mapping(span.get("status"))
     failed = status.get("code") in (_FAILED, "STATUS_CODE_ERROR")
-    start = _int(_get(span, "startTimeUnixNano", "start_time_unix_nano"))
+    start = _int(field(span, "startTimeUnixNano"))
     return Span(
-        trace=_id(_get(span, "traceId", "trace_id"), 32),
-        id=_id(_get(span, "spanId", "span_id"), 16),
-        parent=_id(_get(span, "parentSpanId", "parent_span_id"), 16) or None,
+        trace=_id(field(span, "traceId"), 32),
+        id=_id(field(span, "spanId"), 16),
+        parent=_id(field(span, "parentSpanId"), 16) or None,
         name=str(span.get("name") or ""),
         kind="client" if span.get("kind") in (3, "SPAN_KIND_CLIENT") else "internal",
         start=start,
-        end=_int(_get(span, "endTimeUnixNano", "end_time_unix_nano")) or start,
+        end=_int(field(span, "endTimeUnixNano")) or start,
         attributes=_read_attributes(span.get("attributes")),
         events=tuple(
             SpanEvent(
                 str(e.get("name") or ""),
-                _int(_get(e, "timeUnixNano", "time_unix_nano")),
+                _int(field(e, "timeUnixNano")),
                 _read_attributes(e.get("attributes")),
             )
-            for e in _list(span, "events")
+            for e in objects(span, "events")
         ),
-        links=tuple(_id(_get(link, "spanId", "span_id"), 16) for link in _list(span, "links")),
+        links=tuple(_id(field(link, "spanId"), 16) for link in objects(span, "links")),
         failed=str(status.get("message") or "error") if failed else None,
     )
-
-
-def _get(value: Mapping[str, Any], *keys: str) -> Any:
-    return next((value[key] for key in keys if value.get(key) is not None), None)
 
 
 def _read_attributes(given: Any) -> dict[str, Any]:
@@ -143,17 +126,13 @@ def _read_value(value: Any) -> Any:
             case "intvalue":
                 return _int(found)
             case "arrayvalue":
-                return [_read_value(one) for one in _values(found) or ()]
+                values = mapping(found).get("values")
+                return [_read_value(one) for one in values] if isinstance(values, list) else []
             case "kvlistvalue":
-                return _read_attributes(_values(found))
+                return _read_attributes(mapping(found).get("values"))
             case "stringvalue" | "doublevalue" | "boolvalue" | "bytesvalue":
                 return found
     return None
-
-
-def _values(found: Any) -> list[Any] | None:
-    values = found.get("values") if isinstance(found, Mapping) else None
-    return values if isinstance(values, list) else None
 
 
 def _int(value: Any) -> int:

@@ -48,7 +48,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Detail(msgspec.Struct, frozen=True):
-    """What goes along beyond structure, times and counts: `content` (messages, tools, errors as text) and `tokens`
+    """What is exported beyond structure, times and counts: `content` (messages, tools, errors as text) and `tokens`
     (token ids, log-probabilities, policy versions). Neither does unless asked for."""
 
     content: bool = False
@@ -73,22 +73,41 @@ class _Episode:
         self.detail = detail
         self.left_out = left_out
         self.calls = store.calls(episode.id)
-        self.messages = {call.id: self._bodies(call) for call in self.calls}
+        self.messages = {
+            call.id: [body for body in map(self._body, call.messages) if isinstance(body, Mapping)]
+            for call in self.calls
+        }
         targets = [candidate_id(call.id, c.index) for call in self.calls for c in call.candidates]
         self.rewards = store.rewards([episode.id, *targets])
-        self.trace = address(episode.id.encode())
         self.root = _span_id(episode.id, "workflow")
 
     def spans(self) -> Iterator[Span]:
         yield self._workflow()
         for place, call in enumerate(self.calls):
             tools = list(self._tools(place, call))
-            yield self._agent(call, max([_end(call), *(tool.end for tool in tools)]))
+            agent: dict[str, Any] = {
+                names.OPERATION: names.AGENT,
+                names.AGENT_NAME: call.role,
+                names.CONVERSATION: self.episode.id,
+            }
+            agent |= {names.ROLE: call.role, names.TURN: call.turn}
+            end = max([_end(call), *(tool.end for tool in tools)])
+            own, name = _span_id(call.id, "agent"), f"{names.AGENT} {call.role}"
+            yield self._span(own, self.root, name, _nanoseconds(call.started), end, agent)
             yield self._chat(call)
             yield from tools
 
+    def _span(
+        self, id: str, parent: str | None, name: str, start: int, end: int, attributes: Mapping[str, Any], **fields: Any
+    ) -> Span:
+        """A span of this episode, with those attributes that have a value."""
+        known = {name: value for name, value in attributes.items() if value is not None}
+        trace = address(self.episode.id.encode())
+        return Span(trace=trace, id=id, parent=parent, name=name, start=start, end=end, attributes=known, **fields)
+
     def _workflow(self) -> Span:
         episode = self.episode
+        task = as_text(episode.task.input) if self.detail.content else None
         attributes: dict[str, Any] = {
             names.OPERATION: names.WORKFLOW,
             names.SPAN_KIND: "CHAIN",
@@ -99,68 +118,42 @@ class _Episode:
             names.PHASE: episode.phase,
             names.ROLLOUT: episode.rollout,
             names.STATUS: episode.status,
+            names.TRAINING_STEP: episode.training_step,
+            names.METRICS: as_text(episode.metrics) if episode.metrics else None,
+            names.TASK_INPUT: task,
+            names.INPUT_VALUE: task,
+            names.ERROR_TYPE: None if episode.status == "ok" else episode.status,
         }
-        if episode.training_step is not None:
-            attributes[names.TRAINING_STEP] = episode.training_step
-        if episode.metrics:
-            attributes[names.METRICS] = as_text(episode.metrics)
-        if self.detail.content:
-            attributes[names.TASK_INPUT] = attributes[names.INPUT_VALUE] = as_text(episode.task.input)
-        end = _nanoseconds(episode.started + episode.latency)
-        return Span(
-            trace=self.trace,
-            id=self.root,
-            parent=None,
-            name=f"{names.WORKFLOW} {episode.workflow}",
-            start=_nanoseconds(episode.started),
-            end=end,
-            attributes=self._failed(attributes, episode.status),
+        start, end = (_nanoseconds(episode.started + later) for later in (0, episode.latency))
+        return self._span(
+            self.root,
+            None,
+            f"{names.WORKFLOW} {episode.workflow}",
+            start,
+            end,
+            attributes,
             events=tuple(_evaluations(self.rewards.get(episode.id) or {}, end)),
             failed=self._error(episode.status, episode.error),
         )
 
-    def _agent(self, call: CallRecord, end: int) -> Span:
-        attributes = {
-            names.OPERATION: names.AGENT,
-            names.AGENT_NAME: call.role,
-            names.CONVERSATION: self.episode.id,
-            names.ROLE: call.role,
-            names.TURN: call.turn,
-        }
-        return Span(
-            trace=self.trace,
-            id=_span_id(call.id, "agent"),
-            parent=self.root,
-            name=f"{names.AGENT} {call.role}",
-            start=_nanoseconds(call.started),
-            end=end,
-            attributes=attributes,
-        )
-
     def _chat(self, call: CallRecord) -> Span:
-        events = [
-            event
-            for candidate in call.candidates
-            for event in _evaluations(
-                self.rewards.get(candidate_id(call.id, candidate.index)) or {}, _end(call), candidate.index
-            )
-        ]
-        return Span(
-            trace=self.trace,
-            id=_span_id(call.id, "chat"),
-            parent=_span_id(call.id, "agent"),
-            name=f"{names.CHAT} {call.model}".rstrip(),
+        ids = {candidate.index: candidate_id(call.id, candidate.index) for candidate in call.candidates}
+        events = [_evaluations(self.rewards.get(id) or {}, _end(call), index) for index, id in ids.items()]
+        return self._span(
+            _span_id(call.id, "chat"),
+            _span_id(call.id, "agent"),
+            f"{names.CHAT} {call.model}".rstrip(),
+            _nanoseconds(call.started),
+            _end(call),
+            self._chat_attributes(call),
             kind="client",
-            start=_nanoseconds(call.started),
-            end=_end(call),
-            attributes=self._failed(self._chat_attributes(call), call.status),
-            events=tuple(events),
+            events=tuple(event for those in events for event in those),
             links=tuple(_span_id(parent, "chat") for parent in call.parents),
             failed=self._error(call.status, call.error),
         )
 
     def _chat_attributes(self, call: CallRecord) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        return {
             names.OPERATION: names.CHAT,
             names.PROVIDER: "cotune" if call.policy else "openai",
             names.REQUEST_MODEL: call.model,
@@ -171,26 +164,20 @@ class _Episode:
             names.STEP: call.step,
             names.TURN: call.turn,
             names.STATUS: call.status,
+            names.ERROR_TYPE: None if call.status == "ok" else call.status,
             names.INTEGRATION: call.integration,
             names.CANDIDATES: len(call.candidates),
             names.INPUT_TOKENS: call.usage.prompt_tokens,
             names.OUTPUT_TOKENS: call.usage.completion_tokens,
+            **dict(_request(call.params)),
+            names.REQUEST_STREAM: call.streamed or None,
+            names.CHOSEN: call.chosen,
+            names.FINISH_REASONS: None if call.chosen is None else [c.finish_reason for c in call.candidates],
+            names.PARENTS: list(call.parents) or None,
+            names.ATTEMPTS: len(call.attempts) or None,
+            **(self._content(call) if self.detail.content else {}),
+            **(self._tokens(call) if self.detail.tokens else {}),
         }
-        found |= {name: value for name, value in _request(call.params) if value is not None}
-        if call.streamed:
-            found[names.REQUEST_STREAM] = True
-        if call.chosen is not None:
-            found[names.CHOSEN] = call.chosen
-            found[names.FINISH_REASONS] = [candidate.finish_reason for candidate in call.candidates]
-        if call.parents:
-            found[names.PARENTS] = list(call.parents)
-        if call.attempts:
-            found[names.ATTEMPTS] = len(call.attempts)
-        if self.detail.content:
-            found |= self._content(call)
-        if self.detail.tokens:
-            found |= self._tokens(call)
-        return found
 
     def _content(self, call: CallRecord) -> dict[str, Any]:
         found = {names.INPUT_MESSAGES: as_text([to_parts(m, self.left_out) for m in self.messages[call.id]])}
@@ -238,15 +225,10 @@ class _Episode:
             if self.detail.content:
                 attributes[names.TOOL_ARGUMENTS] = as_text(function.get("arguments"))
                 attributes[names.TOOL_RESULT] = as_text(result.get("content"))
-            yield Span(
-                trace=self.trace,
-                id=_span_id(call.id, f"tool {tool.get('id')}"),
-                parent=_span_id(call.id, "agent"),
-                name=f"{names.TOOL} {function.get('name')}",
-                start=_end(call),
-                end=max(_end(call), _nanoseconds(reader.started)),
-                attributes=attributes,
-            )
+            start = _end(call)
+            own, name = _span_id(call.id, f"tool {tool.get('id')}"), f"{names.TOOL} {function.get('name')}"
+            end = max(start, _nanoseconds(reader.started))
+            yield self._span(own, _span_id(call.id, "agent"), name, start, end, attributes)
 
     def _result(self, place: int, id: Any) -> tuple[CallRecord, Mapping[str, Any]] | None:
         for later in self.calls[place + 1 :]:
@@ -255,17 +237,11 @@ class _Episode:
                     return later, message
         return None
 
-    def _failed(self, attributes: dict[str, Any], status: str) -> dict[str, Any]:
-        return attributes if status == "ok" else {**attributes, names.ERROR_TYPE: status}
-
     def _error(self, status: str, error: str | None) -> str | None:
         """An error's text may quote messages, so it goes along with them only."""
         if status == "ok":
             return None
         return (error or status) if self.detail.content else status
-
-    def _bodies(self, call: CallRecord) -> list[Mapping[str, Any]]:
-        return [body for body in map(self._body, call.messages) if isinstance(body, Mapping)]
 
     def _body(self, id: str) -> Any:
         try:

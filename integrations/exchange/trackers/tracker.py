@@ -16,28 +16,26 @@ PACKAGES: Mapping[Tool, Sequence[str]] = {
     "mlflow": ("mlflow",),
     "trackio": ("trackio",),
 }
-"""What must be installed for each: one of these."""
+"""Packages of each, one of which must be installed."""
 
 KEEP_FILES: Sequence[Tool] = ("wandb", "mlflow")
-"""The tools that keep files beside figures."""
+"""The tools that also keep files."""
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
     """Raises ConfigError for a tool that is not installed."""
     for tool in tools:
         if not any(find_spec(package) for package in PACKAGES[tool]):
-            raise ConfigError(
-                "loggers", tool, "must be an installed tool", f"Install it: pip install {PACKAGES[tool][0]}"
-            )
+            raise ConfigError("loggers", tool, "is not installed", f"pip install {PACKAGES[tool][0]}")
 
 
 class Tracker:
-    """A run in one tool. All its methods belong to one thread; they raise whatever the tool raises."""
+    """A run in one tool. Call all methods from one thread; they raise any error of the tool."""
 
     def __init__(
         self, tool: Tool, project: str, folder: Path, run: str, *, known: str | None = None, done: int = 0
     ) -> None:
-        """Start the run of a run folder, named after it, or go on with it.
+        """Start the run of a run folder, named after it, or continue it.
 
         `run` is an id of the run for tools that take one; `known` the `id` of this tracker when it was started before,
         after which the run has made `done` steps.

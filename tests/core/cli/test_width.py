@@ -21,10 +21,10 @@ from cotune.records.structs import CallRecord, Candidate, Episode, RewardRecord,
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.terminal import terminal
 from cotune.trainer.before.check import report as checked
-from cotune.trainer.before.doctor.doctor import Diagnosis, Report
+from cotune.trainer.before.doctor.doctor import Report
 from cotune.trainer.before.doctor.doctor import render as doctor
-from cotune.trainer.before.doctor.forecast import Part, ProcessMemory
-from cotune.trainer.before.doctor.memory import render_memory
+from cotune.trainer.before.doctor.memory import ProcessMemory, render_memory
+from cotune.trainer.before.findings import Finding, RoleCheck
 from cotune.trainer.evaluation import judge_agreement as agreement
 from cotune.trainer.evaluation.report import compare
 from cotune.trainer.evaluation.report import render as evaluation
@@ -110,7 +110,7 @@ def evaluated(label: str, successes: int) -> EvaluatedMode:
 
 def check_report() -> RenderableType:
     roles = [
-        checked.RoleCheck(
+        RoleCheck(
             role=role,
             calls=128,
             policy="reviewer_adapter",
@@ -151,8 +151,8 @@ def replayed(several: bool) -> RenderableType:
 
 def doctor_report() -> RenderableType:
     findings = (
-        Diagnosis("quality of the network", "blocks", "the address 10.0.0.1:6379 is not reached", "Open the port."),
-        Diagnosis("python", "ok", "3.11"),
+        Finding("blocks", "quality of the network", "the address 10.0.0.1:6379 is not reached", "Open the port."),
+        Finding("ok", "python", "3.11"),
     )
     return doctor(Report(None, (), findings))  # type: ignore[arg-type]
 
@@ -161,7 +161,7 @@ def forecast() -> RenderableType:
     parts = ("context of the GPU", "a pass of 131072 tokens, checkpointed", "publishing, in the place of gradients")
     device = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
     found = ProcessMemory(
-        process="learner", count=16, device=device, free=95.6e9, parts=tuple(Part(part, 1234.5e9) for part in parts)
+        process="learner", count=16, device=device, free=95.6e9, parts=dict.fromkeys(parts, 1234.5e9)
     )  # fmt: skip
     return render_memory([found])
 

@@ -14,7 +14,7 @@ import cotune
 from cotune.adapters.export import export_run
 from cotune.adapters.open_policies import load_export
 from cotune.errors import AdapterError, ConfigError, RunError, WorkflowError
-from cotune.trainer.before.preflight import EPISODES
+from cotune.trainer.before.findings import EPISODES
 from cotune.trainer.config.train import convert, load_config
 from cotune.trainer.train import resume
 from tests.trainer.tiny_app import application, ask, build_base, converse, letters
@@ -217,7 +217,7 @@ def test_a_role_without_a_policy(refused):
 def test_an_unknown_role_of_a_scorer(refused):
     error = refused(ConfigError, application(**BOTH, thrid=letters))
     assert (error.field, error.value) == ("scorer", "thrid")
-    assert error.fault == "must be a role of the application; seen in 3 episodes: first, second"
+    assert error.fault == "is not a role of the application; seen in 3 episodes: first, second"
     assert error.remedy.startswith("Correct the name")
 
 
@@ -257,7 +257,7 @@ def test_a_workflow_that_raises(refused):
     assert error.cause.startswith("The workflow 'solve' raised KeyError: 'no such key' (")
     assert f"{Path(__file__).name}:" in error.cause
     assert error.cause.endswith("All 16 episodes looked at failed.")
-    assert error.remedy.startswith("Fix the workflow. If it is what the model says")
+    assert error.remedy.startswith("Fix the workflow. If an answer of the model breaks it")
 
 
 def test_a_workflow_that_raises_before_any_call_is_looked_at_no_more_than_usual(refused):

@@ -150,7 +150,7 @@ def test_check_says_what_is_learned_from_and_what_becomes_of_seeds(tmp_path: Pat
         [sys.executable, "-m", "cotune", *words], capture_output=True, text=True, env=environment, check=True
     )
     found = {(f["level"], f["about"], f["text"]) for f in json.loads(done.stdout)["findings"]}
-    assert ("note", "rewards", "first learns from 0.5 x team (its scorer); weight 0: against.") in found
+    assert ("note", "rewards", "first learns from 0.5 x team (its scorer); weight 0: against") in found
     seeds = "asks for seed 42; training and evaluation mix it into a seed of each call's own."
     assert ("note", "first", seeds) in found and ("note", "second", seeds) in found
     assert any(level == "warns" and about == "rewards" and "trains no role" in text for level, about, text in found)
@@ -169,7 +169,7 @@ def test_outcomes_that_nobody_knows_yet_stop_no_run_and_are_left_out(trainer: Tr
         return {"rating": None if len(ran) <= 3 or task["letter"] == "a" else said.count(task["letter"]) / 4}
 
     summary = trainer(application(rated), steps=1, plan={"kind": "independent"})
-    assert "nobody knew the outcome (rating) of the 3 episodes looked at" in trainer.said
+    assert "the outcome (rating) of all 3 episodes is unknown" in trainer.said
     assert "first learns from rating (the episode's outcome)" in trainer.said
     assert summary.finished and summary.left_out["missing_reward"] == 4 and len(ran) == 3 + 3 * 4
 

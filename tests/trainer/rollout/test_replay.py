@@ -261,7 +261,7 @@ def test_siblings_differ_whatever_temperature_and_seed_the_application_sets(trai
 
     trainer(application(fixed), steps=1, **SETTINGS)
     said = " ".join(trainer.said.split())
-    assert f"first asks for temperature {asked['temperature']:g}; training samples at 1 (sampling.temperature)" in said
+    assert f"first: asks for temperature {asked['temperature']:g}; training samples at 1 (sampling.temperature)" in said
     (line,) = trainer.metrics()
     assert line["groups"] == 3 and line["left_out"].keys() <= {"zero_advantage"}
     records = Records(trainer)

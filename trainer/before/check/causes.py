@@ -15,7 +15,7 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -30,6 +30,7 @@ from cotune.trainer.before.stub.fitting import blamed, lessons, quotes
 from cotune.trainer.before.stub.json_example import example
 from cotune.trainer.before.stub.matching import matching
 from cotune.trainer.before.stub.stub import ENDLESS
+from cotune.trainer.before.stub.words import functions_in
 
 _LIMIT = re.compile(
     r"recursion|max\w*.{0,12}(?:turn|step|iteration|round|retr)|(?:turn|step|iteration|retr)\w*.{0,20}limit", re.I
@@ -43,7 +44,7 @@ _WORDS = 12
 
 @dataclass(frozen=True)
 class Made:
-    """What was made up in a run: texts, numbers, and the keys of JSON objects."""
+    """Made-up values of a run: texts, numbers, and the keys of JSON objects."""
 
     texts: frozenset[str]
     numbers: frozenset[float]
@@ -51,7 +52,7 @@ class Made:
 
     @classmethod
     def of(cls, calls: Iterable[CallRecord]) -> Made:
-        """What the answers of calls said."""
+        """The values in the answers of calls."""
         texts: set[str] = set()
         numbers: set[float] = set()
         keys: set[str] = set()
@@ -72,30 +73,32 @@ class Made:
             for candidate in call.candidates:
                 add(candidate.text)
                 add(json_or_none(candidate.text))
-                for tool in candidate.tool_calls:
-                    add(json_or_none(str((tool.get("function") or {}).get("arguments"))))
+                for function in functions_in(candidate.message):
+                    add(json_or_none(str(function.get("arguments"))))
         return cls(frozenset(texts - {""}), frozenset(numbers), frozenset(keys))
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a run failed. `instead` is what the next one may say in place of what, as in `Manner`."""
+    """Why a run failed. `instead` holds replacements for the next run, as in `Manner`; `answer` the role and the
+    made-up answer before it."""
 
     by_answer: bool
     instead: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    answer: str = ""
 
 
 def cause_of(outcome: Outcome, calls: Sequence[CallRecord], raised: BaseException | None, asked: bool = False) -> Cause:
     """Why an episode failed, whose `calls` these are and which `raised` this. `asked`: it asked a person."""
     error = outcome.error
-    if asked and "EOF" in str(error):
+    answered = [call for call in calls if call.status == "ok" and call.candidates]
+    if error is None or not answered or (asked and "EOF" in str(error)):
         return Cause(False)
-    answered = [call for call in calls if call.status == "ok"]
-    if error is None or not answered:
-        return Cause(False)
+    answer = _answer_before(raised, answered)
     if ENDLESS in error.cause:
-        instead = [_Fault(one, Made.of(answered), error.cause).instead() for one in chain(raised)] if raised else []
-        return Cause(True, next((found for found in reversed(instead) if found), {}))
+        made = Made.of(answered)
+        instead = [_Fault(one, made, error.cause).instead() for one in chain(raised)]
+        return Cause(True, next((words for words in reversed(instead) if words), {}), answer)
     if (
         raised is None
         or error.__cause__ is None
@@ -103,20 +106,38 @@ def cause_of(outcome: Outcome, calls: Sequence[CallRecord], raised: BaseExceptio
         or outcome.live.interrupted
         or blame(error) == "infrastructure"
     ):
-        return Cause(False)
-    return cause_of_error(raised, Made.of(answered))
+        return Cause(False, answer=answer)
+    return cause_of_error(raised, answered)
 
 
-def cause_of_error(raised: BaseException, made: Made) -> Cause:
-    """Why an exception was raised, after the made-up answers `made`."""
+def cause_of_error(raised: BaseException, calls: Sequence[CallRecord]) -> Cause:
+    """Why an exception was raised after the made-up answers of `calls`."""
+    answer = _answer_before(raised, calls)
     errors = list(chain(raised))
     if any(isinstance(one, Blocked | asyncio.CancelledError) for one in errors):
-        return Cause(False)
+        return Cause(False, answer=answer)
+    made = Made.of(calls)
     faults = [fault for one in errors if (fault := _Fault(one, made)).by_answer]
     instead: dict[str, Sequence[str]] = {}
     for fault in reversed(faults):
         instead.update(fault.instead())
-    return Cause(bool(faults), instead)
+    return Cause(bool(faults), instead, answer)
+
+
+def _answer_before(raised: BaseException | None, calls: Sequence[CallRecord]) -> str:
+    """The last answer that an exception shows, in its text or in the values at hand, else the last one; on one line."""
+    last = next((call for call in reversed(calls) if call.status == "ok" and call.candidates), None)
+    if last is None:
+        return ""
+    faults = [_Fault(one, Made.of(())) for one in chain(raised)]
+    for call in reversed(calls):
+        if any(fault.shows(Made.of([call])) for fault in faults):
+            last = call
+            break
+    chosen = next((one for one in last.candidates if one.index == last.chosen), last.candidates[0])
+    text = ", ".join(f"{one.get('name')}({one.get('arguments')})" for one in functions_in(chosen.message))
+    text = text or json.dumps(chosen.text)
+    return f"{last.role}: {text if len(text) <= 200 else f'{text[:200]} ...'}"
 
 
 class _Fault:
@@ -132,6 +153,11 @@ class _Fault:
         self.beyond = every[every.index(self.frame) + 1 :] if self.frame is not None else every
         """Frames of libraries that it went through last."""
         self.nodes = list(_failing(error, self.frame)) if self.frame is not None else []
+
+    def shows(self, made: Made) -> bool:
+        """Whether the answers `made` are in the error's text, or in the values that it was raised on."""
+        self.made = made
+        return any(quotes(self.text, text) for text in made.texts) or any(map(self._says, self._values()))
 
     @functools.cached_property
     def by_answer(self) -> bool:
@@ -155,12 +181,12 @@ class _Fault:
             return True
         if isinstance(self.error, OSError) or not self.nodes:
             return False
-        failed, *conditions = self.nodes  # what a call in them gave is not known any more
+        failed, *conditions = self.nodes  # the result of a call in them is lost
         inner = () if isinstance(failed, ast.Raise) else (one for one in ast.walk(failed) if one is not failed)
         return any(isinstance(one, ast.Call) for one in (*inner, *(o for test in conditions for o in ast.walk(test))))
 
     def instead(self) -> dict[str, Sequence[str]]:
-        """What to say instead, by the error's own words, or by what the failing code holds."""
+        """Texts to say instead, by the error's own words, or by values in the failing code."""
         if isinstance(self.error, KeyError) and (held := self._lacking()) is not None and self._is_reply(held):
             key = str(self.error.args[0])
             kind = {"type": "array", "items": {}} if key.endswith("s") and not key.endswith("ss") else {}
@@ -212,7 +238,7 @@ class _Fault:
                 yield value
 
     def _held(self) -> Iterator[Any]:
-        """What the failing expression holds, then whatever else its function names."""
+        """Values in the failing expression, then in all names of its function."""
         if self.frame is None:
             return
         for node in self.nodes:
@@ -265,7 +291,7 @@ _UNKNOWN = object()
 
 
 def _of_library(value: Any) -> bool:
-    """Whether a value is a library's object: what it can do is no matter of answers."""
+    """Whether a value is a library's object: no answer changes its methods."""
     named = sys.modules.get(type(value).__module__)
     return type(value).__module__ != "builtins" and is_library_file(str(getattr(named, "__file__", None) or "<"))
 
@@ -357,14 +383,3 @@ def _tree(file: str) -> ast.Module:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return ast.Module([], [])
-
-
-def said_last(calls: Collection[CallRecord]) -> str:
-    """The last made-up answer of some calls, on one line."""
-    last = next((call for call in reversed(list(calls)) if call.status == "ok" and call.candidates), None)
-    if last is None:
-        return ""
-    chosen = next((one for one in last.candidates if one.index == last.chosen), last.candidates[0])
-    functions = [tool.get("function") or {} for tool in chosen.tool_calls]
-    text = ", ".join(f"{one.get('name')}({one.get('arguments')})" for one in functions) or json.dumps(chosen.text)
-    return f"{last.role}: {text if len(text) <= 200 else f'{text[:200]} ...'}"

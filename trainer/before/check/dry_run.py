@@ -1,4 +1,4 @@
-"""`cotune check`: a dry run on a task with made-up answers, which says what training would see. Loads no model."""
+"""`cotune check`: a dry run on a task with made-up answers, which reports what training would see. Loads no model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -22,53 +22,42 @@ from cotune.episodes.episode import Outcome
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
-from cotune.integrations.versions import SUPPORTED, UnsupportedVersion, require
+from cotune.integrations.versions import SUPPORTED, installed, refusal
 from cotune.judging.episodes import finished
 from cotune.records.plans import Plan, PlanKind
-from cotune.records.policies import Policies
 from cotune.records.structs import CallRecord, RewardRecord
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout
 from cotune.trainer.before.check.findings import (
-    blocking,
-    call_findings,
+    connection_findings,
+    fault_findings,
     idle_findings,
-    learning_findings,
+    request_findings,
     role_findings,
+    run_findings,
+    twice_findings,
 )
-from cotune.trainer.before.check.report import (
-    CallCheck,
-    CheckReport,
-    Finding,
-    Framework,
-    GroupCheck,
-    IdleCheck,
-    RoleCheck,
-)
-from cotune.trainer.before.check.requests import chat_of, forms, tokens
-from cotune.trainer.before.check.run_findings import connection_findings, fault_findings, run_findings, twice_findings
+from cotune.trainer.before.check.report import CallCheck, CheckReport, Framework, GroupCheck, IdleCheck
 from cotune.trainer.before.check.runs import Runner, refused
 from cotune.trainer.before.check.watch import watched
-from cotune.trainer.before.preflight import faults, rewards_by_role, unseen_roles
+from cotune.trainer.before.findings import (
+    Finding,
+    RoleCheck,
+    blocking,
+    call_findings,
+    faults,
+    learning_findings,
+    named_roles,
+    rewards_by_role,
+    roles_of,
+)
 from cotune.trainer.before.stub.fitting import Manner
 from cotune.trainer.before.stub.stub import StubResponder
+from cotune.trainer.before.stub.words import message_text
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.rollout.judging import Bench, judging_role
-
-_AUTOGEN, _GRAPHS = frozenset({"autogen"}), frozenset({"langgraph"})
-_USED_BY: Mapping[str, frozenset[str]] = {
-    "langchain-core": _GRAPHS,
-    "langgraph": _GRAPHS,
-    "autogen-agentchat": _AUTOGEN,
-    "autogen-core": _AUTOGEN,
-    "openai-agents": frozenset({"openai-agents"}),
-    "crewai": frozenset({"crewai"}),
-    "vllm": frozenset(),
-    "ray": frozenset(),
-}
-"""By distribution: the integrations whose calls come through it; any other may be used unseen."""
 
 
 def check(
@@ -110,7 +99,13 @@ def check(
             flow = workflow_of(workflow).named_by(config.roles_by)
             listed = as_tasks(tasks)[:limit]
             plan, recipe, why = config.resolve_plan(list(flow.scorers))
-            chat = chat_of(model, config)
+            chat = None
+            if model is not None:  # of a Hugging Face id no weights are fetched
+                from cotune.integrations.models.chat.template import ChatTemplate
+                from cotune.integrations.models.folder.folder import locate_model
+
+                found = locate_model(model) if Path(model).expanduser().exists() else model
+                chat = ChatTemplate.load(found, config.tool_format)
             loaded = time.perf_counter()
 
             def stub(variant: int, manner: Manner) -> StubResponder:
@@ -135,30 +130,46 @@ def check(
         if flow.episode_judge is not None:
             outcomes = _judged(outcomes, store)
             seen = [*seen, *run_sync(_asked_of_judge(flow, outcomes, store, stub(0, Manner())))]
-        local, team = rewards_by_role(store, seen), _means([outcome.rewards for outcome in outcomes])
-        idle = runner.idle(seen)
-        unseen = unseen_roles(config, flow, [part for part, worked in idle if not worked])
+        local = rewards_by_role(store, seen)
+        names = dict.fromkeys(name for outcome in outcomes for name in outcome.rewards)
+        team = {name: fmean(one.rewards[name] for one in outcomes if name in one.rewards) for name in names}
+        parts = runner.parts
+        called = {f"{call.role}/" for call in seen}
+        idle = [
+            IdleCheck(**msgspec.structs.asdict(part), ran=parts.ran(part))
+            for part in parts.known
+            if not any(role.startswith(f"{part.role}/") for role in called)
+        ]
+        unseen = [one.role for one in idle if not one.ran and one.role in named_roles(config, flow)]
         rare = [*config.roles, *unseen]
+        policies, findings = None, []
+        try:
+            if seen:
+                scored = list(flow.scorers) if plan.kind == "tree" else None
+                known = sorted({*unseen, *(call.role for call in seen)})
+                policies = config.resolve_policies(known, scored=scored)
+        except ConfigError as error:
+            findings = [blocking(error, "policies")]
+        roles = list(roles_of(seen, policies, flow, plan))
+        groups, left_out = _groups(store, outcomes, seen, roles, plan, recipe)
+
+        # what blocks comes first, in the order in which it would be met
         command = f"cotune train {workflow} --tasks {tasks} --model MODEL" if isinstance(workflow, str) else ""
         wrong = faults(flow, [one.shown.outcome for one in ran], seen, local, rare)
-        found = [*fault_findings(wrong, ran, watch, command), *twice_findings(ran, store)]
-        policies, more = _policies(config, seen, unseen, flow, plan)
-        roles = _roles(seen, policies, flow, plan)
-        groups, left_out = _groups(store, outcomes, seen, roles, plan, recipe)
-        left = {role.role for role in roles if role.kind == "provider"}
-        answered = [call for call in seen if call.role not in left]
-        counts, refused = tokens(chat, answered, store)
-        found += [*more, *refused, *forms(answered, store, chat)]
-        if flow.episode_judge is not None:
-            found.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
-        if not groups and not any(finding.level in ("blocks", "undecided") for finding in found):
+        findings = [*fault_findings(wrong, ran, watch, command), *twice_findings(ran, store), *findings]
+        provided = {role.role for role in roles if role.kind == "provider"}
+        counts, unanswered = request_findings(chat, [call for call in seen if call.role not in provided], store)
+        findings += unanswered
+        if not groups and not any(finding.level in ("blocks", "undecided") for finding in findings):
             text = "the plan would form no group: nothing would be trained."
-            found.append(Finding("blocks", "groups", text, "See what was left out."))
-        found += [*role_findings(roles, seen, plan), *idle_findings(idle, seen, runner.parts.known)]
-        found += call_findings(seen, roles, plan, config)
+            findings.append(Finding("blocks", "groups", text, "See the candidates left out above."))
+        if flow.episode_judge is not None:
+            findings.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
+        findings += [*role_findings(roles), *idle_findings(idle, seen, parts.known)]
+        findings += call_findings(seen, roles, plan, config)
         if any(outcome.error is None for outcome in outcomes):
-            found += learning_findings(roles, local, team, recipe, rare)
-        found += [*run_findings(ran, watch), *connection_findings(outcomes, watch)]
+            findings += learning_findings(roles, local, team, recipe, rare)
+        findings += [*run_findings(ran, watch), *connection_findings(outcomes, watch)]
         done = time.perf_counter()
         return CheckReport(
             workflow=workflow if isinstance(workflow, str) else flow.name,
@@ -166,16 +177,16 @@ def check(
             seconds=done - started,
             spent={"loading": loaded - started, "running": ended - loaded},
             plan=why,
-            frameworks=tuple(_frameworks({call.integration for call in seen})),
+            frameworks=tuple(_frameworks()),
             runs=len(outcomes),
             roles=tuple(roles),
-            idle=tuple(IdleCheck(role=p.role, kind=p.kind, of=p.of, ran=worked) for p, worked in idle),
+            idle=tuple(idle),
             calls=tuple(_calls(seen, outcomes, counts, store)),
             groups=tuple(groups),
             team=team,
             local={role: named for role, named in local.items() if named},
             left_out=left_out,
-            findings=tuple(found),
+            findings=tuple(findings),
         )
 
 
@@ -198,49 +209,6 @@ async def _asked_of_judge(
     assert flow.episode_judge is not None
     await bench.ask(flow.episode_judge, [finished(store, ended)] * 2, ended.task)
     return [call for episode in bench.episodes for call in store.calls(episode.id)]
-
-
-def _policies(
-    config: TrainConfig, calls: Sequence[CallRecord], unseen: Sequence[str], flow: Workflow, plan: Plan
-) -> tuple[Policies | None, list[Finding]]:
-    if not calls:
-        return None, []
-    seen = sorted({*unseen, *(call.role for call in calls)})
-    try:
-        scored = list(flow.scorers) if plan.kind == "tree" else None
-        return config.resolve_policies(seen, scored=scored), []
-    except ConfigError as error:
-        return None, [blocking(error, "policies")]
-
-
-def _roles(calls: Sequence[CallRecord], policies: Policies | None, flow: Workflow, plan: Plan) -> list[RoleCheck]:
-    found = []
-    for role in dict.fromkeys(call.role for call in calls):
-        spec = policies.of(role) if policies else None
-        able = plan.kind != "tree" or role in flow.scorers
-        reason = ""
-        if spec is None:
-            reason = "the policies cannot be resolved"
-        elif spec.kind == "provider":
-            reason = "left to the application's provider"
-        elif not able:
-            reason = "no scorer"
-        elif spec.kind == "frozen":
-            reason = "its policy is frozen"
-        elif all(call.status != "ok" for call in calls if call.role == role):
-            reason = "all its calls failed"
-        found.append(
-            RoleCheck(
-                role=role,
-                calls=sum(call.role == role for call in calls),
-                policy=spec.name if spec else "",
-                kind=spec.kind if spec else "",
-                scorer=role in flow.scorers,
-                trained=not reason,
-                reason=reason,
-            )
-        )
-    return found
 
 
 def _groups(
@@ -275,7 +243,7 @@ def _groups(
 
 
 def _repeated(collected: Collected, plan: Plan) -> Iterable[Sample]:
-    """Under independent rollouts the samples of all episodes of a task; what was read from other calls differs. Under a
+    """Under independent rollouts the samples of all episodes of a task; prompts that read other calls differ. Under a
     replay plan those of all forks, as if every call were forked."""
     if plan.kind == "tree":
         yield from collected.samples
@@ -303,7 +271,7 @@ def _calls(
             role=call.role,
             turn=call.turn,
             parents=tuple(sorted(steps[parent] for parent in call.parents if parent in steps)),
-            characters=sum(_length(store.message(name)) for name in call.messages),
+            characters=sum(len(message_text(store.message(name))) for name in call.messages),
             tokens=tokens.get(call.id),
             model=call.model,
             temperature=call.params.get("temperature"),
@@ -317,32 +285,9 @@ def _calls(
         )
 
 
-def _length(message: Mapping[str, Any]) -> int:
-    """Characters of a message: its text, and what its tool calls say."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
-    functions = [tool.get("function") or {} for tool in message.get("tool_calls") or ()]
-    return len(content) + sum(len(f"{f.get('name')}{f.get('arguments')}") for f in functions)
-
-
-def _means(outcomes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for rewards in outcomes for name in rewards)
-    values = {name: [rewards[name] for rewards in outcomes if name in rewards] for name in names}
-    return {name: sum(found) / len(found) for name, found in values.items()}
-
-
-def _frameworks(used: Collection[str]) -> Iterable[Framework]:
-    """Those that calls came through, and any that is loaded in a version that cannot be recorded."""
+def _frameworks() -> Iterator[Framework]:
+    """Frameworks that the application has loaded, and whether their versions can be recorded."""
     for name, (oldest, beyond) in SUPPORTED.items():
-        if name.replace("-", "_") not in sys.modules:
-            continue
-        try:
-            found, ok = require(name), True
-        except UnsupportedVersion:
-            found, ok = version(name), False
-        except PackageNotFoundError:
-            found, ok = "", True
-        known = _USED_BY.get(name)
-        if not ok or known is None or not used or known & set(used):
+        if name.replace("-", "_") in sys.modules:
+            found, ok = installed([name]).get(name, ""), refusal(name) is None
             yield Framework(name=name, version=found, supported=f">={oldest},<{beyond}", ok=ok)

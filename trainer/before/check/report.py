@@ -1,4 +1,4 @@
-"""What `cotune check` found, as data and as tables."""
+"""The report of `cotune check`, as data and as tables."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from cotune.recording.app_parts import Part
 from cotune.tables import BAD, GOOD, QUIET, cells, grid, plural, scores
+from cotune.trainer.before.findings import STYLES, Finding, RoleCheck
 
-Level = Literal["blocks", "undecided", "warns", "note"]
 Verdict = Literal["trainable", "undecided", "not trainable as it is"]
-_STYLES = {"blocks": BAD, "undecided": "yellow", "warns": "yellow", "note": QUIET}
 
 
 class Framework(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,29 +25,14 @@ class Framework(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool
 
 
-class RoleCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A role that was seen. `reason` says why it is not trained; empty where it is."""
+class IdleCheck(Part, frozen=True, kw_only=True):
+    """A part of the application that never called. `ran`: it did other work."""
 
-    role: str
-    calls: int
-    policy: str
-    kind: str
-    scorer: bool
-    trained: bool
-    reason: str = ""
-
-
-class IdleCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A node, team member, crew agent or flow method of an application that never called. `ran`: it did other work."""
-
-    role: str
-    kind: str
-    of: str
     ran: bool
 
 
 class CallCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of the dry run. `parents` are steps; `tokens` needs a model; temperature and n are what the app asks."""
+    """A call of the dry run. `parents` are steps; `tokens` needs a model; temperature and n are the request's."""
 
     task: str
     step: int
@@ -74,15 +59,6 @@ class GroupCheck(msgspec.Struct, frozen=True, kw_only=True):
     roles: tuple[str, ...]
     turns: tuple[int, ...]
     size: int
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """Something to know before training: it `blocks`, leaves it `undecided`, `warns` of a loss, or is only a `note`."""
-
-    level: Level
-    about: str
-    text: str
-    remedy: str = ""
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +118,7 @@ def _parts(report: CheckReport) -> Iterable[RenderableType]:
     yield from _groups(report.groups)
     yield from _rewards(report)
     yield from _findings(report.findings)
-    style = GOOD if report.trainable else _STYLES["undecided"] if report.verdict == "undecided" else BAD
+    style = {"trainable": GOOD, "undecided": STYLES["undecided"]}.get(report.verdict, BAD)
     yield Text.assemble(("\n", ""), (report.verdict, style))
 
 
@@ -231,10 +207,10 @@ def _rewards(report: CheckReport) -> Iterable[RenderableType]:
 
 
 def _findings(findings: Sequence[Finding]) -> Iterable[RenderableType]:
-    for level in _STYLES:
+    for level in STYLES:
         for one in findings:
             if one.level == level:
-                head = (f"\n{level} ", _STYLES[level])
+                head = (f"\n{level} ", STYLES[level])
                 yield Text.assemble(head, (f"{one.about}: " if one.about else "", "bold"), one.text, end="")
                 yield Text(f"\n  {one.remedy}" if one.remedy else "", style=QUIET, end="")
     yield ""

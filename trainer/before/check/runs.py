@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,7 @@ import msgspec
 
 from cotune.episodes.episode import EpisodeOptions, Outcome, run_episode
 from cotune.episodes.workflows import Workflow
-from cotune.recording.app_parts import Part, Parts
-from cotune.recording.recorder import LiveCall
-from cotune.records.answers import Answer
+from cotune.recording.app_parts import Parts
 from cotune.records.structs import CallRecord, Task
 from cotune.storage.protocol import Store
 from cotune.trainer.before.check.causes import Cause, Made, cause_of, cause_of_error
@@ -27,11 +26,9 @@ from cotune.trainer.before.stub.stub import ENDLESS, StubResponder
 RUNS = 14
 """Most runs of a task, those at once included."""
 _IDLE = 4
-"""Most of them that look for what has not run."""
+"""Most of them that look for parts that have not run."""
 _SECONDS = 20.0
-"""After which no further run begins."""
-_MEETING = 1.0
-"""Seconds for which one run waits for the other."""
+"""After this time no further run begins."""
 _OTHERWISE = (
     Manner("without tool calls", call_tools=False),
     Manner("in the form that the prompts show", form=True),
@@ -45,7 +42,7 @@ _OTHERWISE = (
 
 @dataclass
 class Run:
-    """One run of a task: how its answers were made up, how it ended, and what it showed."""
+    """One run of a task: how its answers were made up, how it ended, and its calls."""
 
     manner: Manner
     variant: int
@@ -59,6 +56,17 @@ class Run:
     @property
     def ended(self) -> bool:
         return self.outcome.error is None
+
+    @property
+    def unscored(self) -> list[CallRecord]:
+        """Calls whose scorer failed."""
+        return [call for call in self.calls if call.status == "ok" and call.error]
+
+    @property
+    def returned_nothing(self) -> bool:
+        """Whether the workflow ended without a reward: it may have none where it cannot read an answer."""
+        error = self.outcome.error
+        return error is not None and error.__cause__ is None and "which is not a reward" in error.cause
 
 
 @dataclass
@@ -97,32 +105,6 @@ class TaskRuns:
 
 
 @dataclass
-class _Meeting:
-    """Of two runs at once: how many have called, and whether nobody waits for the other any more."""
-
-    here: int = 0
-    held: bool = False
-
-
-class _Waiting:
-    """Answers as a stub does, the first call once the other run has called too, or ended: so that they overlap."""
-
-    def __init__(self, stub: StubResponder, meeting: _Meeting) -> None:
-        self._stub = stub
-        self._meeting: _Meeting | None = meeting
-
-    async def respond(self, call: LiveCall) -> Answer:
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.here += 1
-            meeting.held = meeting.held or meeting.here == 2
-            until = time.perf_counter() + _MEETING
-            while not meeting.held and time.perf_counter() < until:  # perhaps in another event loop
-                await asyncio.sleep(0.002)
-        return await self._stub.respond(call)
-
-
-@dataclass
 class Runner:
     """Runs `workflow` on tasks; `stub(variant, manner)` answers a run. None takes longer than `timeout` seconds."""
 
@@ -139,32 +121,24 @@ class Runner:
     async def run(self, tasks: Sequence[Task]) -> list[TaskRuns]:
         return [await self._task(task) for task in tasks]
 
-    def idle(self, calls: Sequence[CallRecord]) -> list[tuple[Part, bool]]:
-        """The parts of the application that never called, each with whether it ran all the same."""
-        called = [f"{call.role}/" for call in calls]
-        idle = [part for part in self.parts.known if not any(role.startswith(f"{part.role}/") for role in called)]
-        return [(part, self.parts.ran(part)) for part in idle]
-
     async def _task(self, task: Task) -> TaskRuns:
         found, ends = TaskRuns(task), time.perf_counter() + _SECONDS
         await self._until_it_ends(found, ends)
         good = found.shown
         if good.ended and self.at_once and time.perf_counter() < ends:
             await self._twice(found, good)
+        # with choices moved on, while that may lead elsewhere
         for shift in range(1, _IDLE):
             if not (good.ended and time.perf_counter() < ends and self._more(found, shift)):
                 break
             found.runs.append(await self._once(task, good.variant + shift, good.manner, good))
+        # with other answers, while a part has not run
         routed = [Manner("with words that are waited for", instead={"": [word]}) for word in self.parts.words]
         for manner in (*routed, *_OTHERWISE) if good.ended and good.calls else ():
-            if self._idle() and manner.call_tools and time.perf_counter() < ends:
+            if self._idle("member", "agent") and manner.call_tools and time.perf_counter() < ends:
                 other = msgspec.structs.replace(manner, call_tools=good.manner.call_tools)
                 found.runs.append(await self._once(task, good.variant, other, good))
         return found
-
-    def _idle(self) -> bool:
-        """Whether a part of the application has not run."""
-        return not all(self.parts.ran(part) for part in self.parts.known if part.kind not in ("member", "agent"))
 
     async def _until_it_ends(self, found: TaskRuns, ends: float) -> None:
         """Run the task until a run ends well, each time with other answers, while answers are to blame."""
@@ -174,9 +148,8 @@ class Runner:
         while True:
             run = await self._once(found.task, variant, manner)
             found.runs.append(run)
-            fine = run.ended and not run.logged and not _unscored(run)
-            unread = not run.ended and _returned_nothing(run)
-            if fine or not (run.cause.by_answer or unread) or time.perf_counter() > ends:
+            fine = run.ended and not run.logged and not run.unscored
+            if fine or not (run.cause.by_answer or run.returned_nothing) or time.perf_counter() > ends:
                 return
             news = {k: v for k, v in run.cause.instead.items() if manner.instead.get(k) != v}
             if news and learned < 4:
@@ -192,7 +165,7 @@ class Runner:
     async def _twice(self, found: TaskRuns, good: Run) -> None:
         """Run the task twice at once, answered as in the run that ended well. What fails is tried again alone."""
         for _ in range(2):
-            meeting = _Meeting()
+            meeting = threading.Barrier(2)
             both = (self._once(found.task, good.variant, good.manner, good, meeting) for _ in range(2))
             found.twice = list(await asyncio.gather(*both))
             if all(run.ended for run in found.twice):
@@ -203,6 +176,10 @@ class Runner:
         else:
             found.alone = True
 
+    def _idle(self, *ignored: str) -> bool:
+        """Whether a part of the application has not run; parts of `ignored` kinds do not count."""
+        return any(not self.parts.ran(part) for part in self.parts.known if part.kind not in ignored)
+
     def _more(self, found: TaskRuns, shift: int) -> bool:
         """Whether another run may show what none has: a part that has not run, a tool that was not called, or a role
         that is as new as those of the last run."""
@@ -210,44 +187,48 @@ class Runner:
         new = bool(before) and not last <= set().union(*before)
         stubs = [run.stub for run in found.runs]
         offered = {tool for stub in stubs for tool in stub.offered} - {tool for stub in stubs for tool in stub.called}
-        idle = not all(self.parts.ran(part) for part in self.parts.known)
         branched = any(stub.branched for stub in stubs)
         branched = branched or any(len(words) > 1 for words in found.shown.manner.instead.values())
         ways = any(stub.ways for stub in stubs)
         uncalled = bool(offered) and self.manner.call_tools and ways
-        return (branched and shift == 1) or uncalled or new or (idle and (branched or ways))
+        return (branched and shift == 1) or uncalled or new or (self._idle() and (branched or ways))
 
     async def _once(
-        self, task: Task, variant: int, manner: Manner, after: Run | None = None, meeting: _Meeting | None = None
+        self,
+        task: Task,
+        variant: int,
+        manner: Manner,
+        after: Run | None = None,
+        meeting: threading.Barrier | None = None,
     ) -> Run:
-        """One run; `after` another, it may take three times as long."""
+        """One run; `after` another, it may take three times as long. With a `meeting` it overlaps another one."""
         timeout = self.timeout
         if after is not None:
             timeout = min(timeout, max(_SECONDS, 3 * after.outcome.episode.latency))
         self.say(f"running {self.workflow.name} on task {task.id} with made-up answers {manner.about}".strip() + " ...")
         stub = self.stub(variant, manner)
-        responder = stub if meeting is None else _Waiting(stub, meeting)
+        stub.meeting = meeting
         options = EpisodeOptions(phase="check", timeout=timeout, offline=True, parts=self.parts)
-        outcome = await run_episode(self.workflow, task, sink=self.store, responder=responder, options=options)
+        outcome = await run_episode(self.workflow, task, sink=self.store, responder=stub, options=options)
         if meeting is not None:
-            meeting.held = True
+            meeting.abort()  # who still waits need not any more
         raised = outcome.error.__cause__ if outcome.error is not None else None
-        if outcome.live.notes.get("waits"):
-            self.watch.asked.setdefault(outcome.episode.id, "the graph stopped at an interrupt()")
+        id, notes = outcome.episode.id, outcome.live.notes
+        if notes.get("waits"):
+            self.watch.asked.setdefault(id, "the graph stopped at an interrupt()")
         # A framework wraps what was raised into its own error, traceback and all; the cause says it better.
         outcome = dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error)
         self.store.flush()
-        calls = list(self.store.calls(outcome.episode.id))
-        logged = [*self.watch.logged.get(outcome.episode.id, ()), *outcome.live.notes.get("raised", ())]
-        cause = cause_of(outcome, calls, raised, asked=outcome.episode.id in self.watch.asked)
+        calls = list(self.store.calls(id))
+        logged = [*self.watch.logged.get(id, ()), *notes.get("raised", ())]
+        cause = cause_of(outcome, calls, raised, asked=id in self.watch.asked)
         run = Run(manner, variant, outcome, calls, cause, logged, stub)
-        if run.ended and (logged or _unscored(run)):
-            made = Made.of(calls)
-            causes = [cause_of_error(error, made) for error in logged]
-            causes += [Cause(True, lessons(call.error, made.texts)) for call in _unscored(run) if call.error]
-            run.cause = Cause(
-                any(one.by_answer for one in causes), {k: v for one in causes for k, v in one.instead.items()}
-            )
+        if run.ended and (logged or run.unscored):
+            causes = [cause_of_error(error, calls) for error in logged]
+            texts = Made.of(calls).texts
+            causes += [Cause(True, lessons(str(call.error), texts)) for call in run.unscored]
+            by_answer = any(one.by_answer for one in causes)
+            run.cause = Cause(by_answer, {k: v for one in causes for k, v in one.instead.items()}, causes[0].answer)
         return run
 
 
@@ -260,7 +241,7 @@ _LEARNED = "that the last error asks for"
 
 
 def _and(known: Mapping[str, Sequence[str]], news: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
-    """What two errors in turn ask for. If the first wants an object, the second is about its values."""
+    """The answers that two errors in turn ask for. If the first wants an object, the second is about its values."""
     before, after = known.get("", ()), news.get("", ())
     objects = [text for text in before if text.startswith("{")]
     if objects and after and not after[0].startswith("{"):
@@ -268,14 +249,3 @@ def _and(known: Mapping[str, Sequence[str]], news: Mapping[str, Sequence[str]]) 
     elif len(before) == len(after) == 1 and not objects:  # each is looked for in a text
         news = {**news, "": ["\n".join([*before, *after])]}
     return {**known, **news}
-
-
-def _unscored(run: Run) -> list[CallRecord]:
-    """Calls whose scorer failed."""
-    return [call for call in run.calls if call.status == "ok" and call.error]
-
-
-def _returned_nothing(run: Run) -> bool:
-    """Whether the workflow ended without a reward: it may have none where it cannot read an answer."""
-    error = run.outcome.error
-    return error is not None and error.__cause__ is None and "which is not a reward" in error.cause

@@ -1,5 +1,5 @@
-"""What an application does in a dry run beside its calls: connections it opens, questions to a person, and exceptions
-that a framework logs instead of raising them."""
+"""Other acts of an application in a dry run: connections that it opens, questions to a person, and exceptions that a
+framework logs instead of raising them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _watching: list[Watch] = []
 
 @dataclass
 class Watch:
-    """What was seen."""
+    """What episodes did."""
 
     connections: Counter[str] = field(default_factory=Counter)
     """By `host:port`, any but that of cotune's own gateway: a stub answers the models. A host is told by the name that
@@ -34,7 +34,7 @@ class Watch:
     asked: dict[str, str] = field(default_factory=dict)
     """By episode id: how and where a person was asked."""
     logged: dict[str, list[BaseException]] = field(default_factory=dict)
-    """By episode id: what a framework has logged."""
+    """By episode id: exceptions that a framework logged."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def watched() -> Iterator[Watch]:
 
 @contextmanager
 def _empty_input() -> Iterator[None]:
-    """Standard input without a line, for this process and its children: whoever asks goes on at once."""
+    """Standard input without a line, for this process and its children: a question gets no answer and ends at once."""
     before = sys.stdin
     try:
         kept = os.dup(0)

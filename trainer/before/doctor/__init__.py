@@ -1,1 +1,1 @@
-"""`cotune doctor`: what a machine can run."""
+"""`cotune doctor`: whether a machine can run a configuration."""

@@ -1,4 +1,4 @@
-"""What a machine has: cores, memory, GPUs, shared memory, open files, versions, and a Ray cluster that is up."""
+"""This machine: cores, memory, GPUs, shared memory, open files, versions, and a Ray cluster that is up."""
 
 from __future__ import annotations
 

@@ -1,113 +1,100 @@
-"""Whether the memory of a run is there, and what to change where it is not."""
+"""A forecast of the memory that each process of a run will take, from the sizes of its model; and whether it fits."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from cotune.integrations.models.folder.vision import KEPT_BYTES, PASS_BYTES
+from cotune.integrations.models.transformers.wire import PREFIX_PART
 from cotune.records.policies import LoraSpec
+from cotune.runtime.memory import parse_size
 from cotune.tables import BAD, grid
-from cotune.trainer.before.doctor.forecast import (
-    ProcessMemory,
-    Workload,
-    learner_memory,
-    sampler_memory,
-    workload,
-)
 from cotune.trainer.before.doctor.machine import Machine
 from cotune.trainer.before.doctor.model_size import ModelSize, measure_folder
 from cotune.trainer.config.train import TrainConfig
 
 GB = 1e9
+LIBRARIES = {"learner": 0.60e9, "sampler": 0.50e9}
+"""Python, torch and transformers in a process on the CPU; on a GPU they lie in the machine's memory, and its context
+takes `CONTEXT` of the device."""
+CONTEXT = 0.5e9
+PEAK = 1.05
+"""Peak of a pass, as a multiple of what it keeps for its backward pass; passes are chosen with more."""
+OPTIMIZERS = {"adamw": 8, "adamw8bit": 2}
+"""Bytes of both moments of a trained parameter."""
+GRADIENT = 4
+LOGITS = 12
+"""Bytes of a logit: three buffers in fp32."""
+
+
+class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of one process, on `device`: the machine's, or that of a GPU."""
+
+    process: str
+    count: int
+    device: str
+    parts: Mapping[str, float]
+    """Bytes by use."""
+    free: float
+    """Bytes that there are for it, shared with the others on the device."""
+    pass_tokens: int = 0
+
+    @property
+    def bytes(self) -> float:
+        """Of one such process."""
+        return sum(self.parts.values())
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """Demands of a run: `row` tokens of the longest prompt with its answer, of which others have `shared` in common
+    with it, `sequences` decoded at once, and `policies` that are trained."""
+
+    row: int
+    sequences: int
+    policies: int
+    shared: float = 0.0
 
 
 def plan_memory(
     config: TrainConfig, machine: Machine, folder: Path, *, prompt: int, policies: int
 ) -> tuple[ProcessMemory, ...]:
-    """What each process of a run will take. vLLM plans its own memory and has no line."""
-    lora = _adapter(config)
-    size = measure_folder(folder, lora, config.learner.dtype)
-    load = workload(config, prompt, policies)
-    return processes(size, config, machine, load)
+    """The processes of a run whose longest prompt has `prompt` tokens. vLLM plans its own memory and has no line."""
+    candidates = 1 if config.plan.kind == "independent" else config.plan.k
+    sequences = min(1024, config.concurrency * candidates)
+    load = Workload(row=prompt + config.sampling.max_tokens, sequences=sequences, policies=policies)
+    return processes(measure_folder(folder, _adapter(config), config.learner.dtype), config, machine, load)
 
 
 def processes(size: ModelSize, config: TrainConfig, machine: Machine, load: Workload) -> tuple[ProcessMemory, ...]:
-    """Learner and in-process sampler of a run on such a machine."""
+    """Learner and in-process sampler of a run on a machine."""
     cluster = config.cluster
-    on_gpu = learns_on_gpu(config, machine)
-    device, free, total = _device(machine, on_gpu=on_gpu, whose=" of a learner" if cluster.address else "")
-    found = [learner_memory(size, config, load, device=device, free=free, total=total)]
+    device, free, total = _device(machine, learns_on_gpu(config, machine), " of a learner" if cluster.address else "")
+    plan = [learner_memory(size, config, load, device=device, free=free, total=total)]
     if cluster.sampled_by == "transformers":
         on_gpu = bool(machine.gpus) and (not cluster.address or cluster.gpus_per_engine > 0)
-        device, free, total = _device(machine, on_gpu=on_gpu, whose=" of an engine" if cluster.address else "")
-        found.append(sampler_memory(size, config, load, device=device, free=free, total=total))
-    return tuple(found)
+        device, free, total = _device(machine, on_gpu, " of an engine" if cluster.address else "")
+        plan.append(sampler_memory(size, config, load, device=device, free=free, total=total))
+    return tuple(plan)
+
+
+def _device(machine: Machine, on_gpu: bool, whose: str) -> tuple[str, float, float]:
+    """Name, free and total bytes of the device of a process; `whose` a GPU is, where each has its own."""
+    if on_gpu:
+        return machine.gpus[0].name + whose, machine.gpus[0].free_gb * 2**30, machine.gpus[0].memory_gb * 2**30
+    return "cpu", machine.free_memory_gb * 2**30, machine.memory_gb * 2**30
 
 
 def learns_on_gpu(config: TrainConfig, machine: Machine) -> bool:
-    """Whether the learner of a run on such a machine has a GPU."""
-    cluster = config.cluster
+    """Whether the learner of a run on this machine has a GPU."""
     there = bool(machine.gpus) and config.learner.device != "cpu"
-    return there and (not cluster.address or cluster.gpus_per_learner > 0)
-
-
-def shortages(plan: Sequence[ProcessMemory]) -> Iterator[tuple[str, str, float]]:
-    """Of each device that is too small: its name, what is asked of it, and how many bytes are missing."""
-    asked: dict[str, float] = defaultdict(float)
-    for process in plan:
-        asked[process.device] += process.count * process.bytes
-        if process.bytes > process.free:
-            yield process.process, _gb(process.bytes), process.bytes - process.free
-    for device, total in asked.items():
-        free = max(process.free for process in plan if process.device == device)
-        if total > free and len([p for p in plan if p.device == device]) > 1:
-            name = "this machine" if device == "cpu" else device
-            yield name, f"{_gb(total)} for all processes", total - free
-
-
-def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
-    """What to change, where it does not fit: what takes most, first."""
-    parts = sorted(((part.bytes, part.name, p.process) for p in plan for part in p.parts), reverse=True)
-    settings, found = config.learner, []
-    gpu = any(process.device != "cpu" for process in plan)
-    for _, name, process in parts:
-        kind = name.split(" ")[0]
-        if kind == "cache":
-            found.append("lower concurrency, plan.k or sampling.max_tokens")
-        elif kind == "a" and "checkpointed" not in name:
-            found.append("set learner.activation_checkpointing = true")
-        elif kind == "earlier":
-            found.append("lower sampling.prefix_cache")
-        elif kind in ("gradients", "published", "publishing") and _adapter(config) is None:
-            found.append('policies = "lora"')
-            if gpu and settings.optimizer == "adamw":
-                found.append('learner.optimizer = "adamw8bit"')
-        elif kind == "weights" and process == "learner" and gpu and _adapter(config) is not None:
-            if settings.dtype == "float32":
-                found.append('learner.dtype = "bfloat16"')
-            if settings.quantize == "none":
-                found.append('learner.quantize = "4bit"')
-    found.append("take a smaller model" + ("" if config.cluster.address else ", or more learners on a cluster"))
-    text = "; ".join(dict.fromkeys(found))
-    return f"{text[:1].upper()}{text[1:]}."
-
-
-def render_memory(plan: Sequence[ProcessMemory]) -> Table:
-    """The parts of each process."""
-    table = grid("process", "what", "GB>", title="memory, beforehand")
-    for process in plan:
-        for part in process.parts:
-            table.add_row(process.process, part.name, f"{part.bytes / GB:.2f}")
-        each = f", each of {process.count}" if process.count > 1 else ""
-        where = "this machine" if process.device == "cpu" else process.device
-        style = BAD if process.bytes > process.free else "bold"
-        said = f"all, of {process.free / GB:.1f} free on {where}{each}"
-        table.add_row(Text(process.process, style=style), said, Text(f"{process.bytes / GB:.2f}", style=style))
-    return table
+    return there and (not config.cluster.address or config.cluster.gpus_per_learner > 0)
 
 
 def _adapter(config: TrainConfig) -> LoraSpec | None:
@@ -118,12 +105,168 @@ def _adapter(config: TrainConfig) -> LoraSpec | None:
     return None if "full" in kinds else kinds["lora"].lora if "lora" in kinds else config.lora
 
 
-def _device(machine: Machine, *, on_gpu: bool, whose: str) -> tuple[str, float, float]:
-    """Name, free and total bytes of what a process has its tensors in; `whose` a GPU is, where each has its own."""
-    if on_gpu:
-        return machine.gpus[0].name + whose, machine.gpus[0].free_gb * 2**30, machine.gpus[0].memory_gb * 2**30
-    return "cpu", machine.free_memory_gb * 2**30, machine.memory_gb * 2**30
+def learner_memory(
+    size: ModelSize, config: TrainConfig, load: Workload, *, device: str, free: float, total: float
+) -> ProcessMemory:
+    """The learner: weights, gradients and moments, and a pass. A publication's copy takes the place of the gradients,
+    which are gone by then."""
+    from cotune.trainer.learner.memory.pass_size import CPU_SHARE, GPU_SHARE, LAYER_MARGIN
+
+    settings, cluster = config.learner, config.cluster
+    parts = cluster.learners if cluster.address else 1
+    policies = load.policies if size.adapter == 0 else 1  # adapters share one base
+    weights = policies * size.parameters * _weight_bytes(config, size) / parts
+    trained = load.policies * (size.adapter or size.parameters)
+    moments = trained * OPTIMIZERS[settings.optimizer] / parts
+    state = moments + trained / load.policies * GRADIENT / parts  # one policy is updated after the other
+    adapters = 4.0 * trained / parts if size.adapter else 0.0
+    logits = float(LOGITS * size.vocabulary * (64 if device == "cpu" else 256))
+    libraries = _libraries("learner", device)
+
+    # the pass that the learner will choose in the memory that is left
+    fixed = sum(libraries.values()) + weights + adapters + state + logits + size.pass_bytes
+    bound = min(parse_size(settings.memory), free) if settings.memory else free
+    share = bound - fixed
+    if not settings.memory:
+        share = total * CPU_SHARE if device == "cpu" else GPU_SHARE * (free - fixed)
+    tokens, checkpointed = pass_tokens(size, config, load, share)
+    each = PEAK * size.token_bytes
+    if checkpointed:
+        each = PEAK * size.checkpointed_bytes + LAYER_MARGIN * size.token_bytes / size.layers
+    name = f"a pass of {tokens} tokens" + (", checkpointed" if checkpointed else "")
+    whole = size.parameters * (4.0 if settings.dtype == "float32" else 2.0)
+    return ProcessMemory(
+        process="learner",
+        count=parts,
+        device=device,
+        free=bound,
+        pass_tokens=tokens,
+        parts={
+            **libraries,
+            "weights": weights + adapters,
+            "gradients and optimizer": state,
+            name: tokens * each + size.pass_bytes + logits,
+            **({"all weights, for a pass": whole} if size.sees and parts > 1 else {}),
+            **_image_parts(size, device),
+        },
+    )
 
 
-def _gb(size: float) -> str:
-    return f"{size / GB:.1f} GB"
+def sampler_memory(
+    size: ModelSize, config: TrainConfig, load: Workload, *, device: str, free: float, total: float
+) -> ProcessMemory:
+    """The in-process sampler: the base, published versions (for all weights a model each), and the cache."""
+    each = 4 if device == "cpu" else 2
+    trained = size.adapter or size.parameters
+    published = load.policies * (1 + config.ahead) * trained * each
+    published += trained * (8 + each)  # one arrives, is read and copied
+    cache = load.sequences * ((load.row + 64) * size.cache_values * each + size.vocabulary * LOGITS)
+    kept = config.sampling.prefix_bytes()
+    return ProcessMemory(
+        process="sampler",
+        count=1,
+        device=device,
+        free=free,
+        parts={
+            **_libraries("sampler", device),
+            "weights": float(size.parameters * each),
+            "published versions": float(published),
+            f"cache of {load.sequences} sequences": float(cache),
+            "earlier prompts, at most": float(total / PREFIX_PART if kept is None else kept),
+            **_image_parts(size, device),
+        },
+    )
+
+
+def _libraries(process: str, device: str) -> dict[str, float]:
+    return {"python and libraries": LIBRARIES[process]} if device == "cpu" else {"context of the GPU": CONTEXT}
+
+
+def _image_parts(size: ModelSize, device: str) -> dict[str, float]:
+    """Passes over images, of as many as go together; and processed images, which are kept on the CPU."""
+    if not size.image_factor:
+        return {}
+    kept = {"images as they were processed, at most": float(KEPT_BYTES)} if device == "cpu" else {}
+    return {"passes over images, at most": PASS_BYTES * size.image_factor, **kept}
+
+
+def pass_tokens(size: ModelSize, config: TrainConfig, load: Workload, room: float) -> tuple[int, bool]:
+    """Tokens of the largest pass that the learner will make, and whether with activation checkpointing."""
+    from cotune.trainer.learner.memory.pass_size import LAYER_MARGIN, LEAST, MARGIN, MOST
+
+    settings = config.learner
+    per_token = {
+        False: MARGIN * size.token_bytes,
+        True: MARGIN * size.checkpointed_bytes + LAYER_MARGIN * size.token_bytes / size.layers,
+    }
+    fits = {kind: room / each for kind, each in per_token.items()}
+    asked = settings.micro_batch_tokens
+    if asked == "auto":
+        sizes = {kind: 2 ** int(math.log2(max(LEAST, min(MOST, fit)))) for kind, fit in fits.items()}
+    else:
+        sizes = {kind: max(LEAST, min(asked, int(fit))) if settings.memory else asked for kind, fit in fits.items()}
+    wanted = settings.activation_checkpointing
+    kind = wanted if isinstance(wanted, bool) else load.row > max(sizes[False], fits[False])
+    step = math.ceil(settings.mini_batch * (load.row - load.shared))
+    passes = math.ceil(step / max(sizes[kind], load.row))
+    return math.ceil(step / passes), kind  # a step is cut evenly
+
+
+def _weight_bytes(config: TrainConfig, size: ModelSize) -> float:
+    """Bytes of a weight that the learner holds: trained ones are fp32, frozen ones as they are computed with."""
+    settings = config.learner
+    if size.adapter and settings.quantize == "4bit":
+        return 0.57  # 4 bits, a scale for each 64 weights, and embeddings and norms as they are
+    return 4.0 if size.adapter == 0 or settings.dtype == "float32" else 2.0
+
+
+def shortages(plan: Sequence[ProcessMemory]) -> Iterator[str]:
+    """Of each process and device that has too little: its demand, and how much is missing."""
+    asked: dict[str, list[ProcessMemory]] = defaultdict(list)
+    for process in plan:
+        asked[process.device].append(process)
+        if (short := process.bytes - process.free) > 0:
+            yield f"{process.process} takes {process.bytes / GB:.1f} GB, {short / GB:.1f} GB too much"
+    for device, those in asked.items():
+        total, name = sum(one.count * one.bytes for one in those), "this machine" if device == "cpu" else device
+        if len(those) > 1 and (short := total - max(one.free for one in those)) > 0:
+            yield f"{name} takes {total / GB:.1f} GB for all processes, {short / GB:.1f} GB too much"
+
+
+def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
+    """Settings to change where it does not fit: of the largest part first."""
+    settings, lora = config.learner, _adapter(config) is not None
+    gpu = any(process.device != "cpu" for process in plan)
+    found = []
+    for _, name, process in sorted(
+        ((size, name, p.process) for p in plan for name, size in p.parts.items()), reverse=True
+    ):
+        if name.startswith("cache"):
+            found.append("lower concurrency, plan.k or sampling.max_tokens")
+        elif name.startswith("a pass") and "checkpointed" not in name:
+            found.append("set learner.activation_checkpointing = true")
+        elif name.startswith("earlier"):
+            found.append("lower sampling.prefix_cache")
+        elif name.startswith(("gradients", "published")) and not lora:
+            found.append('policies = "lora"')
+            found += ['learner.optimizer = "adamw8bit"'] if gpu and settings.optimizer == "adamw" else []
+        elif name == "weights" and process == "learner" and gpu and lora:
+            found += ['learner.dtype = "bfloat16"'] if settings.dtype == "float32" else []
+            found += ['learner.quantize = "4bit"'] if settings.quantize == "none" else []
+    found.append("take a smaller model" + ("" if config.cluster.address else ", or more learners on a cluster"))
+    text = "; ".join(dict.fromkeys(found))
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def render_memory(plan: Sequence[ProcessMemory]) -> Table:
+    """The parts of each process."""
+    table = grid("process", "part", "GB>", title="memory, forecast")
+    for process in plan:
+        for name, size in process.parts.items():
+            table.add_row(process.process, name, f"{size / GB:.2f}")
+        each = f", each of {process.count}" if process.count > 1 else ""
+        where = "this machine" if process.device == "cpu" else process.device
+        style = BAD if process.bytes > process.free else "bold"
+        text = f"all, of {process.free / GB:.1f} free on {where}{each}"
+        table.add_row(Text(process.process, style=style), text, Text(f"{process.bytes / GB:.2f}", style=style))
+    return table

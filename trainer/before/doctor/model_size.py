@@ -1,4 +1,4 @@
-"""What a model takes, by its configuration alone: counted on tensors without storage, of which 70B take no memory."""
+"""Sizes of a model, by its configuration alone: counted on tensors without storage, so 70B take no memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     cache_values: int
     """Keys and values that a token leaves in all layers."""
     token_bytes: float
-    """What a training pass keeps for its backward pass, for each of its tokens."""
+    """Bytes that a training pass keeps for its backward pass, for each token."""
     pass_bytes: float
     """The same for each pass, however few tokens it has: casts of weights."""
     checkpointed_bytes: float
-    """What it keeps for each token where layers are computed again."""
+    """Bytes that it keeps for each token with activation checkpointing."""
     sees: bool = False
     image_factor: float = 0.0
-    """What seeing images takes at its peak, as a multiple of their pixel values; 0 where the configuration does not
+    """Peak memory of seeing images, as a multiple of their pixel values; 0 where the configuration does not
     tell the sizes of the vision tower."""
 
 
@@ -119,7 +119,7 @@ def _fill(network: Any) -> None:
 
 
 def _kept(network: Any, tokens: int, dtype: str) -> int:
-    """Bytes that the graph of a pass over so many tokens holds, beside the weights."""
+    """Bytes that the graph of a pass over so many tokens holds, without the weights."""
     import torch
 
     own = {p.untyped_storage()._cdata for p in network.parameters()}

@@ -1,4 +1,4 @@
-"""Made-up texts that fit: by the name and description of a parameter, and by what an error says of the last one."""
+"""Made-up texts that fit: by the name and description of a parameter, and by an error about the last one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BY_NAME: Sequence[tuple[str, str]] = (
     ("number|num|count|index|idx|id|amount|price|quantity|total|cost", "1"),
     ("rating|limit|age|size|minutes|hours|days|percentage|score", "1"),
 )
-"""What a parameter is called, and a text that such a one takes."""
+"""Words in the name of a parameter, and a text that fits it."""
 _BY_ERROR: Sequence[tuple[re.Pattern[str], str]] = tuple(
     (re.compile(said, re.I), value)
     for said, value in (
@@ -59,7 +59,7 @@ _QUOTED = re.compile(r"""(?<!\w)(['"`])([^'"`\n]{1,40})\1(?!\w)""")
 _EXAMPLE = re.compile(r"(?:e\.g\.|eg\.|for example|for instance|such as|example:)[ ,:]*(.{1,80})", re.I | re.S)
 _QUOTED_EXAMPLE = re.compile(r"(?:e\.g\.|for example|for instance|such as)[:,]? *(['\"`])([^\n]{1,200}?)\1(?!\w)", re.I)
 _PLAIN = re.compile(r"([a-z])\1*|stub answer \d+")
-"""What is said where nothing fits."""
+"""Texts that are used where nothing fits."""
 _MOST = 8
 
 
@@ -67,7 +67,7 @@ class Manner(msgspec.Struct, frozen=True):
     """How a run's answers are made up. Where it says nothing, a value that fits, or a short text."""
 
     about: str = ""
-    """What is unlike other runs, as a phrase."""
+    """The difference from other runs, as a phrase."""
     call_tools: bool = True
     form: bool = False
     """Whether texts are written in the form that their prompt shows."""
@@ -89,8 +89,8 @@ AS_IT_FITS = Manner()
 
 
 def fitting(name: str, description: str, variant: int = 0, rather: str | None = None) -> str | None:
-    """A text for a parameter: an example or a choice that its description gives (`rather` this one), or what its name
-    asks for."""
+    """A text for a parameter: an example or a choice that its description gives (`rather` this one), or one that
+    fits its name."""
     if found := _form_of(f"{name} {description}"):
         return found
     if choices := choices_in(description):
@@ -113,7 +113,7 @@ def choices_in(text: str) -> list[str]:
 
 
 def lessons(error: str, said: Collection[str]) -> dict[str, list[str]]:
-    """What to say in place of what, by the text of an error and the made-up texts `said` before; empty where it says
+    """Replacements by made-up text, from the text of an error and the made-up texts `said` before; empty where it helps
     nothing. A text that the error does not quote is not replaced, unless it quotes none: then any is, under ""."""
     values = [value for pattern, value in _BY_ERROR if pattern.search(error)][:1]
     if form := re.search(r"does not match format ['\"](.+?)['\"]", error):

@@ -1,9 +1,10 @@
-"""Plausible JSON values of a JSON schema: what a stub answers where an application asks for structure."""
+"""Plausible values of a JSON schema, for an application that asks for structure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cotune.trainer.before.stub.fitting import AS_IT_FITS, Manner, fitting
@@ -12,7 +13,7 @@ from cotune.trainer.before.stub.matching import matching
 _DEPTH = 12
 """Nesting at which a schema that refers to itself is cut."""
 _SPAN = 100
-"""Widest range of numbers whose upper end is taken: a larger one may count what is really done."""
+"""Widest range of numbers whose upper end is taken: a larger number may be a number of real actions."""
 _ENDS = frozenset({"finish", "finished", "end", "__end__", "done", "stop", "exit", "none", "quit", "terminate"})
 """Choices that end an application's loop; they come last."""
 _FORMATS = {
@@ -24,7 +25,7 @@ _FORMATS = {
     "uuid": "00000000-0000-4000-8000-000000000000",
 }
 _WHO = re.compile(r"agent|worker|speaker|recipient|assignee|delegate|member|next|expert|specialist|role\b|^who", re.I)
-"""Properties that say who shall go on."""
+"""Properties that name who is next."""
 _OVER = re.compile(r"satisfied|finished|complete|done\b|solved|terminate|stop\b", re.I)
 """Properties that say whether all is done."""
 _RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:-|–|\.\.|to|and)\s*(-?\d+(?:\.\d+)?)")
@@ -39,40 +40,26 @@ def example(
     manner: Manner = AS_IT_FITS,
     about: str = "",
 ) -> Any:
-    """A value that `schema` allows: small, but a list has an element, so that what is done for each is done once.
+    """A value that `schema` allows: small, but a list has an element, so that loops over it run once.
 
     `variant` rotates enums, alternatives, booleans (true first), both ends of a range, and short texts: values of
     successive variants take an application's branches and end its loops. `texts` are taken where they fit, and where a
-    text says who goes on, `names` in turn: nothing is said to be done before each had its. Other texts fit the name and
-    description of their property, or what `about` says of it. Conditions and `not` are not followed.
+    text names who is next, `names` in turn: nothing is called done before each had its turn. Other texts fit the
+    name and description of their property, or what `about` says of it. Conditions and `not` are not followed.
     """
     return _Maker(schema, variant, texts, names, manner, about).value(schema, 0, ())
 
 
-def fits(schema: Any, value: Any) -> bool:
-    """Whether `value` has the types, names and choices that `schema` asks; bounds and formats are not looked at."""
-    return _fits(schema, value, schema, 0)
-
-
+@dataclass(frozen=True)
 class _Maker:
-    def __init__(
-        self,
-        root: Any,
-        variant: int,
-        texts: Sequence[str],
-        names: Sequence[str],
-        manner: Manner,
-        about: str,
-        inside: str = "",
-    ) -> None:
-        """`inside` are the properties above."""
-        self.root = root
-        self.variant = variant
-        self.texts = texts
-        self.names = names
-        self.manner = manner
-        self.about = about
-        self.inside = inside
+    root: Any
+    variant: int
+    texts: Sequence[str]
+    names: Sequence[str]
+    manner: Manner
+    about: str
+    inside: str = ""
+    """The properties above."""
 
     def value(self, schema: Any, depth: int, above: tuple[str, ...]) -> Any:
         """`above` are the references that led here."""
@@ -91,9 +78,6 @@ class _Maker:
         if schema.get("allOf"):
             return _merged([self.value(part, depth + 1, above) for part in schema["allOf"]])
         return self._of_type(_type(schema), schema, depth, above)
-
-    def _within(self, inside: str, later: int = 0) -> _Maker:
-        return _Maker(self.root, self.variant + later, self.texts, self.names, self.manner, self.about, inside)
 
     def _choice(self, choices: Sequence[Any]) -> Any:
         given = [text for text in self.texts if text in choices]
@@ -116,9 +100,17 @@ class _Maker:
             case "object":
                 properties = schema.get("properties") or {}
                 wanted = list(schema.get("required") or ())
-                wanted += [name for name, part in properties.items() if name not in wanted and _is_list(part)]
+                # an optional list is filled too: with a default of none, nothing would be done for each of it
+                lists = [
+                    name
+                    for name, part in properties.items()
+                    if isinstance(part, Mapping) and part.get("type") == "array"
+                ]
+                wanted += [name for name in lists if name not in wanted]
                 return {
-                    name: self._within(f"{self.inside} {name}").value(properties.get(name, {}), depth + 1, above)
+                    name: replace(self, inside=f"{self.inside} {name}").value(
+                        properties.get(name, {}), depth + 1, above
+                    )
                     for name in wanted
                 }
             case "array":
@@ -140,7 +132,7 @@ class _Maker:
             return [self.value(item, depth + 1, above) for item in schema["prefixItems"]]
         items, least = schema.get("items") or {}, int(schema.get("minItems") or 0)
         count = least or (0 if schema.get("maxItems") == 0 or _returns(items, above) else 1)
-        return [self._within(self.inside, i).value(items, depth + 1, above) for i in range(count)]
+        return [replace(self, variant=self.variant + i).value(items, depth + 1, above) for i in range(count)]
 
     def _number(self, schema: Mapping[str, Any], kind: str) -> float:
         whole = kind == "integer"
@@ -185,14 +177,9 @@ class _Maker:
 
 
 def _line_on(name: str, text: str) -> str:
-    """What a text says of a property in the line that begins with it, as docstrings do."""
+    """The line of a text that begins with a property, as docstrings have it."""
     found = re.search(rf"^[ \t*:-]*(?:param )?{re.escape(name)}\b[^\n]*", text, re.M) if name else None
     return found[0] if found else ""
-
-
-def _is_list(schema: Any) -> bool:
-    """An optional list is filled too: with a default of none, nothing would be done for each of it."""
-    return isinstance(schema, Mapping) and schema.get("type") == "array"
 
 
 def _returns(schema: Any, above: tuple[str, ...]) -> bool:
@@ -222,45 +209,42 @@ def _resolve(reference: str, root: Any) -> Any:
     return found if reference.strip("#/") else root
 
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "boolean": (bool,),
-    "null": (type(None),),
-    "integer": (int,),
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "integer": int,
     "number": (int, float),
 }
 
 
-def _fits(schema: Any, value: Any, root: Any, depth: int) -> bool:
+def fits(schema: Any, value: Any, root: Any = None, depth: int = 0) -> bool:
+    """Whether `value` has the types, names and choices that `schema` asks; bounds and formats are not looked at."""
     if not isinstance(schema, Mapping) or depth > _DEPTH:
         return True
+    root, inside = schema if root is None else root, depth + 1
     if "$ref" in schema:
-        return _fits(_resolve(str(schema["$ref"]), root), value, root, depth + 1)
-    if "const" in schema and value != schema["const"]:
-        return False
-    if schema.get("enum") and value not in schema["enum"]:
+        return fits(_resolve(str(schema["$ref"]), root), value, root)
+    if value not in (schema.get("enum") or [value]) or value != schema.get("const", value):
         return False
     for word, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):
-        if schema.get(word) and not enough(_fits(part, value, root, depth + 1) for part in schema[word]):
+        if schema.get(word) and not enough(fits(part, value, root, inside) for part in schema[word]):
             return False
-    kinds = schema.get("type") or ()
-    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    if kinds and not any(_is_a(value, kind) for kind in kinds):
+    kinds = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type") or ["any"]
+    if isinstance(value, bool) and not {"boolean", "any"} & set(kinds):
         return False
-    if isinstance(value, dict):
-        properties = schema.get("properties") or {}
-        closed = schema.get("additionalProperties") is False
-        return (
-            all(name in value for name in schema.get("required") or ())
-            and not (closed and any(name not in properties for name in value))
-            and all(_fits(properties.get(name), inner, root, depth + 1) for name, inner in value.items())
-        )
-    return not isinstance(value, list) or all(_fits(schema.get("items"), one, root, depth + 1) for one in value)
-
-
-def _is_a(value: Any, kind: str) -> bool:
-    if isinstance(value, bool) and kind != "boolean":
+    if not any(isinstance(value, _TYPES.get(kind, object)) for kind in kinds):
         return False
-    return isinstance(value, _TYPES.get(kind, (object,)))
+    if isinstance(value, list):
+        return all(fits(schema.get("items"), one, root, inside) for one in value)
+    if not isinstance(value, dict):
+        return True
+    properties = schema.get("properties") or {}
+    closed = schema.get("additionalProperties") is False
+    return (
+        all(name in value for name in schema.get("required") or ())
+        and not (closed and value.keys() - properties.keys())
+        and all(fits(properties.get(name), inner, root, inside) for name, inner in value.items())
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.plans import Plan
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Completion, Sampler, SamplingParams, TokenBytes, TopTokens
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams, TokenBytes
 from cotune.sampling.request_params import function_of
 from cotune.sampling.responder import PolicyResponder
 from cotune.sampling.scoring import AnyScorer
@@ -27,6 +29,7 @@ from cotune.trainer.before.stub.words import asked_json, choices_of, listed, nam
 
 ENDLESS = "on one task and did not stop"
 """Part of the error of an episode that makes more calls than it may."""
+_TOOL = "tool "
 _STOPPED_AFTER = 4
 """Times the call limit after which even an application that swallows the refusal is stopped."""
 
@@ -39,10 +42,10 @@ class StubResponder:
     tools end; a tool that hands over is called once for each name it knows. One that asks for JSON gets a value of its
     schema; any other one of `answers` in turn, or a short text, or a name or word that its prompt offers. Choices
     rotate from call to call, beginning at `variant`, so that branches are taken and loops end; `branched` tells whether
-    there was one. So does the tool that is called first, from one variant to the next. A tool whose result says what it
-    would have taken is called once more, with that. `manner` says how else answers are made up.
-    `limit` bounds the calls of an episode: past it the episode fails. `sampling` is what the policy samples with,
-    whatever the application asks.
+    there was one. So does the tool that is called first, from one variant to the next. A tool whose result names valid
+    values is called once more, with one. `manner` says how else answers are made up.
+    `limit` bounds the calls of an episode: past it the episode fails. `sampling` are parameters of the policy, whatever
+    the application asks.
     """
 
     plan: Plan | None = None
@@ -54,6 +57,8 @@ class StubResponder:
     limit: int = 64
     sampling: Mapping[str, Any] | None = None
     variant: int = 0
+    meeting: threading.Barrier | None = None
+    """Where the first call waits, a second at most, for that of another run: so that both overlap."""
     calls: Counter[str] = field(default_factory=Counter, init=False)
     """Calls by episode, refused ones too."""
     branched: bool = field(default=False, init=False)
@@ -62,15 +67,21 @@ class StubResponder:
     """Whether another tool could have been called first."""
     offered: set[tuple[str, str]] = field(default_factory=set, init=False)
     """Role and name of the tools that calls had."""
-    called: set[tuple[str, str]] = field(default_factory=set, init=False)
-    """Role and name of the tools that answers called."""
-    _used: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)
     _again: set[tuple[str, str, str]] = field(default_factory=set, init=False)
     _made: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)
+    """How often a role of an episode was answered with a tool (by its name after `_TOOL`), with JSON, or with text."""
+
+    @property
+    def called(self) -> set[tuple[str, str]]:
+        """Role and name of the tools that answers called."""
+        return {(role, what.removeprefix(_TOOL)) for _, role, what in self._made if what.startswith(_TOOL)}
 
     async def respond(self, call: LiveCall) -> Answer:
         """Made-up candidates with the rewards of the role's scorer."""
         self._bound(call)
+        if self.meeting is not None and self.calls.total() == 1:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                await asyncio.to_thread(self.meeting.wait, 1.0)  # the other may run in another event loop
         made = _Made(self, call)
         provided = call.role in self.provider_roles
         if provided:
@@ -86,9 +97,6 @@ class StubResponder:
         )
         answer = await inner.respond(call)
         assert answer is not None
-        if made.tool is not None:
-            self._used[call.episode.id, call.role, made.tool] += 1
-            self.called.add((call.role, made.tool))
         return msgspec.structs.replace(answer, policy=None, prompt_ids=()) if provided else answer
 
     def tool_for(self, call: LiveCall) -> Mapping[str, Any] | None:
@@ -105,8 +113,10 @@ class StubResponder:
             return functions[forced]
         if not self.manner.call_tools or not functions or choice == "none":
             return None
-        again = self._corrected(call)
-        if again in functions:
+        again, lesson = _correction(call)
+        key = call.episode.id, call.role, again
+        if lesson and again in functions and key not in self._again:  # its result names valid values
+            self._again.add(key)
             return functions[again]
         names = _names(call)
         ordered = list(functions.values())
@@ -114,21 +124,12 @@ class StubResponder:
         self.ways = self.ways or len(ordered) > 1
         for function in (*ordered[first:], *ordered[:first]):
             often = max(1, len(names_in(function, names)[1]))
-            if self._used[call.episode.id, call.role, function["name"]] < often:
+            if self._made[call.episode.id, call.role, f"{_TOOL}{function['name']}"] < often:
                 return function
         return ordered[-1] if forced is not None else None
 
-    def _corrected(self, call: LiveCall) -> str | None:
-        """The tool that was called last and whose result says what it would have taken, at the first time."""
-        name, found = _correction(call)
-        key = call.episode.id, call.role, name
-        if not found or key in self._again:
-            return None
-        self._again.add(key)
-        return name
-
     def turn(self, call: LiveCall, what: str) -> int:
-        """How often this role was asked for `what` before, from where this stub begins."""
+        """How often this role was answered with `what` before, from where this stub begins."""
         key = call.episode.id, call.role, what
         self._made[key] += 1
         return self.variant + self._made[key] - 1
@@ -183,7 +184,8 @@ class _Made:
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
     ) -> list[Completion]:
         drawn = [tuple(_bytes(self._message(i))) for i in range(n)]
-        return [Completion(ids, (-1.0,) * len(ids), "stop", _only(ids) if params.top_logprobs else ()) for ids in drawn]
+        top = [tuple(((id, -1.0),) for id in ids) if params.top_logprobs else () for ids in drawn]
+        return [Completion(ids, (-1.0,) * len(ids), "stop", only) for ids, only in zip(drawn, top, strict=True)]
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[TokenBytes]:
         return [TokenBytes(bytes([id])) for id in token_ids]
@@ -193,9 +195,9 @@ class _Made:
         return message["content"] or "", message, "tool_calls" if message.get("tool_calls") else "stop"
 
     def _asked(self) -> str:
-        """What is asked for, so far as answers to it take turns."""
+        """The kind of answer; answers of one kind take turns."""
         if self.tool is not None:
-            return f"tool {self.tool}"
+            return f"{_TOOL}{self.tool}"
         return f"json {self._call.params['response_format']}" if self._schema is not None else "text"
 
     def _message(self, index: int) -> dict[str, Any]:
@@ -254,19 +256,14 @@ def _correction(call: LiveCall) -> tuple[str, dict[str, list[str]]]:
     """The tool whose result is the last message, and what to say in place of what, so far as that result tells."""
     if len(call.messages) < 2 or call.messages[-1].get("role") != "tool":
         return "", {}
-    asked = [one for message in call.messages[-8:] for one in message.get("tool_calls") or ()]
-    of = call.messages[-1].get("tool_call_id")
-    function = next((one["function"] for one in reversed(asked) if one.get("id") == of and one.get("function")), None)
-    given = json_or_none(str(function.get("arguments"))) if function else None
-    if function is None or not isinstance(given, dict):
+    id = call.messages[-1].get("tool_call_id")
+    asked = (one for message in reversed(call.messages[-8:]) for one in message.get("tool_calls") or ())
+    function = next((one.get("function") or {} for one in asked if one.get("id") == id), {})
+    arguments = json_or_none(str(function.get("arguments")))
+    if not isinstance(arguments, dict):
         return "", {}
-    texts = [value for value in given.values() if isinstance(value, str)]
+    texts = [value for value in arguments.values() if isinstance(value, str)]
     return str(function.get("name")), lessons(prompt_text(call.messages[-1:]), texts)
-
-
-def _only(ids: Sequence[int]) -> tuple[TopTokens, ...]:
-    """At each place no other token than the one that is said."""
-    return tuple(((id, -1.0),) for id in ids)
 
 
 def _names(call: LiveCall) -> list[str]:

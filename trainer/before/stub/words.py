@@ -1,4 +1,4 @@
-"""What a made-up answer may say, read off the prompt and the tools: names and words that exist, JSON that was asked."""
+"""Texts for made-up answers from the prompt and the tools: names and words that exist, JSON that was asked for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from cotune.integrations.models.chat.token_reuse import text_of
 from cotune.trainer.before.stub.fitting import AS_IT_FITS, Manner, choices_in
 from cotune.trainer.before.stub.json_example import example
 
@@ -33,7 +34,7 @@ _SKETCHED = re.compile(
 _ALTERNATIVES = re.compile(r'"[^"\n]*"(?:\s*(?:\||/|\bor\b)\s*"[^"\n]*")+')
 """Texts to choose from in the place of a value, as in `{"action": "search" | "finish"}`."""
 _REMARK = re.compile(r"\s(?://|#)[^\n]*|,(?=\s*[}\]])")
-"""What JSON in a prompt has beyond JSON: remarks, and a comma before the end."""
+"""Parts of JSON in a prompt that are no JSON: remarks, and a comma before the end."""
 _KEYS = re.compile(
     r"\b(?:fields|keys|properties)\b:?\s+((?:[`'\"]?\w+[`'\"]?(?:\s*,\s*(?:and\s+)?|\s+and\s+))+[`'\"]?\w+)", re.I
 )
@@ -47,8 +48,8 @@ _FOLLOWING = re.compile(r"(?:following|available|one of)[^:\n]{0,60}:[ \t]*([^\n
 
 
 def choices_of(messages: Sequence[Mapping[str, Any]], names: Sequence[str], words: Sequence[str]) -> list[str]:
-    """What an answer to this prompt may have to be: several of the application's `names` that it lists, then words
-    that it writes in capitals or quotes, then those that the application is known to wait for."""
+    """Words that a prompt may expect as an answer: the application's `names` that it lists (if several), words that it
+    writes in capitals or quotes, and `words` that the application is known to wait for."""
     text = prompt_text(messages)
     offered = listed(text, names)
     asked = [word for word in _WORD.findall(text) if word not in _COMMON]
@@ -64,10 +65,10 @@ def listed(text: str, names: Sequence[str]) -> list[str]:
 
 
 def prompt_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """What the application itself wrote into a prompt: its system messages, and the last message."""
+    """The application's own words in a prompt: its system messages, and the last message."""
     own = [message for message in messages if message.get("role") in ("system", "developer")]
     last = [message for message in messages[-1:] if message not in own]
-    return "\n".join(_content(message) for message in (*own, *last))
+    return "\n".join(text_of(message.get("content")) for message in (*own, *last))
 
 
 def asked_json(
@@ -122,7 +123,7 @@ def _schema_of(sketch: Any) -> Any:
 
 
 def names_in(function: Mapping[str, Any], names: Sequence[str]) -> tuple[str, list[str]]:
-    """The parameter of a tool that says who shall go on, and the names that the tool knows; empty for other tools."""
+    """The parameter of a tool that names who is next, and the names that the tool knows; empty for other tools."""
     schema = function.get("parameters") or {}
     for name, part in (schema.get("properties") or {}).items():
         if not isinstance(part, Mapping) or part.get("enum") or part.get("type", "string") != "string":
@@ -154,8 +155,12 @@ def _objects(text: str, begin: str = r"\[\s*(?=\{)|\{") -> Iterator[Any]:
             yield found
 
 
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+def functions_in(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The functions that a message calls, each with `name` and `arguments`."""
+    return [tool.get("function") or {} for tool in message.get("tool_calls") or ()]
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """Text of a message, with the names and arguments of its tool calls."""
+    called = "".join(f"{one.get('name')}{one.get('arguments')}" for one in functions_in(message))
+    return text_of(message.get("content")) + called

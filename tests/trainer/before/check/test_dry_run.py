@@ -23,7 +23,8 @@ from cotune.cli.main import main
 from cotune.errors import ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.trainer.before.check.dry_run import check
-from cotune.trainer.before.check.report import CheckReport, Finding, render
+from cotune.trainer.before.check.report import CheckReport, render
+from cotune.trainer.before.findings import Finding
 from cotune.trainer.config.train import TrainConfig, convert
 from tests.integrations.models.folder.tiny_gguf import write_gguf
 from tests.integrations.provider import Provider
@@ -389,7 +390,7 @@ def test_what_calls_ask_for_is_told(provider: Provider) -> None:
 
     report = dry(application(asks))
     assert said(report, "warns", "first") == ["asks for n = 3 choices; only the first is trained."]
-    assert said(report, "note", "first") == ["asks for temperature 0.5; training samples at 1."]
+    assert said(report, "note", "first") == ["asks for temperature 0.5; training samples at 1 (sampling.temperature)."]
     assert (report.calls[0].n, report.calls[0].temperature) == (3, 0.5)
 
 

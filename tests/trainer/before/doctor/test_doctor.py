@@ -16,7 +16,6 @@ from rich.console import Console
 from cotune.cli.main import main
 from cotune.errors import ConfigError
 from cotune.trainer.before.doctor.doctor import (
-    Diagnosis,
     _samplers,
     examine,
     judge_machine,
@@ -25,6 +24,7 @@ from cotune.trainer.before.doctor.doctor import (
     render,
 )
 from cotune.trainer.before.doctor.machine import Gpu, Machine, Node
+from cotune.trainer.before.findings import Finding
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.train import TrainConfig, convert, load_config
 
@@ -40,10 +40,10 @@ def node(cpus: float, gpus: float = 0.0) -> Node:
 
 
 def levels(findings: Any) -> dict[str, str]:
-    return {finding.subject: finding.level for finding in findings}
+    return {finding.about: finding.level for finding in findings}
 
 
-def blocking(findings: Any) -> list[Diagnosis]:
+def blocking(findings: Any) -> list[Finding]:
     return [finding for finding in findings if finding.level == "blocks"]
 
 
@@ -61,7 +61,7 @@ def blocking(findings: Any) -> list[Diagnosis]:
 def test_a_learner_in_float32_on_a_gpu_is_told_of_bfloat16(settings: dict[str, Any], gpus: Any, said: bool) -> None:
     machine = msgspec.structs.replace(MACHINE, gpus=gpus)
     found = list(judge_precision(convert({"model": "m", **settings}), machine))
-    assert [(f.subject, f.level, 'learner.dtype = "bfloat16"' in f.text) for f in found] == (
+    assert [(f.about, f.level, 'learner.dtype = "bfloat16"' in f.text) for f in found] == (
         [("precision", "ok", True)] if said else []
     )
 
@@ -82,7 +82,7 @@ def test_a_learner_in_float32_on_a_gpu_is_told_of_bfloat16(settings: dict[str, A
 def test_what_a_machine_lacks_is_named_with_its_remedy(changes: dict[str, Any], subject: str, level: str) -> None:
     cluster = ClusterConfig(address="local")
     assert not blocking(judge_machine(MACHINE, cluster))
-    found = {f.subject: f for f in judge_machine(msgspec.structs.replace(MACHINE, **changes), cluster)}
+    found = {f.about: f for f in judge_machine(msgspec.structs.replace(MACHINE, **changes), cluster)}
     assert found[subject].level == level
     assert bool(found[subject].remedy) == (level != "ok")
 
@@ -98,12 +98,12 @@ def test_eight_gpus_hold_six_engines_and_two_learners_but_not_three() -> None:
     asked = ClusterConfig(address="auto", engines=6, gpus_per_engine=1, learners=2, gpus_per_learner=1)
     assert not blocking(judge_placement([node(64, 8)], asked))
     (finding,) = blocking(judge_placement([node(64, 8)], msgspec.structs.replace(asked, learners=3)))
-    assert finding.subject == "learners" and "2 fit" in finding.text
+    assert finding.about == "learners" and "2 fit" in finding.text
 
 
 def test_a_tensor_parallel_engine_needs_its_gpus_on_one_machine() -> None:
     asked = ClusterConfig(address="auto", gpus_per_engine=4)
-    assert [f.subject for f in blocking(judge_placement([node(8, 3), node(8, 3)], asked))] == ["engines"]
+    assert [f.about for f in blocking(judge_placement([node(8, 3), node(8, 3)], asked))] == ["engines"]
     assert not blocking(judge_placement([node(8, 3), node(8, 4)], asked))
 
 
@@ -162,10 +162,9 @@ def test_what_does_not_fit_in_all_machines_together_never_passes(cpus: list[int]
 def test_this_machine_can_run_a_local_cluster(tiny_base: Path) -> None:
     report = examine(load_config(None, {"model": str(tiny_base), "cluster.address": "local"}))
     assert report.fits
-    assert {"torch", "ray", "vllm", "engines", "learners", "rollout workers"} <= {f.subject for f in report.findings}
-    assert render(report).row_count == len(report.findings)
+    assert {"torch", "ray", "vllm", "engines", "learners", "rollout workers"} <= {f.about for f in report.findings}
     out = io.StringIO()
-    lost = Diagnosis("ray", "blocks", "not installed", "pip install 'cotune[ray]'.")
+    lost = Finding("blocks", "ray", "not installed", "pip install 'cotune[ray]'.")
     Console(file=out, width=200).print(render(msgspec.structs.replace(report, findings=(lost,))))
     assert "pip install 'cotune[ray]'." in out.getvalue()
 
@@ -174,7 +173,7 @@ def test_the_command_blocks_a_cluster_that_is_not_there(tiny_base: Path, capsys:
     assert main(["doctor", "--model", str(tiny_base), "--cluster", "127.0.0.1:9", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["fits"]
-    assert "cluster.address = '127.0.0.1:9'" in {f["subject"]: f["text"] for f in found["findings"]}["cluster"]
+    assert "cluster.address = '127.0.0.1:9'" in {f["about"]: f["text"] for f in found["findings"]}["cluster"]
 
 
 def test_a_cluster_that_leaves_the_gpus_alone_is_told_so() -> None:

@@ -298,6 +298,15 @@ def stops_for_a_person() -> Any:
     return of(builder.compile(checkpointer=InMemorySaver()))
 
 
+def pauses(**where: Any) -> Any:
+    """It stops where the graph was told to, and is never resumed."""
+    builder = StateGraph(State)
+    for before, node in ((START, "draft"), ("draft", "send")):
+        builder.add_node(node, writes("draft", f"{node} a mail."))
+        builder.add_edge(before, node)
+    return of(builder.compile(checkpointer=InMemorySaver(), **where))
+
+
 def forced_tool() -> Any:
     """A tool that must be called, and a second agent that reads the call, whose id is chance."""
 
@@ -393,6 +402,12 @@ def swallows() -> Any:
 
 ROWS = {
     "stops_for_a_person": Row(stops_for_a_person, {"draft"}, says=[("warns", "stopped at an interrupt()")]),
+    "pauses_before": Row(
+        lambda: pauses(interrupt_before=["send"]), {"draft"}, says=[("warns", "send: the graph stops before it")]
+    ),
+    "pauses_after": Row(
+        lambda: pauses(interrupt_after="*"), {"draft"}, says=[("warns", "send: the graph stops before it")]
+    ),
     "forced_tool": Row(forced_tool, {"look", "answer"}, never=["outlives", "first prompt"]),
     "two_graders": Row(two_graders, {"write"}, never=["failed"]),
     "routes_on_a_word": Row(routes_on_a_word, {"sort", "escalate"}, never=["never ran"]),

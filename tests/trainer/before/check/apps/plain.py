@@ -231,6 +231,22 @@ def reads_a_table() -> Any:
     return solve
 
 
+def reads_an_earlier_answer() -> Any:
+    """It fails on the plan after the writer has answered too."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("planner"):
+            plan = await chat('Plan. Answer in JSON: {"title": string}')
+        with cotune.role("writer"):
+            await chat(one["question"])
+        if len(title := json.loads(plan.content)["title"]) < 1000:
+            raise ValueError(f"too short: {title!r}")
+        return 1.0
+
+    return solve
+
+
 def embeds() -> Any:
     @cotune.workflow
     async def solve(one: Any) -> float:
@@ -470,6 +486,9 @@ ROWS = {
     "evaluates": Row(evaluates, {"evaluator"}),
     "extracts": Row(extracts, {"extractor"}),
     "reads_a_table": Row(reads_a_table, {"tabulator"}, UNDECIDED, [("undecided", "IndexError")]),
+    "reads_an_earlier_answer": Row(
+        reads_an_earlier_answer, {"planner", "writer"}, UNDECIDED, [("undecided", "Made up before it: planner: ")]
+    ),
     "embeds": Row(embeds, {"bot"}, says=[("note", "embeddings")], never=["a model that cotune does not see"]),
     "alone_only": Row(alone_only, {"bot"}, NOT, [("blocks", "two episodes")]),
 }
