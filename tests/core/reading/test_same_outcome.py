@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from starlette.testclient import TestClient
 
+from cotune.adapters.background import read_background
+from cotune.adapters.card import card
 from cotune.algorithms.goal import Goal
 from cotune.cli.main import main
 from cotune.cli.printing.overview import show_run
+from cotune.cli.runs import list_runs
 from cotune.episodes.workflows import Workflow
 from cotune.integrations.web.viewer.episodes import Filters, listed
-from cotune.integrations.web.viewer.report import write_report
+from cotune.integrations.web.viewer.pages import build_app
+from cotune.integrations.web.viewer.report import report, write_report
+from cotune.reading.curves import charts
 from cotune.reading.headline import Change
 from cotune.reading.recorded_answers import outcome_values
 from cotune.reading.run import OpenedRun
 from cotune.reading.tasks import tasks
 from cotune.reading.words import interval_text
-from cotune.records.structs import Episode, RewardRecord, Task
+from cotune.records.structs import CallRecord, Episode, RewardRecord, Task, Usage
 from cotune.storage.outcomes import failure_reward, success_counts
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.recorded import read_recorded
 from cotune.trainer.evaluation.run import share_floor
+from cotune.trainer.reporting.loggers import named
 from cotune.trainer.reporting.metrics import outcome_means
+from tests.integrations.web.viewer.test_figures import MANIFEST
 
 NOTHING: dict[str, Any] = {}
 
@@ -146,3 +156,67 @@ def test_a_failed_episode_counts_its_own_reward(tmp_path: Path, on_failure: str,
     Console(file=heard, width=200).print(show_run(folder))
     row = next(line.split() for line in heard.getvalue().splitlines() if line.split()[:1] == ["trace"])
     assert row[-1] == f"{mean:.3g}" and row[3] == "2", "episodes that ended with an error stay counted"
+
+
+def told_by_each(folder: Path) -> dict[str, str]:
+    """A run as text, by who tells it; spaces are single."""
+    heard = io.StringIO()
+    console = Console(file=heard, width=300)
+    console.print(show_run(folder))
+    told = {"show": heard.getvalue()}
+    heard.truncate(0)
+    console.print(list_runs([folder]))
+    told["runs"] = heard.getvalue()
+    with OpenedRun(folder) as run:
+        pages = TestClient(build_app([run], prices={"m": (1e6, 2e6)}), base_url="http://127.0.0.1")
+        told["view"] = "".join(pages.get(f"/run/{folder.name}{part}").text for part in ("", "/use", "/groups"))
+        told["report"] = report(run, {"m": (1e6, 2e6)})
+    told["card"] = card(MANIFEST, read_background(folder))
+    return {who: " ".join(re.sub(r"<[^>]+>", " ", html.unescape(text)).split()) for who, text in told.items()}
+
+
+def test_a_run_is_the_same_wherever_it_is_shown(tmp_path: Path) -> None:
+    """A figure that is told by several of show, runs, view, report, the card and the tracker is the same in each."""
+    ends = [("ok", 1.0, TEAM), ("error", None, NOTHING), ("error", None, NOTHING)]
+    folder = records(tmp_path / "run", *ends)
+    lines = []
+    for step, reward in enumerate((0.25, 0.75)):
+        about = {"calls": 3, "candidates": 6, "groups": 1, "rows": 4, "episodes": 3, "left_out": {"zero_variance": 2}}
+        roles = {"writer": {"reward": reward, "entropy": 0.5}}
+        lines.append({"step": step, "outcome": {}, "roles": roles, "seconds": {"rollout": 30.0}, **about})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = {"steps": 4, "recipe": "at_grpo", "prices": {"m": [1e6, 2e6]}}
+    back = {"to": 2, "steps": 3, "why": "rewards fell"}
+    (folder / "run.json").write_text(json.dumps({"config": config, "rollbacks": [back]}))
+    with SqliteStore.open(folder) as store:
+        use = Usage(prompt_tokens=7, completion_tokens=11)
+        store.write([Episode(id="e3", task=Task(id="t3", input=3), workflow="w", phase="train", training_step=1)])
+        store.write(
+            [
+                CallRecord(id=f"c{n}", episode="e0", role="writer", step=n, turn=n, model="m", usage=use, status=status)  # type: ignore[arg-type]
+                for n, status in enumerate(("ok", "ok", "timeout"))
+            ]
+        )
+    told = told_by_each(folder)
+    expected = {
+        "2 of 4": "runs view report card",
+        "at_grpo": "runs view report card",
+        "reward of writer: 0.25 in step 1, 0.75 in step 2": "show runs card",
+        "2 episodes of trace failed: no reason recorded": "show view report",
+        "1 call of writer: timeout": "show view report",
+        "step 3 abandoned: rolled back to step 2, as rewards fell": "show view report",
+        "writer 3 1": "show view report",  # calls, failed
+        "writer 3 1 3 0 21 33": "show",
+        "writer 3 1 21 33 87": "view report",  # with tokens and cost
+        "training: writer | 3 | 21 | 33 | 87": "card",
+        "zero_variance 2 33.3%": "view",
+        "60.0 s": "view report",
+    }
+    missing = {text: [who for who in whom.split() if text not in told[who]] for text, whom in expected.items()}
+    assert {text: whom for text, whom in missing.items() if whom} == {}
+    tracked = named({**lines[-1], "held_out": {}})
+    with OpenedRun(folder) as run:
+        curves = {chart.title: chart.series[0].values for chart in charts([run])}
+    assert curves["Reward"] == [0.25, tracked["1_main/2_reward/writer"]] and curves["Entropy"][-1] == 0.5
+    assert curves["Candidates trained on"] == [4.0, tracked["step/rows"]]
+    assert curves["Left out, by reason"][-1] == tracked["left_out/zero_variance"] == 2.0
