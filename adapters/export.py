@@ -43,7 +43,8 @@ from cotune.reading.words import stayed_reasons, stayed_text
 from cotune.records.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
 from cotune.storage.checkpoints import newest_checkpoint, read_best, read_policies, step_folders
-from cotune.storage.run_layout import RunDescription, RunLayout, read_metrics, read_run
+from cotune.storage.metrics_file import read_metrics
+from cotune.storage.run_layout import RunDescription, RunLayout, read_run
 from cotune.storage.whole_file import is_full, sync
 
 

@@ -25,7 +25,7 @@ def run(folder: Path, base: Path, mode: str, settings: dict[str, Any]) -> list[d
     """Train in one mode; the lines of its metrics."""
     from rich.console import Console
 
-    from cotune.storage.run_layout import read_metrics
+    from cotune.storage.metrics_file import read_metrics
     from cotune.trainer.config.train import load_config
     from cotune.trainer.train import train
     from examples.plan_path import grid

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from cotune.intervals import share
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.train import resume, train
 

@@ -32,7 +32,7 @@ from benchmarks.kept_results import KeptResults, mean_share, over_seeds, success
 from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
 from benchmarks.selection import base_model
 from cotune.episodes.workflows import Workflow
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
 

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.kept_results import KeptResults, mean_share, over_seeds, success_cells, train_once
 from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.evaluation.evaluate import evaluate
 
 SELECTS = ("argmax", "sample", "first")

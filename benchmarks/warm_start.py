@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kept_results import KeptResults, over_seeds, success_cells, train_once
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.evaluation.evaluate import evaluate
 from examples.tool_agent import clerk_base
 from examples.tool_agent.distill import CONFIG, WORKFLOW, cotune, write_tasks

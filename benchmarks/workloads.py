@@ -34,7 +34,7 @@ from rich.table import Table
 
 from benchmarks.kept_results import KeptResults, over_seeds, success_cells, train_once
 from benchmarks.replay import PROBE_STEPS, sampled_tokens
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.config.train import load_config
 from cotune.trainer.evaluation.evaluate import evaluate
 from examples.workloads.code.tasks import SMALL

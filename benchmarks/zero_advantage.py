@@ -24,7 +24,8 @@ from cotune.algorithms.run_recipe import recipe_of, regroup, trained_roles
 from cotune.algorithms.samples import TrainRow
 from cotune.records.policies import policies_for
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
-from cotune.storage.run_layout import RunLayout, read_metrics, read_run, read_run_json
+from cotune.storage.metrics_file import read_metrics
+from cotune.storage.run_layout import RunLayout, read_run, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner

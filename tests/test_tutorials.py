@@ -19,7 +19,7 @@ import pytest
 
 from cotune.adapters.serving import serving as serving_model
 from cotune.cli.main import main
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, completion, json_reply, serving
 from tests.integrations.tiny_models import build_bytes

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from cotune.storage.checkpoints import checkpoint_name, step_folders, steps_of
-from cotune.storage.run_layout import Rollback, read_metrics
+from cotune.storage.metrics_file import read_metrics
+from cotune.storage.run_layout import Rollback
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.run.restore import go_back
 from cotune.trainer.run.run import RolloutRun, Run

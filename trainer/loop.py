@@ -8,8 +8,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from cotune.algorithms.samples import TrainRow
+from cotune.storage.metrics_file import StepMetrics
 from cotune.trainer.guard import roll_back, safe_checkpoint
-from cotune.trainer.reporting.metrics import StepMetrics, Updates
+from cotune.trainer.reporting.metrics import Updates
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run.checkpoint import commit_checkpoint
 from cotune.trainer.run.run import Run

@@ -62,8 +62,8 @@ def run(a: argparse.Namespace) -> int:
 
 def _print_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:
     from cotune.cli.printing.as_json import episode_as_json, episodes_as_json, line
+    from cotune.storage.metrics_file import read_metrics
     from cotune.storage.open_store import open_store
-    from cotune.storage.run_layout import read_metrics
 
     if a.groups or a.profile:
         asked = "--groups" if a.groups else "--profile"

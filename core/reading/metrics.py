@@ -32,3 +32,9 @@ def registry() -> Mapping[str, Mapping[str, Metric]]:
     """The figures under `roles` and `policies`, by name."""
     text = files("cotune.reading").joinpath("metrics.toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text), dict[str, dict[str, Metric]])
+
+
+def columns() -> dict[str, Metric]:
+    """Figures of a role that have a column in the table of training; the optional ones last."""
+    found = [(name, metric) for name, metric in registry()["roles"].items() if metric.column]
+    return dict(sorted(found, key=lambda one: one[1].optional))

@@ -15,6 +15,7 @@ from cotune.reading.evaluations import StoredEvaluation, evaluation_files, read_
 from cotune.reading.headline import Headline, headline
 from cotune.reading.now import Now, read_now
 from cotune.storage.file_lock import is_held
+from cotune.storage.metrics_file import read_metrics
 from cotune.storage.open_store import no_records, open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_config import RunConfig
@@ -25,7 +26,6 @@ from cotune.storage.run_layout import (
     RunLayout,
     is_run,
     read_end,
-    read_metrics,
     read_run_json,
     without_values,
 )

@@ -15,22 +15,18 @@ RUN/opponents/         weights of earlier versions that later steps may play aga
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from cotune.errors import RunError
 from cotune.storage.checkpoints import latest_in, read_identity
 from cotune.storage.run_config import RunConfig
-from cotune.storage.typed_json import converted, fault, loaded, read_if_typed, read_typed
+from cotune.storage.typed_json import converted, read_if_typed, read_typed
 
-log = logging.getLogger("cotune")
 T = TypeVar("T")
 
 RECORDS = "records.db"
@@ -87,49 +83,6 @@ class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["failed", "stopped", "ended"]
     cause: str
     remedy: str = ""
-
-
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-_Counts = dict[str, _Count]
-_Figures = dict[str, float | None]
-
-
-class _Line(msgspec.Struct):
-    """What a line of metrics.jsonl has that is read again, typed; `trainer.reporting.metrics` documents the fields."""
-
-    step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-    outcome: _Figures
-    left_out: _Counts
-    calls: _Count
-    candidates: _Count
-    groups: _Count
-    episodes: _Count = 0
-    failed: _Count = 0
-    unknown: _Count = 0
-    rows: _Count = 0
-    path: str = ""
-    candidate_reward: float | None = None
-    held_out: _Figures = {}
-    roles: dict[str, _Figures] = {}
-    policies: dict[str, _Figures] = {}
-    staleness: _Counts = {}
-    counters: _Figures = {}
-    lr_scale: float | None = None
-    seconds: _Figures = {}
-    tokens_per_s: float | None = None
-    rollout_tokens_per_s: float | None = None
-    update_tokens_per_s: float | None = None
-    total_tokens: _Count = 0
-    distinct_tokens: _Count = 0
-    updated: bool = True
-    stayed: dict[str, str] = {}
-    silent: _Counts = {}
-    notes: list[str] = []
-    replay: _Counts = {}
-
-
-_FIGURES = ("outcome", "held_out", "roles", "policies", "counters", "seconds", "left_out")
-"""Fields of figures: every line has them for its readers, without those that are null."""
 
 
 class RunLayout:
@@ -212,75 +165,6 @@ def without_values(described: Any, name: str = "") -> Any:
     if isinstance(described, Mapping):
         return {key: without_values(value, f"{name}.{key}") for key, value in described.items()}
     return [without_values(one, name) for one in described] if isinstance(described, list) else described
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl. Broken ones (a last line cut by a crash, damage) are left out, counted in the log."""
-    return _metrics_file(RunLayout(path).metrics.absolute()).lines()
-
-
-@functools.lru_cache(256)
-def _metrics_file(file: Path) -> _MetricsFile:
-    return _MetricsFile(file)
-
-
-class _MetricsFile:
-    """A file of lines that is read again and again: where it has only grown, its new lines alone."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._lock = threading.Lock()
-        self._lines: list[dict[str, Any]] = []
-        self._inode = self._end = self._number = 0
-        self._last = b""
-        """The line that ended at `_end`: if it is no longer there, the file was written anew."""
-
-    def lines(self) -> list[dict[str, Any]]:
-        with self._lock:
-            try:
-                with self._file.open("rb") as file:
-                    whole, rest = self._new(file)
-            except OSError:
-                return []
-            broken: list[str] = []
-            self._lines += self._parsed(whole, broken)
-            self._number += len(whole)
-            found = [*self._lines, *self._parsed([rest], broken)]
-        if broken:
-            many = f"{len(broken)} broken {'line is' if len(broken) == 1 else 'lines are'} left out"
-            log.warning("%s: %s (%s)", self._file, many, broken[0])
-        return found
-
-    def _new(self, file: BinaryIO) -> tuple[list[bytes], bytes]:
-        """The whole lines that are new, and the beginning of one that is not whole."""
-        file.seek(max(0, self._end - len(self._last)))
-        inode = os.fstat(file.fileno()).st_ino
-        if inode != self._inode or file.read(len(self._last)) != self._last:
-            self._lines, self._inode, self._end, self._number, self._last = [], inode, 0, 0, b""
-            file.seek(0)
-        *whole, rest = file.read().split(b"\n")
-        if whole:
-            self._end, self._last = self._end + sum(map(len, whole)) + len(whole), whole[-1] + b"\n"
-        return whole, rest
-
-    def _parsed(self, lines: Sequence[bytes], broken: list[str]) -> Iterator[dict[str, Any]]:
-        for number, line in enumerate(lines, self._number + 1):
-            try:
-                found = loaded(line)
-                msgspec.convert(found, _Line)
-            except (ValueError, RecursionError) as error:
-                if line.strip():
-                    broken.append(f"line {number}: {fault(error)}")
-            else:
-                yield {"rows": 0, **found, **{name: _known(found.get(name, {})) for name in _FIGURES}}
-
-
-def _known(figures: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _known(value) if isinstance(value, Mapping) else value
-        for name, value in figures.items()
-        if value is not None
-    }
 
 
 def read_end(path: str | Path) -> RunEnd | None:

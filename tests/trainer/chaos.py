@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import psutil
 
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 
 SAMPLER, LEARNER, WORKER = "SamplerActor", "Worker", "Host"
 """Classes of the actors: engines and their router, learner ranks, rollout workers."""

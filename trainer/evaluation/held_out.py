@@ -13,7 +13,7 @@ from cotune.algorithms.goal import goal_of
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, in_training, step_file
 from cotune.records.structs import PolicyRef
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.tables import plural
 from cotune.trainer.evaluation.report import compare
 from cotune.trainer.evaluation.run import share_floor, summarise

@@ -12,9 +12,10 @@ import msgspec
 
 from cotune.adapters.export import read_weights
 from cotune.algorithms.samples import TrainRow
+from cotune.storage.metrics_file import StepMetrics
 from cotune.trainer.from_records.run import RecordsRun
 from cotune.trainer.loop import Rows
-from cotune.trainer.reporting.metrics import StepMetrics, Updates, moved, step_seconds, throughput
+from cotune.trainer.reporting.metrics import Updates, moved, step_seconds, throughput
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run.checkpoint import BestLoss

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from cotune.reading.metrics import registry
+from cotune.reading.metrics import columns
+from cotune.storage.metrics_file import StepMetrics
 from cotune.tables import Grid, definitions, grid
-from cotune.trainer.reporting.metrics import StepMetrics
 
 STEP = {
     "held-out": "Single samples on tasks that are not trained on, with the 95% interval and the number of tasks: the "
@@ -33,20 +33,17 @@ STEP = {
 
 def role_table(metrics: StepMetrics) -> Grid:
     """Figures of the step by role; an optional one where it is not 0."""
-    columns = {
-        name: metric
-        for name, metric in registry()["roles"].items()
-        if metric.column and (not metric.optional or any(figures.get(name) for figures in metrics.roles.values()))
-    }
-    table = grid("role", *(f"{metric.column}>" for metric in columns.values()))
+    some = {name for figures in metrics.roles.values() for name, value in figures.items() if value}
+    shown = {name: metric for name, metric in columns().items() if not metric.optional or name in some}
+    table = grid("role", *(f"{metric.column}>" for metric in shown.values()))
     for role, figures in metrics.roles.items():
-        table.add_row(Text(role), *(_figure(figures.get(name), metric.share) for name, metric in columns.items()))
+        table.add_row(Text(role), *(_figure(figures.get(name), metric.share) for name, metric in shown.items()))
     return table
 
 
 def explained() -> Iterable[RenderableType]:
     """The columns of the table of roles and the parts of a step's line, for `cotune train --explain`."""
-    yield definitions("by role", {one.column: one.help for one in registry()["roles"].values() if one.column})
+    yield definitions("by role", {one.column: one.help for one in columns().values()})
     yield ""
     yield definitions("by step", STEP)
     yield Text("\nOf a run: cotune show RUN --steps --explain. In the browser: cotune view RUN.")

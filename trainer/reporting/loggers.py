@@ -21,10 +21,10 @@ import msgspec
 
 from cotune.integrations.exchange.trackers.tracker import KEEP_FILES, Tool, Tracker
 from cotune.records.structs import Episode
+from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.run_layout import leaves, read_run_json
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.config.withheld import written
-from cotune.trainer.reporting.metrics import StepMetrics
 from cotune.trainer.run.run_folder import RunFolder, write_atomically
 
 log = logging.getLogger("cotune")

@@ -22,64 +22,6 @@ Updates = Mapping[str, Mapping[str, float]]
 """The learner's figures of each policy that it updated."""
 
 
-class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step did. `left_out` counts what was not trained on, by reason."""
-
-    step: int
-    episodes: int
-    failed: int
-    unknown: int = 0
-    """Episodes that ended well and whose outcome nobody knows."""
-    calls: int
-    candidates: int
-    groups: int
-    rows: int
-    path: str = ""
-    """Whose `outcome` it is: of the path that the selection took, or of single samples."""
-    outcome: dict[str, float]
-    """Mean of each named team reward and metric over the episodes, failed ones too (`outcome_means`)."""
-    candidate_reward: float | None = None
-    """Mean of the trained reward over all candidates that have one, chosen or not."""
-    held_out: dict[str, float] = {}
-    """After steps with an evaluation: success and reward of single samples on held-out tasks."""
-    roles: dict[str, dict[str, float]]
-    policies: dict[str, dict[str, float]]
-    left_out: dict[str, int]
-    staleness: dict[str, int]
-    """Rows by how many versions their sampler was behind the policy that trained on them; all "0" in mode sync."""
-    counters: dict[str, float]
-    """What the sampler, the rollout workers, judges and a teacher counted in this step, such as retried requests and
-    restarts; `judge.cost` is money."""
-    lr_scale: float
-    seconds: dict[str, float]
-    """By phase. `checkpoint` is what it took to save the steps before this one; `load` and `look` (at the application)
-    are in the first line of a process."""
-    tokens_per_s: float
-    """Sampled tokens of trained roles per second of the whole step."""
-    rollout_tokens_per_s: float = 0.0
-    """The same per second of its rollout."""
-    update_tokens_per_s: float = 0.0
-    """Tokens that the updates put through the models, per second of the updates."""
-    total_tokens: int = 0
-    """Tokens of the rows with their prompts, once for each optimizer step that they are in."""
-    distinct_tokens: int = 0
-    """Those of them that went through the model: what rows of a pass begin with alike, once."""
-    updated: bool
-    """Whether any policy has a new version."""
-    stayed: dict[str, str] = {}
-    """Trained policies without a new version, and why: `no sample` (its roles had no usable call), `no reward` (its
-    samples have none that the recipe uses), `no comparison` (they stood alone in their groups), `no signal` (all its
-    advantages are zero), `filtered` (filters left out those that differ), `no gradient` (its rows moved nothing)."""
-    silent: dict[str, int] = {}
-    """Trained roles that have called in no episode of the last steps, and of how many."""
-    notes: tuple[str, ...] = ()
-    replay: dict[str, int] = {}
-    """Under a replay plan: calls that were forked, those that could not be as the record cannot repeat what was before
-    (`unrepeatable`), branches, and how many of them diverged; calls of
-    branches that the policies were expected to answer (`budget`), did answer (`sampled`), and that were answered from
-    the record (`repeated`)."""
-
-
 def moved(updates: Updates) -> list[str]:
     """The policies whose weights an update has changed: not those that had no gradient in any of its steps."""
     return [

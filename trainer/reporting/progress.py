@@ -14,11 +14,11 @@ from rich.progress import Progress as Bars
 
 from cotune.reading.headline import PLAIN
 from cotune.records.structs import Episode
+from cotune.storage.metrics_file import StepMetrics
 from cotune.terminal import terminal
 from cotune.trainer.reporting.activity import Activity
 from cotune.trainer.reporting.columns import role_table
 from cotune.trainer.reporting.loggers import Loggers
-from cotune.trainer.reporting.metrics import StepMetrics
 
 CAUSES = 5
 """How many different causes of failed episodes are shown in a run."""

@@ -12,10 +12,10 @@ from cotune.integrations.profiling.spans import Span
 from cotune.judging.episodes import JUDGING
 from cotune.sampling.request_params import replaced
 from cotune.storage.judge_ledger import totals_of
+from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.outcomes import failure_reward
 from cotune.trainer.batch import GIVE_OUTCOMES, NO_OUTCOME, Batch, misses_outcomes
 from cotune.trainer.reporting.metrics import (
-    StepMetrics,
     Updates,
     lags,
     moved,

@@ -11,7 +11,7 @@ import msgspec
 from cotune.reading.evaluations import read_evaluations
 from cotune.reading.headline import Headline, headline
 from cotune.reading.words import stayed_reasons
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.run.checkpoint import Checkpoint
 
 NO_SIGNAL = (

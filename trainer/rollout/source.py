@@ -11,11 +11,12 @@ from cotune.errors import RunError
 from cotune.recording.recorder import Responder
 from cotune.records.policies import unlisted_said
 from cotune.records.structs import Episode
+from cotune.storage.metrics_file import StepMetrics
 from cotune.trainer.batch import Batch, collect_samples, group_and_weigh
 from cotune.trainer.evaluation.held_out import evaluate_base, evaluate_held_out
 from cotune.trainer.guard import watch
 from cotune.trainer.loop import Rows
-from cotune.trainer.reporting.metrics import StepMetrics, Updates
+from cotune.trainer.reporting.metrics import Updates
 from cotune.trainer.reporting.profiled import profiled
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.step_report import RolloutReport

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from cotune.storage.checkpoints import Best, checkpoint_name, read_best, steps_of
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.evaluation.held_out import AGAINST_UNTRAINED
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run.checkpoint import write_best

@@ -29,7 +29,8 @@ from cotune.storage.checkpoints import (
     step_folders,
     steps_of,
 )
-from cotune.storage.run_layout import RunDescription, is_abandoned, is_run, read_metrics, read_run
+from cotune.storage.metrics_file import read_metrics
+from cotune.storage.run_layout import RunDescription, is_abandoned, is_run, read_run
 from cotune.storage.whole_file import is_full, sync
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run.run_folder import RunFolder, write_atomically

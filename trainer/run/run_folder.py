@@ -18,7 +18,8 @@ from cotune.integrations.versions import installed
 from cotune.reading.evaluations import drop_after
 from cotune.records.ids import new_id
 from cotune.storage.file_lock import FileLock
-from cotune.storage.run_layout import RunEnd, RunLayout, read_config, read_metrics, read_run_json
+from cotune.storage.metrics_file import read_metrics
+from cotune.storage.run_layout import RunEnd, RunLayout, read_config, read_run_json
 from cotune.storage.whole_file import is_full, of_system, whole_file
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.config.withheld import written

@@ -20,7 +20,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import cotune
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from examples.workloads.self_play import base, train
 from examples.workloads.self_play.duel import exploitability
 

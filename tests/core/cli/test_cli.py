@@ -16,9 +16,9 @@ from cotune.cli.command import prices
 from cotune.errors import ConfigError
 from cotune.reading.evaluations import StoredEvaluation
 from cotune.reading.headline import Headline, role_rewards
+from cotune.reading.metrics import columns
 from cotune.trainer import train as train_module
 from cotune.trainer.config import train as train_config
-from cotune.trainer.reporting.columns import COLUMNS, OPTIONAL_COLUMNS
 from cotune.trainer.reporting.summary import RunSummary
 
 COMMANDS = ("trace", "train", "eval", "export", "serve", "show")
@@ -49,7 +49,7 @@ def test_the_module_tells_its_version():
 def test_training_explains_its_columns_and_trains_nothing(capsys):
     assert cli.main(["train", "--explain"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    for name in (*COLUMNS.values(), *OPTIONAL_COLUMNS.values(), "left out", "held-out", "failed episodes"):
+    for name in (*(one.column for one in columns().values()), "left out", "held-out", "failed episodes"):
         assert name in said
     assert "no spread Share of groups whose rewards are all equal." in said
 

@@ -17,7 +17,9 @@ from cotune.cli.runs import list_runs
 from cotune.cli.score import _table as score_table
 from cotune.episodes.rescore import Rescored, Rescoring
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, ModeUse, RoleStatistics, TaskEnding
+from cotune.reading.metrics import columns
 from cotune.records.structs import CallRecord, Candidate, Episode, RewardRecord, Task
+from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.terminal import terminal
 from cotune.trainer.before.check import report as checked
@@ -31,8 +33,7 @@ from cotune.trainer.evaluation.report import render as evaluation
 from cotune.trainer.evaluation.statistics import Interval
 from cotune.trainer.replay.replay import Repetition, ReplayReport, Seen
 from cotune.trainer.replay.report import render as replay
-from cotune.trainer.reporting.columns import COLUMNS, OPTIONAL_COLUMNS, explained, role_table
-from cotune.trainer.reporting.metrics import StepMetrics
+from cotune.trainer.reporting.columns import explained, role_table
 
 ROLES = ("research_supervisor", "quality_assurance_reviewer")
 SPAN = Interval(mean=-0.1234, low=-0.4234, high=0.1234, n=1000)
@@ -49,7 +50,7 @@ def words(renderable: RenderableType, width: int) -> list[str]:
 
 
 def metrics(step: int) -> dict:
-    figures = dict.fromkeys((*COLUMNS, *OPTIONAL_COLUMNS), 0.5)
+    figures = dict.fromkeys(columns(), 0.5)
     return {
         "step": step, "episodes": 128, "failed": 12, "calls": 1024, "candidates": 8192, "groups": 256, "rows": 6144,
         "path": "best of 8 by scorer", "outcome": {"success": 0.5, "team": -12.345},
@@ -221,4 +222,5 @@ def test_eighty_columns_hold_every_word(run: Path, table: str) -> None:
 
 def test_a_row_without_room_stands_as_names_and_values() -> None:
     lines = " ".join(words(role_table(step()), 60))
-    assert "role research_supervisor · reward 0.500 · group spread 0.500 · no spread 50% · clipped 50%" in lines
+    row = "role research_supervisor · reward 0.500 · group spread 0.500 · no spread 50% · entropy 0.500 · clipped 50%"
+    assert row in lines

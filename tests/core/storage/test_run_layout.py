@@ -10,13 +10,13 @@ import pytest
 
 from cotune.errors import RunError
 from cotune.storage.checkpoints import newest_checkpoint, read_best, read_policies, steps_of
+from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_config import RunConfig
 from cotune.storage.run_layout import (
     RunDescription,
     RunLayout,
     read_config,
     read_end,
-    read_metrics,
     read_run,
     read_run_json,
 )

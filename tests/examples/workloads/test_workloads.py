@@ -22,7 +22,8 @@ import pytest
 from cotune.adapters.serving import serving
 from cotune.cli.main import main
 from cotune.episodes.workflows import workflow_of
-from cotune.storage.run_layout import RunLayout, read_metrics
+from cotune.storage.metrics_file import read_metrics
+from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.train import load_config
 from tests.examples.applications import check_knows_nothing_of_cotune

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cotune.storage.file_lock import FileLock
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.run.run_folder import RunFolder
 from tests.mutations import as_json, damaged, mutated
 from tests.trainer.conftest import Trainer

@@ -12,8 +12,8 @@ from rich.console import Console
 from cotune.reading.now import NOW, Now, read_now
 from cotune.records.structs import Episode, Task
 from cotune.storage.file_lock import FileLock
+from cotune.storage.metrics_file import StepMetrics
 from cotune.trainer.reporting.activity import Activity
-from cotune.trainer.reporting.metrics import StepMetrics
 from cotune.trainer.reporting.progress import Progress, episode_bar
 
 

@@ -2,12 +2,16 @@
 
 import pytest
 
+from cotune.reading.metrics import columns
+from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.reporting.columns import COLUMNS, role_table
-from cotune.trainer.reporting.metrics import StepMetrics
+from cotune.trainer.reporting.columns import role_table
 from tests.trainer.tiny_app import application, letters
 
 SETTINGS = {"policies": "shared", "steps": 1}
+
+ALWAYS = [one.column for one in columns().values() if not one.optional]
+"""Columns that the table of roles always has."""
 
 
 @pytest.fixture
@@ -40,10 +44,18 @@ def test_truncated_answers_are_dropped_or_punished_as_the_settings_say(run, trai
                 rewards.append(letters(candidate, call, {}) - lost)
             assert rewards[call.chosen] == pytest.approx(max(rewards))  # what goes on is the best by this reward too
     table = role_table(StepMetrics(**plain))
-    assert [column.header for column in table.columns] == ["role", *COLUMNS.values(), "cut off"]
+    assert [column.header for column in table.columns] == [
+        "role",
+        *ALWAYS,
+        "cut off",
+    ]
     assert next(iter(table.columns[-1].cells)) == f"{role['truncated']:.0%}"
     whole = role | {"masked_share": 0.0, "truncated": 0.0}
     for first, more in ((whole, []), (whole | {"masked_share": 0.25}, ["masked"])):
         table = role_table(StepMetrics(**plain | {"roles": {"first": first, "second": whole}}))
-        assert [column.header for column in table.columns] == ["role", *COLUMNS.values(), *more]
+        assert [column.header for column in table.columns] == [
+            "role",
+            *ALWAYS,
+            *more,
+        ]
     assert list(table.columns[-1].cells) == ["25%", "0%"]

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from cotune.algorithms.collect import collect
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.run.checkpoint import load_checkpoint
 from tests.trainer.forked import Command

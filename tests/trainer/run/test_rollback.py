@@ -13,7 +13,8 @@ import pytest
 from cotune.cli.main import main
 from cotune.episodes.workflows import WorkflowFunction
 from cotune.records.structs import Episode
-from cotune.storage.run_layout import RunLayout, read_metrics
+from cotune.storage.metrics_file import read_metrics
+from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer import loop
 from cotune.trainer.run import restore

@@ -21,7 +21,7 @@ from cotune.reading.curves import charts
 from cotune.reading.groups import step_groups
 from cotune.reading.run import OpenedRun, open_runs
 from cotune.records.structs import CallRecord, Candidate, Episode, Message, RewardRecord, Task
-from cotune.storage.run_layout import read_metrics
+from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.web.viewer.conftest import STEPS
 
