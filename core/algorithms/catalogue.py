@@ -38,7 +38,7 @@ SETTINGS = frozenset((*_OWNER, *_TERM))
 def recipe(name: str, **overrides: Any) -> Recipe:
     """The recipe `name` with single settings replaced; each setting is named as in its struct.
 
-    `alpha`, `weights`, `horizon`, ... and `baseline`, `scale`, ... apply to every term. `weights` without `other`
+    `team_weight`, `weights`, `horizon`, ... and `baseline`, `scale`, ... apply to every term. `weights` without `other`
     leaves unlisted components out, `critic` baseline and scale, and the filters `zero_variance` and `zero_advantage`.
     `plan` takes the groups with it: gspo, dapo and cispo compare siblings under a tree or replay plan, and own-turn
     rewards take in the outcome where each episode has one of its own. Raises ConfigError for an unknown name, setting

@@ -54,7 +54,7 @@ def _shares(settings: object, *names: str) -> None:
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     """Which reward a sample answers for: weighted components x horizon x scope.
 
-    A component weighs `weights[name]`, or `other` where it is not listed; `team` is multiplied by `alpha` on top.
+    A component weighs `weights[name]`, or `other` where it is not listed; `team` is multiplied by `team_weight` on top.
     `weights["role/name"]` is the weight for one role alone. With `seats` a component of the outcome that is named after
     a role (as where a game ends with {"white": 1, "black": -1}) counts for that role, and unlisted others for none.
     `horizon`: `own_turn` takes the candidate's own components, `terminal` the episode's outcome, `reward_to_go`
@@ -71,7 +71,7 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
     `scope` joins the roles of an episode on the turn: own reward, or sum or mean over the roles.
     """
 
-    alpha: float = 1.0
+    team_weight: float = 1.0
     weights: Mapping[str, float] = {}
     other: float = 1.0
     seats: bool = False
@@ -107,7 +107,7 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
         """Weight of a component of a candidate, or of its episode's outcome, in the mixed reward of a role."""
         other = float(component == role) if self.seats and outcome else 0.0 if component in self.gates else self.other
         weight = self.weights.get(f"{role}/{component}", self.weights.get(component, other))
-        return weight * (self.alpha if component == "team" else 1.0)
+        return weight * (self.team_weight if component == "team" else 1.0)
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):

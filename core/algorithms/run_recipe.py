@@ -111,7 +111,7 @@ def recipe_of(store: Store) -> tuple[Recipe, str]:
     config = config_of(store)
     plan = config.plan.kind or _plan_of(store)
     name = config.recipe or USUAL[plan]
-    settings = {"plan": plan, "alpha": config.alpha, **config.overrides}
+    settings = {"plan": plan, "team_weight": config.team_weight, **config.overrides}
     source = "as the run was configured" if is_run(store.folder) else "as the records suggest"
     return recipe(name, **settings), f"plan {plan}, recipe {name}, {source}"
 

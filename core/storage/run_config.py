@@ -84,9 +84,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     under a replay plan. sft | dpo learn from records, see docs/how-to/distillation.md."""
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
-    alpha: float = 1.0
-    """Weight of the component `team` beside all others: r = alpha * team + local. Under a tree plan only one that a
-    scorer returns is trained on."""
+    team_weight: float = 1.0
+    """Weight of the component `team` against all others: r = team_weight * team + local. Under a tree plan only a `team`
+    that a scorer returns is trained on."""
     steps: int = 100
     """Training steps."""
     on_failure: str = "lowest"

@@ -244,7 +244,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def _recipe(self, name: str, kind: PlanKind) -> Recipe:
         """The recipe with the run's overrides. Raises ConfigError that names a field as it is in the configuration."""
         try:
-            return recipe(name, **{"plan": kind, "alpha": self.alpha, **self.overrides})
+            return recipe(name, **{"plan": kind, "team_weight": self.team_weight, **self.overrides})
         except ConfigError as error:
             if error.field not in self.overrides:
                 raise

@@ -41,7 +41,7 @@ def sample(
 
 def test_own_turn_is_alpha_times_team_plus_local():
     one = sample(rewards={"team": 3.0, "local": 0.5}, outcome={"team": 100.0})
-    assert attribute([one], Attribution(alpha=2.0)).tolist() == [6.5]
+    assert attribute([one], Attribution(team_weight=2.0)).tolist() == [6.5]
 
 
 def test_unlisted_components_weigh_other():
@@ -124,7 +124,7 @@ def test_absent_is_what_an_optional_component_counts():
 def test_a_component_of_weight_zero_is_never_missed():
     full = sample("c.0", rewards={"team": 1.0, "local": 1.0})
     late = sample("c.1", rewards={"local": 1.0})
-    assert attribute([full, late], Attribution(alpha=0.0)).tolist() == [1.0, 1.0]
+    assert attribute([full, late], Attribution(team_weight=0.0)).tolist() == [1.0, 1.0]
 
 
 def test_no_reward_at_all_is_not_zero():

@@ -212,7 +212,7 @@ def test_the_lowest_mixed_reward_is_one_of_the_step_and_of_the_role_after_gates_
     for name in ("e1", "e2", "e3"):
         book.call(f"a{name}", name)
         book.call(f"b{name}", name, role="b", turn=1)
-    how = Attribution(horizon="terminal", alpha=2.0, gates=("format",), weights={"b/team": -1.0})
+    how = Attribution(horizon="terminal", team_weight=2.0, gates=("format",), weights={"b/team": -1.0})
     samples = collect(book.store, book.store.episodes(), plan="independent").samples
     values = dict(zip((s.call for s in samples), attribute(samples, how).tolist(), strict=True))
     assert values == {"ae1": 6.0, "be1": -6.0, "ae2": -1.0, "be2": 1.0, "ae3": -1.0, "be3": -6.0}

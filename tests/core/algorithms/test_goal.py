@@ -53,7 +53,7 @@ def test_the_reward_is_the_recipes_mix() -> None:
 
 
 def test_scorers_and_alpha_under_a_tree_plan() -> None:
-    chosen = recipe("at_grpo", alpha=0.5)
+    chosen = recipe("at_grpo", team_weight=0.5)
     calls = [("coder", {"team": 1.0, "local": 0.25}), ("coder", {"team": 0.0, "local": 0.75}), ("user", {})]
     assert worth([played(0, {"team": 9.0}, *calls)], goal_of(chosen, "lowest")).by_role == [{"coder": 0.75}]
 

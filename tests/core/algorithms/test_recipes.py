@@ -88,8 +88,8 @@ def test_at_grpo():
 def test_at_grpo_alpha_weighs_the_team():
     # r = 2 * team + local = 2.5, 0.5; mean 1.5, deviation 1, standard deviation sqrt 2
     group = siblings([{"team": 1.0, "local": 0.5}, {"team": 0.0, "local": 0.5}])
-    assert of("at_grpo", group, alpha=2.0) == [0.7071, -0.7071]
-    assert of("at_grpo", group, alpha=0.0) == [0.0, 0.0]
+    assert of("at_grpo", group, team_weight=2.0) == [0.7071, -0.7071]
+    assert of("at_grpo", group, team_weight=0.0) == [0.0, 0.0]
 
 
 def test_grpo():
@@ -188,11 +188,11 @@ def test_plans_keys_and_filters():
 
 
 def test_overrides_go_where_the_setting_lives():
-    changed = recipe("at_grpo", alpha=0.5, eps=1e-4, clip_high="0.28", entropy=0.01, mean_range=[0.2, 0.8])
+    changed = recipe("at_grpo", team_weight=0.5, eps=1e-4, clip_high="0.28", entropy=0.01, mean_range=[0.2, 0.8])
     assert changed == Recipe(
         name="at_grpo",
         plan="tree",
-        terms=(Term(attribution=Attribution(alpha=0.5), eps=1e-4),),
+        terms=(Term(attribution=Attribution(team_weight=0.5), eps=1e-4),),
         filters=Filters(zero_variance=True, mean_range=(0.2, 0.8)),
         loss=LossSpec(clip_high=0.28, entropy=0.01),
         about=RECIPES["at_grpo"].about,
@@ -246,7 +246,7 @@ def test_at_grpo_over_independent_rollouts_takes_in_the_outcome():
         ("grpo", {"tis_cap": 0}, "tis_cap = 0.0"),
         ("grpo", {"dual_clip": 1.0}, "dual_clip = 1.0"),
         ("grpo", {"constant_length": 0}, "constant_length = 0"),
-        ("grpo", {"alpha": "much"}, "alpha = 'much'"),
+        ("grpo", {"team_weight": "much"}, "team_weight = 'much'"),
     ],
 )
 def test_wrong_settings_are_named_with_what_is_allowed(name, overrides, message):

@@ -132,14 +132,14 @@ def test_team_rewards_are_weighed_in_the_selection():
     def scorer(candidate, call, task):
         return {"team": 1.0, "local": 0.0} if candidate.text == "a" else {"team": 0.0, "local": 0.75}
 
-    for alpha, chosen in ((1.0, 0), (0.5, 1)):
+    for team_weight, chosen in ((1.0, 0), (0.5, 1)):
         responder = PolicyResponder(
             sampler,
             Chat(),
             {"writer": WRITER},
             plan=Plan(k=2),
             scorers={"writer": scorer},
-            attribution=Attribution(alpha=alpha),
+            attribution=Attribution(team_weight=team_weight),
         )
         assert respond(responder, call())[0].chosen == chosen
 

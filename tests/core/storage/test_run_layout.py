@@ -31,7 +31,7 @@ def test_what_is_read_again_is_typed_and_the_rest_is_kept(tmp_path: Path) -> Non
     config = {"steps": 7, "plan": {"kind": "tree", "k": 4}, "learner": {"weight_decay": 0.1, "lr": 1.0}, "tags": []}
     described = {"model": "m", "versions": {"python": "3.11"}, "config": config}
     found = read_run(run(tmp_path, described))
-    assert (found.model, found.config.steps, found.config.plan.kind, found.config.alpha) == ("m", 7, "tree", 1.0)
+    assert (found.model, found.config.steps, found.config.plan.kind, found.config.team_weight) == ("m", 7, "tree", 1.0)
     assert found.config.learner.weight_decay == 0.1
     assert read_run_json(tmp_path) == described
 

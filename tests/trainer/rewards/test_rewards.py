@@ -48,7 +48,7 @@ def calls_of(folder: Path, phase: str = "train") -> Iterator[tuple[CallRecord, l
 def seeded_tree(module_trainer: Trainer) -> tuple[str, list[tuple[CallRecord, list[dict[str, float]]]]]:
     """What a run said, and its calls."""
     app = application(seeded, first=both_ways)
-    overrides = {"weights": {"team": 1.0}, "alpha": 2.0}
+    overrides = {"weights": {"team": 1.0}, "team_weight": 2.0}
     module_trainer(app, steps=2, to="seeded_tree", overrides=overrides, policies="full")
     return module_trainer.said, list(calls_of(module_trainer.folder / "seeded_tree"))
 

@@ -22,7 +22,7 @@ from tests.trainer.tiny_run import audit
 pytestmark = pytest.mark.slow
 
 CLUSTER = {"address": "local", "engine": "transformers", "learners": 2, "rollout_workers": 2}
-SETTINGS = {"policies": "full", "plan": {"k": 8}, "learner": {"lr": 5e-3, "mini_batch": 8}, "alpha": 0.0}
+SETTINGS = {"policies": "full", "plan": {"k": 8}, "learner": {"lr": 5e-3, "mini_batch": 8}, "team_weight": 0.0}
 
 
 @pytest.fixture

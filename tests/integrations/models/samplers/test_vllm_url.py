@@ -71,7 +71,7 @@ def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(base: Path, 
 def run(base: Path, url: str, folder: Path, **settings: Any) -> list[dict[str, Any]]:
     cluster = {"address": "local", "engine": "vllm-url", "engine_url": url}
     learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
-    given = {"model": str(base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 8}, "alpha": 0.0, **settings}
+    given = {"model": str(base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 8}, "team_weight": 0.0, **settings}
     given |= {"cluster": cluster, "learner": learner}
     train(worker_app.solve, TASKS, given, out=folder, console=Console(file=io.StringIO()))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
