@@ -85,8 +85,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
     team_weight: float = 1.0
-    """Weight of the component `team` against all others: r = team_weight * team + local. Under a tree plan only a `team`
-    that a scorer returns is trained on."""
+    """Weight of the component `team` against all others: r = team_weight * team + local. Under a tree plan only a
+    `team` that a scorer returns is trained on."""
     steps: int = 100
     """Training steps."""
     on_failure: str = "lowest"
