@@ -27,13 +27,6 @@ class RaySampler(CalledSampler):
         self._process = process
         self._closed = False
 
-    async def sleep(self) -> None:
-        """As of the sampler in the actor, which must be able to."""
-        await self._call("sleep")
-
-    async def wake(self) -> None:
-        await self._call("wake")
-
     async def aclose(self) -> None:
         """Close the sampler in its process and end that; pending requests fail with SamplerError."""
         if not self._closed:

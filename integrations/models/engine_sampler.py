@@ -24,8 +24,7 @@ class CalledSampler(ABC):
 
     @abstractmethod
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """What "sample", "publish", "retire", "info", "begin_trace" or "end_trace" gives; a request that is cancelled
-        here is cancelled there."""
+        """The result of a method of this class; a request that is cancelled here is cancelled there."""
 
     async def sample(
         self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
@@ -45,16 +44,29 @@ class CalledSampler(ABC):
     async def info(self) -> SamplerInfo:
         return await self._call("info")
 
-    async def begin_trace(self) -> None:
-        """Let the engine note when it does what: its spans are prefill, decode, sampling, and load of a version.
+    async def sleep(self) -> None:
+        """Finish what runs, then free the GPU until `wake`; requests meanwhile wait. Raises RequestRefused where the
+        engine cannot, SamplerError."""
+        await self._call("sleep")
 
-        Raises RequestRefused where it cannot tell, SamplerError.
+    async def wake(self) -> None:
+        """Take the GPU back. Raises SamplerError, and serves nothing more, when the weights are other ones now."""
+        await self._call("wake")
+
+    async def begin_trace(self) -> None:
+        """Let the engine note its work: its spans are prefill, decode, sampling, and load of a version.
+
+        Raises RequestRefused where it cannot, SamplerError.
         """
         await self._call("begin_trace")
 
     async def end_trace(self) -> list[Trace]:
-        """What the engine has done since `begin_trace`, by process."""
+        """The engine's work since `begin_trace`, by process."""
         return await self._call("end_trace")
+
+
+_TO_THEIR_END = ("publish", "retire", "sleep", "wake")
+"""Calls that are not cancelled with their caller: an engine must not stop in the middle of them."""
 
 
 class LoopSampler(CalledSampler):
@@ -111,7 +123,7 @@ class LoopSampler(CalledSampler):
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         work: Coroutine[Any, Any, Any] = getattr(self, f"_{method}")(*arguments)
-        return await self._run(work, to_its_end=method in ("publish", "retire"))
+        return await self._run(work, to_its_end=method in _TO_THEIR_END)
 
     async def _run(self, work: Coroutine[Any, Any, T], *, to_its_end: bool = False) -> T:
         """Work that is cancelled with its caller, or goes on `to_its_end`. Raises SamplerError when the sampler is
@@ -193,8 +205,13 @@ class LoopSampler(CalledSampler):
     async def _info(self) -> SamplerInfo:
         return SamplerInfo(name=self.name, max_model_len=self.max_model_len, served=self._versions.served())
 
+    async def _sleep(self) -> None:
+        raise RequestRefused(f"{self.name} cannot sleep.", "Sample with vLLM on the learner's GPU.")
+
+    _wake = _sleep
+
     async def _begin_trace(self) -> None:
-        raise RequestRefused(f"{self.name} does not tell what it does when.", "Trace another sampler.")
+        raise RequestRefused(f"{self.name} cannot be traced.", "Trace another sampler.")
 
     async def _end_trace(self) -> list[Trace]:
         return []

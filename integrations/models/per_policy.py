@@ -26,11 +26,11 @@ class PolicySampler(CalledSampler):
     async def _call(self, method: str, *arguments: Any) -> Any:
         if method == "info":
             return await self._joint_info()
-        if method in ("begin_trace", "end_trace"):
-            found = await asyncio.gather(*(getattr(sampler, method)() for sampler in self._all()))
-            return [trace for traces in found for trace in traces or ()]
-        policy = next(argument for argument in arguments if isinstance(argument, PolicyRef))
-        return await getattr(self._of(policy), method)(*arguments)
+        policy = next((argument for argument in arguments if isinstance(argument, PolicyRef)), None)
+        if policy is not None:
+            return await getattr(self._of(policy), method)(*arguments)
+        answers = await asyncio.gather(*(getattr(sampler, method)() for sampler in self._all()))
+        return [trace for traces in answers for trace in traces or ()]
 
     async def _joint_info(self) -> SamplerInfo:
         """All that is served; the shortest context length; counters summed."""

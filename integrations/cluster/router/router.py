@@ -113,13 +113,13 @@ class RoutedSampler(LoopSampler):
         self.counters["answered"] += 1
         return answer
 
-    async def sleep(self) -> None:
-        """Let all engines sleep; one that fails to is taken out and started anew."""
-        await self._run(self._locked_order("sleep"), to_its_end=True)
+    async def _sleep(self) -> None:
+        async with self._versions.lock:
+            await self._order("sleep")
 
-    async def wake(self) -> None:
-        """Wake all engines; one whose weights are not what they were is taken out and started anew."""
-        await self._run(self._locked_order("wake"), to_its_end=True)
+    async def _wake(self) -> None:
+        async with self._versions.lock:
+            await self._order("wake")  # an engine whose weights are other ones now is taken out
 
     async def _info(self) -> SamplerInfo:
         """What every engine serves once it is healthy; the shortest of their context lengths."""
@@ -262,10 +262,6 @@ class RoutedSampler(LoopSampler):
 
     async def _order(self, method: str, *arguments: Any) -> None:
         await asyncio.gather(*(engine.order(method, *arguments) for engine in self._queue.healthy()))
-
-    async def _locked_order(self, method: str) -> None:
-        async with self._versions.lock:
-            await self._order(method)
 
     def _begun(self) -> bool:
         """Every engine's first start is over."""

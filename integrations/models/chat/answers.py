@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cotune.errors import SamplerError
+from cotune.integrations.models.chat.content import calls_of, text_of
 from cotune.integrations.models.chat.template import ChatTemplate
-from cotune.integrations.models.chat.token_reuse import text_of
 from cotune.integrations.models.chat.tool_formats import split_reasoning
 
 
@@ -59,21 +59,12 @@ def _ended(chat: ChatTemplate, text: str) -> list[int]:
     return [*ids, chat.end_token_ids[0]] if end is None else ids[: end + 1]
 
 
-def _said(message: Mapping[str, Any]) -> tuple[str, tuple[str, ...]] | None:
+def _said(message: Mapping[str, Any]) -> tuple[str, str] | None:
     """Text and tool calls of an answer, in a form to compare; None where it has neither."""
-    text = split_reasoning(text_of(message.get("content")))[1].strip()
-    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    calls = tuple(json.dumps([f.get("name"), _object(f.get("arguments"))], sort_keys=True) for f in functions)
-    return (text, calls) if text or calls else None
+    text, calls = split_reasoning(text_of(message.get("content")))[1].strip(), calls_of(message)
+    return (text, json.dumps(calls, sort_keys=True)) if text or calls else None
 
 
 def _reasoning(message: Mapping[str, Any]) -> str:
     own = message.get("reasoning_content") or message.get("reasoning")
     return own if isinstance(own, str) else split_reasoning(text_of(message.get("content")))[0]
-
-
-def _object(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-    except ValueError:
-        return arguments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -57,7 +56,27 @@ def _text_part(part: Any) -> str:
 
 def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):  # what the model wrote is not JSON: the template shows it as it is
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+    if "arguments" in function:
+        function["arguments"] = parsed(function["arguments"])
     return {**call, "function": function}
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, also where it comes in parts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in content)
+    return str(content or "")
+
+
+def calls_of(message: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Name and arguments of each tool call of a message, in a form to compare."""
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    return [(function.get("name"), parsed(function.get("arguments"))) for function in functions]
+
+
+def parsed(arguments: Any) -> Any:
+    """The arguments of a call: as an object where they are JSON, else as the model wrote them."""
+    try:
+        return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+    except ValueError:
+        return arguments

@@ -150,7 +150,9 @@ class ChatTemplate:
         if tools and self.tool_format is None and not self._replies.template:
             raise SamplerError(self._unknown(), _NAME_IT)
         if tools and not self.shows_tools:
-            self._leaves_out_tools()
+            self._count("unshown_tools")
+            if self.counts["unshown_tools"] == 1:
+                log.warning("%s %s", UNSHOWN_TOOLS, SHOW_TOOLS)
         options = options or {}
         text, ids = self._render(messages, tools, options, most)
         if not earlier:
@@ -239,11 +241,6 @@ class ChatTemplate:
             return shown_by(lambda chat, tools: self._template(chat, tools, {}))
         except SamplerError:  # a template that refuses tools says so for each request that has some
             return True
-
-    def _leaves_out_tools(self) -> None:
-        self._count("unshown_tools")
-        if self.counts["unshown_tools"] == 1:
-            log.warning("%s %s", UNSHOWN_TOOLS, SHOW_TOOLS)
 
     def images(self, messages: Messages) -> tuple[bytes, ...]:
         """The encoded images of messages that have some, in order. Raises RequestRefused where the model sees none, or

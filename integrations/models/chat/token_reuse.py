@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from cotune.integrations.models.chat.content import calls_of, text_of
 from cotune.integrations.models.chat.tool_formats import REASONING
 
 _PLACE = "\ue000reply {}\ue001"
@@ -129,22 +130,5 @@ def _split(text: str, count: int) -> list[str] | None:
 
 def _said(message: Mapping[str, Any]) -> str:
     """What an assistant message says, whatever optional fields a client adds or drops and however it spells JSON."""
-    calls = [tool.get("function") or {} for tool in message.get("tool_calls") or ()]
-    said = [text_of(message.get("content")), (message.get("reasoning_content") or "").strip()]
-    return json.dumps([*said, [[call.get("name"), _arguments(call.get("arguments"))] for call in calls]])
-
-
-def text_of(content: Any) -> str:
-    """The text of a message's content, also where it comes in parts."""
-    if isinstance(content, list):
-        return "".join(str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in content)
-    return str(content or "")
-
-
-def _arguments(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:
-        return arguments
+    reasoning = (message.get("reasoning_content") or "").strip()
+    return json.dumps([text_of(message.get("content")), reasoning, calls_of(message)])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cotune.errors import ConfigError, RequestRefused
+from cotune.integrations.models.chat.content import parsed
 
 REASONING = ("<think>", "</think>")
 TOOL_CALL = ("<tool_call>", "</tool_call>")
@@ -38,8 +39,8 @@ def read_hermes(text: str) -> tuple[str, list[dict[str, Any]]]:
     calls: list[dict[str, Any]] = []
 
     def take(match: re.Match[str]) -> str:
-        call = _read_call(match.group(1))
-        if call is None:
+        call = _value(match.group(1))
+        if not is_call(call):
             return match.group(0)
         calls.append(call)
         return ""
@@ -84,11 +85,6 @@ def tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = json.dumps(arguments, ensure_ascii=False)
     name = call.get("id") or "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
     return {"id": name, "type": "function", "function": {"name": call["name"], "arguments": arguments}}
-
-
-def _read_call(body: str) -> dict[str, Any] | None:
-    call = _value(body)
-    return call if is_call(call) else None
 
 
 def _value(text: str) -> Any:
@@ -301,10 +297,6 @@ def recognised(spelled: str) -> ToolFormat | None:
             _, calls = known.read(spelled, _PROBE_TOOLS)
         except (ValueError, KeyError, TypeError):
             continue
-        if [(call["name"], _object(call["arguments"])) for call in calls] == [(_FUNCTION, {"probe_key": _VALUE})]:
+        if [(call["name"], parsed(call["arguments"])) for call in calls] == [(_FUNCTION, {"probe_key": _VALUE})]:
             return known
     return None
-
-
-def _object(arguments: Any) -> Any:
-    return json.loads(arguments) if isinstance(arguments, str) else arguments

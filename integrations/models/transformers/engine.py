@@ -117,8 +117,10 @@ class DecodingEngine:
                 self._start(command.id, *command.arguments)
             elif command.method == "cancel":
                 self._cancel(command.id)
-            else:
+            elif command.method in deeds:
                 self._replies.append(Answer(command.id, deeds[command.method](*command.arguments)))
+            else:
+                raise SamplerError(f"The in-process sampler cannot {command.method}.", "Sample with vLLM.")
         except SamplerError as error:
             self._replies.append(Answer(command.id, error=RequestRefused(error.cause, error.remedy)))
 

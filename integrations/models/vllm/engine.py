@@ -300,14 +300,6 @@ class VllmSampler(LoopSampler):
         await self._llm.reset_prefix_cache()
         await self._llm.resume_generation()
 
-    async def sleep(self) -> None:
-        """Finish what runs, then free the GPU until `wake`; requests meanwhile wait. Raises SamplerError."""
-        await self._run(self._sleep(), to_its_end=True)
-
-    async def wake(self) -> None:
-        """Take the GPU back. Raises SamplerError, and serves nothing more, when the weights are other ones now."""
-        await self._run(self._wake(), to_its_end=True)
-
     async def _sleep(self) -> None:
         if not self._sleeps:
             raise RequestRefused("This engine cannot sleep.", "Open it with sleeps=True.")
