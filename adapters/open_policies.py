@@ -131,7 +131,7 @@ async def _open_model(
         folder = locate_model(source)
     except ConfigError as error:
         raise ConfigError(
-            error.field, error.value, error.fault.replace("must be", "must be an export, or", 1), error.remedy
+            error.field, error.value, error.fault.replace("is not a", "is not an export,", 1), error.remedy
         ) from None
     digest = base_fingerprint(folder).weights
     own = folder.name if Path(source).expanduser().exists() else str(source)

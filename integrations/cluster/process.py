@@ -180,7 +180,7 @@ def _uploaded(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
             for upload in (upload_py_modules_if_needed, upload_working_dir_if_needed):
                 found = upload(found, include_gitignore=True, scratch_dir=scratch, logger=log)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
-        raise ConfigError("cluster.runtime_env", dict(runtime_env), f"must be what Ray takes ({error})") from error
+        raise ConfigError("cluster.runtime_env", dict(runtime_env), f"is not accepted by Ray ({error})") from error
     return found
 
 

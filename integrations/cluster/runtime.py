@@ -81,7 +81,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("cluster", "ray", "must be an installed Ray", "pip install 'cotune[ray]'.") from error
+        raise ConfigError("cluster", "ray", "is not installed", "Install it: pip install 'cotune[ray]'.") from error
     require("ray")
     return ray
 
@@ -95,7 +95,7 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            "cluster.address", address, f"must be local, auto, or HOST:PORT of a running Ray ({error})",
+            "cluster.address", address, f"is not local, auto, or HOST:PORT of a running Ray ({error})",
             "Start one with ray start --head, or correct the address.",
         ) from None  # fmt: skip
 
@@ -124,7 +124,7 @@ def _start(ray: Any, arguments: Mapping[str, Any]) -> None:
         raise ConfigError(
             "cluster",
             arguments["address"],
-            f"must be local, or the address of a running Ray ({type(error).__name__}: {error})",
+            f"cannot be started or joined ({type(error).__name__}: {error})",
             "Check the address, or look at the machine's load and memory.",
         ) from error
     finally:
@@ -135,7 +135,10 @@ def _joined(ray: Any, address: str | None) -> str:
     running: str = ray.get_runtime_context().gcs_address
     if address not in (None, "local", "auto", running):
         raise ConfigError(
-            "cluster", address, f"must be {running}, where this process already is", "Use one Ray per process."
+            "cluster",
+            address,
+            f"is another cluster than {running}, which this process has joined",
+            "Use one Ray per process.",
         )
     return running
 

@@ -248,7 +248,7 @@ def _no_room(setting: str, size: int, wanted: Mapping[str, float], why: str) -> 
     return ConfigError(
         setting,
         size,
-        f"must be as many workers of {dict(wanted)} as the cluster has room for ({why})",
+        f"needs {dict(wanted)} each, and the cluster has no room for them ({why})",
         "Ask for fewer of them, or for less of each.",
     )
 

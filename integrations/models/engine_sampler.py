@@ -167,7 +167,9 @@ class LoopSampler(CalledSampler):
     ) -> list[Completion]:
         room = room_after(len(prompt), self.max_model_len)
         if n < 1 or params.max_tokens < 1:
-            raise RequestRefused(f"n = {n} and max_tokens = {params.max_tokens} were asked for.", "Both are 1 or more.")
+            raise RequestRefused(
+                f"n = {n} and max_tokens = {params.max_tokens} were asked for.", "Ask for at least 1 of both."
+            )
         version = self._locate(policy)
         version.running += 1
         drawn = n if params.temperature > 0 else 1  # vLLM draws one greedy candidate only; all would be equal

@@ -129,7 +129,7 @@ def test_an_adapter_of_another_model_is_not_merged(
 ) -> None:
     names = {name.replace("layers.0", "layers.77"): array for name, array in policies[0].weights.items()}
     odd = dataclasses.replace(policies[0], weights=names)
-    with pytest.raises(ConfigError, match=r"layers\.77.*an adapter of"):
+    with pytest.raises(ConfigError, match=r"layers\.77.*of an adapter of"):
         write_export(tmp_path / "out", [odd], merge=True)
     assert list(tmp_path.iterdir()) == []
 
@@ -138,7 +138,7 @@ def test_full_weights_of_another_model_are_refused(tmp_path: Path, base: Path) -
     odd = TrainedPolicy(
         name="solo", kind="full", version=2, roles=("solo",), model=str(base), weights={"x": np.zeros(2, np.float32)}
     )
-    with pytest.raises(ConfigError, match="parameters of"):
+    with pytest.raises(ConfigError, match="is missing in the weights or in"):
         write_export(tmp_path / "out", [odd])
     assert list(tmp_path.iterdir()) == []
 

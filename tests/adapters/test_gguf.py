@@ -188,7 +188,7 @@ def test_a_llama_3_in_gguf_form_is_read_with_its_slowed_positions(
     with torch.no_grad():
         found, expected = (AutoModelForCausalLM.from_pretrained(model)(ids).logits for model in (folder, base))
     assert torch.allclose(found, expected, atol=1e-4)
-    with pytest.raises(ConfigError, match=r"rope_freqs.*Llama 3.*Name the model's own folder"):
+    with pytest.raises(ConfigError, match=r"rope_freqs.*Llama 3.*Use the model's own folder"):
         locate_model(tmp_path / "odd-out" / "solo" / "solo.gguf")
 
 
@@ -252,11 +252,11 @@ def _odd_split(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "cause"),
     [
-        (_gpt2, "a model of type llama, mistral, qwen2, qwen3; this one is gpt2"),
-        (_characters, "a byte-level BPE tokenizer; this one's is WordLevel"),
-        (_window, "without sliding windows"),
-        (_yarn, "rope_type default or llama3; this one has yarn"),
-        (_odd_split, "splits text as gpt-2, smollm, llama-bpe, qwen2"),
+        (_gpt2, "the type gpt2; supported are llama, mistral, qwen2, qwen3"),
+        (_characters, "tokenizer of type WordLevel; supported is byte-level BPE"),
+        (_window, "sliding windows of attention, which are not supported"),
+        (_yarn, "rope_type yarn; supported are default and llama3"),
+        (_odd_split, "splits text in another way than gpt-2, smollm, llama-bpe, qwen2"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_any_work(

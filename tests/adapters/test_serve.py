@@ -409,7 +409,7 @@ def test_an_alias_that_cannot_be_is_refused(aliases: dict[str, str], match: str)
 
 
 def test_a_folder_that_is_not_there_is_no_export_either(tmp_path: Path) -> None:
-    allowed = r"must be an export, or a model folder with a config\.json or a GGUF file; there is no such folder"
+    allowed = r"is not an export, model folder or GGUF file: there is no such folder"
     with pytest.raises(ConfigError, match=allowed), serving.serving(tmp_path / "nothing"):
         pass
 

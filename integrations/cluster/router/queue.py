@@ -117,8 +117,8 @@ class Queue:
         enough = healthy >= self._min_healthy
         if self._enough is not None and enough != self._enough:
             log.warning(
-                "%d of %d engines are healthy, at least %d must be. %s.", healthy, len(self._replicas),
-                self._min_healthy, "Requests go on" if enough else "Requests wait until more are back",
+                "%d of %d engines are healthy; at least %d are needed. %s.", healthy, len(self._replicas),
+                self._min_healthy, "Requests continue" if enough else "Requests wait until more are back",
             )  # fmt: skip
         if enough or self._enough is not None:
             self._enough = enough
@@ -144,7 +144,7 @@ class Queue:
         if left < self._min_healthy:
             reasons = "; ".join(f"{r.name}: {r.fault}" for r in lost)
             raise EngineLost(
-                f"{left} of {len(self._replicas)} engines are left, at least {self._min_healthy} must be. "
+                f"{left} of {len(self._replicas)} engines are left; at least {self._min_healthy} are needed. "
                 f"Given up: {reasons}.",
                 "Read the engines' logs, remove the cause, then resume the run; raise max_restarts if it has passed.",
             )

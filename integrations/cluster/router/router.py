@@ -292,8 +292,8 @@ def _refuse_if_two_agree(request: Request, failures: Sequence[tuple[Engine, Fail
     if isinstance(error, CotuneError):
         raise RequestRefused(error.cause, error.remedy) from error
     raise RequestRefused(
-        f"{request.policy} cannot be asked for this: {error_line(error)}.",
-        "Every engine that was asked raises it, and is healthy otherwise.",
+        f"{request.policy} refuses this request: {error_line(error)}.",
+        "Correct the request: two healthy engines raise this error for it.",
     ) from error
 
 

@@ -124,14 +124,14 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 def _form(body: Mapping[str, Any]) -> str:
     if (name := next((name for name in GUIDED if body.get(name) is not None), None)) is not None:
-        raise RequestRefused(f"{name} was asked for.", "Ask for the form as response_format, or by a tool.")
+        raise RequestRefused(f"{name} is not supported.", "Ask for the form as response_format, or by a tool.")
     kind = form_type(body)
     if kind == "text":
         return ""
     if kind == "json_object":
         return json_grammar(ANY_OBJECT)
     if kind != "json_schema":
-        raise RequestRefused(f"A response_format of type {kind!r} was asked for.", "text, json_object or json_schema.")
+        raise RequestRefused(f"response_format {kind!r} is not supported.", "Use text, json_object or json_schema.")
     given = body["response_format"].get("json_schema")
     schema = given.get("schema") if isinstance(given, Mapping) else None
     if not isinstance(schema, Mapping):
@@ -154,7 +154,7 @@ def _choice(body: Mapping[str, Any], tools: list[Mapping[str, Any]]) -> tuple[st
 def _mode(mode: str, tools: list[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
     mode = "required" if mode == "any" else mode
     if mode not in ("none", "auto", "required"):
-        raise RequestRefused(f"tool_choice = {mode!r} was asked for.", "It is none, auto, required or a function.")
+        raise RequestRefused(f"tool_choice = {mode!r} is not supported.", "Use none, auto, required or a function.")
     if mode == "required" and not tools:
         raise RequestRefused("tool_choice asks for a call, and the request has no tools.", "Send the tools with it.")
     return mode, [] if mode == "none" else tools

@@ -92,7 +92,7 @@ class ChatTemplate:
 
         path = Path(model)
         if path.exists() and not (path / "config.json").exists():
-            raise ConfigError("model", str(model), "must be a folder with config.json, tokenizer and weights", _REMEDY)
+            raise ConfigError("model", str(model), "is not a folder with config.json, tokenizer and weights", _REMEDY)
         with reading(model):
             tokenizer = AutoTokenizer.from_pretrained(str(model), **loading())
             config = AutoConfig.from_pretrained(str(model), **loading())
@@ -101,7 +101,7 @@ class ChatTemplate:
             raise ConfigError(
                 "model",
                 str(model),
-                "must be a model whose tokenizer has a chat template",
+                "has a tokenizer without a chat template",
                 "Use an instruct model, or put a chat_template.jinja into the folder.",
             )
         made = cls(tokenizer, ends, tools=tools, images=ImageInputs(str(model)) if sees_images(config) else None)
@@ -109,7 +109,7 @@ class ChatTemplate:
             made._template([{"role": "user", "content": "hi"}], None, {})
         except SamplerError as error:  # any other cause may be of this message alone
             if isinstance(error.__cause__, TookTooLong):
-                fault = f"must be a model whose chat template renders a message within {PATIENCE:g} s"
+                fault = f"has a chat template that does not render a message within {PATIENCE:g} s"
                 raise ConfigError("model", str(model), fault, "Repair its chat_template.jinja.") from None
         if made.tool_format is None and not made._replies.template:
             log.warning("%s Calls with tools are refused. %s", made._unknown(), _NAME_IT)
@@ -220,7 +220,7 @@ class ChatTemplate:
         return self._replies.parse(token_ids, stop, prompt, tools or ())
 
     def _unknown(self) -> str:
-        return f"The model's chat template writes tool calls as {self.spelled!r}, a form that is not known."
+        return f"The model's chat template writes tool calls in an unknown form: {self.spelled!r}."
 
     def _recognised(self) -> ToolFormat | None:
         """The format in which the chat template writes tool calls; Hermes where it shows none."""
@@ -337,7 +337,7 @@ class ChatTemplate:
 PATIENCE = 10.0
 """Seconds that a chat template has for one prompt."""
 _PROBE = "hello"
-_NAME_IT = "Name the format as tool_format: vllm:NAME is any tool parser of vLLM."
+_NAME_IT = "Set tool_format to the format; vllm:NAME is any tool parser of vLLM."
 _NO_MARK = "\0"
 """Where a format marks no call: what no reply contains."""
 PROMPTS, PROMPT_BYTES = 2048, 32 << 20

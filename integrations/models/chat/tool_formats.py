@@ -97,7 +97,7 @@ def _value(text: str) -> Any:
 def _no_grammar(function: str, arguments: str, token: Token) -> str:
     raise RequestRefused(
         "Tool calls cannot be enforced in the format in which this model writes them.",
-        "Leave the choice to the model: tool_choice auto, functions that are not strict, no response_format beside.",
+        "Leave the choice to the model: tool_choice auto, functions that are not strict, and no response_format.",
     )
 
 
@@ -229,7 +229,7 @@ def check_tool_format(name: str) -> None:
     """Raises ConfigError for what is no setting `tool_format`; whether vLLM has a parser shows when it is loaded."""
     if name in (AUTO, *FORMATS) or name.startswith(VLLM):
         return
-    raise ConfigError("tool_format", name, f"must be auto, {', '.join(FORMATS)} or vllm:NAME of a tool parser of vLLM")
+    raise ConfigError("tool_format", name, f"is not auto, {', '.join(FORMATS)}, or vllm:NAME of a tool parser of vLLM")
 
 
 def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
@@ -237,17 +237,21 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
         remedy = "Install the extra: pip install 'cotune[vllm]'."
-        raise ConfigError("tool_format", name, f"must be a format that needs no vLLM ({error})", remedy) from None
+        raise ConfigError("tool_format", name, f"needs vLLM ({error})", remedy) from None
     try:
         parser = ToolParserManager.get_tool_parser(name.removeprefix(VLLM))
     except KeyError:
         known = ", ".join(ToolParserManager.list_registered())
-        raise ConfigError("tool_format", name, f"must be vllm: and one of {known}") from None
+        raise ConfigError(
+            "tool_format", name, "is not a tool parser of vLLM", f"Use vllm: and one of {known}."
+        ) from None
     try:
         make: Any = parser
         make(tokenizer)
     except Exception as error:  # noqa: BLE001, parsers look for their marks in the vocabulary and raise what they like
-        raise ConfigError("tool_format", name, f"must be a format of this model ({error})") from None
+        raise ConfigError(
+            "tool_format", name, f"is not a format of this model ({error})", 'Use tool_format = "auto".'
+        ) from None
 
     def read(text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

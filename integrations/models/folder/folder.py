@@ -38,14 +38,14 @@ def locate_model(model: str | Path) -> Path:
     if (path / "run.json").is_file():
         raise _no_model(model, "it is a run folder", f"Export it first: cotune export {model} --out adapters/")
     if (path / "roles.json").is_file():
-        raise _no_model(model, "it is an export", "Name the base model that it was trained on, or use cotune serve.")
+        raise _no_model(model, "it is an export", "Use the base model that it was trained on, or cotune serve.")
     if (path / "adapter_config.json").is_file():
         whole = f"the export, {path.parent}" if (path.parent / "roles.json").is_file() else "its base model"
-        raise _no_model(model, "it is an adapter", f"Name {whole}.")
+        raise _no_model(model, "it is an adapter", f"Use {whole}.")
     if (file := find_gguf(path)) is not None:
         return unpack_gguf(file)
     if path.exists():
-        raise _no_model(model, "it has none", "Correct the path.")
+        raise _no_model(model, "it has no config.json", "Correct the path.")
     if not _may_be_id(str(model)):
         raise _no_model(model, "there is no such folder", f"{_near(path)} An id has the form owner/name.".strip())
     from huggingface_hub import snapshot_download
@@ -53,8 +53,8 @@ def locate_model(model: str | Path) -> Path:
     try:
         return _checked(Path(snapshot_download(str(model), allow_patterns=_NEEDED)))
     except (OSError, ValueError) as error:
-        remedy = "Correct the id, or fetch the model where there is a network (`hf download`) and name its folder."
-        fault = f"must be a model folder, or a Hugging Face id that can be fetched ({error_line(error)})"
+        remedy = "Correct the id, or fetch the model on a machine with a network (`hf download`) and use its folder."
+        fault = f"is not a model folder, nor a Hugging Face id that can be fetched ({error_line(error)})"
         raise ConfigError("model", str(model), fault, remedy) from None
 
 
@@ -63,7 +63,7 @@ def locate_base(model: str | Path) -> Path:
     try:
         return locate_model(model)
     except ConfigError as error:
-        remedy = f"{error.remedy} Where it was moved, --model says where it is now."
+        remedy = f"{error.remedy} If it was moved, give its place with --model."
         raise ConfigError("model", error.value, error.fault, remedy) from None
 
 
@@ -85,7 +85,7 @@ def reading(model: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        fault = f"must be a model folder or hub id ({error_line(error)})"
+        fault = f"cannot be read as a model ({error_line(error)})"
         raise ConfigError("model", str(model), fault, "Check --model.") from error
 
 
@@ -95,15 +95,15 @@ def _checked(folder: Path) -> Path:
         raise ConfigError(
             "model",
             str(folder),
-            f"must be a model with its weights in *.safetensors ({bins[0]} is a pickle, which may run code when read)",
-            "Convert it where you trust it: model.save_pretrained(FOLDER) writes safetensors.",
+            f"has no weights in *.safetensors ({bins[0]} is a pickle, which may run code when read)",
+            "If you trust it, convert it: model.save_pretrained(FOLDER) writes safetensors.",
         )
     own = None if loading()["trust_remote_code"] else _own_code(folder)
     if own:
         raise ConfigError(
             "model",
             str(folder),
-            f"must be a model that transformers knows; this one runs code of its own ({own})",
+            f"needs code of its own, as transformers does not know it ({own})",
             "Read that code, then allow it with --trust-remote-code.",
         )
     return folder
@@ -131,13 +131,13 @@ def _settings(file: Path) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        fault = f"must be a model folder whose {file.name} is a JSON object"
+        fault = f"has a {file.name} that is not a JSON object"
         raise ConfigError("model", str(file.parent), fault, "Fetch it again.")
     return found
 
 
 def _no_model(model: str | Path, why: str, remedy: str) -> ConfigError:
-    return ConfigError("model", str(model), f"must be a model folder with a config.json or a GGUF file; {why}", remedy)
+    return ConfigError("model", str(model), f"is not a model folder or GGUF file: {why}", remedy)
 
 
 def _may_be_id(model: str) -> bool:
@@ -171,7 +171,10 @@ def write_model(base: Path, weights: Weights, to: Path) -> None:
     parameters = dict(model.named_parameters())
     if odd := sorted(parameters.keys() ^ weights.keys()):
         raise ConfigError(
-            "weights", odd[0], f"must be the {len(parameters)} parameters of {base}", "Name the right base model."
+            "weights",
+            odd[0],
+            f"is missing in the weights or in {base}",
+            "Give the right base model.",
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -193,7 +196,7 @@ def write_merged(base: Path, weights: Weights, lora: LoraSpec, to: Path) -> Weig
             layer = name.removesuffix(_LORA_A)
             target = layer.removeprefix("base_model.model.") + ".weight"
             if target not in parameters:
-                raise ConfigError("weights", name, f"must be an adapter of {base}", "Name the right base model.")
+                raise ConfigError("weights", name, f"is not of an adapter of {base}", "Give the right base model.")
             delta = lora.scale * (np.asarray(weights[f"{layer}.lora_B.weight"], np.float32) @ np.asarray(a, np.float32))
             parameters[target].add_(torch.from_numpy(delta))
     _save(model, base, to)

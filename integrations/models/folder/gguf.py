@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, error_line
 
 log = logging.getLogger("cotune")
 
@@ -26,7 +26,7 @@ def find_gguf(model: Path) -> Path | None:
     found = sorted(model.glob("*.gguf")) if model.is_dir() else []
     if len(found) > 1:
         names = ", ".join(file.name for file in found[:4]) + (", …" if len(found) > 4 else "")
-        raise ConfigError("model", str(model), f"must be one model; the folder holds {names}", "Name the file.")
+        raise ConfigError("model", str(model), f"holds several models: {names}", "Give the path of one file.")
     return found[0].resolve() if found else None
 
 
@@ -40,7 +40,7 @@ def unpack_gguf(file: Path) -> Path:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     folder = _cache() / f"{file.stem}-{digest[:16]}"
     if not folder.is_dir():
-        log.warning("%s is unpacked into %s: this happens once", file.name, folder)
+        log.warning("Unpacking %s into %s, once", file.name, folder)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder.parent) as made:
@@ -48,7 +48,7 @@ def unpack_gguf(file: Path) -> Path:
                 (Path(made) / "model").rename(folder)
         except OSError as error:
             if not folder.is_dir():  # else another process was faster
-                fault = f"must be room and rights in {folder.parent} ({error.strerror or error})"
+                fault = f"cannot be unpacked into {folder.parent} ({error.strerror or error})"
                 raise ConfigError("model", str(file), fault, "Free the disk, or set XDG_CACHE_HOME.") from error
     return folder
 
@@ -66,11 +66,10 @@ def _unpack(file: Path, to: Path) -> None:
         AutoTokenizer.from_pretrained(**source).save_pretrained(to)
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     except ImportError as error:
-        raise ConfigError("model", str(file), f"must be readable here ({error})", "pip install gguf") from None
+        raise ConfigError("model", str(file), f"cannot be read ({error})", "Run: pip install gguf") from None
     except Exception as error:  # whatever a file that is none makes the reader raise
-        first = str(error).partition("\n")[0]
-        fault = f"must be a GGUF file whose architecture transformers reads ({type(error).__name__}: {first})"
-        raise ConfigError("model", str(file), fault, "Fetch it again, or name the model's own folder.") from error
+        fault = f"is not a GGUF file of an architecture that transformers reads ({error_line(error)})"
+        raise ConfigError("model", str(file), fault, "Fetch it again, or use the model's own folder.") from error
     read.config.rope_parameters = _positions(file, read.config)
     # One that was read from GGUF counts as quantised and refuses to be saved: its twin of the same weights does not.
     settings = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
@@ -114,6 +113,6 @@ def _positions(file: Path, config: Any) -> dict[str, Any]:
         return plain
     config.rope_parameters = {**plain, **LLAMA3, "factor": float(found.max())}
     if not np.allclose(slowed_positions(config), found, rtol=1e-3):
-        fault = "must be a GGUF file whose positions are slowed (rope_freqs) as those of Llama 3.1 to 3.3"
-        raise ConfigError("model", str(file), fault, "Name the model's own folder.")
+        fault = "slows its positions (rope_freqs) in another way than Llama 3.1 to 3.3"
+        raise ConfigError("model", str(file), fault, "Use the model's own folder.")
     return dict(config.rope_parameters)

@@ -17,7 +17,7 @@ def check_repository(name: str) -> None:
     except HFValidationError as error:
         raise ConfigError("push", name, f"must be USER/NAME ({error})") from None
     if "/" not in name:
-        raise ConfigError("push", name, "must be USER/NAME, of the user or organisation that it belongs to")
+        raise ConfigError("push", name, "must be USER/NAME: the user or organisation that owns it, and its name")
 
 
 def push(folder: Path, name: str, *, private: bool) -> str:

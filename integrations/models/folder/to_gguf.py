@@ -50,14 +50,14 @@ def _checked(model: Path) -> tuple[Any, str]:
     with reading(model):
         config = AutoConfig.from_pretrained(model, **loading())
     if config.model_type not in _ARCHITECTURES:
-        raise _refused(model, f"must be a model of type {', '.join(_ARCHITECTURES)}; this one is {config.model_type}")
+        raise _refused(model, f"has the type {config.model_type}; supported are {', '.join(_ARCHITECTURES)}")
     rope = config.rope_parameters["rope_type"]
     if rope not in _ROPE:
-        raise _refused(model, f"must be a model with rope_type {' or '.join(_ROPE)}; this one has {rope}")
+        raise _refused(model, f"has rope_type {rope}; supported are {' and '.join(_ROPE)}")
     if _slides(config):
-        raise _refused(model, "must be a model without sliding windows of attention")
+        raise _refused(model, "has sliding windows of attention, which are not supported")
     if config.hidden_act != "silu":
-        raise _refused(model, f"must be a model with hidden_act silu; this one has {config.hidden_act}")
+        raise _refused(model, f"has hidden_act {config.hidden_act}; supported is silu")
     return config, _split_name(model)
 
 
@@ -106,12 +106,12 @@ def _split_name(model: Path) -> str:
 
     file = model / "tokenizer.json"
     if not file.is_file():
-        raise _refused(model, "must be a model with a tokenizer.json")
+        raise _refused(model, "has no tokenizer.json")
     settings = json.loads(file.read_bytes())
     inner, before = settings["model"], settings["normalizer"]
     splitter = Tokenizer.from_file(str(file)).pre_tokenizer
     if inner["type"] != "BPE" or not inner["merges"] or splitter is None or (before and before["type"] != "NFC"):
-        raise _refused(model, f"must be a model with a byte-level BPE tokenizer; this one's is {inner['type']}")
+        raise _refused(model, f"has a tokenizer of type {inner['type']}; supported is byte-level BPE")
     found = splitter.pre_tokenize_str(_TOLD_APART)
     for name, expressions in _SPLITS.items():
         parts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
@@ -121,7 +121,8 @@ def _split_name(model: Path) -> str:
         if whole and [piece for piece, _ in known] == [piece for piece, _ in found]:
             return name
     raise _refused(
-        model, f"must be a model whose tokenizer splits text as {', '.join(_SPLITS)} (names of llama.cpp) does"
+        model,
+        f"has a tokenizer that splits text in another way than {', '.join(_SPLITS)} (names of llama.cpp)",
     )
 
 

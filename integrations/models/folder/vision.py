@@ -114,7 +114,7 @@ class ImageInputs:
                     with reading(self._model):
                         self._loaded = AutoProcessor.from_pretrained(self._model, **loading())
                 except ImportError as error:
-                    fault = f"must be a model whose processor can be loaded ({error_line(error)})"
+                    fault = f"has a processor that cannot be loaded ({error_line(error)})"
                     raise ConfigError("model", self._model, fault, "Install what its processor needs.") from None
             return self._loaded
 

@@ -287,8 +287,8 @@ def _moved(model: Any, device: str) -> Any:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA
-        fault = f"must be a torch device of this machine ({str(error).partition(chr(10))[0]})"
-        raise ConfigError("device", device, fault, "Take cpu, or a GPU that torch can use.") from None
+        fault = f"is not a torch device of this machine ({str(error).partition(chr(10))[0]})"
+        raise ConfigError("device", device, fault, "Use cpu, or a GPU that torch can use.") from None
 
 
 def usual_threads(parameters: int) -> int:

@@ -60,7 +60,10 @@ class TransformersSampler(CalledSampler):
             raise ConfigError("host", host, "must be process or thread")
         if host == "process" and not isinstance(model, str | Path):
             raise ConfigError(
-                "host", host, "must be thread, for a model that is already loaded", "Pass the model's folder."
+                "host",
+                host,
+                "cannot serve a model that is already loaded",
+                'Use host = "thread", or pass the model\'s folder.',
             )
         folder = isinstance(model, Path) or (isinstance(model, str) and Path(model).is_absolute())
         if folder and not Path(model, "config.json").exists():

@@ -21,6 +21,6 @@ def check_gpu() -> None:
         raise ConfigError(
             "cluster.gpus_per_engine",
             0,
-            "must be 1 or more, as this vLLM was built for GPUs, and a GPU that torch can use",
+            "gives this vLLM no GPU that torch can use, and it was built for GPUs",
             'Set it, or sample with cluster.engine = "transformers".',
         )

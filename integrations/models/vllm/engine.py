@@ -128,7 +128,9 @@ class VllmSampler(LoopSampler):
         try:
             arguments = AsyncEngineArgs(**{**self._arguments(), **engine_args})
         except TypeError as error:
-            raise ConfigError("engine_args", engine_args, "must be vLLM's engine arguments", f"{error}.") from error
+            raise ConfigError(
+                "engine_args", engine_args, f"are not all engine arguments of vLLM ({error})", "Correct their names."
+            ) from error
         try:
             self._llm = AsyncLLM.from_engine_args(arguments)
             self.max_model_len = self._llm.model_config.max_model_len

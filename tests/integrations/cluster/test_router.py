@@ -294,8 +294,8 @@ def test_below_the_floor_requests_wait_and_that_is_said(caplog: pytest.LogCaptur
         assert await asyncio.gather(*asked) == [BASE_MARK] * 3
 
     routed(site, scenario, min_healthy=2)
-    assert "1 of 2 engines are healthy, at least 2 must be. Requests wait until more are back." in caplog.messages
-    assert caplog.messages[-1] == "2 of 2 engines are healthy, at least 2 must be. Requests go on."
+    assert "1 of 2 engines are healthy; at least 2 are needed. Requests wait until more are back." in caplog.messages
+    assert caplog.messages[-1] == "2 of 2 engines are healthy; at least 2 are needed. Requests continue."
 
 
 def test_when_restarts_are_used_up_everything_fails_with_cause_and_remedy(caplog: pytest.LogCaptureFixture) -> None:

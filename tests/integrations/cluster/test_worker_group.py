@@ -92,5 +92,5 @@ def test_a_rank_that_does_not_start_is_named():
 
 
 def test_more_workers_than_the_cluster_has_room_for_are_refused_by_setting():
-    with pytest.raises(ConfigError, match=r"cluster\.size = 1000: .* as the cluster has room for"):
+    with pytest.raises(ConfigError, match=r"cluster\.size = 1000 .* the cluster has no room for"):
         start(size=1000)

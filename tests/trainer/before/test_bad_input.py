@@ -189,14 +189,14 @@ def test_a_tree_without_a_scorer(refused):
 def test_a_model_folder_that_is_missing(refused, tmp_path):
     error = refused(ConfigError, application(**BOTH), model=str(tmp_path / "nowhere"))
     assert (error.field, error.value) == ("model", str(tmp_path / "nowhere"))
-    assert error.fault == "must be a model folder with a config.json or a GGUF file; there is no such folder"
+    assert error.fault == "is not a model folder or GGUF file: there is no such folder"
 
 
 def test_a_model_without_a_chat_template(refused, tmp_path):
     base = build_base(tmp_path / "bare", template=False)
     error = refused(ConfigError, application(**BOTH), model=str(base))
     assert (error.field, error.value) == ("model", str(base))
-    assert error.fault == "must be a model whose tokenizer has a chat template"
+    assert error.fault == "has a tokenizer without a chat template"
     assert "chat_template.jinja" in error.remedy
 
 

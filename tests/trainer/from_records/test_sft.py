@@ -369,7 +369,7 @@ def test_records_without_answers(trainer: Trainer, records: Path, tmp_path: Path
 
 def test_a_model_without_a_chat_template(trainer: Trainer, records: Path, tmp_path: Path) -> None:
     plain = build_base(tmp_path / "plain", template=False)
-    with pytest.raises(ConfigError, match="a model whose tokenizer has a chat template"):
+    with pytest.raises(ConfigError, match="a tokenizer without a chat template"):
         learn(trainer, records, model=str(plain))
 
 

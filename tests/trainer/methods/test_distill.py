@@ -169,7 +169,7 @@ def test_bad_teachers_are_named(trainer: Trainer, tmp_path: Path) -> None:
     tiny_models.build("qwen3", tmp_path / "other")
     with pytest.raises(ConfigError, match=r"distill.teacher = .*other' has another tokenizer than"):
         trainer(application(converse), recipe="distill", distill={"teacher": str(tmp_path / "other")})
-    with pytest.raises(ConfigError, match=r"distill.teacher = '' must be a model folder"):
+    with pytest.raises(ConfigError, match=r"distill.teacher = '' is not a model folder"):
         trainer(application(converse), recipe="distill")
     with pytest.raises(ConfigError, match=r"recipe must be distill, where distill.teacher is given"):
         trainer(application(converse), distill={"teacher": str(tmp_path / "other")})

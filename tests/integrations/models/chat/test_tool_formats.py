@@ -138,13 +138,13 @@ def test_a_form_that_nothing_reads_is_refused_when_tools_are_offered() -> None:
     chat = made("CALL {{ f.name }} WITH {{ f.arguments }}")
     assert chat.tool_format is None
     assert chat.render([USER], None)
-    with pytest.raises(SamplerError, match=r"writes tool calls as \"CALL probe_function.*vllm:NAME"):
+    with pytest.raises(SamplerError, match=r"in an unknown form: \"CALL probe_function.*vllm:NAME"):
         chat.render([USER], TOOLS)
 
 
 def test_a_format_that_is_named_is_taken_and_an_unknown_one_refused() -> None:
     assert made("CALL {{ f.name }}", "mistral").tool_format is FORMATS["mistral"]
-    with pytest.raises(ConfigError, match=r"tool_format = 'gpt4' must be auto, hermes, .*vllm:NAME") as caught:
+    with pytest.raises(ConfigError, match=r"tool_format = 'gpt4' is not auto, hermes, .*vllm:NAME") as caught:
         tool_format("gpt4", None)
     assert caught.value.field == "tool_format"
 

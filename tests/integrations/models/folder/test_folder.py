@@ -19,9 +19,7 @@ def test_a_folder_stands_for_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["/nowhere", "./models/nothing", "~/nothing", "a/b/c", "adaptors", "adaptors/"])
 def test_a_path_without_a_model_is_not_asked_for_anywhere(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
-    with pytest.raises(
-        ConfigError, match=r"a model folder with a config\.json or a GGUF file; there is no such folder\."
-    ):
+    with pytest.raises(ConfigError, match=r"is not a model folder or GGUF file: there is no such folder\."):
         locate_model(model)
 
 
@@ -36,12 +34,12 @@ def test_a_name_in_a_folder_that_is_there_is_a_path(tmp_path: Path, monkeypatch:
 def test_an_adapter_is_told_from_a_model_with_what_to_name_instead(tmp_path: Path) -> None:
     (role := tmp_path / "writer").mkdir()
     (role / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"it is an adapter\. Name its base model\."):
+    with pytest.raises(ConfigError, match=r"it is an adapter\. Use its base model\."):
         locate_model(role)
     (tmp_path / "roles.json").write_text("{}")
     with pytest.raises(ConfigError) as caught:
         locate_model(role)
-    assert caught.value.remedy == f"Name the export, {tmp_path}."
+    assert caught.value.remedy == f"Use the export, {tmp_path}."
 
 
 @pytest.mark.parametrize(

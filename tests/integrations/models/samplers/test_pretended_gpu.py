@@ -74,5 +74,5 @@ def test_rows_are_admitted_as_the_memory_of_the_gpu_has_room(monkeypatch: pytest
 def test_a_gpu_that_is_not_there_is_an_error_of_the_configuration() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(ConfigError, match=r"device = 'cuda' must be a torch device of this machine"):
+    with pytest.raises(ConfigError, match=r"device = 'cuda' is not a torch device of this machine"):
         engine._moved(torch.nn.Linear(1, 1), "cuda")

@@ -187,7 +187,7 @@ def test_what_fails_in_the_process_while_loading_arrives_as_the_same_error(tmp_p
 def test_a_host_that_does_not_exist_and_one_that_does_not_fit(qwen: Any) -> None:
     with pytest.raises(ConfigError, match="'cloud'"):
         asyncio.run(TransformersSampler.open(qwen, host="cloud"))
-    with pytest.raises(ConfigError, match="thread, for a model that is already loaded"):
+    with pytest.raises(ConfigError, match="a model that is already loaded"):
         asyncio.run(TransformersSampler.open(qwen, host="process"))
 
 

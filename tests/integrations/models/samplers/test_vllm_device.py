@@ -21,7 +21,7 @@ def test_an_engine_for_gpus_that_is_given_none_is_told_of_the_setting(monkeypatc
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_engine = 0 must be 1 or more"):
+    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_engine = 0 gives this vLLM no GPU"):
         check_gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_gpu()

@@ -137,7 +137,7 @@ def test_a_run_trains_adapters_on_a_server_and_leaves_it_as_it_was(
 
 
 def test_full_weights_are_refused(ray_runtime: str, base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"policies = 'full': .* it takes adapters only"):
+    with pytest.raises(ConfigError, match=r"policies = 'full' .* it takes adapters only"):
         run(base, "http://127.0.0.1:9", tmp_path / "full", policies="full")
 
 

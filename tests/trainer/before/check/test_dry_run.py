@@ -268,7 +268,7 @@ IMAGE = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image
     ("asked", "cause"),
     [
         ({"messages": [{"role": "user", "content": IMAGE}]}, "An image comes as 'https' and not with its bytes"),
-        ({"extra_body": {"guided_choice": ["a", "b"]}}, "guided_choice was asked for."),
+        ({"extra_body": {"guided_choice": ["a", "b"]}}, "guided_choice is not supported."),
     ],
 )
 def test_what_no_policy_can_answer_blocks_but_for_a_provider(
