@@ -30,12 +30,11 @@ def render(report: ReplayReport) -> Group:
 def _one(found: Repetition, who: str) -> Iterable[RenderableType]:
     old, fork = found.old, found.fork
     repeated = len(old.calls) if fork is None else fork
-    said = f"{plural(repeated, 'call')} from the record" + (f", then {who}" if who and fork is not None else "")
-    head = Text.assemble(("episode ", "bold"), (old.episode.id, NAME), f"  task {old.episode.task.id} · {said}\n")
-    yield head
+    sources = f"{plural(repeated, 'call')} from the record" + (f", then {who}" if who and fork is not None else "")
+    yield Text.assemble(("episode ", "bold"), (old.episode.id, NAME), f"  task {old.episode.task.id} · {sources}\n")
     names = ["new"] if len(found.new) == 1 else [f"new {number + 1}" for number in range(len(found.new))]
     table = grid("call", "role", "turn>", "old", *names)
-    sides = [_by_place(seen) for seen in (old, *found.new)]
+    sides = [{(call.role, call.turn): call for call in seen.calls} for seen in (old, *found.new)]
     places = dict.fromkeys(place for side in sides for place in side)
     for role, turn in sorted(places, key=lambda place: min(s[place].step for s in sides if place in s)):
         calls = [side.get((role, turn)) for side in sides]
@@ -46,7 +45,8 @@ def _one(found: Repetition, who: str) -> Iterable[RenderableType]:
         yield table
     ends = grid("", "outcome", "calls>", "seconds>", "status")
     for name, seen in zip(("old", *names), (old, *found.new), strict=True):
-        ends.add_row(name, *_ending(seen))
+        counts = cells((len(seen.calls), f"{seen.episode.latency:.2f}"))
+        ends.add_row(name, scores(seen.rewards), *counts, _status(seen))
     yield ends
     for seen in found.new:
         if seen.episode.error:
@@ -54,48 +54,50 @@ def _one(found: Repetition, who: str) -> Iterable[RenderableType]:
 
 
 def _all(report: ReplayReport) -> Iterable[RenderableType]:
-    new = [seen for one in report.repetitions for seen in one.new]
-    same = sum(_same(one) for one in report.repetitions)
-    worse = sum(_total(one.new[0]) < _total(one.old) for one in report.repetitions if _both_ended(one))
-    better = sum(_total(one.new[0]) > _total(one.old) for one in report.repetitions if _both_ended(one))
+    pairs = [(one.old, now) for one in report.repetitions for now in one.new]
+    changed = [
+        (old, now) for old, now in pairs if (old.episode.status, old.rewards) != (now.episode.status, now.rewards)
+    ]
+    gains = [
+        sum(now.rewards.values()) - sum(old.rewards.values())
+        for old, now in pairs
+        if old.episode.status == now.episode.status == "ok"
+    ]
     who = f"answered by {report.who}" if report.who else "answered from the record"
-    yield Text(f"{plural(len(new), 'episode')} run again, {who}\n", style="bold")
-    counts = grid("", "episodes>")
-    for name, count in (
-        ("same outcome", same), ("better", better), ("worse", worse), ("diverged", report.diverged),
-        ("failed, had not before", report.failed),
-    ):  # fmt: skip
-        counts.add_row(name, str(count))
-    yield counts
-    names = sorted({name for one in report.repetitions for name in one.old.rewards})
-    means = grid("mean outcome", "old>", "new>")
-    for name in names:
-        means.add_row(name, *(_mean(side, name) for side in ([one.old for one in report.repetitions], new)))
-    if names:
+    yield Text(f"{plural(len(pairs), 'episode')} run again, {who}\n", style="bold")
+    counts = {
+        "same outcome": len(pairs) - len(changed),
+        "better": sum(gain > 0 for gain in gains),
+        "worse": sum(gain < 0 for gain in gains),
+        "diverged": report.diverged,
+        "failed, had not before": report.failed,
+    }
+    table = grid("", "episodes>")
+    for name, count in counts.items():
+        table.add_row(name, str(count))
+    yield table
+    if names := sorted({name for old, _ in pairs for name in old.rewards}):
+        means = grid("mean outcome", "old>", "new>")
+        for name in names:
+            means.add_row(name, *(_mean(side, name) for side in zip(*pairs, strict=True)))
         yield Text("")
         yield means
     causes: dict[str, list[str]] = {}
-    for seen in new:
-        if seen.episode.error:
-            causes.setdefault(_PLACE.sub("", seen.episode.error), []).append(seen.episode.error)
+    for _, now in pairs:
+        if now.episode.error:
+            causes.setdefault(_PLACE.sub("", now.episode.error), []).append(now.episode.error)
     commonest = sorted(causes.values(), key=len, reverse=True)
     for texts in commonest[:_CAUSES]:
         yield Text(f"\n{len(texts)} x {'' if len(set(texts)) == 1 else 'at one place, first: '}{texts[0]}", style=BAD)
     if rest := sum(map(len, commonest[_CAUSES:])):
         yield Text(f"\n{plural(rest, 'episode')} with other errors", style=BAD)
-    changed = [one for one in report.repetitions if not _same(one)]
     if changed:
         title = f"\nnot the same: {len(changed)}" + (f", the first {_LISTED}" if len(changed) > _LISTED else "")
         table = grid("episode", "task", "old", "new", "status", title=title)
-        for one in changed[:_LISTED]:
-            now = one.new[0]
-            row = (Text(one.old.episode.id, style=NAME), one.old.episode.task.id)
-            table.add_row(*cells(row), scores(one.old.rewards), scores(now.rewards), _status(now))
+        for old, now in changed[:_LISTED]:
+            row = cells((Text(old.episode.id, style=NAME), old.episode.task.id))
+            table.add_row(*row, scores(old.rewards), scores(now.rewards), _status(now))
         yield table
-
-
-def _by_place(seen: Seen) -> dict[tuple[str, int], CallRecord]:
-    return {(call.role, call.turn): call for call in seen.calls}
 
 
 def _said(call: CallRecord | None) -> Text:
@@ -106,30 +108,11 @@ def _said(call: CallRecord | None) -> Text:
     return Text(answer_line(call.candidates[call.chosen]), style=QUIET if call.replayed else "")
 
 
-def _ending(seen: Seen) -> Sequence[Text]:
-    return [scores(seen.rewards), Text(str(len(seen.calls))), Text(f"{seen.episode.latency:.2f}"), _status(seen)]
-
-
 def _status(seen: Seen) -> Text:
-    episode = seen.episode
-    return Text(
-        "diverged" if episode.blame == "divergence" else episode.status, style=GOOD if episode.status == "ok" else BAD
-    )
-
-
-def _both_ended(one: Repetition) -> bool:
-    return one.old.episode.status == one.new[0].episode.status == "ok"
-
-
-def _same(one: Repetition) -> bool:
-    now = one.new[0]
-    return now.episode.status == one.old.episode.status and dict(now.rewards) == dict(one.old.rewards)
-
-
-def _total(seen: Seen) -> float:
-    return sum(seen.rewards.values())
+    status = "diverged" if seen.episode.blame == "divergence" else seen.episode.status
+    return Text(status, style=GOOD if status == "ok" else BAD)
 
 
 def _mean(side: Sequence[Seen], name: str) -> str:
-    found = [seen.rewards[name] for seen in side if name in seen.rewards]
-    return f"{sum(found) / len(found):.3f} of {len(found)}" if found else "-"
+    values = [seen.rewards[name] for seen in side if name in seen.rewards]
+    return f"{sum(values) / len(values):.3f} of {len(values)}" if values else "-"
