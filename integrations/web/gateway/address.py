@@ -105,27 +105,25 @@ def identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
     `role_header` is another header that says the role. Raises RequestError (400) for one that is malformed or given
     twice.
     """
-    given: dict[str, str] = {}
+    headers: dict[str, str] = {}
     baggage: dict[str, str] = {}
     for name, value in scope["headers"]:
         if name.startswith(b"x-cotune-"):
             field = name[9:].decode("latin-1")
-            if given.setdefault(field, _text(value, field)) != _text(value, field):
+            if headers.setdefault(field, _text(value, field)) != _text(value, field):
                 raise RequestError(400, f"X-Cotune-{field.title()} is given twice.", code="invalid_identity")
         elif name == b"baggage" and _MEMBER in value:
             baggage.update(_members(value))
-    episode, role = given.get("episode"), given.get("role")
-    if episode is None and (address.episode is not None or "episode" in baggage):
-        episode = address.episode or baggage["episode"]
-    if role is None:
-        own = header(scope, role_header.lower().encode()).decode("latin-1") if role_header else ""
-        role = address.role or baggage.get("role", own or None)
-    parents = given.get("parents") or baggage.get("parents") or ""
+    named = header(scope, role_header.lower().encode()).decode("latin-1") if role_header else ""
+    path = {"episode": address.episode, "role": address.role}
+    fields: dict[str, str] = {"role": named} if named else {}
+    fields |= baggage | {name: value for name, value in path.items() if value is not None} | headers
+    episode, role = fields.get("episode"), fields.get("role")
     return Identity(
         None if episode is None else _id(episode, "episode"),
         "app" if role is None else _role(role),
         role is not None,
-        tuple(_id(part.strip(), "parent") for part in parents.split(",") if part.strip()),
+        tuple(_id(part.strip(), "parent") for part in fields.get("parents", "").split(",") if part.strip()),
     )
 
 

@@ -45,7 +45,6 @@ from cotune.integrations.web.http.requests import (
 )
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
 from cotune.recording.context import current_episode
-from cotune.recording.recorder import LiveEpisode
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 
@@ -76,18 +75,6 @@ class Gateway:
             self.proxy.counts[f"refused_{error.status}"] += 1
             await refusal(error)(scope, receive, send)
 
-    def attach(self, episode: LiveEpisode) -> None:
-        """`Episodes.attach`, from another thread."""
-
-        async def run() -> None:
-            self.episodes.attach(episode)
-
-        asyncio.run_coroutine_threadsafe(run(), self.loop).result()
-
-    def detach(self, episode: LiveEpisode) -> None:
-        """`Episodes.detach`, from another thread."""
-        asyncio.run_coroutine_threadsafe(self.episodes.detach(episode.id), self.loop).result()
-
     async def close(self) -> None:
         """End what is open and close the connections to the provider; the store stays open."""
         await self.episodes.close()
@@ -105,16 +92,14 @@ def running_gateway(
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, Gateway]]:
-        store = None if records is None else _opened(Path(records))
-        try:
+        if records is not None and not Path(records).suffix:  # a folder
+            Path(records).mkdir(parents=True, exist_ok=True)
+        with contextlib.nullcontext() if records is None else open_store(records) as store:
             made = Gateway(config, store)
             try:
                 yield made, made
             finally:
                 await made.close()
-        finally:
-            if store is not None:
-                store.close()
 
     return running(
         opening,
@@ -182,13 +167,13 @@ def gateway(upstream: str | None = None) -> Iterator[Gate]:
     anthropic = (os.environ.get("ANTHROPIC_BASE_URL") or "https://api.anthropic.com").rstrip("/") + "/v1"
     openai = os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
     found = _shared(GatewayConfig(upstream=upstream or openai, anthropic=upstream or anthropic))
-    made = found.opened
-    made.attach(episode)
+    episodes, loop = found.opened.episodes, found.opened.loop
+    loop.call_soon_threadsafe(episodes.attach, episode)
     episode.gateway = found.url
     try:
         yield Gate(found.url, episode.id)
     finally:
-        made.detach(episode)
+        asyncio.run_coroutine_threadsafe(episodes.detach(episode.id), loop).result()
 
 
 _opening = threading.Lock()
@@ -207,14 +192,8 @@ def _shared(config: GatewayConfig) -> RunningServer[Gateway]:
         return _running[config]
 
 
-def _opened(records: Path) -> Store:
-    if not records.suffix:
-        records.mkdir(parents=True, exist_ok=True)
-    return open_store(records)
-
-
 T = TypeVar("T")
-_TARGET = re.compile(r"([0-9A-HJKMNP-TV-Z]{26})(?:\.(\d{1,4}))?")
+_TARGET = re.compile(r"([0-9A-HJKMNP-TV-Z]{26})(?:\.\d{1,4})?")
 
 
 class GiveRewards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -268,25 +247,22 @@ def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store |
 
 async def _check_target(target: str, episodes: Episodes, store: Store | None) -> None:
     """Raises RequestError for a target that is not an id (400) or not recorded (404)."""
-    found = _TARGET.fullmatch(target)
-    if found is None:
+    if _TARGET.fullmatch(target) is None:
         text = "A target is an episode id, or CALL.INDEX for a candidate."
         raise RequestError(400, text, param="target", code="invalid_value")
-    if store is None or (found[2] is None and target in episodes.open):
+    if store is None or target in episodes.open:
         return
+
+    def recorded(store: Store) -> bool:
+        store.flush()
+        id, _, index = target.partition(".")
+        return int(index) < len(store.call(id).candidates) if index else store.has_episode(id)
+
     try:
-        known = await asyncio.to_thread(_known, store, found[1], None if found[2] is None else int(found[2]))
+        known = await asyncio.to_thread(recorded, store)
+    except RecordError:
+        known = False
     except CotuneError as error:
         raise RequestError(503, f"The records cannot be read: {error}", code="store_failed") from None
     if not known:
         raise RequestError(404, f"Nothing is recorded under {target}.", param="target", code="unknown_target")
-
-
-def _known(store: Store, target: str, candidate: int | None) -> bool:
-    store.flush()
-    if candidate is None:
-        return store.has_episode(target)
-    try:
-        return candidate < len(store.call(target).candidates)
-    except RecordError:
-        return False

@@ -105,7 +105,10 @@ class Upstream:
             if self._key:
                 key = self._key.encode()
                 kept.append((b"x-api-key", key) if plain else (b"authorization", b"Bearer " + key))
-        return CIMultiDict(_decoded(kept))
+        try:
+            return CIMultiDict((name.decode(), value.decode()) for name, value in kept)
+        except UnicodeDecodeError:
+            raise RequestError(400, "A header is not UTF-8.", code="invalid_header") from None
 
     async def close(self) -> None:
         """Close all connections."""
@@ -151,13 +154,6 @@ def _proxy_for(url: str) -> str | None:
     if proxy_bypass(parts.netloc):
         return None
     return getproxies().get(parts.scheme)
-
-
-def _decoded(headers: Fields) -> list[tuple[str, str]]:
-    try:
-        return [(name.decode(), value.decode()) for name, value in headers]
-    except UnicodeDecodeError:
-        raise RequestError(400, "A header is not UTF-8.", code="invalid_header") from None
 
 
 @contextlib.contextmanager
