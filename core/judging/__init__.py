@@ -1,1 +1,1 @@
-"""Judges: what a model is shown to rank siblings, how its answer becomes rewards, and what it may cost."""
+"""Judges of whole episodes, their questions, and rewards made of their answers."""

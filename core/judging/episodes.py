@@ -19,7 +19,7 @@ from cotune.storage.protocol import Store
 
 
 class FinishedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a finished episode, as scorers see calls, with its candidates; `answer` is the one that went on."""
+    """A call of a finished episode, as scorers see calls, with its candidates; `answer` is the chosen one."""
 
     id: str
     role: str
@@ -42,7 +42,7 @@ class FinishedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FinishedEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode that has ended well, and what it ended with; its answered calls, in the order in which they began."""
+    """An episode that has ended well, with its outcome and its answered calls, in the order in which they began."""
 
     id: str
     task: Task
@@ -52,7 +52,7 @@ class FinishedEpisode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def transcript(self) -> str:
-        """What was said, as text: each message once, each answer under its role."""
+        """The conversation as text: each message once, each answer under its role."""
         shown: set[str] = set()
         lines: list[str] = []
         for call in self.calls:
@@ -84,7 +84,7 @@ JUDGING = "judge"
 
 
 async def ask_judge(judge: EpisodeJudge, episodes: Sequence[FinishedEpisode], task: Task) -> Opinion:
-    """What a judge says of episodes of one task; a plain number is the reward `team`."""
+    """A judge's opinion of episodes of one task; a plain number is the reward `team`."""
     return await compare(judge, episodes, (task.input,), "The episode judge", task.id, "team")
 
 

@@ -1,4 +1,4 @@
-"""The question to a judge, and what its answer says: pure functions of texts."""
+"""The question to a judge and the reading of its answer: pure functions of texts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Answer with JSON alone: {{{reason}"ranking": [["B"], ["A", "C"]]}}. The ranking 
 once, best first; letters that stand in one list are equally good."""
 _REASON = '"reason": "one sentence", '
 AGAIN = "This cannot be used: {fault}. Answer with the JSON object alone."
-"""What a judge is told of an answer that cannot be used, when it is asked again."""
+"""The message to a judge whose answer cannot be used, when it is asked again."""
 
 
 class Unusable(ValueError):
-    """What is wrong with a judge's answer."""
+    """The fault of a judge's answer."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +68,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return [[number[label] for label in tier] for tier in tiers if tier]
 
     def answer(self, tiers: Sequence[Sequence[int]]) -> str:
-        """The answer that says these tiers alone: a reason may quote what a redactor keeps out of records."""
+        """The answer with these tiers alone: a reason may quote text that a redactor keeps out of records."""
         label = dict(zip(self.order, self.labels, strict=True))
         return canonical({"ranking": [[label[number] for number in tier] for tier in tiers]}).decode()
 
@@ -76,7 +76,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 def question(
     rubric: str, shared: str, entries: Sequence[str], *, what: str, seed: int, turn: int = 0, reason: bool = True
 ) -> Question:
-    """Ask to rank `entries` (all different) by `rubric`, with what they share said once.
+    """Ask to rank `entries` (all different) by `rubric`, with their shared part given once.
 
     Their order depends on `seed` and on the content alone, not on the order in which they come. Of the two questions
     with `turn` 0 and 1 the second has the order of the first reversed, and so on in pairs. With `reason` the judge
@@ -123,7 +123,7 @@ def _label(number: int) -> str:
 
 
 def _objects(text: str) -> Iterator[Mapping[str, Any]]:
-    """JSON objects in a text, from its end: models think aloud first, or fence what they say."""
+    """JSON objects in a text, from its end: models think aloud first, or fence their answer."""
     start = len(text)
     while (start := text.rfind("{", 0, start)) >= 0:
         try:

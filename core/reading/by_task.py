@@ -1,4 +1,4 @@
-"""An evaluation task by task: what each mode made of it, the tasks that got worse first."""
+"""An evaluation task by task: the ending of each in every mode, the tasks that got worse first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cotune.reading.evaluations import StoredEvaluation, TaskEnding
 
 
 class EvaluatedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A task with its ending in each mode that ran it. `change` is what it gained from one mode to another; None where
+    """A task with its ending in each mode that ran it. `change` is its gain from one mode to another; None where
     one of the two has no figure for it."""
 
     task: str
@@ -37,7 +37,7 @@ def by_task(evaluation: StoredEvaluation, label: str, against: str) -> list[Eval
 
 
 def _figures(ending: TaskEnding | None, solved: bool, floor: float) -> tuple[float | None, float | None]:
-    """Success, of which a failed episode is none, and reward; None for what is not known or not reported."""
+    """Success (a failed episode has none) and reward; None for a figure that is unknown or not reported."""
     if ending is None or not ending.known:
         return None, None
     success = None if not solved or ending.solved is None else float(ending.solved)

@@ -35,13 +35,13 @@ class Cause(msgspec.Struct, kw_only=True):
 
     @property
     def text(self) -> str:
-        """What follows a number of episodes: `of train failed: ValueError: ...`."""
+        """The text after a number of episodes: `of train failed: ValueError: ...`."""
         forms = f" (the commonest of {self.forms} forms that differ in numbers)" if self.forms > 1 else ""
         return f"of {self.phase} failed: {self.line}{forms}"
 
     @property
     def rest(self) -> str:
-        """What the example says after its first line."""
+        """The example without its first line."""
         return self.example.strip()[len(self.line) :].strip()
 
 

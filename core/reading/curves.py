@@ -28,7 +28,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
-    """A chart: the steps on its x axis (from 1) and its lines. `help` says what it tells, `phase` of which episodes."""
+    """A chart: the steps on its x axis (from 1) and its lines. `help` explains it, `phase` names its episodes."""
 
     id: str
     title: str

@@ -7,6 +7,7 @@ RUN/held_out/step-000010.json                               training; its episod
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -247,8 +248,9 @@ def read_evaluation(folder: Path) -> StoredEvaluation:
 def read_evaluations(run: Path) -> list[StoredEvaluation]:
     """All evaluations of a run, the oldest first: those of `cotune eval` in folders of the run (or in `run` itself),
     and those of its training. One that cannot be read is left out with a warning."""
-    found = [found for file in evaluation_files(run) if (found := _if_readable(file)) is not None]
-    return sorted(found, key=lambda one: (one.created, one.steps or 0))
+    return sorted(
+        filter(None, map(read_if_whole, evaluation_files(run))), key=lambda one: (one.created, one.steps or 0)
+    )
 
 
 def evaluation_files(run: Path) -> Iterator[Path]:
@@ -261,8 +263,8 @@ def evaluation_files(run: Path) -> Iterator[Path]:
 
 def in_training(run: Path, steps: int | None = None) -> list[StoredEvaluation]:
     """The evaluations that training made, by their steps; up to `steps`, where that is given."""
-    made = [found for file in sorted((run / HELD_OUT).glob("step-*.json")) if (found := _if_readable(file)) is not None]
-    return [found for found in made if steps is None or (found.steps or 0) <= steps]
+    made = map(read_if_whole, sorted((run / HELD_OUT).glob("step-*.json")))
+    return [one for one in made if one is not None and (steps is None or (one.steps or 0) <= steps)]
 
 
 def drop_after(run: Path, steps: int) -> None:
@@ -272,7 +274,8 @@ def drop_after(run: Path, steps: int) -> None:
             file.unlink()
 
 
-def _if_readable(file: Path) -> StoredEvaluation | None:
+def read_if_whole(file: Path) -> StoredEvaluation | None:
+    """The evaluation in a file; None, with a warning, where it cannot be read."""
     try:
         if file.name == EVALUATION:
             return _read(file, file.parent.name, file.parent)
@@ -285,8 +288,14 @@ def _if_readable(file: Path) -> StoredEvaluation | None:
 
 
 def _read(file: Path, name: str, records: Path) -> StoredEvaluation:
-    # `json` takes NaN, as a figure may be.
-    found = msgspec.convert(json.loads(file.read_bytes()), StoredEvaluation, str_keys=True)
+    about = file.stat()
+    found = _parsed(file, about.st_ino, about.st_mtime_ns, about.st_size)
     kept = str(records) if (records / "records.db").is_file() else ""
-    created = found.created or file.stat().st_mtime
-    return msgspec.structs.replace(found, name=name, records=kept, created=created)
+    return msgspec.structs.replace(found, name=name, records=kept, created=found.created or about.st_mtime)
+
+
+@functools.lru_cache(1024)
+def _parsed(file: Path, *_: int) -> StoredEvaluation:
+    """The content of a file, parsed once: later evaluations of a run read all earlier ones."""
+    # `json` takes NaN, as a figure may be.
+    return msgspec.convert(json.loads(file.read_bytes()), StoredEvaluation, str_keys=True)

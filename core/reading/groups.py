@@ -1,4 +1,4 @@
-"""The groups of one training step as the recipe makes them of the records: rewards, advantages, what was left out."""
+"""The groups that the recipe makes of a training step's records: rewards, advantages, candidates left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cotune.storage.episode_filters import EVERYTHING
 MOST_EPISODES = 200
 """Episodes that are grouped where they belong to no training step, the latest ones."""
 AFTER = ("truncated", "timed_out_episode", "low_entropy", "no_signal", "beyond_alignment")
-"""Reasons for which samples are left out once they have advantages, beside `zero_advantage`."""
+"""Reasons for which samples are left out once they have advantages, except `zero_advantage`."""
 
 
 class ShownGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What a run comes to: its figures, the most telling first, and the verdict of its newest evaluation.
+"""The figures of a run, the most telling first, and the verdict of its newest evaluation.
 
 First the held-out single samples of base and trained; then mean rewards of all candidates by role; figures of a path
 that was chosen among candidates come last, and under that name: they are no success rate of one sample.
@@ -24,17 +24,17 @@ DISTILL = "distill"
 SINGLE = "single samples"
 """The `path` of a step whose episodes are played as the policies play them."""
 PLAYED = (("trained", "base"), ("as_deployed", "base_as_deployed"), ("greedy", "base_greedy"))
-"""The modes that a headline takes, the first that was run, and what each begins from."""
+"""The modes that a headline takes, the first that was run, each with the mode that it begins from."""
 PLAIN, PLAIN_COLUMN = "plain outcome (not what is trained on)", "plain outcome, not trained on"
 """Names, in text and as a column, the sum of an outcome's components where the trained reward is another."""
 STARTS = ("base", "start")
-"""What training's own evaluations are compared with: the untrained model, or what `init` began from."""
+"""The modes that training compares its own evaluations with: the untrained model, or the weights of `init`."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A figure of a run, at its beginning where that is known and at its end.
 
-    `kind` tells what it is of: `held_out`: single samples on held-out tasks; `role`: all candidates of a role;
+    `kind` names its source: `held_out`: single samples on held-out tasks; `role`: all candidates of a role;
     `loss`: of a role that learns from records (lower is better); `training`: single samples on training tasks;
     `selected`: paths chosen among candidates; `recorded`: episodes of records without training.
     `first_of` and `last_of` say whose the two are (`base`, `trained`, `step 3`); `difference` is paired by task.
@@ -92,7 +92,7 @@ def role_rewards(lines: Sequence[Line], *, trained: bool = True) -> Iterator[Cha
 
 
 def compared_modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
-    """The mode that a headline takes of an evaluation, and what it is compared with; empty where it has none."""
+    """The mode that a headline takes of an evaluation, and the one to compare it with; empty without one."""
     played = evaluation.evaluations
     for mode, base in PLAYED:
         if mode in played:
@@ -154,7 +154,7 @@ def _held_out_lines(lines: Sequence[Line]) -> Iterator[Change]:
 
 
 def _against_untrained(lines: Sequence[Line]) -> Iterator[Change]:
-    """Of roles that play against each other: what each wins on held-out tasks against the untrained model."""
+    """The rewards of roles that play against each other: each on held-out tasks against the untrained model."""
     figures = {line["step"] + 1: line.get("held_out") or {} for line in lines}
     for key in sorted({key for found in figures.values() for key in found if key.startswith("against_untrained/")}):
         name = f"held-out reward of {key.partition('/')[2]} against the untrained model"

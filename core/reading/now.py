@@ -1,4 +1,4 @@
-"""What a run is doing at this moment: a small file that training writes and every screen reads."""
+"""The phase of a run at this moment: a small file that training writes and every screen reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     """load | look | rollout | group | update | publish | evaluate | checkpoint | ..., as `seconds` in metrics.jsonl."""
     of: str = ""
-    """What the phase works on: the policies of an update, the weights that are loaded."""
+    """The object of the phase: the policies of an update, the weights that are loaded."""
     done: int = 0
     total: int = 0
     """How many episodes of the phase have ended, of how many; 0 for a phase without episodes."""
@@ -59,7 +59,7 @@ PHASES = {
 
 
 def read_now(run: Path) -> Now | None:
-    """What a run is doing; None unless a process is training it."""
+    """The phase of a run; None unless a process is training it."""
     if not is_held(run / "lock"):
         return None
     return read_if_typed(run / NOW, Now)

@@ -1,4 +1,4 @@
-"""Recorded answers that can be learned from: those that went on, of calls and episodes that ended well."""
+"""Recorded answers to learn from: the chosen ones of calls and episodes that ended well."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cotune.storage.protocol import Store
 
 
 class RecordedAnswer(NamedTuple):
-    """A call with what it was asked and what was answered, messages in OpenAI form."""
+    """A call with its request and its answer, as messages in OpenAI form."""
 
     episode: Episode
     call: CallRecord
@@ -78,8 +78,8 @@ def best_episodes(store: Store, episodes: Iterable[Episode], count: int, left_ou
 
 
 def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, float]:
-    """What each episode is worth, by its id: the sum of its rewards, or of one without any that the policy failed what
-    `on_failure` says: a number, or the lowest of the episodes of its phase that ended well, and at most 0. With
+    """The value of each episode, by its id: the sum of its rewards. For an episode without any that the policy failed,
+    `on_failure` gives it: a number, or the lowest of the episodes of its phase that ended well, and at most 0. With
     `exclude` failed episodes are left out.
     """
     counted = [episode for episode in store.episodes() if is_outcome(episode)]
@@ -112,7 +112,7 @@ def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, floa
             continue
         own = trunks[id] if id in trunks else _answered(store, id)
         shared = {call.replayed for call in own if call.replayed}
-        if fork := forks.get(id):  # one that went on from a checkpoint has not repeated what was before it
+        if fork := forks.get(id):  # one resumed from a checkpoint has not repeated the calls before it
             until = steps.get(fork.call, 0)
             shared |= {call.id for call in trunks[fork.trunk] if call.step < until}
         path = [*sorted(shared, key=lambda call: steps.get(call, 0)), *(call.id for call in own if not call.replayed)]

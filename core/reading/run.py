@@ -113,7 +113,7 @@ class OpenedRun:
 
     @property
     def now(self) -> Now | None:
-        """What the run is doing, while it is under way."""
+        """The phase of the run, while it is under way."""
         return read_now(self.folder) if self.folder else None
 
     @property

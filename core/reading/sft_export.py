@@ -1,4 +1,4 @@
-"""Recorded answers as lines for supervised fine-tuning: the prompt's messages with the answer that went on."""
+"""Recorded answers as lines for supervised fine-tuning: the prompt's messages with the chosen answer."""
 
 from __future__ import annotations
 

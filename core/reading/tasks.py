@@ -39,7 +39,7 @@ class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskPage(msgspec.Struct, frozen=True, kw_only=True):
-    """`measure` is what is averaged: `success`, or the sum of an episode's rewards. `counts` are tasks by kind."""
+    """The averaged `measure` is `success`, or the sum of an episode's rewards. `counts` are tasks by kind."""
 
     rows: tuple[TaskRow, ...]
     measure: str

@@ -1,4 +1,4 @@
-"""What the calls of a run took, by role: calls, tokens, seconds, cost."""
+"""The use of a run by role: calls, tokens, seconds, cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Prices = Mapping[str, tuple[float, float]]
 
 
 class Use(msgspec.Struct, kw_only=True):
-    """What the calls of a role took. `cost` is None where a model of it has no price."""
+    """The sums over the calls of a role. `cost` is None where one of its models has no price."""
 
     calls: int = 0
     failed: int = 0
@@ -39,7 +39,7 @@ class Totals:
         self._lock = threading.Lock()
 
     def by_role(self, prices: Prices | None = None) -> dict[str, Use]:
-        """What each role used, in the order of their first calls; with its cost where each of its models has a price,
+        """The use of each role, in the order of their first calls; with its cost where each of its models has a price,
         among `prices` or those of the run's configuration."""
         with self._lock:
             self._read()

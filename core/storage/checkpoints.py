@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the names of their folders and files, and typed readers of what describes them.
+"""The checkpoints of a run: the names of their folders and files, and typed readers of their descriptions.
 
 RUN/checkpoints/step-000012/   weights, optimizers, checkpoint.json, policies.json, hashes.json
 RUN/checkpoints/latest         the name of the newest complete one
@@ -22,11 +22,11 @@ CHECKPOINT = "checkpoint.json"
 """Name of the file in a checkpoint that holds the state of the run."""
 BEST = "best.json"
 """Name of the file in the folder of checkpoints that names the best one of each policy."""
-_NAME_ONE = "Write the name of a step folder into checkpoints/latest, such as step-000012."
+_NAME_ONE = "Write the name of a step folder, like step-000012, into checkpoints/latest."
 
 
 class CheckpointIdentity(msgspec.Struct, frozen=True):
-    """What a checkpoint says of itself: its run by id, its steps, and how many rollbacks the run had made before."""
+    """A checkpoint's own description: its run by id, its steps, and how many rollbacks the run had made before."""
 
     steps: int
     run: str = ""
@@ -94,7 +94,7 @@ def step_folders(checkpoints: Path) -> list[Path]:
 
 
 def read_identity(checkpoint: Path) -> CheckpointIdentity | None:
-    """What a checkpoint says of itself; None where that cannot be read."""
+    """A checkpoint's own description; None where it cannot be read."""
     return read_if_typed(checkpoint / CHECKPOINT, CheckpointIdentity)
 
 

@@ -1,4 +1,4 @@
-"""The error for a records file that SQLite cannot read: which file, what of it can be read, and how to save that."""
+"""The error for a records file that SQLite cannot read: the file, the rows that can be read, and how to save them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_value_error(error: sqlite3.Error | UnicodeDecodeError) -> bool:
 
 
 def forgiving(db: sqlite3.Connection) -> sqlite3.Connection:
-    """`db`, where broken texts are read as far as they go, and what is no JSON has nothing in it."""
+    """`db`, where broken texts are read as far as they go, and invalid JSON is read as empty."""
     db.text_factory = lambda text: text.decode("utf-8", "replace")
     db.executescript(_FORGIVING)
     return db

@@ -26,7 +26,7 @@ class FileLock:
     """Holds an exclusive lock on a side file that names the holder's process id."""
 
     def __init__(self, path: Path, what: str) -> None:
-        """Take the lock at once. `what` names what is guarded. Raises RunError naming the process that holds it,
+        """Take the lock at once. `what` names the guarded thing. Raises RunError naming the process that holds it,
         or the file that cannot be made."""
         import fcntl
 

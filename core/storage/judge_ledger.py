@@ -91,7 +91,7 @@ class Ledger:
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """A file is opened anew each time: the folder of a run that ends before it began is removed."""
+        """A connection. A file is opened each time, as the folder of a run that ends before it began is removed."""
         with self._lock:
             if self._memory is not None:
                 yield self._memory

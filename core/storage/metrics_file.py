@@ -101,7 +101,7 @@ class _MetricsFile:
         self._lines: list[dict[str, Any]] = []
         self._inode = self._end = self._number = 0
         self._last = b""
-        """The line that ended at `_end`: if it is no longer there, the file was written anew."""
+        """The line that ended at `_end`: if it is no longer there, the file was rewritten."""
 
     def lines(self) -> list[dict[str, Any]]:
         with self._lock:

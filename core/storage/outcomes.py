@@ -1,6 +1,6 @@
-"""What recorded episodes came to, in SQL and for all readers alike: success, and means and sums of their rewards.
+"""The outcomes of recorded episodes, in SQL, the same for all readers: success, and means and sums of their rewards.
 
-A failed episode is no success, and counts rewards of its own; where it has none, what `on_failure` says (`OnFailure`).
+A failed episode is no success. It counts its own rewards, or, if it has none, those of `on_failure` (`OnFailure`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NULL for one that says nothing of its policies, or reports neither success nor a
 
 
 def failure_reward(on_failure: str) -> OnFailure:
-    """What `on_failure` says: `lowest`, `exclude`, or the number of `reward:<number>`. Raises ValueError for others."""
+    """`on_failure` as a value: `lowest`, `exclude`, or the number of `reward:<number>`. Raises ValueError."""
     if on_failure in ("lowest", "exclude"):
         return cast(OnFailure, on_failure)
     kind, _, number = on_failure.partition(":")

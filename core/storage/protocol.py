@@ -39,7 +39,7 @@ class Store(Protocol):
 
     @property
     def unreadable(self) -> int:
-        """Broken rows that were left out of what was read, since the store was opened."""
+        """Broken rows that reads have left out since the store was opened."""
         ...
 
     @property

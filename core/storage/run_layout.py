@@ -1,15 +1,15 @@
-"""The files of a run folder: their names, and typed readers of what is read again outside the training loop.
+"""The files of a run folder: their names, and typed readers of those that are read outside the training loop.
 
-RUN/run.json           what is needed to repeat the run: config, workflow, tasks, versions
+RUN/run.json           all that repeats the run: config, workflow, tasks, versions
 RUN/records.db         every episode, call, candidate and reward
-RUN/judge.db           what judges have answered and cost
+RUN/judge.db           answers of judges and their cost
 RUN/metrics.jsonl      one line per step
 RUN/abandoned.jsonl    the lines of steps that a rollback has abandoned
 RUN/end.json           why the run ended, where that was before its last step
 RUN/checkpoints/       step-000012/, `latest`, the name of the newest complete one, and best.json
 RUN/profile/           where the time of steps went that were profiled: step-000012.json, step-000012.trace.json.gz
-RUN/loggers.json       under which ids experiment trackers know the run, and RUN/tensorboard/, RUN/wandb/ what they keep
-RUN/now.json           what the run is doing, while it is under way
+RUN/loggers.json       ids of the run in experiment trackers; RUN/tensorboard/ and RUN/wandb/ are their files
+RUN/now.json           the phase of the run, while it is under way
 RUN/opponents/         weights of earlier versions that later steps may play against, where [routing] asks for them
 """
 
@@ -32,12 +32,12 @@ T = TypeVar("T")
 RECORDS = "records.db"
 """Name of the records file in a run folder."""
 WITHHELD = "(not kept: taken from the environment)"
-"""What is written in place of the value of an environment variable."""
+"""Written in place of the value of an environment variable."""
 _RUN = "run.json"
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What a run was started with, by digests: those of its base model, by part."""
+    """Digests of the base model that a run was started with, by part."""
 
     base: dict[str, str] = {}
 
@@ -58,8 +58,8 @@ class Rollback(msgspec.Struct, frozen=True):
 
 
 class RunDescription(msgspec.Struct, frozen=True):
-    """What of run.json is read again. `model` is a folder or Hugging Face id, `workflow` where the workflow is, and
-    `rollbacks` are those that the run has made, oldest first."""
+    """The part of run.json that is read again. `model` is a folder or Hugging Face id, `workflow` an address like
+    `app:solve`, and `rollbacks` are those that the run has made, oldest first."""
 
     id: str = ""
     model: str | None = None
@@ -70,7 +70,7 @@ class RunDescription(msgspec.Struct, frozen=True):
 
 
 class _Described(RunDescription, frozen=True, kw_only=True):
-    """What every run.json has, typed."""
+    """Fields that every run.json has, typed."""
 
     tasks: str | None = None
     run: str | None = None
@@ -125,7 +125,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def read_run(path: str | Path) -> RunDescription:
-    """What of run.json is read again, typed; the model where it is now. Raises RunError as `read_run_json` does."""
+    """run.json as typed fields; the model where it is now. Raises RunError as `read_run_json` does."""
     known = read_run_json(path)
     found = converted(RunLayout(path).run_json, known, RunDescription, "Restore it, or start a new run.")
     if found.model is None:
@@ -134,7 +134,7 @@ def read_run(path: str | Path) -> RunDescription:
 
 
 def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
-    """`path` of run.json if it exists; else its place beside the run, if the whole project has moved."""
+    """`path` of run.json if it exists; else its place next to the run, if the whole project has moved."""
     if Path(path).exists() or not Path(path).is_absolute():
         return path
     old_run = described.get("run")
@@ -168,7 +168,7 @@ def without_values(described: Any, name: str = "") -> Any:
 
 
 def read_end(path: str | Path) -> RunEnd | None:
-    """Why a run ended before its last step; None where nothing says so, or what does cannot be read."""
+    """Why a run ended before its last step; None where no file gives a reason, or it cannot be read."""
     return read_if_typed(RunLayout(path).end, RunEnd)
 
 

@@ -111,7 +111,7 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
     """Rows with their tables, and about how many bytes they take; messages, their images and segments in `known` are
     left out.
 
-    Raises TypeError, ValueError or struct.error for what cannot be encoded.
+    Raises TypeError, ValueError or struct.error for a record that cannot be encoded.
     """
     rows: list[tuple[str, Row]] = []
     size = 0
@@ -185,7 +185,7 @@ def _episode_row(episode: Episode) -> Row:
 def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: bytes) -> CallRecord:
     """Put a call back together from its columns. Raises ValueError, TypeError or struct.error for broken ones.
 
-    Without `token_ids` the call is lean: its candidates have as many token ids, and the beginning of what they say.
+    Without `token_ids` the call is lean: its candidates have as many token ids, and the beginning of their texts.
     """
     lean = token_ids is None
     ids = () if token_ids is None else unpack_ids(token_ids)

@@ -1,4 +1,4 @@
-"""What of a records file is counted, summed, listed and searched, by SQL. `Store` documents each method."""
+"""The queries that count, sum, list and search a records file. `Store` documents each method."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ class SqliteStore(SqliteFigures):
         self.close()
 
     def _read(self, make: Callable[..., Made], columns: Sequence[Any]) -> Iterator[Made]:
-        """What `make` makes of a row; nothing, and it is counted, where the row is broken."""
+        """The record that `make` makes of a row; nothing, and it is counted, where the row is broken."""
         try:
             made = make(*columns)
         except (ValueError, TypeError, struct.error, RecursionError) as error:
@@ -331,7 +331,7 @@ def _connect_writer(path: Path) -> sqlite3.Connection:
 
 
 def _can_be_shared(path: Path) -> bool:
-    """Whether readers can keep their index beside the file: not in a folder that they cannot write, where nobody
+    """Whether readers can keep their index next to the file: not in a folder that they cannot write, where nobody
     writes the file either unless it has a log."""
     log, index = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
     writable = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)

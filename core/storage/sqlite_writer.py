@@ -33,7 +33,7 @@ room again, it drops the records at once."""
 RECENT_IDS = 32768
 """Content addresses that are known to be stored; with more, all are forgotten, and some are written again in vain."""
 BROKEN = (sqlite3.Error, ValueError, OverflowError)
-"""What writing a row raises that no disk can hold; sqlite3.OperationalError apart, which the disk is the cause of."""
+"""Raised for a row that no disk can hold; except sqlite3.OperationalError, whose cause is the disk."""
 RETRY = (0.05, 2.0)
 """First and longest pause in seconds before a failed transaction is tried again."""
 
@@ -43,7 +43,7 @@ and a busy application gives it back only after its switch interval: many small 
 
 
 class Batch:
-    """What is committed together: of each table the values of its rows, one after another.
+    """Rows that are committed together: the values of each table's rows, one after another.
 
     So a record leaves few objects behind: each costs again when the writer's thread, on another core, reads it.
     """
@@ -108,7 +108,7 @@ class Writer:
         return self._counted["refused"]
 
     def put(self, records: Sequence[Record]) -> None:
-        """Encode and queue records; what cannot be queued is counted in `lost`."""
+        """Encode and queue records; those that cannot be queued are counted in `lost`."""
         try:
             rows, size = encode(records, self._known)
         except (TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
@@ -157,7 +157,7 @@ class Writer:
             self._changed.wait_for(lambda: self._done >= target or not self._thread.is_alive())
 
     def close(self) -> None:
-        """Commit what is queued, fold the log into the file and close the connection; safe to call twice."""
+        """Commit the queue, fold the log into the file and close the connection; safe to call twice."""
         if self._forked:
             return
         with self._changed:
@@ -170,15 +170,15 @@ class Writer:
         self._db.close()
 
     def _fold(self) -> None:
-        """Move what is in the log into the file, so that the one file is the whole of the records."""
+        """Move the log into the file, so that the one file holds all records."""
         try:
             self._db.execute("PRAGMA busy_timeout = 1000")
             ((busy, _, _),) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error as error:
-            self._report("records are left in the -wal file beside it: copy both", error)
+            self._report("records are left in its -wal file: copy both", error)
         else:
             if busy:
-                self._report("a reader holds it, so records are left in the -wal file beside it: copy both")
+                self._report("a reader holds it, so records are left in its -wal file: copy both")
 
     def abandon(self) -> None:
         """In a forked child: take nothing any more, and leave the parent's connection alone."""
@@ -300,7 +300,7 @@ class Writer:
             self._report("a reward came after its group was consumed and is refused")
 
     def _is_there(self) -> bool:
-        """Whether the path still leads to the file that is open: SQLite goes on writing to one that was removed."""
+        """Whether the path still leads to the file that is open: SQLite would write to one that was removed."""
         try:
             return os.path.samestat(os.stat(self._name), self._opened)  # noqa: PTH116
         except OSError:

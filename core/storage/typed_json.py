@@ -41,7 +41,7 @@ def read_if_typed(file: Path, kind: type[T]) -> T | None:
 
 
 def converted(file: Path, found: Any, kind: type[T], remedy: str) -> T:
-    """What was found in a file as a `kind`. Raises RunError for another type."""
+    """A value of a file as a `kind`. Raises RunError for another type."""
     try:
         return msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
@@ -49,7 +49,7 @@ def converted(file: Path, found: Any, kind: type[T], remedy: str) -> T:
 
 
 def fault(error: Exception) -> str:
-    """What is wrong, after the field that it is in."""
+    """The fault, after the field that it is in."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if not isinstance(error, msgspec.ValidationError):

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and what is told where none can be written."""
+"""Files that appear whole or not at all, and the error where none can be written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     """A file to write, which is under its name once all of it is written and synced. After an error or an interruption
-    nothing of it is left, and what was there before stays. A pipe or a device is written as it is.
+    nothing of it is left, and the earlier file stays. A pipe or a device is written directly.
 
     Raises OSError, which names the file.
     """
@@ -58,7 +58,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def of_system(error: OSError, then: str = "run the command again") -> str:
-    """What to tell of an error of the operating system; `then` is what to do once there is room on a full disk."""
+    """The message for an error of the operating system; `then` is the next action once a full disk has room."""
     if not is_full(error):
         if not error.filename or not error.strerror:
             return str(error)

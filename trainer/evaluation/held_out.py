@@ -7,11 +7,9 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from cotune.algorithms.goal import goal_of
 from cotune.episodes.rollout import EpisodeBatch
-from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, in_training, step_file
+from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, in_training, read_if_whole, step_file
 from cotune.records.structs import PolicyRef
 from cotune.storage.metrics_file import read_metrics
 from cotune.tables import plural
@@ -111,13 +109,10 @@ def _share_lowest(run: RolloutRun, step: int, found: EvaluatedMode, progress: Pr
 
 def _stored(run: RolloutRun, steps: int) -> list[EvaluatedMode]:
     """The evaluations of a file of this run, if they are of the held-out tasks of now."""
-    try:
-        plain = json.loads(step_file(run.folder.path, steps).read_bytes())
-        found = msgspec.convert(plain, EvaluationReport, str_keys=True).evaluations
-    except (OSError, ValueError):
-        return []
+    file = step_file(run.folder.path, steps)
+    found = read_if_whole(file) if file.is_file() else None
     tasks = {task.id for task in run.held_out}
-    return [one for one in found.values() if one.endings.keys() == tasks]
+    return [one for one in found.evaluations.values() if one.endings.keys() == tasks] if found else []
 
 
 def _store(run: RolloutRun, steps: int, evaluations: Sequence[EvaluatedMode], created: float | None = None) -> None:

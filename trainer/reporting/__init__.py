@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, what is shown of a step, the summary."""
+"""The reports of a run: metrics, the lines of its steps, the summary."""

@@ -1,4 +1,4 @@
-"""What a run is doing now and how long its phases take: for the step lines, and for screens while it runs."""
+"""The phase of a run and the seconds of its phases: for the step lines, and for screens while it runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Activity:
     """
 
     def __init__(self, steps: int, folder: Path | None = None) -> None:
-        """`folder` gets the file that says what the run is doing."""
+        """`folder` gets the file with the phase of the run."""
         self.seconds: dict[str, float] = defaultdict(float)
         self._file = folder / NOW if folder else None
         self._now = Now(phase="load", steps=steps)
@@ -41,7 +41,7 @@ class Activity:
 
     @contextlib.contextmanager
     def phase(self, name: str, of: str = "") -> Iterator[None]:
-        """Count the seconds within as those of this phase; `of` says what it works on."""
+        """Count the seconds within as those of this phase; `of` names its object."""
         self._book()
         self._open.append((name, of))
         self._show(phase=name, of=of, since=time.time())
@@ -116,5 +116,5 @@ class Activity:
         try:
             partial.write_bytes(msgspec.json.encode(self._now))
             partial.replace(self._file)
-        except OSError as error:  # a full disk: what must be stored says so
+        except OSError as error:  # a full disk: writing the records fails with an error
             log.debug("%s: %s", self._file, error)

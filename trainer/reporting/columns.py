@@ -28,7 +28,7 @@ STEP = {
     "not updated": "Policies that stay as they were, and why: no sample, no reward, no comparison (alone in their "
     "groups), no signal (all advantages 0), filtered, no gradient.",
 }
-"""Parts of the line that a step prints, and what each tells."""
+"""Parts of the line that a step prints, each with its explanation."""
 
 
 def role_table(metrics: StepMetrics) -> Grid:

@@ -1,4 +1,4 @@
-"""The steps of a run for experiment trackers, beside metrics.jsonl.
+"""The steps of a run for experiment trackers, in addition to metrics.jsonl.
 
 Each tool has a thread of its own: one that is slow, offline or fails costs its curve some steps, and the run nothing.
 """
@@ -58,7 +58,7 @@ class Loggers:
             self._episodes.append(episode)
 
     def base(self, held_out: Mapping[str, float]) -> None:
-        """Send what was evaluated before the first step; does not wait."""
+        """Send the evaluation before the first step; does not wait."""
         figures = named({"held_out": held_out, "roles": {}})
         for thread in self._threads:
             thread.work.put((0, figures, []))
@@ -74,7 +74,7 @@ class Loggers:
             thread.work.put((number, figures, rows))
 
     def close(self) -> None:
-        """Wait for what is not sent yet, some seconds at most, and say what did not arrive."""
+        """Wait for unsent steps, some seconds at most, and report those that did not arrive."""
         for thread in self._threads:
             thread.work.put(None)
         for thread in self._threads:
@@ -108,9 +108,11 @@ class _Logger(threading.Thread):
                 if rows:
                     tracker.table("episodes", COLUMNS, rows, step)
                 self.sent += step > 0
-            except BaseException as error:  # noqa: BLE001  (whatever a tool raises, the run goes on)
+            except BaseException as error:  # noqa: BLE001  (no error of a tool stops the run)
                 if not self.fault:
-                    log.warning("Logger %s failed: %r. The run goes on; metrics.jsonl has its steps.", self.tool, error)
+                    log.warning(
+                        "Logger %s failed: %r. The run continues; metrics.jsonl has its steps.", self.tool, error
+                    )
                 self.fault = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         try:
             if tracker is not None:

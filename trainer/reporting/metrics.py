@@ -60,8 +60,8 @@ def outcome_means(
 ) -> dict[str, float]:
     """Mean of each outcome component and metric over the episodes that ended, well or not.
 
-    `success` is the share of `successes`. A failed episode counts rewards of its own; where it has none, what `failed`
-    says: a number, `lowest` (0, or the lowest of the others where that is below 0), or `exclude` (nothing, not its own
+    `success` is the share of `successes`. A failed episode counts its own rewards, or, if it has none, `failed`:
+    a number, `lowest` (0, or the lowest of the others where that is below 0), or `exclude` (nothing, not its own
     either). One that the infrastructure has failed counts in none of them. Other metrics are of the episodes that ended
     well.
     """
@@ -106,8 +106,8 @@ def role_metrics(
     prepared: Prepared, collected: Collected, rows: Mapping[str, Sequence[TrainRow]], updates: Updates
 ) -> dict[str, dict[str, float]]:
     """Per role: reward, group spread, zero-variance share, `tokens_mean` (length of its candidates),
-    `prompt_tokens_mean`, and `entropy` by the sampler's -log pi; where it was trained, what its policy's update says of
-    it (clip share, entropy, gap).
+    `prompt_tokens_mean`, and `entropy` by the sampler's -log pi; where it was trained, the figures of its policy's
+    update (clip share, entropy, gap).
 
     `rows` and `updates` are by policy. A figure that is not defined in this step is left out.
     """

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live table on a terminal, one line per step elsewhere."""
+"""The progress of a run: a live table on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -26,17 +26,9 @@ SILENCE = 30.0
 """Seconds between two lines of how far episodes are, where no bar can be shown."""
 
 FAULT_COUNTERS = (
-    "died",
-    "errors",
-    "faulty",
-    "garbage",
-    "late_rewards_refused",
-    "lost",
-    "restarts",
-    "retried",
-    "timeouts",
+    "died", "errors", "faulty", "garbage", "late_rewards_refused", "lost", "restarts", "retried", "timeouts",
     "unhealthy",
-)
+)  # fmt: skip
 """Counters that a step shows: faults of engines, workers and stores that were put right."""
 JUDGE_COUNTERS = ("requests", "cached", "cost", "asked_again", "dropped", "over_budget", "uncounted")
 """Counters of judges that a step shows."""
@@ -48,7 +40,7 @@ class Progress:
     """Shows steps, the episodes of the step in hand, the latest figures by role, and the time left."""
 
     def __init__(self, steps: int, console: Console | None = None, folder: Path | None = None) -> None:
-        """`folder`, that of the run, gets the file that says what the run is doing."""
+        """`folder`, that of the run, gets the file with the phase of the run."""
         self.loggers: Loggers | None = None
         """Also get every episode and step."""
         self.console = console or terminal()
@@ -84,7 +76,7 @@ class Progress:
             self.say(text)
 
     def begin(self, step: int) -> None:
-        """Start the clock at the step that a run begins or goes on with."""
+        """Start the clock at the first step of this process."""
         self._bars.update(self._steps, completed=step)
         self.activity.begin(step)
 
@@ -143,7 +135,7 @@ class Progress:
 
 @contextlib.contextmanager
 def episode_bar(console: Console, total: int | None, name: str = "episodes") -> Iterator[Callable[[Episode], None]]:
-    """A bar over episodes, or where there is no terminal a line every `SILENCE`; yields what advances it."""
+    """A bar over episodes, or without a terminal a line every `SILENCE`; yields the function that advances it."""
     done, told = 0, time.monotonic()
     with Bars(console=console, disable=not console.is_terminal) as bars:
         bar = bars.add_task(name, total=total)

@@ -1,4 +1,4 @@
-"""What a run says of its steps: how long each phase took, and all that a step has done, in a file and on the screen."""
+"""The report of each step: the seconds of its phases and all of its figures, in a file and on the screen."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StepReport:
 
     @contextlib.contextmanager
     def phase(self, name: str, of: str = "") -> Iterator[None]:
-        """Count the seconds within as those of a phase of the step; `of` says what it works on."""
+        """Count the seconds within as those of a phase of the step; `of` names its object."""
         began = time.time()
         try:
             with self.progress.activity.phase(name, of):
@@ -70,10 +70,10 @@ class RolloutReport(StepReport):
         super().__init__(run, progress)
         self._run = run
         self._counters: dict[str, float] = {}
-        """What sampler, rollout workers and store had counted when the last step ended."""
+        """Counts of sampler, rollout workers and store when the last step ended."""
 
     async def begin(self) -> None:
-        """Leave out what was counted before the first step."""
+        """Leave out counts from before the first step."""
         await self._new_counts()
 
     async def metrics(self, batch: Batch, updates: Updates, held_out: Mapping[str, float]) -> StepMetrics:
@@ -138,7 +138,7 @@ class RolloutReport(StepReport):
         }
 
     async def _new_counts(self) -> dict[str, float]:
-        """What sampler, workers, judges, teacher and store counted since this was asked last, where it is not 0."""
+        """New counts of sampler, workers, judges, teacher and store since the last call, without zeros."""
         run, before = self._run, self._counters
         now: dict[str, float] = dict((await run.sampler.info()).counters)
         now |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
@@ -151,7 +151,7 @@ class RolloutReport(StepReport):
 
 
 def _rounded_away(updates: Updates) -> list[str]:
-    """What rounding does to the first steps of tensors; the learner tells of each tensor once."""
+    """Notes on tensors whose steps are lost to rounding; the learner reports each tensor once."""
     notes = []
     for policy, figures in updates.items():
         for kind, text in (("lost", _LOST), ("lost_bfloat16", _UNSEEN)):

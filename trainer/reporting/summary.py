@@ -19,14 +19,14 @@ NO_SIGNAL = (
     "first (cotune train WORKFLOW --recipe sft --records TRACED, then --init with that run), take tasks that are "
     "solved now and then, or a larger plan.k; else a scorer or judge that tells answers apart."
 )
-"""What to do about a policy that no step can update."""
+"""The remedy for a policy that no step can update."""
 
 SILENT_STEPS = 3
 """Steps without a call after which a role is spoken of."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended. `finished` is False when it was stopped; `--resume` goes on from `steps`."""
+    """How a run ended. `finished` is False when it was stopped; `--resume` continues from `steps`."""
 
     path: str
     steps: int
@@ -62,7 +62,7 @@ def sum_up(
     ended: str = "",
 ) -> RunSummary:
     """The summary of a run in its folder."""
-    lines = list(read_metrics(run))
+    lines = read_metrics(run)
     left_out: dict[str, int] = {}
     for line in lines:
         for reason, count in line["left_out"].items():

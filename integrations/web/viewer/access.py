@@ -1,4 +1,4 @@
-"""Who may look, and what a page may do: the token, without one loopback only, and a policy against foreign scripts."""
+"""Access to the pages: by a token, or without one from loopback only, under a policy against foreign scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat messages as what a page shows of them: text, reasoning, tool calls with arguments, tool results, images."""
+"""Chat messages as a page shows them: text, reasoning, tool calls with arguments, tool results, images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KNOWN = {"role", "content", "tool_calls", "name", "tool_call_id", "reasoning_co
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One block of a message. `kind` is text, reasoning, tool_call, image or data; `label` is what stands above it."""
+    """One block of a message. `kind` is text, reasoning, tool_call, image or data; `label` stands above it."""
 
     kind: str
     text: str
@@ -24,7 +24,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class ShownMessage(msgspec.Struct, frozen=True):
-    """A message: who speaks, what a tool's answer belongs to, and its parts."""
+    """A message: its speaker, the tool call that it answers, and its parts."""
 
     speaker: str
     parts: tuple[Part, ...]
@@ -37,7 +37,7 @@ class ShownMessage(msgspec.Struct, frozen=True):
 
 
 def shown(body: Any) -> ShownMessage:
-    """What to show of a message in OpenAI form; whatever else it holds is shown as JSON."""
+    """A message in OpenAI form as it is shown; its unknown fields are shown as JSON."""
     if not isinstance(body, Mapping):
         return ShownMessage("message", tuple(_content(body)))
     parts = [*_reasoning(body), *_content(body.get("content")), *_tool_calls(body.get("tool_calls"))]

@@ -1,4 +1,4 @@
-"""One episode, and one call: who asked what, what was new in it, and all candidates with rewards and advantages."""
+"""The pages of one episode and of one call: new messages, and all candidates with rewards and advantages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUOTED = 8
 
 class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """A candidate: its message, named rewards, advantage (None where it was not trained on; of `idle` ones it
-    is 0, so that they teach nothing), and whether it went on."""
+    is 0, so that they teach nothing), and whether it was chosen."""
 
     id: str
     index: int
@@ -44,7 +44,7 @@ class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShownCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call. `reads` are the steps of the calls whose answers it was given, as messages or quoted in what is new.
+    """A call. `reads` are the steps of the calls whose answers it was given, as messages or quoted in new messages.
     `kept` messages of its prompt were in the role's turn before; `new` are those after them. `group` is the
     id of the group that its candidates were compared in, empty for none."""
 
@@ -133,7 +133,7 @@ def show_calls(
     *,
     whole: bool = False,
 ) -> list[ShownCall]:
-    """What to show of calls. `steps` are those of the episode's calls by id; `whole` keeps prompts whole."""
+    """Calls as they are shown. `steps` are those of the episode's calls by id; `whole` keeps prompts whole."""
     rewards = run.store.rewards(candidate_id(call.id, c.index) for call in calls for c in call.candidates)
     found = []
     answers: dict[str, int] = {}
@@ -172,7 +172,7 @@ def _answer(call: CallRecord) -> Iterator[tuple[str, int]]:
 
 
 def _quoted(new: Sequence[ShownMessage], answers: Mapping[str, int]) -> Iterator[int]:
-    """Steps of the answers that stand word by word in what is new in a prompt."""
+    """Steps of the answers that new messages of a prompt quote word by word."""
     said = "\n".join(part.text for one in new for part in one.parts)
     for text, step in answers.items():
         if text in said and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", said):

@@ -19,7 +19,7 @@ from cotune.tables import plural
 PAGE = 100
 """Tasks of a page."""
 BEFORE = -1
-"""The step under which training records what it evaluates before the first one."""
+"""The step under which training records its evaluation before the first one."""
 MOST_CAUSES = 3
 """Causes of failed episodes that are shown of a mode; the others are counted."""
 
@@ -64,7 +64,7 @@ def chosen(evaluations: Sequence[StoredEvaluation], name: str) -> StoredEvaluati
 def show_evaluation(
     run: OpenedRun, evaluation: StoredEvaluation, pair: tuple[str, str] | None = None, first: int = 0, size: int = PAGE
 ) -> ShownEvaluation:
-    """What to show of an evaluation: `pair` are two of its modes; else those that a headline compares."""
+    """An evaluation as it is shown: `pair` are two of its modes; else those that a headline compares."""
     modes = evaluation.evaluations
     pairs = [(one.label, one.against) for one in evaluation.comparisons]
     usual = compared_modes(evaluation)

@@ -1,4 +1,4 @@
-"""The pages of groups: those of a step by role and turn, with what was left out, and one with its candidates."""
+"""The pages of groups: all of a step by role and turn, with reasons to leave out candidates, and a single one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_SIBLINGS = 48
 
 
 def groups_page(viewer: Viewer, request: Request) -> Response:
-    """The groups of a step by role and turn, and what was left out."""
+    """The groups of a step by role and turn, and the candidates left out."""
     run, asked = viewer.run(request), request.query_params
     steps = [step + 1 for step in run.store.steps("train") if step >= 0]
     step = whole(asked.get("step"))

@@ -53,7 +53,7 @@ def use_part(viewer: Viewer, request: Request) -> Response:
 
 
 def changed_part(viewer: Viewer, request: Request) -> Response:
-    """A text that changes with the run, and what it does at this moment."""
+    """A text that changes with the run, and the phase of the run."""
     run = viewer.run(request)
     return json_response({"stamp": run.stamp, "state": run.state, "now": plain(doing(run.now))})
 

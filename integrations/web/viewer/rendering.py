@@ -114,7 +114,7 @@ def duration(seconds: float) -> str:
 
 
 def doing(now: Now | None) -> str:
-    """What a run does at this moment, and how long it goes on; empty where it is not under way."""
+    """The phase of a run and the time to its end; empty where it is not under way."""
     if now is None:
         return ""
     step = f"step {now.step:,} of {now.steps:,}: " if now.step else ""

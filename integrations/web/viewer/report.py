@@ -40,7 +40,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """Two episodes of one task beside each other; or, where `task` is empty, one by itself."""
+    """Two episodes of one task side by side; or, where `task` is empty, a single one."""
 
     task: str
     before: Told | None

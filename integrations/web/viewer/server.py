@@ -44,7 +44,7 @@ def viewing(
 
 
 def view(paths: Iterable[str | Path], say: Callable[[str], None], **options: Any) -> None:
-    """Serve until Ctrl-C, SIGTERM or SIGHUP; `options` are those of `viewing`, `say` receives what to show."""
+    """Serve until Ctrl-C, SIGTERM or SIGHUP; `options` are those of `viewing`, `say` receives lines to show."""
     with stopped_by_signals(), viewing(paths, **options) as server:
         token = options.get("token")
         say(f"Open {server.url}{address(**({'token': token} if token else {}))}")

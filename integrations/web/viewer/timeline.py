@@ -1,4 +1,4 @@
-"""The calls of an episode in time: a lane for each role, parallel calls beside each other, lines to what they read."""
+"""The calls of an episode in time: a lane for each role, parallel calls one below the other, lines to their parents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 WIDTH, LABELS = 960, 130
-"""Units of the drawing: its width, and what the names of roles take of it."""
+"""Units of the drawing: its width, and the width of the roles' names."""
 ROW, GAP = 26, 10
 _LEAST = 10.0
 """Width of the shortest call."""
@@ -16,7 +16,7 @@ MOST_CALLS = 400
 
 
 class TimedCall(msgspec.Struct, frozen=True):
-    """What the timeline knows of a call; times in seconds."""
+    """A call as the timeline draws it; times in seconds."""
 
     id: str
     step: int

@@ -1,4 +1,4 @@
-"""The tokens of an answer with their log-probabilities, as text where the run's tokenizer is at hand."""
+"""The tokens of an answer with their log-probabilities, as text if the run's tokenizer can be read."""
 
 from __future__ import annotations
 

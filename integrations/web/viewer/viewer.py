@@ -1,4 +1,4 @@
-"""The runs that are shown, and what their pages share: addresses, groups, sums, and the frame of a page."""
+"""The runs of the viewer, with all that their pages share: addresses, groups, sums, and the frame of a page."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def test_a_reader_in_the_midst_of_a_query_at_close_is_named(tmp_path, caplog):
     reader.execute("SELECT id FROM episodes").fetchall()
     store.write([episode("E2")])
     store.close()
-    assert "records are left in the -wal file beside it: copy both" in caplog.text
+    assert "records are left in its -wal file: copy both" in caplog.text
     assert reader.execute("SELECT id FROM episodes").fetchall() == [("E1",)]
     reader.close()
 
