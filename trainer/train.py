@@ -70,17 +70,19 @@ def train(
     """
     spin_briefly(os.environ)
     flow = workflow_of(workflow)
-    chosen = _config(config, settings)
-    listed = _new_tasks(tasks, chosen)
+    table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
+    chosen = convert({**table, **settings})
+    if chosen.from_records and tasks is not None:
+        fault = f"cannot be used with recipe {chosen.recipe}, whose tasks are the recorded ones"
+        raise ConfigError("tasks", tasks, fault, "Leave them out.")
+    if tasks is None and not chosen.from_records:
+        raise ConfigError("tasks", None, "is missing", "Pass --tasks FILE.")
+    listed = [] if tasks is None else as_tasks(tasks)
     if not chosen.from_records:
         plan, method, _ = chosen.resolve_plan(list(flow.scorers))
         check_curriculum(chosen.curriculum, plan, listed)
         check_privileged(method.loss.critic_sees, listed)
-    if Path(chosen.distill.teacher).expanduser().is_dir() and chosen.distill.teacher:
-        teacher = str(Path(chosen.distill.teacher).expanduser().resolve())
-        chosen = msgspec.structs.replace(chosen, distill=msgspec.structs.replace(chosen.distill, teacher=teacher))
-    if (base := locate_model(chosen.model)) and Path(chosen.model).expanduser().exists():
-        chosen = msgspec.structs.replace(chosen, model=str(base))
+    chosen = _with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     if chosen.learner.needing_gpu and not chosen.cluster.address:  # there the learners' machines count
         from cotune.trainer.learner.memory.optimizer import check_hardware
@@ -133,7 +135,11 @@ def resume(
         finish_going_back(folder)
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
-        was = _as_started(described, folder.path, changes or {})
+        table = with_values(described["config"], changes or {})
+        table["model"] = relocated(table["model"], described, folder.path)
+        if (records := table.get("records")) and records["path"]:
+            table["records"] = {**records, "path": relocated(records["path"], described, folder.path)}
+        was = convert(table)
         check_files(folder, done, was)
         config, found = apply_changes(was, changes or {}, done=done)
         now = without_values(described)
@@ -152,17 +158,8 @@ def resume(
         for name, (old, new) in found.items()
     ]
     if done >= config.steps:
-        notes.append(f"all {done} steps of the run are made: --steps says up to which it goes on")
+        notes.append(f"all {done} steps of the run are done: pass --steps with a larger number to continue")
     return run_sync(_train(folder, config, flow, split, console, notes))
-
-
-def _as_started(described: Mapping[str, Any], run: Path, changes: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a run, with what it names where that is now. Raises ConfigError."""
-    table = with_values(described["config"], changes)
-    table["model"] = relocated(table["model"], described, run)
-    if (records := table.get("records")) and records["path"]:
-        table["records"] = {**records, "path": relocated(records["path"], described, run)}
-    return convert(table)
 
 
 def _resumed_app(
@@ -175,9 +172,8 @@ def _resumed_app(
     another workflow is given than the run was started with."""
     known = described["workflow"]
     if isinstance(workflow, str) and known is not None and workflow.rpartition(":")[2] != known.rpartition(":")[2]:
-        raise ConfigError(
-            "workflow", workflow, f"must be {known!r}, with which the run was started", "Start a new run for it."
-        )
+        fault = f"is not the workflow that the run was started with, {known!r}"
+        raise ConfigError("workflow", workflow, fault, "Start a new run for it.")
     if workflow is None and known is not None:
         source, _, name = known.rpartition(":")
         workflow = f"{relocated(source, described, folder.path)}:{name}"
@@ -187,7 +183,8 @@ def _resumed_app(
         tasks = relocated(described["tasks"], described, folder.path)
     if workflow is None or (tasks is None and not recorded):
         name = "workflow" if workflow is None else "tasks"
-        raise ConfigError(name, None, "must be given: the run was started from Python and did not record where it is")
+        fault = "is missing: the run was started from Python with an object, so run.json does not name it"
+        raise ConfigError(name, None, fault, f"Pass {name}.")
     return workflow_of(workflow), [] if tasks is None else as_tasks(tasks)
 
 
@@ -197,50 +194,22 @@ def absolute(spec: str) -> str:
     return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else spec
 
 
-def _new_tasks(given: str | Path | Iterable[Any] | None, config: TrainConfig) -> list[Task]:
-    """The tasks of a new run; none where it learns from records. Raises ConfigError."""
-    if config.from_records:
-        if given is not None:
-            raise ConfigError(
-                "tasks", given, f"cannot be used with recipe {config.recipe}: its tasks are the recorded ones"
-            )
-        return []
-    if given is None:
-        raise ConfigError(
-            "tasks", None, "must be given, unless --resume is or a recipe learns from records", "Pass --tasks."
-        )
-    return as_tasks(given)
+def _with_whole_paths(config: TrainConfig) -> TrainConfig:
+    """The configuration with whole paths of what lies on this machine. Raises ConfigError for a model that does not."""
 
+    def whole(path: str) -> str:
+        return str(Path(path).expanduser().resolve()) if path else path
 
-def _config(config: TrainConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TrainConfig:
-    table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
-    chosen = convert({**table, **settings})
-    paths: dict[str, tuple[Any, str]] = {"records": (chosen.records, "path")}
-    if chosen.evaluation.tasks != NO_TASKS:
-        paths["evaluation"] = (chosen.evaluation, "tasks")
-    whole = {
-        name: msgspec.structs.replace(table, **{field: str(Path(path).resolve())})
-        for name, (table, field) in paths.items()
-        if (path := getattr(table, field))
-    }
-    init = str(Path(chosen.init).resolve()) if chosen.init else ""
-    return msgspec.structs.replace(chosen, init=init, **whole)
-
-
-async def _open(
-    stack: contextlib.AsyncExitStack,
-    folder: RunFolder,
-    config: TrainConfig,
-    flow: Workflow,
-    split: Split,
-    progress: Progress,
-) -> tuple[Run, Source]:
-    """The run, and where its batches come from."""
-    if config.from_records:
-        records = await stack.enter_async_context(open_records_run(folder, config, flow, progress.say))
-        return records, RecordsSource(records, progress)
-    run = await stack.enter_async_context(open_run(folder, config, flow, split.tasks, split.held_out, progress))
-    return run, RolloutSource(run, progress)
+    replace, held_out, teacher = msgspec.structs.replace, config.evaluation.tasks, config.distill.teacher
+    model = locate_model(config.model)
+    return replace(
+        config,
+        model=str(model) if model and Path(config.model).expanduser().exists() else config.model,
+        init=whole(config.init),
+        records=replace(config.records, path=whole(config.records.path)),
+        evaluation=replace(config.evaluation, tasks=held_out if held_out == NO_TASKS else whole(held_out)),
+        distill=replace(config.distill, teacher=whole(teacher) if Path(teacher).expanduser().is_dir() else teacher),
+    )
 
 
 async def _train(
@@ -252,7 +221,7 @@ async def _train(
     notes: Iterable[str] = (),
 ) -> RunSummary:
     started = time.perf_counter()
-    go_on_with = f"Go on with: cotune train --resume {folder.path}"
+    go_on_with = f"Continue with: cotune train --resume {folder.path}"
     go_on.set(go_on_with)
     run_folder.set(folder.path)
     async with contextlib.AsyncExitStack() as stack:
@@ -268,8 +237,16 @@ async def _train(
             progress.say(split.note)
         held_out_file = write_split(folder.path, split, progress.say) or config.evaluation.tasks.removesuffix(NO_TASKS)
         base = asyncio.create_task(asyncio.to_thread(base_digests, config.model))
+        run: Run
+        source: Source
         try:
-            run, source = await _open(stack, folder, config, flow, split, progress)
+            if config.from_records:
+                records = await stack.enter_async_context(open_records_run(folder, config, flow, progress.say))
+                run, source = records, RecordsSource(records, progress)
+            else:
+                opening = open_run(folder, config, flow, split.tasks, split.held_out, progress)
+                rollouts = await stack.enter_async_context(opening)
+                run, source = rollouts, RolloutSource(rollouts, progress)
         except BaseException:
             base.cancel()
             raise
@@ -284,7 +261,7 @@ async def _train(
 
         def stop() -> None:
             if run.stop():
-                progress.say("what is under way is finished first, and saved")
+                progress.say("finishing and saving the step under way first")
 
         with stop_by(stop), progress:
             progress.begin(run.state.steps)
@@ -307,14 +284,12 @@ async def _train(
         run.store.flush()
         if run.store.lost:
             progress.say(f"{run.store.lost} records could not be stored and are lost")
-        seconds = time.perf_counter() - started
-        lost = run.store.lost
         return sum_up(
             folder.path,
             run.state,
             finished=run.finished,
-            lost_records=lost,
-            seconds=seconds,
+            lost_records=run.store.lost,
+            seconds=time.perf_counter() - started,
             held_out=held_out_file,
             ended=ended,
         )

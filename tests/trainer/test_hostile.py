@@ -243,5 +243,5 @@ def test_training_says_how_to_go_on_when_the_application_ends_it(
     more = ("--model", str(tiny_base), *TRAIN)
     ended = end(start(tmp_path, provider, "train", "asynchronous", deeds, *more), tmp_path)
     assert ended.status == 7
-    assert ended.last.endswith(f"Go on with: cotune train --resume {tmp_path / 'run'}")
+    assert ended.last.endswith(f"Continue with: cotune train --resume {tmp_path / 'run'}")
     assert (tmp_path / "run" / "run.json").is_file()

@@ -345,11 +345,11 @@ def test_stopped_and_resumed_ends_like_a_run_without_a_stop(trainer, monkeypatch
     stopped = trainer(application(stopping, **BOTH), to="stopped", **settings)
     done = 1 if moment == "rollout" else 2
     assert stop.sent.is_set()
-    assert trainer.said.count("what is under way is finished first, and saved") == (moment == "update")
+    assert trainer.said.count("finishing and saving the step under way first") == (moment == "update")
     assert not stopped.finished
     assert stopped.steps == done
     assert (
-        f"stopped after step {done}; saved. Go on with: cotune train --resume {trainer.folder / 'stopped'}"
+        f"stopped after step {done}; saved. Continue with: cotune train --resume {trainer.folder / 'stopped'}"
         in trainer.said
     )
 

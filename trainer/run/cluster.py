@@ -109,7 +109,7 @@ class Cluster:
             raise RunError(
                 f"The engines of this run have no room for the policies of roles that were first seen now; all "
                 f"roles are {', '.join(policies.roles)}.",
-                "Go on with engines for all: cotune train --resume RUN --set "
+                "Continue with engines for all: cotune train --resume RUN --set "
                 f"'roles={json.dumps(list(policies.roles))}'",
             )
         if self._learner is not None:

@@ -135,7 +135,7 @@ def _cluster(
     from cotune.trainer.run.cluster import Cluster
 
     killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it cannot do without."
-    stack.enter_context(crash_notice(f"{killed} Go on with: cotune train --resume {folder.path}"))
+    stack.enter_context(crash_notice(f"{killed} Continue with: cotune train --resume {folder.path}"))
     return Cluster(config, workflow, folder.workflow or import_path(workflow), stack, say)
 
 

@@ -374,5 +374,5 @@ def test_a_model_without_a_chat_template(trainer: Trainer, records: Path, tmp_pa
 
 
 def test_rollouts_still_need_tasks(trainer: Trainer) -> None:
-    with pytest.raises(ConfigError, match="tasks must be given, unless --resume is"):
+    with pytest.raises(ConfigError, match="tasks is missing"):
         trainer(application(converse), None)

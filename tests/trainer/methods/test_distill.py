@@ -158,7 +158,7 @@ def test_a_run_whose_teacher_dies_goes_on_with_another(
     teacher = {"teacher": servers[0].url}
     with pytest.raises(LearnerError, match=r"answered 500: the engine is dead\. .*continue with --resume"):
         trainer(application(converse), recipe="distill", distill=teacher, plan={"k": 2}, steps=3)
-    assert len(trainer.metrics()) == 1 and "failed in step 2. Go on with" in trainer.said
+    assert len(trainer.metrics()) == 1 and "failed in step 2. Continue with" in trainer.said
     summary = trainer.resume(application(converse), distill={"teacher": servers[1].url})
     assert summary.finished and summary.versions == {"first": 3, "second": 3}
     assert "changed: distill.teacher = " in trainer.said

@@ -66,8 +66,8 @@ def test_killed_and_stopped_runs_leave_nothing_and_go_on(tiny_base: Path, tmp_pa
     assert end(signal.SIGKILL, victim) == -signal.SIGKILL
     after(2, stopped, other)
     assert end(signal.SIGINT, other) == 130
-    assert hears(killed, f"Go on with: cotune train --resume {killed}")
-    assert hears(stopped, f"Go on with: cotune train --resume {stopped}")
+    assert hears(killed, f"Continue with: cotune train --resume {killed}")
+    assert hears(stopped, f"Continue with: cotune train --resume {stopped}")
     done = chaos.steps_done(killed)
     again = launch(["--resume", str(killed)], killed)
     after(done + 2, killed, again)
@@ -126,7 +126,7 @@ def test_a_head_node_that_is_lost_ends_the_run_with_the_cause_and_another_takes_
         kill(head)
         assert driver.wait(120) != 0
     assert hears(run, "or Ray has lost a node"), log_of(run).read_text()
-    assert hears(run, f"Go on with: cotune train --resume {run}")
+    assert hears(run, f"Continue with: cotune train --resume {run}")
     with ray_head(port):
         assert launch(["--resume", str(run)], run, environment).wait(200) == 0, log_of(run).read_text()
     assert audit(run, 4) == (0, 0, 0)

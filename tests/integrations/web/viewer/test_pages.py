@@ -216,7 +216,9 @@ def test_a_run_that_ended_before_its_first_step_says_how_to_go_on(tmp_path):
     (run / "run.json").write_text(json.dumps({"model": "m", "config": {"recipe": "at_grpo", "steps": 10}}))
     with viewing([run]) as server:
         said = text(server.url)
-        assert "the run ended before its first step did." in said and f"Go on with: cotune train --resume {run}" in said
+        assert (
+            "the run ended before its first step did." in said and f"Continue with: cotune train --resume {run}" in said
+        )
     with SqliteStore.open(tmp_path / "traced") as store:
         store.write([call("C0", 0, ()), Episode(id="E1", task=Task(id="t", input="x"), workflow="w", calls=1)])
     with viewing([tmp_path / "traced"]) as server:
