@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from cotune.errors import WorkflowError
@@ -47,34 +48,33 @@ def taped(
     The first `skip` arguments and those named in `without` do not tell two uses apart.
     """
 
-    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LiveEpisode, str] | None:
-        live = current_episode.get()
+    @contextmanager
+    def use_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ToolUse]:
+        """One use of the tool; it is recorded in an episode, unless the tool itself makes it."""
+        live, at_work = current_episode.get(), tool_at_work.get()
         name = None if live is None else name_of(live, args, kwargs)
-        at_work = tool_at_work.get()
         if live is None or name is None or (at_work is not None and at_work.name == name):
-            return None
-        return live, name
+            yield ToolUse("", "")
+            return
+        started = time.time()
+        with live.tape.using(name, arguments_of(args[skip:], kwargs, without)) as use:
+            yield use
+            if not live.tape.keep(use, started):
+                text = f"The value that {name} returned is not JSON, so a replay runs it again."
+                live.warn("unrecorded_tool", text)
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if (found := named(args, kwargs)) is None:
-            return original(*args, **kwargs)
-        (live, name), arguments, started = found, arguments_of(args[skip:], kwargs, without), time.time()
-        with live.tape.using(name, arguments) as use:
+        with use_of(args, kwargs) as use:
             if not use.known:
                 use.value = original(*args, **kwargs)
-            _keep(live, use, started)
         return use.value
 
     @functools.wraps(original)
     async def run_async(*args: Any, **kwargs: Any) -> Any:
-        if (found := named(args, kwargs)) is None:
-            return await original(*args, **kwargs)
-        (live, name), arguments, started = found, arguments_of(args[skip:], kwargs, without), time.time()
-        with live.tape.using(name, arguments) as use:
+        with use_of(args, kwargs) as use:
             if not use.known:
                 use.value = await original(*args, **kwargs)
-            _keep(live, use, started)
         return use.value
 
     return run_async if inspect.iscoroutinefunction(original) else run
@@ -91,8 +91,3 @@ def framework_tool(*without: str) -> Callable[[Any], Any]:
         return taped(original, name_of, skip=1, without=without)
 
     return wrapper
-
-
-def _keep(live: LiveEpisode, use: ToolUse, started: float) -> None:
-    if not live.tape.keep(use, started):
-        live.warn("unrecorded_tool", f"What {use.name} returned is no JSON value: a replay runs it again.")

@@ -85,17 +85,12 @@ def labelled(
     store: Store, labels: Mapping[str, float], source: str
 ) -> tuple[list[tuple[CallRecord, Task]], list[Episode]]:
     """The calls and the episodes that labels are of. Raises ConfigError for ids that are not on record."""
-    wanted = {one.rpartition(".")[0] for one in labels if "." in one}
-    calls, episodes, known = [], [], set()
-    for episode in store.episodes():
-        if episode.id in labels:
-            episodes.append(episode)
-            known.add(episode.id)
-        for call in store.calls(episode.id) if wanted else ():
-            if call.id in wanted:
-                calls.append((call, episode.task))
-                known.update(candidate_id(call.id, candidate.index) for candidate in call.candidates)
-    unknown = [one for one in labels if one not in known]
+    wanted = {id.rpartition(".")[0] for id in labels if "." in id}
+    listed = list(store.episodes())
+    episodes = [episode for episode in listed if episode.id in labels]
+    calls = [(c, e.task) for e in listed if wanted for c in store.calls(e.id) if c.id in wanted]
+    recorded = {e.id for e in episodes} | {candidate_id(c.id, one.index) for c, _ in calls for one in c.candidates}
+    unknown = [id for id in labels if id not in recorded]
     if unknown:
         some = ", ".join(unknown[:3]) + (", ..." if len(unknown) > 3 else "")
         fault = f"has ids that are not on record ({len(unknown)} of {len(labels)}): {some}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -76,7 +76,7 @@ class Upstream:
         Raises UpstreamError when there is no answer, or when it breaks off inside.
         """
         url = URL(f"{self.url}/{tail}?{query.decode()}" if query else f"{self.url}/{tail}", encoded=True)
-        with _failures():
+        try:
             try:
                 answer = await self._open().request(
                     method, url, data=body or None, headers=headers, proxy=self._proxy, allow_redirects=False
@@ -89,6 +89,8 @@ class Upstream:
                 yield answer
             finally:
                 answer.close() if not answer.content.at_eof() else answer.release()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise UpstreamError(f"{type(error).__name__}: {error}"[:300].rstrip(": ")) from error
 
     def request_headers(self, headers: Iterable[tuple[bytes, bytes]], own_key: bool) -> CIMultiDict[str]:
         """A client's headers as they are forwarded; with `own_key` its key is replaced by the provider's.
@@ -154,11 +156,3 @@ def _proxy_for(url: str) -> str | None:
     if proxy_bypass(parts.netloc):
         return None
     return getproxies().get(parts.scheme)
-
-
-@contextlib.contextmanager
-def _failures() -> Iterator[None]:
-    try:
-        yield
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise UpstreamError(f"{type(error).__name__}: {error}"[:300].rstrip(": ")) from error
