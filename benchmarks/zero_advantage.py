@@ -74,7 +74,7 @@ def main() -> None:
                 figures = learners[way].update(role, given_rows)
                 tokens[way] += figures["computed_tokens"] if number == 0 else 0.0
             seconds[way].append(time.process_time() - began)
-    silent = sum(not row.has_advantage for own in rows.values() for row in own)
+    silent = sum(not row.advantage for own in rows.values() for row in own)
     line = next(line for line in read_metrics(args.run) if line["step"] == args.step - 1)
     print(f"{sum(map(len, rows.values()))} rows, {silent} of advantage 0; rollout {line['seconds']['rollout']:.0f} s")
     median = {way: statistics.median(found) for way, found in seconds.items()}

@@ -1,4 +1,13 @@
-"""Collecting: recorded episodes in, one sample per trainable candidate out."""
+"""Collecting: recorded episodes in, one sample per trainable candidate out.
+
+    records                                  samples
+    episode ── outcome rewards               rollout, outcome, failure
+      └ call ── prompt path, parameters      role, turn, branch, prompt, limit
+          └ candidate ── own rewards         id, rewards, tokens, entropy, chosen
+
+Every candidate either becomes a `Sample` or is counted in `left_out` under one of `REASONS`. Samples hold no token ids:
+`train_rows` reads them from `Collected.calls` for those that are trained on.
+"""
 
 from __future__ import annotations
 
@@ -78,14 +87,17 @@ def collect(
     """
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, CallRecord]] = []
+    around: list[tuple[Episode, CallRecord]] = []
     timed_out: set[str] = set()
     seen: set[str] = set()
-    around: list[tuple[Episode, CallRecord]] = []
+    turns: dict[str, int] = {}
     images: dict[str, bytes] = {}
     episodes = list(episodes)
+    # Where branches fork: the calls of trunks and of branches that are siblings, by the trunk's call.
     trunk_calls = {e.fork.at: e.fork.call for e in episodes if e.fork is not None}
     trunk_calls |= {call: call for call in trunk_calls.values()}
-    turns: dict[str, int] = {}
+
+    # Calls whose candidates are asked for; the first reason against a call counts for all of its candidates.
     for episode in episodes:
         if episode.blame == "divergence":
             left_out["diverged"] += 1
@@ -102,59 +114,85 @@ def collect(
             seen.add(call.role)
             if call.status == "timeout" and (roles is None or call.role in roles):
                 timed_out.add(episode.id)
-            reason = _episode_reason(episode, plan, on_failure) or _call_reason(call, roles, versions or {}, max_lag)
             forked = plan != "replay" or call.id in trunk_calls or (continuations and episode.fork is not None)
-            if reason is None and not forked:
-                reason = "not_forked"
-            if reason is None and failed and call.role != culprit:
-                reason = "opponent_failed"
-            if reason is None and not trunks and trunk_calls.get(call.id) == call.id:
-                reason = "chose_fork"
-            reason = reason or _image_reason(store, call, images)
+            reason = (
+                _episode_reason(episode, plan, on_failure)
+                or _call_reason(call, roles, versions or {}, max_lag)
+                or (None if forked else "not_forked")
+                or ("opponent_failed" if failed and call.role != culprit else None)
+                or ("chose_fork" if not trunks and trunk_calls.get(call.id) == call.id else None)
+                or _image_reason(store, call, images)
+            )
             if reason is None:
                 usable.append((episode, call))
             else:
                 left_out[reason] += max(1, len(call.candidates))
+
+    # All rewards in one query.
     targets = [episode.id for episode in episodes]
     targets += [candidate_id(call.id, c.index) for _, call in usable for c in call.candidates]
     targets += [candidate_id(call.replayed or call.id, call.chosen or 0) for _, call in around]
     rewards = store.rewards(targets)
+
+    def sample(episode: Episode, call: CallRecord, candidate: Candidate) -> Sample:
+        """A candidate with what its call and its episode tell."""
+        prompt = prompt_id(call.prompt, call.sampling.get("images") or ()) if call.prompt else ""
+        return Sample(
+            id=candidate_id(call.id, candidate.index),
+            task=episode.task.id,
+            rollout=episode.id,
+            role=call.role,
+            turn=call.turn,
+            step=call.step,
+            branch=episode.id if plan == "tree" else prompt,
+            prompt=prompt,
+            policy=call.policy or PolicyRef(""),
+            tokens=len(candidate.token_ids),
+            observation=call.messages[-1] if call.messages else "",
+            entropy=-sum(candidate.logprobs) / max(1, len(candidate.logprobs)),
+            rewards=rewards.get(candidate_id(call.replayed or call.id, candidate.index)) or {},
+            outcome=rewards.get(episode.id) or {},
+            failure=failure_of(episode, on_failure),
+            chosen=candidate.index == call.chosen,
+            training_step=episode.training_step,
+            limit=call.sampling.get("max_tokens"),
+            truncated=candidate.finish_reason == "length",
+            timed_out=episode.id in timed_out,
+        )
+
+    # One sample per candidate that is sound and has its reward.
     samples: list[Sample] = []
     unrewarded: set[str] = set()
     for episode, call in usable:
-        outcome = rewards.get(episode.id) or {}
-        failure = failure_of(episode, on_failure)
         for candidate in call.candidates:
-            own = rewards.get(candidate_id(call.id, candidate.index)) or {}
             reason = _candidate_reason(candidate, call, plan)
-            if rewarded:
-                reason = reason or _reward_reason(own, outcome, failure, call, plan)
             if reason is None:
-                late = episode.id in timed_out
-                sample = _sample(episode, call, candidate, own, outcome, failure, plan, timed_out=late)
-                if plan == "replay" and (branch := trunk_calls.get(call.id)) is not None:
-                    sample = msgspec.structs.replace(sample, branch=branch, turn=turns.get(branch, call.turn))
-                elif plan == "replay":
-                    sample = msgspec.structs.replace(sample, continues=True)
-                samples.append(sample)
+                made = sample(episode, call, candidate)
+                reason = _reward_reason(made, call, plan) if rewarded else None
+            if reason is None:
+                if plan == "replay":
+                    trunk = trunk_calls.get(call.id)
+                    place = (
+                        {"continues": True} if trunk is None else {"branch": trunk, "turn": turns.get(trunk, call.turn)}
+                    )
+                    made = msgspec.structs.replace(made, **place)
+                samples.append(made)
             else:
                 left_out[reason] += 1
                 if reason == "missing_reward" and call.policy is not None:
                     unrewarded.add(call.policy.name)
-    calls = {call.id: call for _, call in usable}
+
+    # The chosen answers of the other calls of these episodes, for their rewards.
     taken, trained = {sample.id for sample in samples}, {sample.rollout for sample in samples}
-    rest: list[Sample] = []
-    for episode, call in around:
-        chosen = next((c for c in call.candidates if c.index == call.chosen), None)
-        if chosen is not None and episode.id in trained and candidate_id(call.id, chosen.index) not in taken:
-            own = rewards.get(candidate_id(call.replayed or call.id, chosen.index)) or {}
-            outcome, failure = rewards.get(episode.id) or {}, failure_of(episode, on_failure)
-            late = episode.id in timed_out
-            rest.append(_sample(episode, call, chosen, own, outcome, failure, plan, timed_out=late))
+    chosen = ((e, call, next((c for c in call.candidates if c.index == call.chosen), None)) for e, call in around)
     return Collected(
         samples=samples,
-        others=rest,
-        calls=calls,
+        others=[
+            sample(episode, call, answer)
+            for episode, call, answer in chosen
+            if answer is not None and episode.id in trained and candidate_id(call.id, answer.index) not in taken
+        ],
+        calls={call.id: call for _, call in usable},
         left_out=dict(left_out),
         roles=frozenset(seen),
         unrewarded=frozenset(unrewarded),
@@ -260,46 +298,9 @@ def _candidate_reason(candidate: Candidate, call: CallRecord, plan: PlanKind) ->
     return None if candidate.finish_reason in COMPLETE else "interrupted"
 
 
-def _reward_reason(
-    own: Mapping[str, float], outcome: Mapping[str, float], failure: Failure | None, call: CallRecord, plan: PlanKind
-) -> str | None:
-    if not own and (plan == "tree" or not (outcome or failure is not None)):
+def _reward_reason(sample: Sample, call: CallRecord, plan: PlanKind) -> str | None:
+    own, outcome = sample.rewards, sample.outcome
+    if not own and (plan == "tree" or not (outcome or sample.failure is not None)):
         return "scorer_failed" if call.error else "missing_reward"
     finite = all(map(math.isfinite, own.values())) and all(map(math.isfinite, outcome.values()))
     return None if finite else "non_finite_reward"
-
-
-def _sample(
-    episode: Episode,
-    call: CallRecord,
-    candidate: Candidate,
-    own: Mapping[str, float],
-    outcome: Mapping[str, float],
-    failure: Failure | None,
-    plan: PlanKind,
-    *,
-    timed_out: bool,
-) -> Sample:
-    prompt = prompt_id(call.prompt, call.sampling.get("images") or ()) if call.prompt else ""
-    return Sample(
-        id=candidate_id(call.id, candidate.index),
-        task=episode.task.id,
-        rollout=episode.id,
-        role=call.role,
-        turn=call.turn,
-        step=call.step,
-        branch=episode.id if plan == "tree" else prompt,
-        prompt=prompt,
-        policy=call.policy or PolicyRef(""),
-        tokens=len(candidate.token_ids),
-        observation=call.messages[-1] if call.messages else "",
-        entropy=-sum(candidate.logprobs) / max(1, len(candidate.logprobs)),
-        rewards=own,
-        outcome=outcome,
-        failure=failure,
-        chosen=candidate.index == call.chosen,
-        training_step=episode.training_step,
-        limit=call.sampling.get("max_tokens"),
-        truncated=candidate.finish_reason == "length",
-        timed_out=timed_out,
-    )

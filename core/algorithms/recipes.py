@@ -305,8 +305,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
         )
         if self.loss.critic:
             for term in self.terms:
-                for name, value in (("baseline", term.baseline), ("scale", term.scale)):
-                    _require(value == "none", name, value, "cannot be used with a critic", f"Set {name} = none.")
+                for name in ("baseline", "scale"):
+                    chosen, fault = getattr(term, name), "cannot be used with a critic"
+                    _require(chosen == "none", name, chosen, fault, f"Set {name} = none.")
                 fault = "cannot be used with a critic, which makes the advantages"
                 _require(not term.advantage, "advantage", term.advantage, fault, "Leave one of both out.")
             for name in ("zero_variance", "zero_advantage"):

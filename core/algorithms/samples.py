@@ -91,8 +91,8 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     `loss_mask`, one per response token, is false for tokens that do not count: they carry no gradient and are in no
     denominator and no metric. Empty: all count. `reference` is a teacher's log-probability of each response token.
     `trajectory` names what the row is a part of: its episode. `exploration` multiplies the weight of the entropy bonus.
-    `advantages`, one per response token, go before `advantage` where they are given. `privileged` are token ids that a
-    critic reads before the prompt. `images` are the encoded bytes of the prompt's images, in order.
+    Under a critic `advantage` is the reward, and `privileged` are token ids that it reads before the prompt. `images`
+    are the encoded bytes of the prompt's images, in order.
     """
 
     id: str
@@ -109,11 +109,5 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     reference: tuple[float, ...] = ()
     trajectory: str = ""
     exploration: float = 1.0
-    advantages: tuple[float, ...] = ()
     privileged: tuple[int, ...] = ()
     images: tuple[bytes, ...] = ()
-
-    @property
-    def has_advantage(self) -> bool:
-        """Whether any of its tokens has one other than 0."""
-        return any(self.advantages) if self.advantages else bool(self.advantage)

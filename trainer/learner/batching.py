@@ -1,19 +1,15 @@
-"""Training rows: which can be trained on, which of their tokens count, and which rows go through the model together."""
+"""Training rows: which can be trained on, and which of them go through the model together."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
-from cotune.trainer.learner.loss import Tokens, unmasked
 from cotune.trainer.learner.token_tree import cuts_within, even_cuts, in_order
 
 
@@ -40,94 +36,6 @@ def check_rows(rows: Sequence[TrainRow]) -> None:
 def lengths_of(rows: Sequence[TrainRow]) -> list[int]:
     """Response tokens of each row."""
     return [len(row.response_ids) for row in rows]
-
-
-def row_of_token(rows: Sequence[TrainRow]) -> Tensor:
-    """[tokens] number of the row, from 0, that each response token is of."""
-    return torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths_of(rows)))
-
-
-def token_advantages(rows: Sequence[TrainRow]) -> Tensor:
-    """[tokens] advantage of each response token, rows in order, float32: the row's own where it has one for each."""
-    parts = [row.advantages or (row.advantage,) * len(row.response_ids) for row in rows]
-    return torch.from_numpy(np.concatenate([np.asarray(part, np.float32) for part in parts]))
-
-
-def sampler_logprobs(rows: Sequence[TrainRow]) -> Tensor:
-    """[tokens] log pi_sampler of each response token, rows in order, float32, in nats."""
-    return torch.from_numpy(np.concatenate([np.asarray(row.logprobs, np.float32) for row in rows]))
-
-
-def teacher_logprobs(rows: Sequence[TrainRow]) -> Tensor:
-    """[tokens] log pi_teacher of each response token, rows in order, float32, in nats. Raises GroupError."""
-    for row in rows:
-        if len(row.reference) != len(row.response_ids):
-            raise GroupError(f"Row {row.id} of role {row.role!r} was scored by no teacher.", "Set distill.teacher.")
-    return torch.from_numpy(np.concatenate([np.asarray(row.reference, np.float32) for row in rows]))
-
-
-def tokens_for_loss(
-    rows: Sequence[TrainRow],
-    counted: Tensor,
-    weight: Tensor,
-    *,
-    new: Tensor,
-    entropy: Tensor,
-    old: Tensor,
-    reference: Tensor | None,
-) -> Tokens:
-    """Those response tokens of a pass over `rows` that are `counted` (bool, [tokens], on the CPU), of which alone
-    `weight` is; the others are of all tokens, as `Tokens` names them."""
-    device, there = new.device, counted.to(new.device)
-    row = row_of_token(rows)[counted]
-    exploration = torch.tensor([r.exploration for r in rows], dtype=torch.float32)[row]
-    return Tokens(
-        new=new[there],
-        sampler=sampler_logprobs(rows)[counted].to(device),
-        advantage=token_advantages(rows)[counted].to(device),
-        exploration=exploration.to(device),
-        weight=weight.to(device),
-        row=row.to(device),
-        old=old[there],
-        entropy=entropy[there],
-        reference=None if reference is None else reference[there],
-    )
-
-
-def counted_tokens(rows: Sequence[TrainRow], loss: LossSpec, old: Sequence[Tensor] | None) -> list[Tensor]:
-    """Which response tokens of each row count: neither masked in the row nor rejected by the loss's mask.
-
-    `old` is log pi before the update, [tokens of the row] for each row, which the loss's mask compares with the
-    sampler's. Returns a bool tensor [tokens of the row] for each row, on the CPU.
-    """
-    counted = torch.cat([torch.tensor(row.loss_mask or (True,) * len(row.response_ids)) for row in rows])
-    if loss.mask != "none" and old is not None and counted.any():
-        mismatch = torch.cat([values.cpu() for values in old]) - sampler_logprobs(rows)
-        counted[counted.clone()] = unmasked(loss, mismatch[counted], row_of_token(rows)[counted])
-    return list(counted.split(lengths_of(rows)))
-
-
-def trajectory_tokens(rows: Sequence[TrainRow], counted: Sequence[Tensor]) -> Tensor:
-    """[rows] tokens that count in the whole trajectory that each row belongs to."""
-    sizes: Counter[str] = Counter()
-    for row, tokens in zip(rows, counted, strict=True):
-        sizes[row.trajectory or row.id] += int(tokens.sum())
-    return torch.tensor([sizes[row.trajectory or row.id] for row in rows])
-
-
-def masked_share(rows: Sequence[TrainRow], counted: Sequence[Tensor]) -> dict[str, float]:
-    """`masked_share`: of the tokens that the rows' own masks leave in, how many the loss rejects.
-
-    Also per role, as `<role>/masked_share`, where the rows are of several.
-    """
-    offered, kept = Counter[str](), Counter[str]()
-    for row, tokens in zip(rows, counted, strict=True):
-        offered[row.role] += sum(row.loss_mask) if row.loss_mask else len(row.response_ids)
-        kept[row.role] += int(tokens.sum())
-    found = {"masked_share": 1.0 - kept.total() / max(offered.total(), 1)}
-    if len(offered) > 1:
-        found |= {f"{role}/masked_share": 1.0 - kept[role] / max(offered[role], 1) for role in sorted(offered)}
-    return found
 
 
 def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator) -> list[list[int]]:

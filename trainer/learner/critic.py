@@ -1,11 +1,10 @@
-"""A critic beside a learner: a value head for each policy, and the advantages of tokens that come from it."""
+"""A critic: a value head for each policy, and the advantages of tokens that come from it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -14,106 +13,73 @@ from cotune.algorithms.advantages import gae, whitened
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import Floats, TrainRow
 from cotune.trainer.learner.batching import lengths_of
-from cotune.trainer.learner.dist import ProcessGroup, SingleProcess
-from cotune.trainer.learner.files import read_critic, restoring, write_critic
-from cotune.trainer.learner.local import LocalLearner
-from cotune.trainer.learner.protocol import LearnerAround
+from cotune.trainer.learner.dist import ProcessGroup
 
 EPOCHS = 8
 """Steps that the value head takes on the rows of an update."""
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-class CriticLearner(LearnerAround):
-    """Takes the `advantage` of each row for its reward, gives its tokens their advantages by GAE, and lets `inner`
-    train on them; then the value heads learn what they should have said.
+class Judged(NamedTuple):
+    """A critic's view of the rows of an update, each [tokens of the row]: values, advantages, and values to learn."""
 
-    A value head is linear in the policy's last hidden state, which gets no gradient from it, and begins at 0. It is in
-    the checkpoints and nowhere else. In a process group of several all ranks have the same heads: each computes the
-    values and gradients of the rows that are its part, and their sums go to all.
+    values: list[Floats]
+    advantages: list[Floats]
+    targets: list[Floats]
+
+
+class Critic:
+    """Value heads, one per policy: GAE makes the advantages of tokens from their values and the row's reward, which
+    stands in `advantage`; after the update the heads learn the values that they should have given.
+
+    A head is linear in the policy's last hidden state, which gets no gradient from it, and begins at 0. It is in the
+    checkpoints and nowhere else. In a process group of several all ranks have the same heads: each computes the values
+    and gradients of the rows that are its part, and their sums go to all.
     """
 
-    def __init__(self, inner: LocalLearner, loss: LossSpec, group: ProcessGroup | None = None) -> None:
-        super().__init__(inner)
-        self._inner = inner
+    def __init__(self, widths: Mapping[str, int], loss: LossSpec, group: ProcessGroup) -> None:
         self._loss = loss
-        self._group = group or SingleProcess()
+        self._group = group
         self._heads: dict[str, nn.Linear] = {}
         self._optimizers: dict[str, torch.optim.AdamW] = {}
-        for name, policy in inner.policies.items():
-            head = nn.Linear(policy.width, 1)
+        for policy, width in widths.items():
+            head = self._heads[policy] = nn.Linear(width, 1)
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
-            self._heads[name] = head
-            self._optimizers[name] = torch.optim.AdamW(head.parameters(), lr=loss.critic_lr, weight_decay=0.0)
+            self._optimizers[policy] = torch.optim.AdamW(head.parameters(), lr=loss.critic_lr, weight_decay=0.0)
 
-    def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
-        """As the inner learner's, with `value_loss` (mean squared error of the values before the update) and
-        `explained_variance`, 1 - var(target - value) / var(target)."""
-        seen = [msgspec.structs.replace(row, prompt_ids=row.privileged + row.prompt_ids) for row in rows]
-        states = self._inner.states(policy, seen)
-        values = self._values(policy, rows, states)
-        loss = self._loss
+    def judge(self, policy: str, rows: Sequence[TrainRow], states: Mapping[int, Tensor]) -> Judged:
+        """`states` are the last hidden states [tokens of the row, hidden] of this rank's part of the rows."""
+        values, loss = self._values(policy, rows, states), self._loss
         raw = [gae(v, row.advantage, loss.gae_gamma, loss.gae_lambda) for v, row in zip(values, rows, strict=True)]
-        targets = [a + v for a, v in zip(raw, values, strict=True)]
-        weighed = [
-            msgspec.structs.replace(row, advantages=tuple(own.tolist()))
-            for row, own in zip(rows, whitened(raw), strict=True)
-        ]
-        figures = self._inner.update(policy, weighed, lr_scale=lr_scale)
-        self._learn(policy, states, targets)
-        aims = np.concatenate(targets)
-        errors, spread = aims - np.concatenate(values), float(aims.var())
+        return Judged(values, whitened(raw), [a + v for a, v in zip(raw, values, strict=True)])
+
+    def learn(self, policy: str, states: Mapping[int, Tensor], judged: Judged) -> dict[str, float]:
+        """Train the head; returns `value_loss` (mean squared error of the values before the update) and
+        `explained_variance`, 1 - var(target - value) / var(target)."""
+        self._fit(policy, states, judged.targets)
+        aims = np.concatenate(judged.targets)
+        errors, spread = aims - np.concatenate(judged.values), float(aims.var())
         return {
-            **figures,
             "value_loss": float(np.square(errors).mean()),
             "explained_variance": 1.0 - float(errors.var()) / spread if spread > 0.0 else 0.0,
         }
 
-    def save(self, folder: Path) -> None:
-        """What the inner learner saves, and the value heads with their optimizers."""
-        self._inner.save(folder)
-        self._save_heads(folder)
-
-    def save_policies(self, folder: Path) -> None:
-        """What `save` writes of each policy."""
-        self._inner.save_policies(folder)
-        self._save_heads(folder)
-
-    def load(self, folder: Path, new: Collection[str] = ()) -> None:
-        """Restore what `save` wrote, here or in a learner of several processes; heads of policies that are `new` begin
-        at 0. Raises RunError as the inner one."""
-        self._inner.load(folder, new)
-        self._load_heads(folder, new)
-
-    def load_policies(self, folder: Path, new: Collection[str] = ()) -> None:
-        """What `load` restores of each policy."""
-        self._inner.load_policies(folder, new)
-        self._load_heads(folder, new)
-
-    def _save_heads(self, folder: Path) -> None:
-        if self._group.rank == 0:
-            for name, policy in self._inner.policies.items():
-                write_critic(folder, policy, self._state(name))
-
-    def _load_heads(self, folder: Path, new: Collection[str]) -> None:
-        with restoring(folder):
-            for name, policy in self._inner.policies.items():
-                if name not in new:
-                    found = read_critic(folder, policy)
-                    head, optimizer = self._heads[name], self._optimizers[name]
-                    head.load_state_dict({key: found[key] for key in ("weight", "bias")})
-                    for key, parameter in head.named_parameters():
-                        kept = {k: found[at] for k in _MOMENTS if (at := f"{k}/{key}") in found}
-                        optimizer.state[parameter] = kept
-
-    def _state(self, policy: str) -> dict[str, Tensor]:
+    def state(self, policy: str) -> dict[str, Tensor]:
+        """The head's tensors, and its optimizer's by `<moment>/<tensor>`."""
         found: dict[str, Tensor] = {}
         for key, parameter in self._heads[policy].named_parameters():
             found[key] = parameter.detach()
             moments = self._optimizers[policy].state.get(parameter, {})
             found |= {f"{k}/{key}": tensor for k, tensor in moments.items()}
         return found
+
+    def load(self, policy: str, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state` gave."""
+        head, optimizer = self._heads[policy], self._optimizers[policy]
+        head.load_state_dict({key: state[key] for key in ("weight", "bias")})
+        for key, parameter in head.named_parameters():
+            optimizer.state[parameter] = {k: state[at] for k in _MOMENTS if (at := f"{k}/{key}") in state}
 
     def _values(self, policy: str, rows: Sequence[TrainRow], states: Mapping[int, Tensor]) -> list[Floats]:
         """[tokens of the row] of each row, of which `states` has those of this rank's part."""
@@ -125,7 +91,7 @@ class CriticLearner(LearnerAround):
                 parts[number].copy_(self._heads[policy](own).squeeze(-1))
         return [part.numpy().astype(np.float64) for part in self._group.sum(found).split(lengths)]
 
-    def _learn(self, policy: str, states: Mapping[int, Tensor], targets: Sequence[Floats]) -> None:
+    def _fit(self, policy: str, states: Mapping[int, Tensor], targets: Sequence[Floats]) -> None:
         """Steps on the mean squared error over the tokens of all rows; `states` are of this rank's part of them."""
         head, optimizer = self._heads[policy], self._optimizers[policy]
         tokens = sum(map(len, targets))

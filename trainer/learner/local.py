@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from cotune.algorithms.recipes import LossSpec
-from cotune.algorithms.samples import TrainRow
+from cotune.algorithms.samples import Floats, TrainRow
 from cotune.errors import ConfigError, LearnerError, RunError
 from cotune.integrations.profiling.spans import Trace
 from cotune.integrations.profiling.tracer import Tracer
@@ -25,58 +26,44 @@ from cotune.trainer.config.learner import LearnerSettings, check_loss
 from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import (
     check_rows,
-    counted_tokens,
     lengths_of,
-    masked_share,
     micro_batches,
     mini_batches,
     pass_tokens,
     passes,
-    row_of_token,
-    sampler_logprobs,
-    teacher_logprobs,
-    tokens_for_loss,
     tokens_of,
-    trajectory_tokens,
 )
+from cotune.trainer.learner.critic import Critic
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, clip_gradients, total_norm
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import open_policy_models
-from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
+from cotune.trainer.learner.loss import policy_loss, row_weights
 from cotune.trainer.learner.memory.optimizer import build_optimizer, check_hardware, learning_rate
 from cotune.trainer.learner.memory.pass_size import choose_pass_size, giving_back
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.mfu import model_utilization
 from cotune.trainer.learner.policy_model import PolicyModel
+from cotune.trainer.learner.update_tokens import UpdateTokens
 
 Batches = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class _Update:
-    """What the optimizer steps of one update share.
-
-    Of each row, `passed` says whether it goes through the model: a row without an advantage only counts in the
-    denominators. `old` is log pi before the update of its response tokens (None where the loss does not need it yet),
-    `counted` says which of them count (both [tokens of the row]), and `trajectories` [rows] how many count in its
-    trajectory.
-    """
+    """What the optimizer steps of one update share. `passed` [R] says which rows go through the model: a row without an
+    advantage only counts in the denominators."""
 
     model: PolicyModel
-    rows: Sequence[TrainRow]
+    tokens: UpdateTokens
     passed: Sequence[bool]
-    old: Sequence[Tensor] | None
-    counted: Sequence[Tensor]
-    trajectories: Tensor
     sums: MetricSums
 
 
 class LocalLearner:
     """Trains the policies of a run in this process. Methods may be called from any thread, one at a time runs.
 
-    Ratio and correction: with `anchor` "trainer" the policy ratio is pi_train / pi_before_the_update, and each token
-    weighs min(pi_before_the_update / pi_sampler, cap); with "sampler" it is pi_train / pi_sampler in all optimizer
-    steps of an update.
+    The policy ratio is pi_train / pi_before_the_update, and each token weighs min(pi_before_the_update / pi_sampler,
+    cap).
 
     In a process group of several it holds a shard of every tensor and computes a part of the rows; all ranks call the
     same methods with the same rows, and all return the same.
@@ -97,6 +84,8 @@ class LocalLearner:
         self._tracer = Tracer(next(iter(self._policies.values())).device)
         self._order = {name: torch.Generator().manual_seed(settings.seed) for name in self._policies}
         self._optimizers = {name: build_optimizer(policy, settings) for name, policy in self._policies.items()}
+        widths = {name: policy.width for name, policy in self._policies.items()}
+        self._critic = Critic(widths, loss, self._group) if loss.critic else None
         self._passes = choose_pass_size(self._policies.values(), settings, self._group)
         trainable = {name: policy.parameters() for name, policy in self._policies.items()}
         check_optimizers(trainable, self._optimizers)
@@ -120,7 +109,24 @@ class LocalLearner:
         self._passes.check(rows)
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
-        """All epochs and mini-batches of one step. Raises as `check`, and LearnerError where nothing is trained.
+        """Train one policy. Raises as `check`, and LearnerError where nothing is trained.
+
+        With a critic it judges the rows first, and learns from them at the end (`Critic.learn` has its metrics).
+        """
+        with self._lock:
+            self.check(policy, rows)
+            if self._critic is None:
+                return self._train(policy, rows, lr_scale)
+            seen = [msgspec.structs.replace(row, prompt_ids=row.privileged + row.prompt_ids) for row in rows]
+            states = self.states(policy, seen)
+            judged = self._critic.judge(policy, rows, states)
+            figures = self._train(policy, rows, lr_scale, judged.advantages)
+            return {**figures, **self._critic.learn(policy, states, judged)}
+
+    def _train(
+        self, policy: str, rows: Sequence[TrainRow], lr_scale: float, advantages: Sequence[Floats] | None = None
+    ) -> Mapping[str, float]:
+        """All epochs and mini-batches of one step. `advantages` [tokens of the row] go before those of the rows.
 
         Where no token counts, the loss's mask having rejected them all, there is no optimizer step. A token that the
         row's grammar forced does not count either. Rows without an advantage count in the denominators of the loss; no
@@ -139,41 +145,44 @@ class LocalLearner:
         known GPU `mfu`. Token means per role as `<role>/<metric>` where the rows are of several roles.
         """
         started = time.perf_counter()
-        model = self._model(policy)
-        with self._lock, giving_back(model.device):
-            self.check(policy, rows)
+        model, loss, settings = self._model(policy), self._loss, self._settings
+        with giving_back(model.device):
+            # Rows into optimizer steps; which of them go through the model.
             rows = model.without_forced_tokens(rows)
-            epochs = [
-                mini_batches(rows, self._settings.mini_batch, self._order[policy]) for _ in range(self._settings.epochs)
-            ]
-            passed = [self._loss.moves_alone or row.has_advantage for row in rows]
+            epochs = [mini_batches(rows, settings.mini_batch, self._order[policy]) for _ in range(settings.epochs)]
+            tokens = UpdateTokens(rows, loss, advantages)
+            passed = [loss.moves_alone or moves for moves in tokens.moves]
             halved = self._passes.halved
-            old = self._passes.fitting(partial(self._logprobs_before, model, rows, epochs, passed), lambda: None)
-            counted = counted_tokens(rows, self._loss, old)
-            found = {**masked_share(rows, counted), "rows": float(sum(passed))}
-            batches = [used for epoch in epochs for batch in epoch if (used := [i for i in batch if counted[i].any()])]
+
+            # log pi before the first step, which the loss's mask compares with the sampler's.
+            tokens.compare(
+                self._passes.fitting(partial(self._logprobs_before, model, rows, epochs, passed), lambda: None)
+            )
+            found = {**tokens.masked_share(), "rows": float(sum(passed))}
+            lengths = tokens.lengths.tolist()
+            batches = [used for epoch in epochs for batch in epoch if (used := [i for i in batch if lengths[i]])]
             if not batches:
                 return {**found, **dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)}
-            sums = MetricSums([row.role for row in rows])
-            update = _Update(model, rows, passed, old, counted, trajectory_tokens(rows, counted), sums)
+
+            # One optimizer step per mini-batch, on gradients that its passes add up.
+            update = _Update(model, tokens, passed, MetricSums([row.role for row in rows]))
             norms, losses, checkpointed = [0.0] * len(batches), [0.0] * len(batches), 0
             for step, batch in enumerate(batches):
                 self._skip(update, batch)
-                if not (any(passed[i] for i in batch) or self._settings.weight_decay):
+                if not (any(passed[i] for i in batch) or settings.weight_decay):
                     continue  # idle
                 backward = partial(self._backward, update, batch)
                 losses[step] = self._passes.fitting(backward, self._optimizers[policy].zero_grad)
                 checkpointed += self._passes.checkpointed
                 with self._tracer.span("optimizer"):
-                    moves = any(rows[i].has_advantage for i in batch)
-                    norms[step] = self._step(policy, lr_scale, moves=moves)
+                    norms[step] = self._step(policy, lr_scale, moves=any(tokens.moves[i] for i in batch))
             losses = self._group.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
             finite = [norm for norm in norms if np.isfinite(norm)]
             if not finite:
                 raise LearnerError(
                     f"No gradient of this update of policy {policy!r} is finite.", "Lower learner.lr, or use float32."
                 )
-            means, seconds = sums.metrics(self._group), time.perf_counter() - started
+            means, seconds = update.sums.metrics(self._group), time.perf_counter() - started
             return {
                 **means,
                 **model_utilization(model, int(means["computed_tokens"]) // self._group.size, seconds),
@@ -183,14 +192,14 @@ class LocalLearner:
                 "grad_norm": float(np.mean(finite)),
                 "steps": float(len(batches)),
                 "skipped_steps": float(len(norms) - len(finite)),
-                "idle_steps": float(norms.count(0.0)) if self._settings.weight_decay == 0.0 else 0.0,
+                "idle_steps": float(norms.count(0.0)) if settings.weight_decay == 0.0 else 0.0,
                 "weight_norm": total_norm(model.parameters().values()),
                 "pass_tokens": float(self._passes.tokens),
                 "total_tokens": float(sum(len(tokens_of(rows[i])) for batch in batches for i in batch if passed[i])),
                 "unshared_rows": 0.0 if model.shares_prompts else found["rows"],
                 "halved_passes": float(self._passes.halved - halved),
                 "checkpointed_steps": float(checkpointed),
-                "lr": learning_rate(model, self._settings) * lr_scale,
+                "lr": learning_rate(model, settings) * lr_scale,
                 "seconds": seconds,
             }
 
@@ -200,12 +209,7 @@ class LocalLearner:
             check_rows(rows)
             model = self._model(policy)
             found = self._passes.fitting(lambda: self._logprobs(model, rows, [range(len(rows))]), lambda: None)
-            return [part.cpu().numpy() for part in found]
-
-    @property
-    def policies(self) -> Mapping[str, PolicyModel]:
-        """Those that it trains, by name."""
-        return self._policies
+            return [part.numpy() for part in found.cpu().split(lengths_of(rows))]
 
     def states(self, policy: str, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
         """[tokens of the row, hidden] by the row's number: the last hidden states that predict its response, on the
@@ -250,6 +254,8 @@ class LocalLearner:
                 files.write_weights(folder, policy, self._group)
                 files.write_optimizer(folder, policy, self._optimizers[name])
                 if self._group.rank == 0:
+                    if self._critic is not None:
+                        files.write_critic(folder, policy, self._critic.state(name))
                     files.write_progress(folder, policy, self._order[name], self._gradient_checks[name].steps)
 
     def load(self, folder: Path, new: Collection[str] = ()) -> None:
@@ -266,6 +272,8 @@ class LocalLearner:
                     continue
                 files.read_weights(folder, policy)
                 files.read_optimizer(folder, policy, self._optimizers[name])
+                if self._critic is not None:
+                    self._critic.load(name, files.read_critic(folder, policy))
                 self._gradient_checks[name].steps = files.read_progress(folder, policy, self._order[name])
                 if self._gradient_checks[name].steps and not self._optimizers[name].state:
                     raise RunError(f"{folder} holds no optimizer state of {name!r}.", "Use another checkpoint.")
@@ -285,9 +293,9 @@ class LocalLearner:
 
     def _logprobs_before(
         self, model: PolicyModel, rows: Sequence[TrainRow], epochs: Sequence[Batches], passed: Sequence[bool]
-    ) -> list[Tensor] | None:
-        """log pi before the update, where it has to be known before the first optimizer step; of the other rows than
-        those `passed`, where the loss's mask asks.
+    ) -> Tensor | None:
+        """[N] log pi before the update, where it has to be known before the first optimizer step; also of rows that are
+        not `passed`, where the loss has a mask.
 
         Computed in the passes of the first epoch: in bfloat16 other passes round otherwise.
         """
@@ -298,14 +306,15 @@ class LocalLearner:
         batches.append([i for i in range(len(rows)) if masks and not passed[i]])
         return self._logprobs(model, rows, [batch for batch in batches if batch])
 
-    def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow], batches: Batches) -> list[Tensor]:
-        """log pi_train of the response tokens of each row, in the passes of `batches`; each rank computes a part."""
+    def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow], batches: Batches) -> Tensor:
+        """[N] log pi_train of the response tokens, rows in order, in the passes of `batches`; each rank computes a
+        part."""
         lengths = lengths_of(rows)
         found = torch.zeros(sum(lengths), device=model.device)
         parts = found.split(lengths)
         for index, value in self._computed(model, rows, batches, model.logprobs):
             parts[index].copy_(value)
-        return list(self._group.sum(found).split(lengths))
+        return self._group.sum(found)
 
     def _states(self, model: PolicyModel, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
         return dict(self._computed(model, rows, [range(len(rows))], lambda part: model.states(part).cpu()))
@@ -326,21 +335,20 @@ class LocalLearner:
 
     def _skip(self, update: _Update, batch: Sequence[int]) -> None:
         """Count the rows of a mini-batch that no pass computes."""
-        skipped = [i for i in batch if not update.passed[i]]
+        skipped, tokens = [i for i in batch if not update.passed[i]], update.tokens
         if skipped and self._group.rank == 0:
-            rows, counted = [update.rows[i] for i in skipped], torch.cat([update.counted[i] for i in skipped])
-            logprobs = sampler_logprobs(rows)[counted].to(update.model.device)
-            update.sums.skip(skipped, row_of_token(rows)[counted], logprobs)
+            at = tokens.at(skipped)
+            at = at[tokens.counted[at]]
+            update.sums.skip(tokens.row[at], tokens.sampler[at].to(update.model.device))
 
     def _backward(self, update: _Update, batch: Sequence[int]) -> float:
         """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss."""
-        model, counted = update.model, update.counted
-        lengths = torch.tensor([int(counted[i].sum()) for i in batch])
-        weights = token_weights(self._loss, lengths, update.trajectories[torch.tensor(batch)])
-        weight_of = dict(zip(batch, weights.split(lengths.tolist()), strict=True))
+        model, tokens, places = update.model, update.tokens, torch.tensor(batch)
+        weight = torch.zeros(len(tokens.rows))
+        weight[places] = row_weights(self._loss, tokens.lengths[places], tokens.trajectory_lengths[places])
         total, done = 0.0, []
         passed = [i for i in batch if update.passed[i]]
-        micros = self._micro_batches(model, update.rows, passed) if passed else [[]]
+        micros = self._micro_batches(model, tokens.rows, passed) if passed else [[]]
         for number, micro in enumerate(micros):
             model.logprob_model.reduce_next(number == len(micros) - 1)
             if not micro:  # no rows are left here, but FSDP's exchanges need every rank
@@ -349,27 +357,19 @@ class LocalLearner:
                 (model.token_logprobs([])[0].sum() * 0.0).backward()
                 continue
             with self._tracer.span("forward"):
-                tokens = self._tokens(update, micro, torch.cat([weight_of[i] for i in micro]))
-                parts = policy_loss(self._loss, tokens)
+                rows = [tokens.rows[i] for i in micro]
+                untrained = model.reference_logprobs(rows) if self._loss.needs_untrained else None
+                new, entropy = model.token_logprobs(rows)
+                own = tokens.of_pass(micro, weight, new=new, entropy=entropy, untrained=untrained)
+                parts = policy_loss(self._loss, own)
             with self._tracer.span("backward"):
                 parts.loss.backward()
             total += parts.loss.item()
-            done.append((micro, tokens.detached(), parts._replace(loss=parts.loss.detach())))
-        for micro, tokens, parts in done:
-            computed = pass_tokens([update.rows[i] for i in micro], model.shares_prompts)
-            update.sums.add(micro, tokens, parts, computed=computed)
+            done.append((micro, own.detached(), parts._replace(loss=parts.loss.detach())))
+        for micro, own, parts in done:
+            computed = pass_tokens([tokens.rows[i] for i in micro], model.shares_prompts)
+            update.sums.add(micro, own, parts, computed=computed)
         return total
-
-    def _tokens(self, update: _Update, micro: Sequence[int], weight: Tensor) -> Tokens:
-        """The tokens of a micro-batch that count, after its forward pass; `weight` [tokens] is of these."""
-        rows = [update.rows[i] for i in micro]
-        reference = update.model.reference_logprobs(rows) if self._loss.needs_untrained else None
-        new, entropy = update.model.token_logprobs(rows)
-        old = new.detach() if update.old is None else torch.cat([update.old[i] for i in micro])
-        if self._loss.kl and self._loss.kl_to == "teacher":
-            reference = teacher_logprobs(rows).to(new.device)
-        counted = torch.cat([update.counted[i] for i in micro])
-        return tokens_for_loss(rows, counted, weight, new=new, entropy=entropy, old=old, reference=reference)
 
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:
         """One optimizer step on the gradients at hand; returns their norm. A non-finite one is not applied, nor one of

@@ -21,7 +21,7 @@ class Tokens:
 
     `new`, `sampler`, `old` are log-probabilities in nats: of the weights being trained (with gradient), of the sampler,
     and of the policy before the update. `row` numbers the row of each token from 0. `weight` is the token's share of
-    the loss (`token_weights`). `entropy` (with gradient) and `reference` are needed by their loss terms only;
+    the loss (`row_weights`). `entropy` (with gradient) and `reference` are needed by their loss terms only;
     `exploration` multiplies the weight of `entropy`, where given.
     """
 
@@ -56,9 +56,8 @@ KL_SLOPE = 10.0
 """How steep k3 gets, at most, where the policy is less likely than the reference: as at a quotient of this size."""
 
 
-def token_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None = None) -> Tensor:
-    """Share of every token in the loss of a mini-batch whose rows have these `lengths` [R] of tokens that count, rows
-    in order.
+def row_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None = None) -> Tensor:
+    """[R] share of each token of a row in the loss of a mini-batch whose rows have `lengths` [R] tokens that count.
 
     token_mean: 1 / tokens of the mini-batch. sequence_mean: 1 / (rows * tokens of the row). trajectory_mean: 1 /
     (trajectories * tokens of the trajectory), whose tokens `trajectories` [R] gives for each row; of a trajectory that
@@ -67,16 +66,14 @@ def token_weights(spec: LossSpec, lengths: Tensor, trajectories: Tensor | None =
     in whatever micro-batches they come.
     """
     if spec.aggregation == "token_mean":
-        per_row = torch.full(lengths.shape, 1.0 / int(lengths.sum()))
-    elif spec.aggregation == "sequence_mean":
-        per_row = 1.0 / (len(lengths) * lengths.float())
-    elif spec.aggregation == "trajectory_mean":
+        return torch.full(lengths.shape, 1.0 / int(lengths.sum()))
+    if spec.aggregation == "sequence_mean":
+        return 1.0 / (len(lengths) * lengths.float())
+    if spec.aggregation == "trajectory_mean":
         assert trajectories is not None
-        per_row = 1.0 / ((lengths / trajectories).sum() * trajectories.float())
-    else:
-        assert spec.constant_length is not None
-        per_row = torch.full(lengths.shape, 1.0 / (len(lengths) * spec.constant_length))
-    return per_row.repeat_interleave(lengths)
+        return 1.0 / ((lengths / trajectories).sum() * trajectories.float())
+    assert spec.constant_length is not None
+    return torch.full(lengths.shape, 1.0 / (len(lengths) * spec.constant_length))
 
 
 def unmasked(spec: LossSpec, mismatch: Tensor, row: Tensor) -> Tensor:

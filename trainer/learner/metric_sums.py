@@ -49,11 +49,11 @@ class MetricSums:
             facts["kl"] = parts.kl
         self._add(self._role[torch.tensor(rows)].to(tokens.row.device)[tokens.row], facts)
 
-    def skip(self, rows: Sequence[int], row: Tensor, logprobs: Tensor) -> None:
-        """Count `rows` that no pass computes, by the sampler's log-probability of each of their tokens [N], which is of
-        the row with number `row` [N]: the mean of -log pi estimates the entropy."""
+    def skip(self, row: Tensor, logprobs: Tensor) -> None:
+        """Count tokens that no pass computes, by their `row` [N] and the sampler's log-probability [N]: the mean of
+        -log pi estimates the entropy."""
         facts = {"entropy": -logprobs, "entropy_tokens": torch.ones_like(logprobs)}
-        self._add(self._role[torch.tensor(rows)][row].to(logprobs.device), facts)
+        self._add(self._role[row].to(logprobs.device), facts)
 
     def _add(self, owner: Tensor, facts: Mapping[str, Tensor]) -> None:
         for name, values in facts.items():

@@ -140,11 +140,9 @@ def _cluster(
 
 
 def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec) -> Learner:
-    from cotune.trainer.learner.critic import CriticLearner
     from cotune.trainer.learner.local import LocalLearner
 
-    learner = LocalLearner.open(config.model, policies, config.learner, loss)
-    return CriticLearner(learner, loss) if loss.critic else learner
+    return LocalLearner.open(config.model, policies, config.learner, loss)
 
 
 async def _open_teacher(config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> Teacher:

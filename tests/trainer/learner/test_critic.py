@@ -17,7 +17,6 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, RunError
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner.critic import CriticLearner
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer import worker_app
 from tests.trainer.learner.learner_rows import change, make_rows
@@ -58,8 +57,8 @@ def rows(rewards: list[float]) -> list[TrainRow]:
 
 
 @pytest.fixture
-def learner(base) -> CriticLearner:
-    return CriticLearner(LocalLearner.open(base, policies_for("lora", ["a"], LoraSpec(rank=4)), SETTINGS, LOSS), LOSS)
+def learner(base) -> LocalLearner:
+    return LocalLearner.open(base, policies_for("lora", ["a"], LoraSpec(rank=4)), SETTINGS, LOSS)
 
 
 def test_rewards_that_depend_on_the_prompt_are_foreseen(learner):
@@ -77,11 +76,8 @@ def test_the_policy_trains_on_its_tokens_advantages(base, learner):
     alone = LocalLearner.open(base, policies_for("lora", ["a"], LoraSpec(rank=4)), SETTINGS, LOSS)
     raw = [reward * np.array([0.9025, 0.95, 1.0]) for reward in (0.0, 1.0)]
     pooled = np.concatenate(raw)
-    given = [
-        msgspec.structs.replace(row, advantages=tuple((own - pooled.mean()) / pooled.std()))
-        for row, own in zip(rows([0.0, 1.0]), raw, strict=True)
-    ]
-    expected, found = alone.update("a", given), learner.update("a", rows([0.0, 1.0]))
+    given = [(own - pooled.mean()) / pooled.std() for own in raw]
+    expected, found = alone._train("a", rows([0.0, 1.0]), 1.0, given), learner.update("a", rows([0.0, 1.0]))
     assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
     assert all(np.allclose(learner.weights("a")[name], array, atol=1e-6) for name, array in alone.weights("a").items())
 
@@ -90,11 +86,11 @@ def test_a_checkpoint_holds_the_value_heads_and_their_optimizers(base, learner, 
     for _ in range(3):
         learner.update("a", rows([0.0, 1.0]))
     learner.save(tmp_path)
-    again = CriticLearner(LocalLearner.open(base, policies_for("lora", ["a"], LoraSpec(rank=4)), SETTINGS, LOSS), LOSS)
+    again = LocalLearner.open(base, policies_for("lora", ["a"], LoraSpec(rank=4)), SETTINGS, LOSS)
     again.load(tmp_path)
     one, other = (it.update("a", rows([0.0, 1.0])) for it in (learner, again))
     assert one["value_loss"] == other["value_loss"]
-    assert torch.equal(learner._heads["a"].weight, again._heads["a"].weight)
+    assert torch.equal(learner._critic._heads["a"].weight, again._critic._heads["a"].weight)
     (tmp_path / "0.critic.safetensors").unlink()
     with pytest.raises(RunError, match="Cannot restore the learner"):
         again.load(tmp_path)
@@ -134,13 +130,13 @@ def test_what_the_critic_alone_sees_tells_episodes_apart(learner):
 
 def test_a_run_shows_the_critic_the_reference_of_each_task(trainer, monkeypatch):
     seen: list[TrainRow] = []
-    inner = CriticLearner.update
+    inner = LocalLearner.update
 
     def update(self, policy, rows, **more):
         seen.extend(row for row in rows if row.role == "first")
         return inner(self, policy, rows, **more)
 
-    monkeypatch.setattr(CriticLearner, "update", update)
+    monkeypatch.setattr(LocalLearner, "update", update)
     tasks = [{"id": x, "letter": x, "reference": f"say {x}"} for x in "abc"]
     trainer(application(converse), tasks, recipe="sweet_rl", steps=1, policies="lora")
     assert {row.privileged for row in seen} == {row.prompt_ids for row in seen}
@@ -177,7 +173,7 @@ def test_two_workers_judge_and_learn_as_one_and_go_on_from_each_other(base, two_
         made = make_rows(groups=groups, k=k, response=(1, 6))[1 if k > 1 else 0 :]
         return [msgspec.structs.replace(row, privileged=(2, 5 + i % 2)) for i, row in enumerate(made)]
 
-    local = CriticLearner(LocalLearner.open(base, policies, settings, loss), loss)
+    local = LocalLearner.open(base, policies, settings, loss)
     ranks = two_ranks.learner(base, policies, settings, loss)
     batches = [shown(3, 4)] * 3 + [shown(1, 1)]
 

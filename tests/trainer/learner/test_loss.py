@@ -8,7 +8,7 @@ import torch
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import LearnerError
-from cotune.trainer.learner.loss import Tokens, policy_loss, token_weights
+from cotune.trainer.learner.loss import Tokens, policy_loss, row_weights
 
 
 def tokens(ratios, advantages, *, lengths=None, behind=None, spec=None, **more):
@@ -21,7 +21,7 @@ def tokens(ratios, advantages, *, lengths=None, behind=None, spec=None, **more):
         new=new,
         sampler=sampler,
         advantage=torch.tensor(advantages),
-        weight=token_weights(spec or LossSpec(), lengths),
+        weight=row_weights(spec or LossSpec(), lengths).repeat_interleave(lengths),
         row=torch.arange(len(lengths)).repeat_interleave(lengths),
         old=old,
         **more,
@@ -177,8 +177,8 @@ def test_an_episode_of_nine_calls_weighs_as_much_as_one_of_one_call():
     """A one-call success and a nine-call failure of GRPO, advantages 0.707 and -0.707, calls of 3 tokens."""
     lengths = torch.full((10,), 3)
     advantage = torch.tensor([0.7071] + [-0.7071] * 9).repeat_interleave(lengths)
-    by_call = token_weights(LossSpec(aggregation="sequence_mean"), lengths)
-    by_episode = token_weights(recipe("grpo").loss, lengths, torch.tensor([3] + [27] * 9))
+    by_call = row_weights(LossSpec(aggregation="sequence_mean"), lengths).repeat_interleave(lengths)
+    by_episode = row_weights(recipe("grpo").loss, lengths, torch.tensor([3] + [27] * 9)).repeat_interleave(lengths)
     assert (by_call * advantage).sum().item() == pytest.approx(-0.5657, abs=1e-4)
     assert (by_episode * advantage).sum().item() == pytest.approx(0.0, abs=1e-6)
     assert by_episode.sum().item() == pytest.approx(1.0)
@@ -208,7 +208,8 @@ def test_entropy_is_a_bonus():
     ],
 )
 def test_aggregation_of_a_row_of_one_and_a_row_of_three_tokens(spec, expected):
-    assert token_weights(spec, torch.tensor([1, 3])).tolist() == pytest.approx(expected)
+    lengths = torch.tensor([1, 3])
+    assert row_weights(spec, lengths).repeat_interleave(lengths).tolist() == pytest.approx(expected)
 
 
 def test_a_step_raises_the_probability_of_the_better_answer():

@@ -124,20 +124,20 @@ class FsdpLearner:
     def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
         """Raises GroupError and LearnerError, as `LocalLearner.check`."""
         check_rows(rows)
-        self._pool(policy).call("check", policy, pack_rows(rows))
+        self._pool(policy).call("learner", "check", policy, pack_rows(rows))
 
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         check_rows(rows)
-        return [np.array(part) for part in self._pool(policy).call("logprobs", policy, pack_rows(rows))]
+        return [np.array(part) for part in self._pool(policy).call("learner", "logprobs", policy, pack_rows(rows))]
 
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays, gathered from all ranks: names as of `LocalLearner.weights`."""
-        return {name: np.array(array) for name, array in self._pool(policy).call("weights", policy).items()}
+        return {name: np.array(array) for name, array in self._pool(policy).call("learner", "weights", policy).items()}
 
     def adopt(self, policy: str, weights: Weights) -> None:
         """Go on from these weights, as `LocalLearner.adopt`."""
-        self._pool(policy).call("adopt", policy, weights)
+        self._pool(policy).call("learner", "adopt", policy, weights)
 
     def save(self, folder: Path) -> None:
         """Write weights whole, optimizer states divided (see `learner.files`); all pools at once."""
@@ -152,11 +152,11 @@ class FsdpLearner:
 
     def begin_trace(self) -> None:
         """As `LocalLearner.begin_trace`."""
-        self._all(lambda pool: pool.call("begin_trace"))
+        self._all(lambda pool: pool.call("learner", "begin_trace"))
 
     def end_trace(self) -> list[Trace]:
         """What the first rank of each pool has done since `begin_trace`."""
-        return [trace for traces in self._all(lambda pool: pool.call("end_trace")) for trace in traces]
+        return [trace for traces in self._all(lambda pool: pool.call("learner", "end_trace")) for trace in traces]
 
     async def aclose(self) -> None:
         """End all actors; calls that still run fail."""

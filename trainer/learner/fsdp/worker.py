@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,11 +24,8 @@ from torch.distributed.fsdp import (
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.folder.kinds import sees_images
-from cotune.integrations.profiling.spans import Trace
 from cotune.records.policies import Policies
-from cotune.sampling.protocol import Weights
 from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner.critic import CriticLearner
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import LogprobModel
@@ -97,7 +92,7 @@ def _layers(network: Any) -> list[Any]:
 class FsdpWorker:
     """All ranks are called with the same arguments, in the same order. Rows come packed (`pack_rows`)."""
 
-    _learner: LocalLearner | CriticLearner
+    _learner: LocalLearner
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -129,30 +124,14 @@ class FsdpWorker:
         whole = msgspec.structs.replace(settings, device="cpu")
         opened = open_policy_models(model, policies, whole, reference=loss.needs_untrained, names=names)
         shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.dtype)
-        group = TorchProcessGroup()
-        learner = LocalLearner(opened, settings, loss, group)
-        self._learner = CriticLearner(learner, loss, group) if loss.critic else learner
+        self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup())
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:
         return dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))
 
-    def check(self, policy: str, rows: bytes) -> None:
-        self._learner.check(policy, unpack_rows(rows))
-
-    def logprobs(self, policy: str, rows: bytes) -> list[npt.NDArray[np.float32]]:
-        return self._learner.logprobs(policy, unpack_rows(rows))
-
-    def weights(self, policy: str) -> Weights:
-        return self._learner.weights(policy)
-
-    def adopt(self, policy: str, weights: Weights) -> None:
-        self._learner.adopt(policy, weights)
-
-    def begin_trace(self) -> None:
-        self._learner.begin_trace()
-
-    def end_trace(self) -> list[Trace]:
-        return self._learner.end_trace()
+    def learner(self, method: str, *arguments: Any) -> Any:
+        """What a method of this rank's learner returns. Rows come as bytes."""
+        return getattr(self._learner, method)(*(unpack_rows(a) if isinstance(a, bytes) else a for a in arguments))
 
     def save(self, folder: str) -> None:
         self._learner.save_policies(Path(folder))

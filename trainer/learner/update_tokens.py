@@ -1,0 +1,129 @@
+"""The response tokens of an update, in flat tensors that are made once and picked from by every pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cotune.algorithms.recipes import LossSpec
+from cotune.algorithms.samples import Floats, TrainRow
+from cotune.errors import GroupError
+from cotune.trainer.learner.batching import lengths_of
+from cotune.trainer.learner.loss import Tokens, unmasked
+
+
+class UpdateTokens:
+    """The response tokens of R rows, row after row, N in all. Tensors are on the CPU, but for `old`.
+
+        rows        0      1    2
+        tokens      a b c  d e  f
+        row [N]     0 0 0  1 1  2      `at([2, 0])` = 5 0 1 2
+
+    `advantages` are those of each row's tokens, where a critic made them; else each token has that of its row.
+    `counted` [N] says which tokens count: neither masked in their row nor rejected by the loss's mask. The others carry
+    no gradient and are in no denominator and no metric. `moves` [R] says which rows have an advantage.
+    """
+
+    def __init__(self, rows: Sequence[TrainRow], loss: LossSpec, advantages: Sequence[Floats] | None = None) -> None:
+        lengths = lengths_of(rows)
+        self.rows = rows
+        self.old: Tensor | None = None
+        """[N] log pi before the update, on the learner's device; None where no pass needs it beforehand."""
+        self._loss = loss
+        self._starts = np.cumsum([0, *lengths])
+        self.row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+        self.sampler = _flat([row.logprobs for row in rows])
+        if advantages is None:
+            self.moves = [bool(row.advantage) for row in rows]
+            self._advantage = torch.tensor([row.advantage for row in rows], dtype=torch.float32)[self.row]
+        else:
+            self.moves = [bool(own.any()) for own in advantages]
+            self._advantage = _flat(advantages)
+        self._exploration = torch.tensor([row.exploration for row in rows], dtype=torch.float32)
+        self._offered = torch.cat([torch.tensor(row.loss_mask or (True,) * len(row.response_ids)) for row in rows])
+        self.counted = self._offered
+
+    def at(self, rows: Sequence[int]) -> Tensor:
+        """The places in the flat tensors of the tokens of these rows, in this order."""
+        return torch.cat([torch.arange(*self._starts[i : i + 2]) for i in rows])
+
+    def compare(self, old: Tensor | None) -> None:
+        """Keep log pi before the update, and leave out the tokens that the loss's mask rejects."""
+        self.old = old
+        if self._loss.mask != "none" and old is not None and self.counted.any():
+            mismatch, offered = old.cpu() - self.sampler, self._offered
+            self.counted = offered.clone()
+            self.counted[offered] = unmasked(self._loss, mismatch[offered], self.row[offered])
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[R] tokens of each row that count, once `compare` was called."""
+        return self._per_row(self.counted)
+
+    @cached_property
+    def trajectory_lengths(self) -> Tensor:
+        """[R] tokens that count in the whole trajectory that each row belongs to."""
+        _, number = np.unique([row.trajectory or row.id for row in self.rows], return_inverse=True)
+        own = torch.from_numpy(number)
+        return torch.zeros(len(self.rows), dtype=torch.int64).index_add(0, own, self.lengths)[own]
+
+    def masked_share(self) -> dict[str, float]:
+        """`masked_share`: of the tokens that the rows' own masks leave in, how many the loss rejects.
+
+        Also per role, as `<role>/masked_share`, where the rows are of several.
+        """
+        offered, kept = Counter[str](), Counter[str]()
+        pairs = zip(self._per_row(self._offered).tolist(), self.lengths.tolist(), strict=True)
+        for row, (first, after) in zip(self.rows, pairs, strict=True):
+            offered[row.role] += first
+            kept[row.role] += after
+        found = {"masked_share": 1.0 - kept.total() / max(offered.total(), 1)}
+        if len(offered) > 1:
+            found |= {f"{role}/masked_share": 1.0 - kept[role] / max(offered[role], 1) for role in sorted(offered)}
+        return found
+
+    def of_pass(
+        self, rows: Sequence[int], weight: Tensor, *, new: Tensor, entropy: Tensor, untrained: Tensor | None
+    ) -> Tokens:
+        """The tokens of a pass over `rows` that count. `weight` [R] is each token's share of the loss, by its row;
+        `new`, `entropy` and `untrained` are of all tokens of the pass, in its order, on its device."""
+        at = self.at(rows)
+        counted = self.counted[at]
+        there, at = counted.to(new.device), at[counted]
+        row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths_of([self.rows[i] for i in rows])))[counted]
+        if self._loss.kl and self._loss.kl_to == "teacher":
+            reference: Tensor | None = _teacher_logprobs([self.rows[i] for i in rows])[counted].to(new.device)
+        else:
+            reference = None if untrained is None else untrained[there]
+        return Tokens(
+            new=new[there],
+            sampler=self.sampler[at].to(new.device),
+            advantage=self._advantage[at].to(new.device),
+            exploration=self._exploration[self.row[at]].to(new.device),
+            weight=weight[self.row[at]].to(new.device),
+            row=row.to(new.device),
+            old=new.detach()[there] if self.old is None else self.old[at.to(self.old.device)],
+            entropy=entropy[there],
+            reference=reference,
+        )
+
+    def _per_row(self, chosen: Tensor) -> Tensor:
+        return torch.bincount(self.row[chosen], minlength=len(self.rows))
+
+
+def _flat(parts: Sequence[Sequence[float] | npt.NDArray[np.floating]]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(part, np.float32) for part in parts]))
+
+
+def _teacher_logprobs(rows: Sequence[TrainRow]) -> Tensor:
+    """[tokens] log pi_teacher of each response token, rows in order, float32, in nats. Raises GroupError."""
+    for row in rows:
+        if len(row.reference) != len(row.response_ids):
+            raise GroupError(f"Row {row.id} of role {row.role!r} was scored by no teacher.", "Set distill.teacher.")
+    return _flat([row.reference for row in rows])
