@@ -50,7 +50,7 @@ def facts(run: OpenedRun) -> Facts:
         model=str(about.get("model") or about.get("config", {}).get("model") or ""),
         workflow=str(about.get("workflow") or ""),
         teacher=config.distill.teacher,
-        steps=f"{len(lines)} of {config.steps}" if config.steps else str(len(lines) or ""),
+        steps=f"{len(lines)} of {run.planned}" if run.planned else str(len(lines) or ""),
         seconds=sum(sum(line["seconds"].values()) for line in lines),
         judge_cost=sum(line["counters"].get("judge.cost", 0.0) for line in lines),
         created=str(about.get("created") or ""),
@@ -163,7 +163,7 @@ def ending(run: OpenedRun) -> Ending | None:
         text = "The process of this run has ended and left no reason: it was killed, or its machine went down."
     elif end.kind == "failed":
         made = len(run.metrics)
-        text = f"{'The end of the run' if made == run.config.steps else f'Step {made + 1}'} failed: {end.cause}"
+        text = f"{'The end of the run' if made == run.planned else f'Step {made + 1}'} failed: {end.cause}"
     else:
         text = f"It ended early: {end.cause}" if end.kind == "ended" else end.cause
     remedy = end.remedy if end else ""

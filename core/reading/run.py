@@ -135,6 +135,11 @@ class OpenedRun:
         return self.about.config
 
     @property
+    def planned(self) -> int | None:
+        """The steps that the run is to make; None for records by themselves."""
+        return self.config.steps if "steps" in (self.description.get("config") or {}) else None
+
+    @property
     def state(self) -> str:
         """`finished`, `under way`, `failed` or `stopped` for a run; `recording` or `records` for a records file."""
         if not self.is_run:
@@ -144,7 +149,7 @@ class OpenedRun:
             return "under way"
         if end is not None and end.kind == "failed":
             return "failed"
-        if self.config.steps is not None and lines and lines[-1]["step"] + 1 >= self.config.steps:
+        if self.planned is not None and lines and lines[-1]["step"] + 1 >= self.planned:
             return "finished"
         if is_held(self.path / "lock"):
             return "under way"

@@ -24,6 +24,7 @@ from cotune.integrations.web.viewer.episodes import Filters, listed
 from cotune.integrations.web.viewer.pages import build_app
 from cotune.integrations.web.viewer.report import report, write_report
 from cotune.reading.curves import charts
+from cotune.reading.facts import facts
 from cotune.reading.headline import Change
 from cotune.reading.recorded_answers import outcome_values
 from cotune.reading.run import OpenedRun
@@ -124,7 +125,8 @@ def test_what_is_reported_stands_beside_its_episode(tmp_path: Path) -> None:
     try:
         shown = {row.id: row.success for row in listed(run, Filters()).rows}
         assert shown == {"e0": 1, "e1": 0, "e2": 0, "e3": None, "e4": None}
-        assert run.store and {e.id: e.solved for e in run.store.episodes()} == shown
+        assert {e.id: e.solved for e in run.store.episodes()} == shown
+        assert facts(run).steps == ""
     finally:
         run.close()
 

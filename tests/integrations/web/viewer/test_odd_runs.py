@@ -290,7 +290,7 @@ def in_records(table: str, sql: str) -> Callable[[Path], None]:
         ("whole", in_config(on_failure="bogus"), "on_failure = 'bogus'"),
         ("whole", in_config(distill="x"), "config.distill"),
         ("learned", in_config(records={}), "config.records.path"),
-        ("learned", in_config(steps=None), None),
+        ("learned", in_config(steps=None), "config.steps"),
         ("whole", lambda run: (run / "eval" / "records.db").write_text("no database"), None),
         ("whole", in_records("episodes", "json_set(body, '$.error', 3) WHERE status = 'error'"), None),
         ("whole", in_records("calls", "json_set(body, '$.role', 'x') WHERE role = 'b'"), None),
