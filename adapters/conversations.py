@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cotune.adapters.open_policies import LocalPolicies
-from cotune.integrations.models.chat.token_reuse import text_of
+from cotune.integrations.models.chat.content import text_of
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.ids import canonical, pack_ids, unpack_ids

@@ -41,15 +41,21 @@ def base_fingerprint(folder: Path) -> BaseFingerprint:
     """Fingerprint of a model folder. Raises AdapterError when it holds no config or no weights."""
     config = folder / "config.json"
     if not config.is_file():
-        raise AdapterError(
-            f"{folder} is no model folder: there is no config.json.", "Name a Hugging Face model folder."
-        )
-    return BaseFingerprint(
-        weights=_weights_sha256(folder),
-        config=_config_sha256(config),
-        tokenizer=_tokenizer_sha256(folder),
-        chat_template=hashlib.sha256(chat_template(folder).encode(errors="surrogateescape")).hexdigest(),
-    )
+        raise AdapterError(f"{folder} has no config.json.", "Name a Hugging Face model folder.")
+    # Settings that a library writes, and that change nothing, do not count.
+    settings = {name: value for name, value in _object(config).items() if name not in _VOLATILE}
+    tokenizer = "".join(f"{name} {digest}\n" for name, digest in hashes_of(folder, _TOKENIZER_FILES).items())
+    tensors = {name: digest for path in sorted(folder.glob("*.safetensors")) for name, digest in _tensors(path)}
+    if not tensors:
+        raise AdapterError(f"{folder} holds no weights.", "Name a folder with *.safetensors files.")
+    parts = {
+        "weights": "".join(f"{name} {tensors[name]}\n" for name in sorted(tensors)),
+        "config": json.dumps(settings, sort_keys=True),
+        "tokenizer": tokenizer,
+        "chat_template": chat_template(folder),
+    }
+    hashed = {name: hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest() for name, text in parts.items()}
+    return BaseFingerprint(**hashed)
 
 
 def chat_template(folder: Path) -> str:
@@ -60,27 +66,6 @@ def chat_template(folder: Path) -> str:
     settings = folder / "tokenizer_config.json"
     template: Any = _object(settings).get("chat_template") if settings.is_file() else None
     return template if isinstance(template, str) else json.dumps(template, sort_keys=True) if template else ""
-
-
-def _config_sha256(path: Path) -> str:
-    config = {k: v for k, v in _object(path).items() if k not in _VOLATILE}
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-
-
-def _tokenizer_sha256(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for name in _TOKENIZER_FILES:
-        if (folder / name).is_file():
-            digest.update(f"{name} {file_sha256(folder / name)}\n".encode())
-    return digest.hexdigest()
-
-
-def _weights_sha256(folder: Path) -> str:
-    tensors = {name: digest for path in sorted(folder.glob("*.safetensors")) for name, digest in _tensors(path)}
-    if not tensors:
-        raise AdapterError(f"{folder} holds no weights.", "Name a folder with *.safetensors files.")
-    lines = "".join(f"{name} {tensors[name]}\n" for name in sorted(tensors))
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _object(path: Path) -> dict[str, Any]:

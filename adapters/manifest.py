@@ -134,7 +134,7 @@ def _check(manifest: Manifest, path: Path) -> None:
         raise AdapterError(f"{path}: roles is empty.", remedy)
     for entry in manifest.roles:
         if roles.count(entry.role) > 1:
-            raise AdapterError(f"{path}: roles: {entry.role!r} stands there twice.", "Keep one of the two entries.")
+            raise AdapterError(f"{path}: roles: {entry.role!r} is there twice.", "Keep one of the two entries.")
         if entry.policy not in names:
             raise AdapterError(
                 f"{path}: roles: {entry.role!r} is played by {entry.policy!r}; the policies are: {', '.join(names)}.",
@@ -165,32 +165,29 @@ def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
     if files:
         roles = {policy.name: [e.role for e in manifest.roles if e.policy == policy.name] for policy in files}
         return {
-            "llama.cpp": [_llama_server(policy, roles[policy.name], 8001 + i) for i, policy in enumerate(files)],
+            "llama.cpp": [
+                f"llama-server -m {shlex.quote(f'{policy.folder}/{policy.folder}.gguf')} --jinja "
+                f"--alias {shlex.quote(','.join(roles[policy.name]))} --port {port}"
+                for port, policy in enumerate(files, start=8001)
+            ],
             "ollama": [
                 shlex.join(["ollama", "create", role, "-f", f"{policy.folder}/Modelfile"])
                 for policy in files
                 for role in roles[policy.name]
             ],
         }
-    vllm: list[str] = []
     adapters: dict[str, list[tuple[ExportedRole, ExportedPolicy]]] = {}
     for entry in manifest.roles:
         policy = manifest.policy(entry.role)
         if policy.kind == "lora" and policy.base:
             adapters.setdefault(policy.base.model, []).append((entry, policy))
-    for base, played in adapters.items():
-        vllm.append(_vllm_adapters(base, played))
+    vllm = [_vllm_adapters(base, played) for base, played in adapters.items()]
     for policy in manifest.policies:
         names = [entry.role for entry in manifest.roles if entry.policy == policy.name]
         if names and policy.base and policy.kind in ("full", "frozen"):
             model = f"./{policy.folder}" if policy.folder else policy.base.model
             vllm.append(shlex.join(["vllm", "serve", model, "--served-model-name", *names]))
     return {"cotune": ["cotune serve ."], "vllm": vllm}
-
-
-def _llama_server(policy: ExportedPolicy, roles: list[str], port: int) -> str:
-    file = f"{policy.folder}/{policy.folder}.gguf"
-    return shlex.join(["llama-server", "-m", file, "--jinja", "--alias", ",".join(roles), "--port", str(port)])
 
 
 def _vllm_adapters(base: str, played: list[tuple[ExportedRole, ExportedPolicy]]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from cotune.adapters.export import read_weights
 from cotune.adapters.fingerprint import base_fingerprint, changed
-from cotune.adapters.manifest import MANIFEST, Base, ExportedPolicy, Manifest, is_export, read_manifest
+from cotune.adapters.manifest import MANIFEST, ExportedPolicy, Manifest, is_export, read_manifest
 from cotune.errors import AdapterError, ConfigError, CotuneError, EngineLost, SamplerError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.chat.tool_formats import AUTO, check_tool_format
@@ -79,17 +79,30 @@ async def open_local(
     Raises AdapterError, ConfigError, SyncError before anything is served.
     """
     check_tool_format(tool_format or AUTO)
-    if is_export(Path(source)):
-        if names:
-            raise ConfigError(
-                "role", names[0], "must be no --role with an export: it names its own", "Leave --role out."
-            )
-        return await _open_export(load_export(source, base), tool_format)
-    return await _open_model(source, base, names, tool_format)
+    if not is_export(Path(source)):
+        return await _open_model(source, base, names, tool_format or AUTO)
+    if names:
+        raise ConfigError("role", names[0], "cannot be used with an export, which names its roles", "Leave it out.")
+    export = load_export(source, base)
+    if export.model is None:
+        raise AdapterError(f"{export.folder} leaves every role to a provider.", "There is nothing to serve.")
+    served = {}
+    for role, ref in export.roles.items():
+        policy = export.manifest.policy(role)
+        if policy.base is not None:
+            digest = policy.base.sha256.weights
+            served[role] = ServedModel(role, ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
+    left = [entry.role for entry in export.manifest.roles if entry.role not in served]
+    local = await _open(export.model, served, left, tool_format or export.manifest.tool_format, export)
+    if (untrained := stand_in(export.manifest.other_roles)) is None:
+        return local
+    model = next(policy.base for policy in export.manifest.policies if policy.base)
+    digest = model.sha256.weights
+    return replace(local, others=ServedModel("any other", untrained, "frozen", model.model, digest, digest))
 
 
 def with_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> LocalPolicies:
-    """The same under further names: what is asked of a name in `aliases` is answered by the role beside it.
+    """The same under further names: a role answers for each name that `aliases` gives it.
 
     Raises ConfigError for a role that is not served, and a name that is.
     """
@@ -102,44 +115,21 @@ def with_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> LocalPolic
     return replace(local, served={**local.served, **{name: local.served[role] for name, role in aliases.items()}})
 
 
-async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies:
-    if export.model is None:
-        raise AdapterError(f"{export.folder} leaves every role to a provider.", "There is nothing to serve.")
-    served = {}
-    for role, ref in export.roles.items():
-        policy = export.manifest.policy(role)
-        if policy.base is not None:
-            digest = policy.base.sha256.weights
-            served[role] = ServedModel(role, ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
-    left = [entry.role for entry in export.manifest.roles if entry.role not in served]
-    local = await _open(export.model, served, left, tool_format or export.manifest.tool_format, export)
-    base = next(policy.base for policy in export.manifest.policies if policy.base)
-    if (untrained := stand_in(export.manifest.other_roles)) is None:
-        return local
-    digest = base.sha256.weights
-    return replace(local, others=ServedModel("any other", untrained, "frozen", base.model, digest, digest))
-
-
 async def _open_model(
-    source: str | Path, base: str | Path | None, names: Sequence[str], tool_format: str | None
+    source: str | Path, base: str | Path | None, names: Sequence[str], tool_format: str
 ) -> LocalPolicies:
     if base is not None:
-        raise ConfigError(
-            "model", str(base), "must be no --model with a plain model: it is the base itself", "Leave it out."
-        )
+        fault = "cannot be used with a plain model, which is the base itself"
+        raise ConfigError("model", str(base), fault, "Leave it out.")
     try:
         folder = locate_model(source)
     except ConfigError as error:
-        raise ConfigError(
-            error.field, error.value, error.fault.replace("is not a", "is not an export,", 1), error.remedy
-        ) from None
-    digest = base_fingerprint(folder).weights
+        fault = error.fault.replace("is not a", "is not an export,", 1)
+        raise ConfigError(error.field, error.value, fault, error.remedy) from None
+    digest, policy = base_fingerprint(folder).weights, PolicyRef("base", 0)
     own = folder.name if Path(source).expanduser().exists() else str(source)
-    policy = PolicyRef("base", 0)
-    served = {
-        name: ServedModel(name, policy, "frozen", str(source), digest, digest) for name in dict.fromkeys([own, *names])
-    }
-    return await _open(folder, served, [], tool_format or AUTO)
+    served = {name: ServedModel(name, policy, "frozen", str(source), digest, digest) for name in (own, *names)}
+    return await _open(folder, served, [], tool_format)
 
 
 async def _open(
@@ -213,8 +203,8 @@ class Export:
                 await publish_verified(sampler, policy.ref, weights, policy.lora, policy.fingerprint)
 
 
-def load_export(folder: str | Path, base: str | Path | None = None, *, roles: Sequence[str] = ()) -> Export:
-    """Open an export and check it: manifest, hash of every file, base model, and that it has `roles`.
+def load_export(folder: str | Path, base: str | Path | None = None) -> Export:
+    """Open an export and check it: manifest, hash of every file, base model.
 
     `base` replaces the recorded path of the base model; its content must be the same. Raises AdapterError.
     """
@@ -222,13 +212,11 @@ def load_export(folder: str | Path, base: str | Path | None = None, *, roles: Se
     if not path.is_dir():
         raise AdapterError(f"There is no folder {path}.", "Name a folder that cotune export wrote.")
     manifest = read_manifest(path)
-    for role in roles:
-        manifest.policy(role)
     for policy in manifest.policies:
         _check_files(path, policy)
         if policy.gguf is not None:
             raise AdapterError(
-                f"{path} holds GGUF files, which are for llama.cpp, Ollama and their like.",
+                f"{path} holds GGUF files, which llama.cpp, Ollama and LM Studio read.",
                 "Export without --gguf for cotune.",
             )
     return Export(path, manifest, _model_folder(path, manifest, base))
@@ -238,23 +226,19 @@ def _check_files(export: Path, policy: ExportedPolicy) -> None:
     """What the manifest lists is there, as it was written, inside the export; and nothing else that a loader reads."""
     if policy.folder is None:
         return
-    folder, where = export / policy.folder, f"Policy {policy.name!r}"
-    outside = next((path for path in (folder, *folder.rglob("*")) if not _is_inside(path, export)), None)
+    folder, where, inside = export / policy.folder, f"Policy {policy.name!r}", export.resolve()
+    outside = next((path for path in (folder, *folder.rglob("*")) if not path.resolve().is_relative_to(inside)), None)
     if outside is not None:
-        raise AdapterError(f"{where}: {outside} leads outside the export.", "Replace the link by what it leads to.")
+        raise AdapterError(f"{where}: {outside} leads outside the export.", "Replace the link by the file.")
     if wrong := changed(folder, policy.files, MANIFEST):
         raise AdapterError(f"{where}: {folder}: {wrong}.", "The file was changed or damaged: export the run again.")
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     added = sorted(name for name in names if name not in policy.files and not name.endswith(_UNREAD))
     if added:
         raise AdapterError(
-            f"{where}: {folder / added[0]} is not in roles.json, and what loads the folder may read it.",
+            f"{where}: {folder / added[0]} is not in roles.json, but loaders of the folder may read it.",
             "Remove it, or export the run again.",
         )
-
-
-def _is_inside(path: Path, export: Path) -> bool:
-    return path.resolve().is_relative_to(export.resolve())
 
 
 def _model_folder(export: Path, manifest: Manifest, given: str | Path | None) -> Path | None:
@@ -266,14 +250,13 @@ def _model_folder(export: Path, manifest: Manifest, given: str | Path | None) ->
     bases = {policy.base.model: policy.base for policy in manifest.policies if policy.base}
     if len(bases) > 1:
         raise AdapterError(
-            f"The export stands on several base models: {', '.join(bases)}.", "Serve each with a server of its own."
+            f"The export needs several base models: {', '.join(bases)}.", "Serve each with a server of its own."
         )
-    return next((_checked_base(base, given or base.model) for base in bases.values()), None)
-
-
-def _checked_base(recorded: Base, model: str | Path) -> Path:
+    if not bases:
+        return None
+    (recorded,) = bases.values()
     try:
-        folder = locate_model(model)
+        folder = locate_model(given or recorded.model)
     except ConfigError as error:
         raise AdapterError(f"The base model cannot be loaded: {error.cause}", "Name its folder by --model.") from None
     found = base_fingerprint(folder)

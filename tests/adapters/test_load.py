@@ -31,7 +31,7 @@ def edit(folder: Path, change: Callable[[Any], object]) -> None:
 
 
 def test_a_good_export_loads_with_the_trained_weights(export: Path, base: Path, policies: list[TrainedPolicy]) -> None:
-    loaded = load_export(export, roles=["planner", "writer"])
+    loaded = load_export(export)
     assert loaded.roles == {"planner": PolicyRef("planner", 3), "writer": PolicyRef("writer", 3)}
     assert loaded.model == base
     for policy, trained in zip(loaded.manifest.policies, policies, strict=True):
@@ -139,12 +139,12 @@ def test_a_moved_base_is_given_by_path(copy: Path, base: Path, tmp_path: Path) -
 
 def test_missing_role(export: Path) -> None:
     with pytest.raises(AdapterError, match=r"no role 'judge'; it has: planner, writer"):
-        load_export(export, roles=["judge"])
+        load_export(export).manifest.policy("judge")
 
 
 def test_duplicate_role(copy: Path) -> None:
     edit(copy, lambda manifest: manifest["roles"][1].update(role="planner"))
-    with pytest.raises(AdapterError, match="'planner' stands there twice"):
+    with pytest.raises(AdapterError, match="'planner' is there twice"):
         load_export(copy)
 
 

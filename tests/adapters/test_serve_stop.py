@@ -40,7 +40,7 @@ def test_it_says_that_a_server_cannot_tell_apart_roles_of_one_name(monkeypatch: 
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(module, "open_local", opened)
-    module.serve("adapters/", say)
+    module.serve("adapters/", port=0, say=say)
     assert [line for line in lines if "cotune.deployed" in line and "one name" in line]
 
 
@@ -60,7 +60,7 @@ def test_a_signal_ends_serving(monkeypatch: pytest.MonkeyPatch, sent: signal.Sig
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(module, "open_local", opened)
-    module.serve("adapters/", say)
+    module.serve("adapters/", port=0, say=say)
     assert sampler.closed.is_set()
     assert signal.getsignal(signal.SIGTERM) is before
     assert lines[0].startswith("Serving adapters/ at http://127.0.0.1:")
