@@ -381,7 +381,7 @@ def test_the_sampler_is_closed_with_the_server_also_when_requests_hang() -> None
 
 
 def test_names_with_an_export_are_refused(export: Any) -> None:
-    with pytest.raises(ConfigError, match="role = .extra. cannot be used with an export"):
+    with pytest.raises(ConfigError, match=r"role = 'extra' cannot be used with an export"):
         serve(export, say=lambda line: None, names=("extra",))
 
 
