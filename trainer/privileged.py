@@ -37,7 +37,5 @@ def _text(task: Task, field: str) -> str:
     found: Any = task.input.get(field) if isinstance(task.input, Mapping) else None
     if not isinstance(found, str) or not found:
         remedy = "Give every task a text there, or leave critic_sees out."
-        raise ConfigError(
-            "critic_sees", field, f"must be a field of every task that holds text; task {task.id} has {found!r}", remedy
-        )
+        raise ConfigError("critic_sees", field, f"is not text in every task; task {task.id} has {found!r}", remedy)
     return found

@@ -81,7 +81,7 @@ class Policies(msgspec.Struct, frozen=True):
             raise ConfigError(
                 "policies",
                 role,
-                f"must be a policy for each role; roles with one: {sorted(self.roles)}",
+                f"has no policy; roles with one: {sorted(self.roles)}",
                 "Add the role to [policies.roles], or use --policies shared.",
             ) from None
 

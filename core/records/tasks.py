@@ -22,10 +22,10 @@ def load_tasks(path: str | Path) -> list[Task]:
     path = Path(path)
     if not path.is_file():
         there = "" if path.exists() else f" No file is at {path.absolute()}."
-        raise ConfigError("tasks", str(path), "must be a file of JSON lines", f"{_EXAMPLE}{there}")
+        raise ConfigError("tasks", str(path), "is not a file", f"{_EXAMPLE}{there}")
     text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ConfigError("tasks", str(path), "must be a file in UTF-8; this one is in UTF-16", "Save it as UTF-8.")
+        raise ConfigError("tasks", str(path), "is in UTF-16", "Save it as UTF-8.")
     tasks: list[Task] = []
     seen: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -34,21 +34,21 @@ def load_tasks(path: str | Path) -> list[Task]:
         try:
             value = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError("tasks", f"{path}, line {number}", f"must be valid JSON ({error})", _EXAMPLE) from None
+            raise ConfigError("tasks", f"{path}, line {number}", f"is not valid JSON ({error})", _EXAMPLE) from None
         except RecursionError:
-            fault = "must be valid JSON; this is nested too deeply"
+            fault = "is nested too deeply"
             raise ConfigError("tasks", f"{path}, line {number}", fault, _EXAMPLE) from None
         task = as_task(value, number)
         if task.id in seen:
-            fault = f"must be unique ids; {task.id!r} is also on line {seen[task.id]}"
+            fault = f"repeats the id {task.id!r} of line {seen[task.id]}"
             raise ConfigError("tasks", f"{path}, line {number}", fault, "Rename or remove one of the two tasks.")
         seen[task.id] = number
         tasks.append(task)
     if len(tasks) == 1 and isinstance(tasks[0].input, list):
         remedy = f'{_EXAMPLE} One task that is a list stands under a name: {{"messages": [...]}}.'
-        raise ConfigError("tasks", str(path), "must be one task on each line; this is one JSON list", remedy)
+        raise ConfigError("tasks", str(path), "is one JSON list, not one task on each line", remedy)
     if not tasks:
-        raise ConfigError("tasks", str(path), "must be at least one task", _EXAMPLE)
+        raise ConfigError("tasks", str(path), "has no task", _EXAMPLE)
     return tasks
 
 
@@ -76,12 +76,14 @@ def as_tasks(values: str | Path | Iterable[Any]) -> list[Task]:
     if isinstance(values, str | Path):
         return load_tasks(values)
     if isinstance(values, Mapping) or not isinstance(values, Iterable):
-        raise ConfigError("tasks", values, "must be a JSON-lines file or a list of tasks", "Put one task into a list.")
+        raise ConfigError(
+            "tasks", values, "is neither a JSON-lines file nor a list of tasks", "Put one task into a list."
+        )
     tasks = [as_task(value, number) for number, value in enumerate(values, 1)]
     if not tasks:
-        raise ConfigError("tasks", [], "must be at least one task", _EXAMPLE)
+        raise ConfigError("tasks", [], "has no task", _EXAMPLE)
     if len({task.id for task in tasks}) < len(tasks):
         raise ConfigError(
-            "tasks", [task.id for task in tasks][:10], "must be unique ids", "Give each task an id of its own."
+            "tasks", [task.id for task in tasks][:10], "are not unique ids", "Give each task an id of its own."
         )
     return tasks

@@ -77,7 +77,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not self.address:
             self._check_local()
         if self.gpus_per_learner > 1:
-            fault = "must be 0 or 1: a worker is one process on one GPU"
+            fault = "is more than a learner can use: it is one process on one GPU"
             raise ConfigError("cluster.gpus_per_learner", self.gpus_per_learner, fault, "Set cluster.learners higher.")
         if self.colocate:
             self._check_colocated()
@@ -89,11 +89,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             return
         if not self.engine_url.startswith(("http://", "https://")):
             raise ConfigError(
-                "cluster.engine_url", self.engine_url, "must be the address of a vLLM server: http://HOST:PORT"
+                "cluster.engine_url", self.engine_url, "is not the address of a vLLM server: http://HOST:PORT"
             )
         for name, allowed in (("engines", 1), ("gpus_per_engine", 0)):
             if getattr(self, name) != allowed:
-                raise ConfigError(f"cluster.{name}", getattr(self, name), f"must be {allowed}, where a server samples")
+                raise ConfigError(f"cluster.{name}", getattr(self, name), f"must be {allowed} if a server samples")
 
     def _check_colocated(self) -> None:
         for name, value, allowed in (
@@ -102,13 +102,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ("pools", self.pools, "shared"),
         ):
             if value != allowed:
-                raise ConfigError(f"cluster.{name}", value, f"must be {allowed}, where cluster.colocate is true")
+                raise ConfigError(f"cluster.{name}", value, f"must be {allowed} if cluster.colocate is true")
         if not self.kind.sleeps:
             able = " or ".join(name for name, kind in ENGINES.items() if kind.sleeps)
-            raise ConfigError("cluster.engine", self.sampled_by, f"must be {able}, where cluster.colocate is true")
+            raise ConfigError("cluster.engine", self.sampled_by, f"must be {able} if cluster.colocate is true")
         if self.gpus_per_engine != self.gpus_per_learner or self.gpus_per_engine > 1:
             both = f"{self.gpus_per_engine} and {self.gpus_per_learner}"
-            fault = "must be 1 and 1, where cluster.colocate is true (0 and 0 without a GPU)"
+            fault = "must be 1 and 1 if cluster.colocate is true (0 and 0 without a GPU)"
             raise ConfigError("cluster.gpus_per_engine and gpus_per_learner", both, fault)
 
     def _check_local(self) -> None:

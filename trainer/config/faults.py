@@ -37,7 +37,7 @@ def fault(error: msgspec.ValidationError, table: Mapping[str, Any], kind: type[m
             remedy = f"Here it is a table: {parent} = {{{name!r}: {table[field]!r}}}. {PAGE}"
             return ConfigError(field, table[field], message, remedy)
     elif message.startswith("Invalid enum value"):
-        message = f"must be one of {', '.join(_choices(field, kind))}"
+        message = f"is not one of {', '.join(_choices(field, kind))}"
     else:
         message = expected(message)
         if message.startswith("must be a table, not") and field in kind.__struct_fields__:

@@ -26,7 +26,7 @@ class RecordsConfig(RunRecords, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         check_bounds(self, "best_of", least=1, table="records.")
         if not 0.0 <= self.held_out < 1.0:
-            raise ConfigError("records.held_out", self.held_out, "must be 0 or more, and below 1")
+            raise ConfigError("records.held_out", self.held_out, "is not a share from 0 to below 1")
         if self.min_reward is not None and not math.isfinite(self.min_reward):
             raise ConfigError("records.min_reward", self.min_reward, "must be a finite number")
 
@@ -49,7 +49,7 @@ class DistillConfig(RunDistill, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", self.teacher):
-            raise ConfigError("distill.teacher", self.teacher, "must be an address with http:// or https:// before it")
+            raise ConfigError("distill.teacher", self.teacher, "is an address without http:// or https://")
 
     @property
     def url(self) -> str:
@@ -62,17 +62,19 @@ def check_distill(recipe: str | None, distill: DistillConfig, temperature: float
     `temperature` than it scores at."""
     if bool(distill.teacher) != (recipe == "distill"):
         if distill.teacher:
-            raise ConfigError("recipe", recipe, "must be distill, where distill.teacher is given")
+            raise ConfigError(
+                "recipe", recipe, "has no use for distill.teacher", "Use --recipe distill, or leave the teacher out."
+            )
         raise ConfigError(
             "distill.teacher",
             "",
-            "must be a model folder, Hugging Face id or a vLLM server's address, for recipe distill",
+            "is missing: recipe distill needs a model folder, Hugging Face id or a vLLM server's address",
         )
     if distill.url and temperature != 1.0:
         raise ConfigError(
             "sampling.temperature",
             temperature,
-            "must be 1 with a teacher by its address: vLLM scores at no other",
+            "cannot be used with a teacher by its address: vLLM scores at temperature 1 alone",
             "Or name the teacher's model folder, to load it in this process.",
         )
 
@@ -82,20 +84,24 @@ def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSe
     if recipe not in FROM_RECORDS:
         if records.path:
             known = " or ".join(FROM_RECORDS)
-            raise ConfigError("recipe", recipe, f"must be {known}, where records are given", "Leave out --records.")
+            raise ConfigError(
+                "recipe", recipe, "does not learn from records", f"Use --recipe {known}, or leave out --records."
+            )
         return
     if not records.path:
         raise ConfigError(
-            "records", "", f"must be a run folder or records file, for recipe {recipe}", "Pass --records."
+            "records", "", f"is missing: recipe {recipe} needs a run folder or records file", "Pass --records."
         )
     if recipe != "dpo":
         return
     if learner.epochs > 1:
-        raise ConfigError("learner.epochs", learner.epochs, "must be 1 with recipe dpo", "Raise steps instead.")
+        raise ConfigError(
+            "learner.epochs", learner.epochs, "cannot be used with recipe dpo", "Set it to 1, and raise steps."
+        )
     if learner.mini_batch < 2:
-        raise ConfigError("learner.mini_batch", learner.mini_batch, "must be 2 or more: a pair has two rows")
+        raise ConfigError("learner.mini_batch", learner.mini_batch, "is too small: a pair has two rows")
     for name in ("min_reward", "best_of"):
         if (value := getattr(records, name)) is not None:
             raise ConfigError(
-                f"records.{name}", value, "must be left out with recipe dpo, which takes best and worst answers"
+                f"records.{name}", value, "cannot be used with recipe dpo, which takes the best and worst answers"
             )

@@ -103,7 +103,7 @@ def _check_memory(memory: str) -> None:
     try:
         parse_size(memory)
     except ValueError:
-        raise ConfigError("learner.memory", memory, "must be a size such as 6GiB or 800MB") from None
+        raise ConfigError("learner.memory", memory, "is not a size such as 6GiB or 800MB") from None
 
 
 def check_one_process(settings: LearnerSettings, cluster: str, kinds: Collection[str]) -> None:
@@ -111,10 +111,12 @@ def check_one_process(settings: LearnerSettings, cluster: str, kinds: Collection
     for field, usual in (("optimizer", "adamw"), ("quantize", "none")):
         value = getattr(settings, field)
         if value != usual and cluster:
-            raise ConfigError(f"learner.{field}", value, f"must be {usual} on a cluster, where weights are divided")
+            raise ConfigError(
+                f"learner.{field}", value, f"cannot be used on a cluster, which divides the weights: set it to {usual}"
+            )
     if settings.quantize != "none" and "full" in kinds:
         raise ConfigError(
-            "learner.quantize", settings.quantize, "must be none, where all weights are trained", "Train adapters."
+            "learner.quantize", settings.quantize, "cannot be used if all weights are trained", "Train adapters."
         )
 
 
@@ -124,7 +126,7 @@ def check_flex(settings: LearnerSettings, gpus_per_learner: int) -> None:
         raise ConfigError(
             "learner.tree_attention",
             "flex",
-            "must be blocks, where cluster.gpus_per_learner is 0",
+            "needs GPUs; cluster.gpus_per_learner is 0",
             "Leave it out, or train on GPUs: cluster.gpus_per_learner = 1.",
         )
 
@@ -132,4 +134,4 @@ def check_flex(settings: LearnerSettings, gpus_per_learner: int) -> None:
 def check_loss(loss: LossSpec) -> None:
     """Raises ConfigError for a loss that lacks a number."""
     if loss.aggregation == "constant" and loss.constant_length is None:
-        raise ConfigError("loss.constant_length", None, "must be the run's response limit, in tokens")
+        raise ConfigError("loss.constant_length", None, "is missing: it is the run's response limit, in tokens")

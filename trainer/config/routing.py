@@ -18,6 +18,6 @@ class RoutingConfig(RunRouting, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         check_bounds(self, "swap_every", "pool", "pool_every", least=1, table="routing.")
         if len(self.swap) == 1 or len(set(self.swap)) < len(self.swap):
-            raise ConfigError("routing.swap", list(self.swap), "must be two or more roles, each once")
+            raise ConfigError("routing.swap", list(self.swap), "is not two or more different roles")
         if both := sorted(set(self.swap) & set(self.past)):
-            raise ConfigError("routing.past", both[0], "must be a role that is not in routing.swap too")
+            raise ConfigError("routing.past", both[0], "is in routing.swap too")

@@ -30,7 +30,7 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             self.prefix_bytes()
         except ValueError:
             raise ConfigError(
-                "sampling.prefix_cache", self.prefix_cache, "must be a size such as 512MiB, or 0B for none"
+                "sampling.prefix_cache", self.prefix_cache, "is not a size such as 512MiB, or 0B for none"
             ) from None
 
     def prefix_bytes(self) -> int | None:

@@ -91,7 +91,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def __post_init__(self) -> None:
         check_bounds(self, "every", "limit", "patience", table="evaluation.")
         if self.tasks == NO_TASKS and (name := self.needing_tasks):
-            fault = f"must be off with evaluation.tasks = {NO_TASKS!r}"
+            fault = f"has no effect with evaluation.tasks = {NO_TASKS!r}"
             raise ConfigError(f"evaluation.{name}", getattr(self, name), fault, "Pass --eval-tasks FILE.")
 
     @property
@@ -169,13 +169,11 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness")
         check_bounds(self, *counts, "episode_timeout", "probe_bound")
         if self.profile is not None and not 1 <= self.profile <= self.steps:
-            raise ConfigError(
-                "profile", self.profile, f"must be a step of the run, 1 to {self.steps}", "Steps count from 1."
-            )
+            raise ConfigError("profile", self.profile, f"is not a step of the run, 1 to {self.steps}")
         _check_failure(self.on_failure)
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
-            raise ConfigError("mode", self.mode, "must be sync, where cluster.colocate is true")
+            raise ConfigError("mode", self.mode, "must be sync if cluster.colocate is true")
         check_distill(self.recipe, self.distill, self.sampling.temperature)
         check_records(self.recipe, self.records, self.learner)
         check_one_process(self.learner, self.cluster.address, {p.kind for p in self.policy} or {self.policies})
@@ -224,13 +222,13 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 "plan.kind",
                 kind,
-                "must be independent, as the workflow has no scorer",
+                "needs a scorer; the workflow has none",
                 "Add @workflow.scorer(role) for at least one role, or use --plan replay or independent.",
             )
         name = self.recipe or USUAL[kind]
         chosen = self._recipe(name, kind)
         if chosen.loss.token_loss and self.cluster.address:
-            fault = "must be nothing on a cluster, whose learners do not have its module"
+            fault = "cannot be used on a cluster, whose learners do not have its module"
             raise ConfigError("overrides.token_loss", chosen.loss.token_loss, fault, "Train in one process.")
         check_own(chosen)
         if kind == "replay":
@@ -269,7 +267,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ConfigError(
                     "policy.roles",
                     role,
-                    f"must be a role of the application: {', '.join(known)}",
+                    f"is not a role of the application: {', '.join(known)}",
                     "Correct the name, or list it under `roles` if it shows only on some tasks.",
                 )
         missing = [role for role in known if role not in roles]
@@ -277,17 +275,17 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 "policy.roles",
                 ", ".join(missing),
-                "must be a policy for every role of the application",
+                "have no policy",
                 'Add these roles to a policy; kind = "frozen" or "provider" leaves them untrained.',
             )
         if not any(spec.trained for spec in specs.values()):
-            raise ConfigError("policy.kind", "all untrained", "must be at least one policy of kind lora or full")
+            raise ConfigError("policy.kind", "all untrained", "leaves nothing to train", "Set one to lora or full.")
         for p in self.policy:
             if specs[p.name].trained and not set(p.roles) & set(able):
                 raise ConfigError(
                     "policy.kind",
                     f"{p.kind} for {p.name}",
-                    "must be frozen, as none of its roles has a scorer under the tree plan",
+                    "cannot be trained under the tree plan: none of its roles has a scorer",
                     f"Add @workflow.scorer for one of {', '.join(p.roles)}, or use --plan independent.",
                 )
         return Policies(specs, roles)
@@ -322,11 +320,11 @@ def read_toml(path: str | Path | None) -> dict[str, Any]:
         return {}
     path = Path(path)
     if not path.is_file():
-        raise ConfigError("config", str(path), "must be a TOML file that is there", PAGE)
+        raise ConfigError("config", str(path), "does not exist", PAGE)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("config", str(path), f"must be valid TOML ({error})") from None
+        raise ConfigError("config", str(path), f"is not valid TOML ({error})") from None
 
 
 def convert(table: Mapping[str, Any]) -> TrainConfig:
@@ -337,13 +335,15 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
     if isinstance(table.get("records"), str | Path):
         table = {**table, "records": {"path": str(table["records"])}}
     if not table.get("model"):
-        raise ConfigError("model", table.get("model"), "must be a model folder or Hugging Face id", "Pass --model.")
+        raise ConfigError(
+            "model", table.get("model"), "is missing: it is a model folder or Hugging Face id", "Pass --model."
+        )
     name = table.get("recipe")
     if isinstance(name, Mapping):
         remedy = "Its settings are overrides, such as overrides.clip_high."
-        raise ConfigError("recipe", dict(name), "must be the name of a recipe", remedy)
+        raise ConfigError("recipe", dict(name), "is not the name of a recipe", remedy)
     if name is not None and name not in (known := {*RECIPES, *FROM_RECORDS}):
-        raise ConfigError("recipe", name, f"must be one of {', '.join(sorted(known))}")
+        raise ConfigError("recipe", name, f"is not one of {', '.join(sorted(known))}")
     try:
         return msgspec.convert(table, TrainConfig)
     except msgspec.ValidationError as error:
@@ -354,11 +354,11 @@ def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
     """Set a field by its dotted name. Raises ConfigError where a part of the name is no table."""
     *parents, leaf = dotted.split(".")
     if not all((*parents, leaf)):
-        raise ConfigError(dotted, value, "must be a field of the configuration, such as lora.rank", PAGE)
+        raise ConfigError(dotted, value, "is not the name of a field, such as lora.rank", PAGE)
     for parent in parents:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
-            fault = f"must be a field of the configuration; {parent} has none"
+            fault = f"is not a field of the configuration: {parent} is no table"
             raise ConfigError(dotted, value, fault, PAGE)
     table[leaf] = value
 
@@ -368,5 +368,5 @@ def _check_failure(value: str) -> None:
         failure_reward(value)
     except ValueError:
         raise ConfigError(
-            "on_failure", value, "must be lowest, exclude or reward:<number>", "For example: reward:-1"
+            "on_failure", value, "is not lowest, exclude or reward:<number>", "For example: reward:-1"
         ) from None

@@ -36,8 +36,6 @@ def with_values(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[st
     if missing:
         names = ", ".join(missing)
         example = f"export {missing[0]}=..., or pass --set cluster.env.{missing[0]}=..."
-        fault = (
-            f"must be given again: a run folder keeps the names of environment variables, not their values ({names})"
-        )
+        fault = f"is missing: a run folder keeps the names of environment variables, not their values ({names})"
         raise ConfigError("cluster.env", None, fault, f"For each: {example}.")
     return filled

@@ -148,7 +148,7 @@ def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
                 raise ConfigError(
                     field,
                     role,
-                    f"must be a role with recorded answers that can be learned from: {known}",
+                    f"has no recorded answers to learn from; these have: {known}",
                     f"Left out are {counts(recorded.left_out) or 'none'}. See the roles with cotune show.",
                 )
     return config.resolve_policies(recorded.roles)

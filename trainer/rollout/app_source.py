@@ -91,9 +91,7 @@ def import_path(workflow: Workflow) -> str:
         return main
     code = getattr(workflow.fn, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-    raise ConfigError(
-        "workflow", f"{workflow.name}{where}", "must be one that rollout workers can import by module and name", _REMEDY
-    )
+    raise ConfigError("workflow", f"{workflow.name}{where}", "cannot be imported by rollout workers", _REMEDY)
 
 
 def _names(workflow: Workflow) -> Iterator[tuple[types.ModuleType, str]]:

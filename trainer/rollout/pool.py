@@ -189,7 +189,7 @@ class WorkerPool:
             self._check(started)
         except TypeError as error:
             await asyncio.shield(process.kill())
-            fault = f"must be one that crosses processes ({str(error).splitlines()[0]})"
+            fault = f"does not cross processes ({str(error).splitlines()[0]})"
             raise ConfigError(
                 "sampler", type(self._setup.sampler).__name__, fault, "Host it by start_sampler."
             ) from error
@@ -203,7 +203,7 @@ class WorkerPool:
             return ConfigError(
                 "cluster.rollout_workers",
                 self._config.rollout_workers,
-                f"must be as many as the cluster has room for: not all were up within {self._limits.start:g} s",
+                f"are more than the cluster has room for: not all were up within {self._limits.start:g} s",
                 f"Each takes {CPUS:g} CPUs: ask for fewer workers or CPUs, or look at `ray status`.",
             )
         if isinstance(error, ProcessGone):

@@ -67,7 +67,7 @@ class RolloutWorkers:
             raise ConfigError(
                 "workflow",
                 workflow.name,
-                "must be a module that starts no training when it is imported",
+                "starts training when its module is imported",
                 'Put the call under `if __name__ == "__main__":`.',
             )
         model = config.model
@@ -169,6 +169,6 @@ def _check_same(workflow: Workflow, path: str, started: Started) -> None:
         raise ConfigError(
             "workflow",
             path,
-            f"must be the workflow of this process, {what}; a worker that imports it finds {there!r}",
+            f"is not what a worker imports: here it is {what}; there {there!r}",
             "Add scorers and redactors in the module that defines the workflow, when it is imported.",
         )

@@ -52,7 +52,7 @@ class Cluster:
         """Start or join Ray; blocks. Raises ConfigError."""
         settings = self._settings
         if self._config.learner.device != "auto" and settings.gpus_per_learner:
-            raise ConfigError("learner.device", self._config.learner.device, "must be auto, where learners have GPUs")
+            raise ConfigError("learner.device", self._config.learner.device, "must be auto if learners have GPUs")
         local = settings.address == "local"
         wanted = sum(demand.count * CPUS for demand in settings.demands()) + SPARE_CPUS
         cpus = max(float(os.cpu_count() or 1), wanted) if local else None

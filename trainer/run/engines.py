@@ -75,10 +75,10 @@ def engine_config(config: TrainConfig, model: str, weights: EngineWeights) -> En
     cluster, engine = config.cluster, config.cluster.kind
     kinds: list[str] = [p.kind for p in config.policy] or [config.policies]
     if engine.adapters_only and "full" in kinds:
-        fault = f"must be lora or shared, where cluster.engine is {cluster.sampled_by}: it takes adapters only"
+        fault = f"cannot be sampled by {cluster.sampled_by}: it takes adapters only"
         raise ConfigError("policies", "full", fault)
     if engine.fixed and weights == "full" and config.ahead:
-        fault = f"must be sync, where {cluster.sampled_by} serves full weights: it holds one version only"
+        fault = f"cannot be used if {cluster.sampled_by} serves full weights: it holds one version only"
         remedy = 'Train adapters (--policies lora), or set cluster.engine = "transformers".'
         raise ConfigError("mode", config.mode, fault, remedy)
     specs = [p.lora for p in config.policy if p.kind == "lora"] or [config.lora]

@@ -51,18 +51,18 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
             raise ConfigError(
                 name,
                 value,
-                f"must be {was!r}, with which the run was started",
+                f"was {was!r} when the run was started",
                 f"Leave it out to go on, or start a new run. What may change: {', '.join(MAY_CHANGE)}.",
             )
     if new.steps < done:
         raise ConfigError(
-            "steps", new.steps, f"must be {done} or more: so many the run has made", "Leave it out to go on."
+            "steps", new.steps, f"is less than the {done} that the run has made", "Leave it out to go on."
         )
     if "profile" in changes and new.profile is not None and new.profile <= done:
-        wanted = f"a step that is still to come, {done + 1} to {new.steps}" if done < new.steps else "left out"
-        raise ConfigError("profile", new.profile, f"must be {wanted}: the run has made {done}", "Or raise --steps.")
+        remedy = f"Name a later one, up to {new.steps}." if done < new.steps else "Leave it out, or raise --steps."
+        raise ConfigError("profile", new.profile, f"is done: the run has made {done} steps", remedy)
     if lost := sorted(set(config.roles) - set(new.roles)):
-        raise ConfigError("roles", list(new.roles), f"must name {', '.join(lost)}, which the run has", "Name them too.")
+        raise ConfigError("roles", list(new.roles), f"lacks {', '.join(lost)}, which the run has", "Name them too.")
     return new, found
 
 

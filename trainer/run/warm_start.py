@@ -25,7 +25,7 @@ def check_source(source: str) -> None:
     if not source or is_export(Path(source)):
         return
     if not is_run(source) or newest_checkpoint(RunLayout(source).checkpoints) is None:
-        raise ConfigError("init", source, "must be a run with a checkpoint, or an export", "Train it first.")
+        raise ConfigError("init", source, "is neither a run with a checkpoint nor an export", "Train it first.")
 
 
 def check_same_base(source: str, base: Mapping[str, str]) -> None:
@@ -37,7 +37,7 @@ def check_same_base(source: str, base: Mapping[str, str]) -> None:
         return
     then, now = (msgspec.convert(dict(digests), BaseFingerprint) for digests in (held["base"], base))
     if other := then.differences(now):
-        raise ConfigError("init", source, f"must be a run on the same base model; its {', '.join(other)} differ")
+        raise ConfigError("init", source, f"was trained on another base model: its {', '.join(other)} differ")
 
 
 async def warm_start(
@@ -70,7 +70,7 @@ async def warm_start(
         notes.append(f"{name} starts from {policy.name}@{policy.version} of {source}")
     if not begun and names is None:
         known = ", ".join(sorted(there)) or "none"
-        raise ConfigError("init", source, f"must be a run that has trained a role of this one; it has trained: {known}")
+        raise ConfigError("init", source, f"has trained no role of this run; it has trained: {known}")
     return begun, notes
 
 
@@ -85,7 +85,7 @@ def _source_of(
         raise ConfigError(
             "init",
             source,
-            f"must be a run in which one policy plays {', '.join(roles)}; there it is {', '.join(playing)}",
+            f"has several policies ({', '.join(playing)}) for {', '.join(roles)}, which share one here",
             "Use the same --policies in both runs.",
         )
     (policy,) = playing.values()
@@ -94,7 +94,7 @@ def _source_of(
         raise ConfigError(
             "init",
             source,
-            f"must be a run whose {policy.name} has the shape of {spec.name}: {_shape(*own)}; it is {_shape(*shape)}",
+            f"has {policy.name} in another shape ({_shape(*shape)}) than {spec.name} has here ({_shape(*own)})",
             "Use the same --policies and [lora] in both runs.",
         )
     return policy

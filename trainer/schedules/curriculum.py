@@ -65,10 +65,10 @@ def check_curriculum(config: CurriculumConfig, plan: Plan, tasks: Sequence[Task]
     if config.k_easy is None:
         return
     if plan.kind != "independent":
-        fault = f"must be nothing under the plan {plan.kind}, which runs each task once"
+        fault = f"has no effect under the plan {plan.kind}, which runs each task once"
         raise ConfigError("curriculum.k_easy", config.k_easy, fault, "Use --plan independent.")
     if config.k_easy > plan.k:
-        raise ConfigError("curriculum.k_easy", config.k_easy, f"must be at most plan.k ({plan.k})")
+        raise ConfigError("curriculum.k_easy", config.k_easy, f"is more than plan.k ({plan.k})")
 
 
 def task_rewards(collected: Collected, recipe: Recipe) -> dict[str, float]:
@@ -96,7 +96,7 @@ def _level(task: Task, by: str) -> float:
         raise ConfigError(
             "curriculum.by",
             by,
-            f"must be a field of every task that holds a number; task {task.id} has {found!r}",
+            f"is not a number in every task; task {task.id} has {found!r}",
             remedy,
         )
     return float(found)

@@ -18,10 +18,10 @@ def check_routing(routing: RoutingConfig, policies: Policies) -> None:
         for role in getattr(routing, field):
             if role not in policies.roles or not policies.of(role).trained:
                 trained = [name for name, policy in policies.roles.items() if policies.specs[policy].trained]
-                raise ConfigError(f"routing.{field}", role, f"must be a trained role: {', '.join(sorted(trained))}")
+                raise ConfigError(f"routing.{field}", role, f"is not a trained role: {', '.join(sorted(trained))}")
     if routing.swap and len({policies.roles[role] for role in routing.swap}) < len(routing.swap):
         remedy = "Use --policies lora or full, or give each a [[policy]]."
-        raise ConfigError("routing.swap", list(routing.swap), "must be roles with policies of their own", remedy)
+        raise ConfigError("routing.swap", list(routing.swap), "are roles that share a policy", remedy)
 
 
 def swapped(policies: Policies, routing: RoutingConfig, step: int) -> Policies:

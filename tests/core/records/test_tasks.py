@@ -33,7 +33,7 @@ def test_broken_line_is_named(file):
     with pytest.raises(ConfigError) as caught:
         load_tasks(path)
     assert (caught.value.field, caught.value.value) == ("tasks", f"{path}, line 2")
-    assert caught.value.fault.startswith("must be valid JSON (")
+    assert caught.value.fault.startswith("is not valid JSON (")
     assert caught.value.remedy == 'Write one JSON object per line, such as {"id": "t1", "question": "..."}.'
 
 
@@ -58,7 +58,7 @@ def test_repeated_id_names_both_lines(file):
     with pytest.raises(ConfigError) as caught:
         load_tasks(path)
     assert caught.value.value == f"{path}, line 3"
-    assert caught.value.fault == "must be unique ids; 'a' is also on line 1"
+    assert caught.value.fault == "repeats the id 'a' of line 1"
     assert caught.value.remedy == "Rename or remove one of the two tasks."
 
 
@@ -67,21 +67,21 @@ def test_no_tasks(file, text):
     path = file(text)
     with pytest.raises(ConfigError) as caught:
         load_tasks(path)
-    assert (caught.value.value, caught.value.fault) == (str(path), "must be at least one task")
+    assert (caught.value.value, caught.value.fault) == (str(path), "has no task")
 
 
 def test_a_json_list_is_no_file_of_tasks(file):
     path = file('[{"q": 1}, {"q": 2}]\n')
     with pytest.raises(ConfigError) as caught:
         load_tasks(path)
-    assert caught.value.fault == "must be one task on each line; this is one JSON list"
+    assert caught.value.fault == "is one JSON list, not one task on each line"
     assert caught.value.remedy.endswith('One task that is a list stands under a name: {"messages": [...]}.')
 
 
 def test_no_file(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_tasks(tmp_path / "nowhere.jsonl")
-    assert (caught.value.field, caught.value.fault) == ("tasks", "must be a file of JSON lines")
+    assert (caught.value.field, caught.value.fault) == ("tasks", "is not a file")
 
 
 def test_values():
@@ -90,9 +90,9 @@ def test_values():
 
 
 def test_values_must_be_some_and_differ():
-    with pytest.raises(ConfigError, match="at least one task"):
+    with pytest.raises(ConfigError, match="has no task"):
         as_tasks([])
-    with pytest.raises(ConfigError, match="unique ids"):
+    with pytest.raises(ConfigError, match="not unique ids"):
         as_tasks([{"id": "a"}, {"id": "a"}])
 
 
@@ -103,5 +103,5 @@ def test_one_task_is_no_list_of_tasks(value):
 
 
 def test_a_line_that_is_nested_too_deeply_is_named(file):
-    with pytest.raises(ConfigError, match=r"line 2' must be valid JSON; this is nested too deeply"):
+    with pytest.raises(ConfigError, match=r"line 2' is nested too deeply"):
         load_tasks(file("1\n" + "[" * 10**6 + "\n"))

@@ -87,7 +87,7 @@ def test_a_broken_line_of_the_tasks(refused, tmp_path):
     path.write_text('{"id": "a"}\n{"id": \n')
     error = refused(ConfigError, application(**BOTH), path)
     assert (error.field, error.value) == ("tasks", f"{path}, line 2")
-    assert error.fault.startswith("must be valid JSON (")
+    assert error.fault.startswith("is not valid JSON (")
     assert error.remedy.startswith("Write one JSON object per line")
 
 
@@ -95,7 +95,7 @@ def test_no_tasks(refused, tmp_path):
     (tmp_path / "tasks.jsonl").touch()
     for tasks, value in ((tmp_path / "tasks.jsonl", str(tmp_path / "tasks.jsonl")), ([], [])):
         error = refused(ConfigError, application(**BOTH), tasks)
-        assert (error.field, error.value, error.fault) == ("tasks", value, "must be at least one task")
+        assert (error.field, error.value, error.fault) == ("tasks", value, "has no task")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_no_tasks(refused, tmp_path):
         ),
         ({"dpo": "on"}, "dpo", "a table, not text", "Its fields: dpo."),
         ({"lora": {"rank": "x"}}, "lora.rank", "a whole number, not text", "See docs/reference/configuration.md."),
-        ({"recipe": {"clip_high": 1}}, "recipe", "the name of a recipe", "Its settings are overrides, such as "),
+        ({"recipe": {"clip_high": 1}}, "recipe", "is not the name of a recipe", "Its settings are overrides, such as "),
     ],
 )
 def test_a_wrong_setting_is_named_as_it_was_written(settings, field, allowed, remedy, refused):
@@ -155,7 +155,7 @@ def test_a_wrong_override_is_named_as_it_was_written(setting, value, allowed):
 
 @pytest.mark.parametrize("name", ["", ".", "lora.", "a..b"])
 def test_a_name_with_nothing_between_its_dots_is_no_field(name):
-    with pytest.raises(ConfigError, match=r"must be a field of the configuration, such as lora\.rank\."):
+    with pytest.raises(ConfigError, match=r"is not the name of a field, such as lora\.rank\."):
         load_config(None, {"model": "m", name: 1})
 
 
@@ -175,13 +175,13 @@ def test_two_policies_of_one_role(refused):
 def test_k_below_two_with_a_tree(refused):
     error = refused(ConfigError, application(**BOTH), plan={"kind": "tree", "k": 1})
     assert (error.field, error.value) == ("plan.k", 1)
-    assert error.fault.startswith("must be 2 or more")
+    assert error.fault.startswith("is too small")
 
 
 def test_a_tree_without_a_scorer(refused):
     error = refused(ConfigError, application(), plan={"kind": "tree"})
     assert (error.field, error.value) == ("plan.kind", "tree")
-    assert error.fault == "must be independent, as the workflow has no scorer"
+    assert error.fault == "needs a scorer; the workflow has none"
     assert "@workflow.scorer(role)" in error.remedy
     assert "--plan replay or independent" in error.remedy
 
@@ -204,7 +204,7 @@ def test_an_unknown_role_in_the_configuration(refused):
     policy = [{"name": "p", "roles": ["first", "secnod"]}]
     error = refused(ConfigError, application(**BOTH), policy=policy)
     assert (error.field, error.value) == ("policy.roles", "secnod")
-    assert error.fault == "must be a role of the application: first, second"
+    assert error.fault == "is not a role of the application: first, second"
     assert "`roles`" in error.remedy
 
 

@@ -299,11 +299,11 @@ def test_the_command_line(records: Path, tiny_base: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"records": ""}, "records = '' must be a run folder or records file, for recipe sft"),
-        ({"recipe": "grpo"}, "recipe = 'grpo' must be sft or dpo, where records are given"),
-        ({"roles": ("third",)}, "roles = 'third' must be a role with recorded answers .*: first, second"),
-        ({"policy": ({"name": "p", "roles": ["first"]},)}, "policy.roles = 'second' must be a policy for every"),
-        ({"tasks": [{"id": "a"}]}, "tasks = .* left out with recipe sft"),
+        ({"records": ""}, "records = '' is missing: recipe sft needs a run folder or records file"),
+        ({"recipe": "grpo"}, "recipe = 'grpo' does not learn from records"),
+        ({"roles": ("third",)}, "roles = 'third' has no recorded answers .*: first, second"),
+        ({"policy": ({"name": "p", "roles": ["first"]},)}, "policy.roles = 'second' have no policy"),
+        ({"tasks": [{"id": "a"}]}, "tasks = .* cannot be used with recipe sft"),
     ],
 )
 def test_bad_settings_are_named(trainer: Trainer, records: Path, settings: dict[str, Any], message: str) -> None:

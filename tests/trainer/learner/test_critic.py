@@ -141,7 +141,7 @@ def test_a_run_shows_the_critic_the_reference_of_each_task(trainer, monkeypatch)
     trainer(application(converse), tasks, recipe="sweet_rl", steps=1, policies="lora")
     assert {row.privileged for row in seen} == {row.prompt_ids for row in seen}
     assert len(seen) == 12
-    with pytest.raises(ConfigError, match="a field of every task that holds text; task a has None"):
+    with pytest.raises(ConfigError, match="not text in every task; task a has None"):
         trainer(application(converse), recipe="sweet_rl", to="other")
 
 

@@ -48,5 +48,5 @@ def test_the_page_s_method_trains_and_is_not_run_by_whoever_looks(
 
 def test_a_loss_of_ones_own_is_refused_where_its_file_may_not_be(named: dict[str, str]) -> None:
     loss = {"token_loss": named["token_loss"]}
-    with pytest.raises(ConfigError, match="nothing on a cluster"):
+    with pytest.raises(ConfigError, match="cannot be used on a cluster"):
         convert({"model": "m", "cluster": {}, "overrides": loss}).resolve_plan(["first"])

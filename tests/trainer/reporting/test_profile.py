@@ -90,9 +90,9 @@ def said(capsys):
 def test_a_step_that_is_done_cannot_be_profiled(profiled_run, capsys):
     words = ["train", "--resume", str(profiled_run), "--steps", "3", "--profile"]
     assert cli.main([*words, "1"]) == 1
-    assert "profile = 1 must be a step that is still to come, 3 to 3: the run has made 2" in said(capsys)
+    assert "profile = 1 is done: the run has made 2 steps. Name a later one, up to 3" in said(capsys)
     assert cli.main([*words, "4"]) == 1
-    assert "a step of the run, 1 to 3" in said(capsys)
+    assert "not a step of the run, 1 to 3" in said(capsys)
 
 
 def test_a_run_without_a_profile_says_how_to_get_one(trainer, capsys):

@@ -89,7 +89,7 @@ def test_calls_that_fail_are_not_trained_on_in_failed_episodes_either(trainer):
 
 @pytest.mark.parametrize("value", ["drop", "reward:", "reward:much", "reward:nan"])
 def test_the_field_is_named(value):
-    allowed = r"^on_failure = .* must be lowest, exclude or reward:<number>\."
+    allowed = r"^on_failure = .* is not lowest, exclude or reward:<number>\."
     with pytest.raises(ConfigError, match=allowed) as caught:
         convert({"model": "m", "on_failure": value})
     assert caught.value.field == "on_failure"

@@ -25,7 +25,7 @@ def configured(**cluster: Any) -> TrainConfig:
 
 
 def test_a_workflow_without_an_import_path_is_refused() -> None:
-    with pytest.raises(ConfigError, match="import by module and name") as refused:
+    with pytest.raises(ConfigError, match="cannot be imported by rollout workers") as refused:
         import_path(workflow_of(application(first=letters)))
     assert "tiny_app.py:" in str(refused.value)
     assert 'pass "module:name"' in refused.value.remedy

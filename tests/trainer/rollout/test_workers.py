@@ -469,7 +469,7 @@ def test_a_worker_that_finds_another_workflow_is_refused(ray_runtime: str, tiny_
 
 
 def test_a_sampler_that_stays_where_it_is_is_refused(ray_runtime: str, tiny_base: Path) -> None:
-    with pytest.raises(ConfigError, match="crosses processes"):
+    with pytest.raises(ConfigError, match="does not cross processes"):
         failing("tests.trainer.trouble_app:plain", tiny_base, sampler=threading.Lock())
 
 
@@ -498,7 +498,7 @@ def test_a_folder_that_ray_brings(
 
 def test_no_room_for_the_workers(ray_runtime: str, tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotune.trainer.rollout.pool.CPUS", 1e6)
-    with pytest.raises(ConfigError, match="as many as the cluster has room for") as refused:
+    with pytest.raises(ConfigError, match="more than the cluster has room for") as refused:
         failing(APP, tiny_base, limits=WorkerLimits(start=2.0))
     assert "fewer workers" in refused.value.remedy
 

@@ -122,7 +122,7 @@ def test_an_engine_that_does_not_exist_is_refused(ray_runtime: str, trainer: Tra
 
 
 def test_a_workflow_without_an_import_path_is_refused_before_work(ray_runtime: str, trainer: Trainer) -> None:
-    with pytest.raises(ConfigError, match="import by module and name"):
+    with pytest.raises(ConfigError, match="cannot be imported by rollout workers"):
         trainer(application(first=letters, second=letters), cluster=CLUSTER, **SETTINGS)
 
 

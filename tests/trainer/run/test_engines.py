@@ -66,8 +66,8 @@ def test_an_engine_that_cannot_be_is_refused(settings: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": "vllm-url", "engine_url": "http://h:1"}, "policies = 'full' must be lora or shared"),
-        ({"engine": "vllm"}, "mode = 'async' must be sync, where vllm serves full weights"),
+        ({"engine": "vllm-url", "engine_url": "http://h:1"}, "policies = 'full' cannot be sampled by vllm-url"),
+        ({"engine": "vllm"}, "mode = 'async' cannot be used if vllm serves full weights"),
     ],
 )
 def test_weights_that_an_engine_cannot_serve_are_refused(settings: dict[str, Any], message: str) -> None:

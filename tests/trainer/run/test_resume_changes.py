@@ -68,13 +68,13 @@ def test_a_finished_run_is_given_more_steps_and_what_is_safe_is_recorded(made: P
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"learner.lr": 1e-4}, "learner.lr = 0.0001 must be 0.003, with which the run was started."),
-        ({"learner": {"lr": 1e-4}}, "learner.lr = 0.0001 must be 0.003, with which the run was started."),
-        ({"recipe": "grpo"}, "recipe = 'grpo' must be None, with which the run was started."),
-        ({"overrides.kl": 0.1}, "overrides.kl = 0.1 must be None, with which the run was started."),
-        ({"plan.k": 4}, "plan.k = 4 must be 2, with which the run was started."),
-        ({"seed": 1}, "seed = 1 must be 0, with which the run was started."),
-        ({"steps": 1}, "steps = 1 must be 2 or more: so many the run has made."),
+        ({"learner.lr": 1e-4}, "learner.lr = 0.0001 was 0.003 when the run was started."),
+        ({"learner": {"lr": 1e-4}}, "learner.lr = 0.0001 was 0.003 when the run was started."),
+        ({"recipe": "grpo"}, "recipe = 'grpo' was None when the run was started."),
+        ({"overrides.kl": 0.1}, "overrides.kl = 0.1 was None when the run was started."),
+        ({"plan.k": 4}, "plan.k = 4 was 2 when the run was started."),
+        ({"seed": 1}, "seed = 1 was 0 when the run was started."),
+        ({"steps": 1}, "steps = 1 is less than the 2 that the run has made."),
         ({"stepz": 9}, "stepz = 9 is not a field of the configuration"),
     ],
 )

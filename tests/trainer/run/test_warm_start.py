@@ -93,10 +93,10 @@ async def first_and_third(task: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policies": "shared"}, "a run in which one policy plays first, second; there it is first, second"),
-        ({"policies": "full"}, "has the shape of first: full; it is lora, rank 16"),
-        ({"lora": {"rank": 8}}, "has the shape of first: lora, rank 8, .*; it is lora, rank 16"),
-        ({"init": "nothing"}, "init = .*nothing' must be a run with a checkpoint, or an export"),
+        ({"policies": "shared"}, "has several policies .first, second. for first, second, which share one here"),
+        ({"policies": "full"}, "has first in another shape .lora, rank 16, .*than first has here .full."),
+        ({"lora": {"rank": 8}}, "has first in another shape .lora, rank 16, .*than first has here .lora, rank 8"),
+        ({"init": "nothing"}, "init = .*nothing' is neither a run with a checkpoint nor an export"),
     ],
 )
 def test_what_does_not_fit_is_named(trainer: Trainer, taught: Path, settings: dict[str, Any], message: str) -> None:
@@ -108,5 +108,5 @@ def test_what_does_not_fit_is_named(trainer: Trainer, taught: Path, settings: di
 
 def test_another_base_model_is_refused(trainer: Trainer, taught: Path, tmp_path: Path) -> None:
     other = build_base(tmp_path / "other", context=128)
-    with pytest.raises(ConfigError, match=r"init = .*a run on the same base model; its config differ"):
+    with pytest.raises(ConfigError, match=r"init = .*was trained on another base model: its config differ"):
         trainer(application(converse, first=letters), init=str(taught), steps=1, model=str(other))

@@ -68,10 +68,10 @@ def test_opponents_are_drawn_from_what_is_served():
 @pytest.mark.parametrize(
     ("routing", "message"),
     [
-        ({"swap": ("pioneer",)}, r"routing.swap = \['pioneer'\] must be two or more roles"),
+        ({"swap": ("pioneer",)}, r"routing.swap = \['pioneer'\] is not two or more different roles"),
         ({"swap_every": 0}, "routing.swap_every = 0 must be 1 or more"),
-        ({"swap": ("pioneer", "nobody")}, "routing.swap = 'nobody' must be a trained role: observer, pioneer"),
-        ({"past": ("judge",)}, "routing.past = 'judge' must be a trained role: observer, pioneer"),
+        ({"swap": ("pioneer", "nobody")}, "routing.swap = 'nobody' is not a trained role: observer, pioneer"),
+        ({"past": ("judge",)}, "routing.past = 'judge' is not a trained role: observer, pioneer"),
         ({"swap": ("pioneer", "observer"), "past": ("observer",)}, "not in routing.swap too"),
     ],
 )
@@ -82,7 +82,7 @@ def test_wrong_routing(routing, message):
 
 
 def test_one_shared_policy_has_nothing_to_swap():
-    with pytest.raises(ConfigError, match="roles with policies of their own"):
+    with pytest.raises(ConfigError, match="are roles that share a policy"):
         check_routing(RoutingConfig(swap=("a", "b")), policies_for("shared", ["a", "b"], LoraSpec()))
 
 

@@ -116,7 +116,7 @@ def test_an_engine_and_a_learner_share_one_gpu_when_they_are_colocated() -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engines": 2}, r"cluster\.engines .*1, where cluster\.colocate"),
+        ({"engines": 2}, r"cluster\.engines .*1 if cluster\.colocate"),
         ({"engine": "transformers"}, "cluster.engine .*vllm"),
         ({"learners": 2}, "cluster.learners"),
         ({"pools": "per_policy"}, "cluster.pools .*shared"),
@@ -129,7 +129,7 @@ def test_what_cannot_share_a_gpu_is_refused(changes: dict[str, Any], message: st
 
 
 def test_mode_async_cannot_share_a_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"mode .*sync, where cluster\.colocate"):
+    with pytest.raises(ConfigError, match=r"mode .*sync if cluster\.colocate"):
         TrainConfig(model="m", mode="async", cluster=ClusterConfig(address="local", colocate=True))
 
 

@@ -46,7 +46,7 @@ def test_what_bitsandbytes_does_is_of_one_process(field: str, value: str, usual:
 def test_on_a_cluster_the_learners_gpus_count() -> None:
     """Not those of this machine, which may have others, or none."""
     table = {"model": "m", "learner": {"tree_attention": "flex"}}
-    with pytest.raises(ConfigError, match=r"tree_attention = 'flex' must be blocks, where cluster.gpus_per"):
+    with pytest.raises(ConfigError, match=r"tree_attention = 'flex' needs GPUs; cluster.gpus_per"):
         convert({**table, "cluster": {"address": "10.0.0.5:6379"}})
     convert({**table, "cluster": {"address": "10.0.0.5:6379", "gpus_per_learner": 1}})
     convert(table)
@@ -60,7 +60,7 @@ def test_a_driver_without_gpus_starts_learners_that_have_some(base: str, tmp_pat
 
 
 def test_four_bits_are_of_weights_that_are_not_trained() -> None:
-    with pytest.raises(ConfigError, match=r"quantize = '4bit' must be none, where all weights are trained"):
+    with pytest.raises(ConfigError, match=r"quantize = '4bit' cannot be used if all weights are trained"):
         convert({"model": "m", "policies": "full", "learner": {"quantize": "4bit"}})
     assert convert({"model": "m", "learner": {"quantize": "4bit"}}).learner.quantize == "4bit"
 

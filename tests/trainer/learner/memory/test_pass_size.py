@@ -28,7 +28,7 @@ def test_a_size_in_words() -> None:
 
 @pytest.mark.parametrize("text", ["6", "six GiB", "-1GiB", "1TiBB"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"learner\.memory = .*a size such as 6GiB or 800MB"):
+    with pytest.raises(ConfigError, match=r"learner\.memory = .*not a size such as 6GiB or 800MB"):
         LearnerSettings(memory=text)
 
 
