@@ -16,7 +16,7 @@ from cotune.records.structs import Episode
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer import loop
+from cotune.trainer.rollout import source
 from cotune.trainer.run import restore
 from tests.trainer.conftest import Trainer
 from tests.trainer.run.test_kill import assert_same_weights
@@ -155,7 +155,7 @@ def test_a_run_killed_after_a_rollback_ends_like_one_that_was_not(
     trainer.resume(rising(), **changes)
     for moment in ("collect_samples", "note_best"):  # before the first update, then after it
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(loop, moment, killed)
+            patch.setattr(source, moment, killed)
             trainer.resume(rising(), to="killed", **changes)
     last = rising()
     trainer.resume(last, to="killed", **changes)
