@@ -391,7 +391,7 @@ def test_a_configuration_that_cannot_be_read(text, allowed, tmp_path):
     with pytest.raises(ConfigError) as caught:
         train_config.load_config(file, {})
     assert (caught.value.field, caught.value.value) == ("config", str(file))
-    assert caught.value.fault.startswith(f"must be {allowed}")
+    assert caught.value.fault.startswith(allowed)
 
 
 def test_the_command_line_opens_without_torch():

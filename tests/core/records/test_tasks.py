@@ -49,7 +49,7 @@ def test_as_windows_writes_it(tmp_path):
     path.write_bytes('{"id": "ä"}\r\n\r\n"plain"\r\n'.encode("utf-8-sig"))
     assert [task.id for task in load_tasks(path)] == ["ä", "3"]
     path.write_bytes('{"id": "ä"}\r\n'.encode("utf-16"))
-    with pytest.raises(ConfigError, match=r"this one is in UTF-16. Save it as UTF-8"):
+    with pytest.raises(ConfigError, match=r"is in UTF-16. Save it as UTF-8"):
         load_tasks(path)
 
 

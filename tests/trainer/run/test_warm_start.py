@@ -76,7 +76,7 @@ def test_a_policy_that_the_other_run_lacks_starts_untrained(trainer: Trainer, ta
     trainer(application(first_and_third, first=letters, third=letters), init=str(taught), steps=1)
     assert "first starts from first@2" in trainer.said
     assert f"third starts untrained: {taught} has no policy of third" in trainer.said
-    with pytest.raises(ConfigError, match=r"init = .*a run that has trained a role of this one.*: first, second"):
+    with pytest.raises(ConfigError, match=r"init = .*has trained no role of this run.*: first, second"):
         trainer(application(only_third, third=letters), init=str(taught), steps=1, to="third")
 
 

@@ -72,7 +72,7 @@ def test_opponents_are_drawn_from_what_is_served():
         ({"swap_every": 0}, "routing.swap_every = 0 must be 1 or more"),
         ({"swap": ("pioneer", "nobody")}, "routing.swap = 'nobody' is not a trained role: observer, pioneer"),
         ({"past": ("judge",)}, "routing.past = 'judge' is not a trained role: observer, pioneer"),
-        ({"swap": ("pioneer", "observer"), "past": ("observer",)}, "not in routing.swap too"),
+        ({"swap": ("pioneer", "observer"), "past": ("observer",)}, "is in routing.swap too"),
     ],
 )
 def test_wrong_routing(routing, message):
