@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
 from cotune.algorithms.samples import TrainRow
+from cotune.errors import RunError
 from cotune.storage.metrics_file import StepMetrics
+from cotune.storage.run_layout import read_run
+from cotune.storage.whole_file import is_full
 from cotune.trainer.guard import roll_back, safe_checkpoint
 from cotune.trainer.reporting.metrics import Updates
 from cotune.trainer.reporting.step_report import StepReport
-from cotune.trainer.run.checkpoint import commit_checkpoint
+from cotune.trainer.run.checkpoint import save_checkpoint
 from cotune.trainer.run.run import Run
-from cotune.trainer.updates import update
+from cotune.trainer.schedules.schedule import lr_scale
+from cotune.trainer.updates import update_policies
 
 Rows = Mapping[str, Sequence[TrainRow]]
 """By policy; policies without rows are not in it."""
@@ -32,12 +36,14 @@ class Source(Protocol):
 
     def step(self) -> AbstractAsyncContextManager[None]:
         """Around each step."""
+        return nullcontext()
 
     async def rows(self) -> Rows | None:
         """The rows of the next step; None where the run was stopped meanwhile."""
 
     def updating(self) -> AbstractAsyncContextManager[None]:
         """Around the updates of a step."""
+        return nullcontext()
 
     async def publish(self, rows: Rows, updates: Updates) -> None:
         """Give every policy that has moved its next version."""
@@ -51,7 +57,7 @@ class Source(Protocol):
 
 async def make_steps(run: Run, source: Source) -> None:
     """Train from the run's next step to its last, or until it has ended or is stopped."""
-    report = source.report
+    report, config = source.report, run.config
     with report.phase("checkpoint"):
         await commit(run)
     async with source.steps():
@@ -62,7 +68,8 @@ async def make_steps(run: Run, source: Source) -> None:
                     break  # stopped
                 async with source.updating():
                     with report.phase("update", ", ".join(rows)):
-                        updates = await update(run, rows)
+                        scale = lr_scale(config.schedule, run.state.steps, config.steps)
+                        updates = await update_policies(run.learner, rows, scale)
                 await source.publish(rows, updates)
                 metrics = await source.measure(rows, updates)
                 report.write(metrics)
@@ -81,8 +88,21 @@ async def commit(run: Run, *, due: bool = False) -> None:
     due = due or bool(state.new_roles) or state.steps % config.checkpoint_every == 0 or state.steps == config.steps
     if state.steps == run.committed or not due:
         return
+    state.run = read_run(run.folder.path).id
     spare = {name for name in [safe_checkpoint(run)] if name}
     best = run.best if config.evaluation.keep_best else None
-    keep = config.keep_checkpoints
-    await asyncio.to_thread(commit_checkpoint, run.folder, state, run.learner, keep=keep, spare=spare, best=best)
+    try:
+        await asyncio.to_thread(
+            save_checkpoint,
+            run.folder.checkpoints,
+            state,
+            run.learner,
+            keep=config.keep_checkpoints,
+            spare=spare,
+            best=best,
+        )
+    except OSError as error:
+        first = "Free some space" if is_full(error) else "Put that right"
+        cause = f"The checkpoint after {state.steps} steps cannot be written: {error}."
+        raise RunError(cause, f"{first}, then {run.folder.way_on}") from error
     run.committed = state.steps

@@ -14,18 +14,12 @@ from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
 from cotune.trainer.reporting.step_report import StepReport
-from cotune.trainer.run.run import RolloutRun, Run
+from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.schedules.opponents import keep_opponent, publish_opponents
 from cotune.trainer.schedules.routing import kept, opposing
-from cotune.trainer.schedules.schedule import lr_scale
 
 OPPONENTS = "opponents"
 """Folder in the run folder of the versions that a later step may play against."""
-
-
-async def update(run: Run, rows: Mapping[str, Sequence[TrainRow]]) -> Updates:
-    """Update every policy that has rows."""
-    return await update_policies(run.learner, rows, lr_scale(run.config.schedule, run.state.steps, run.config.steps))
 
 
 async def update_policies(learner: Learner, rows: Mapping[str, Sequence[TrainRow]], scale: float) -> Updates:

@@ -55,11 +55,9 @@ class Likelihood(LearnerAround):
         return _likely(self.inner.update(policy, rows, lr_scale=lr_scale))
 
     def loss(self, policy: str, rows: Sequence[TrainRow]) -> dict[str, float]:
-        counted = np.concatenate([_counted(row, found) for row, found in self._with_logprobs(policy, rows)])
+        pairs = zip(rows, self.inner.logprobs(policy, rows), strict=True)
+        counted = np.concatenate([_counted(row, values) for row, values in pairs])
         return {"loss": -float(counted.mean(dtype=np.float64))}
-
-    def _with_logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[tuple[TrainRow, npt.NDArray[np.float32]]]:
-        return list(zip(rows, self.inner.logprobs(policy, rows), strict=True))
 
 
 class PreferenceLearner(LearnerAround):

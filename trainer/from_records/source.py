@@ -14,7 +14,7 @@ from cotune.adapters.export import read_weights
 from cotune.algorithms.samples import TrainRow
 from cotune.storage.metrics_file import StepMetrics
 from cotune.trainer.from_records.run import RecordsRun
-from cotune.trainer.loop import Rows
+from cotune.trainer.loop import Rows, Source
 from cotune.trainer.reporting.metrics import Updates, moved, step_seconds, throughput
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.step_report import StepReport
@@ -26,14 +26,18 @@ BEST = "best"
 """Folder of a run with the weights of each policy at its lowest held-out loss."""
 
 
-class RecordsSource:
+class RecordsSource(Source):
     """The `Source` of a run that learns from records. A policy ends with the weights of its lowest held-out loss."""
 
     def __init__(self, run: RecordsRun, progress: Progress) -> None:
-        self.report = StepReport(run, progress)
+        self._report = StepReport(run, progress)
         self._run = run
         self._progress = progress
         self._episodes: list[str] = []
+
+    @property
+    def report(self) -> StepReport:
+        return self._report
 
     @contextlib.asynccontextmanager
     async def steps(self) -> AsyncIterator[None]:
@@ -48,20 +52,12 @@ class RecordsSource:
                 await asyncio.to_thread(run.learner.adopt, name, weights)
                 run.committed = -1
 
-    def step(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Nothing goes around a step."""
-        return contextlib.nullcontext()
-
     async def rows(self) -> Rows:
         """The rows of the step's episodes whose policies still learn."""
         run = self._run
         self._episodes = run.schedule.of(run.state.steps)
         found = run.recorded.of(self._episodes, run.trained)
         return {name: rows for name, rows in found.items() if name in run.learning}
-
-    def updating(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Nothing goes around the updates."""
-        return contextlib.nullcontext()
 
     async def publish(self, rows: Rows, updates: Updates) -> None:
         """Count the versions: nobody samples from them."""

@@ -31,9 +31,9 @@ from cotune.storage.checkpoints import (
 )
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_layout import RunDescription, is_abandoned, is_run, read_run
-from cotune.storage.whole_file import is_full, sync
+from cotune.storage.whole_file import sync
 from cotune.trainer.learner.protocol import Learner
-from cotune.trainer.run.run_folder import RunFolder, write_atomically
+from cotune.trainer.run.run_folder import write_atomically
 
 
 class BestLoss(msgspec.Struct, frozen=True):
@@ -136,27 +136,6 @@ def tidy_checkpoints(folder: Path) -> None:
 def _aside(checkpoint: Path) -> Path:
     """Where a checkpoint is while it is removed."""
     return checkpoint.with_name(f".{checkpoint.name}.removed")
-
-
-def commit_checkpoint(
-    folder: RunFolder,
-    checkpoint: Checkpoint,
-    learner: Learner,
-    *,
-    keep: int,
-    spare: Collection[str] = (),
-    best: Mapping[str, Best] | None = None,
-) -> None:
-    """`save_checkpoint` in a run. Raises RunError where it cannot be written, with the way to go on."""
-    checkpoint.run = read_run(folder.path).id
-    try:
-        save_checkpoint(folder.checkpoints, checkpoint, learner, keep=keep, spare=spare, best=best)
-    except OSError as error:
-        first = "Free some space" if is_full(error) else "Put that right"
-        raise RunError(
-            f"The checkpoint after {checkpoint.steps} steps cannot be written: {error}.",
-            f"{first}, then {folder.way_on}",
-        ) from error
 
 
 def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:

@@ -91,8 +91,12 @@ class Cluster:
         Raises ConfigError, WorkflowError, LearnerError.
         """
         workers, learner = await asyncio.gather(
-            self._open_workers(sampler), self.open_learner(policies, loss), return_exceptions=True
+            RolloutWorkers.open(self._workflow, self._path, self._config, sampler, on_loss=self._say),
+            self.open_learner(policies, loss),
+            return_exceptions=True,
         )
+        if isinstance(workers, RolloutWorkers):
+            self._stack.push_async_callback(workers.aclose)
         if isinstance(workers, BaseException):
             raise workers
         if isinstance(learner, BaseException):
@@ -115,11 +119,6 @@ class Cluster:
         if self._learner is not None:
             await self._learner.aclose()
         return await self.open_learner(policies, loss)
-
-    async def _open_workers(self, sampler: Sampler) -> RolloutWorkers:
-        workers = await RolloutWorkers.open(self._workflow, self._path, self._config, sampler, on_loss=self._say)
-        self._stack.push_async_callback(workers.aclose)
-        return workers
 
     async def open_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
         """Start the processes that train. Raises ConfigError, LearnerError."""

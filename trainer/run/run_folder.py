@@ -150,35 +150,30 @@ class RunFolder(RunLayout):
         fails is noted in the folder."""
         self.end.unlink(missing_ok=True)
         try:
-            with self._named():
-                yield
-        except CotuneError as error:
-            self._note_failure(error.cause, error.remedy)
-            raise
-        except Exception as error:
-            self._note_failure(error_text(error))
-            raise
-        except BaseException:
-            if self.run_json.exists():
-                self.note_end("stopped", "It was interrupted.")
-            raise
-
-    def _note_failure(self, cause: str, remedy: str = "") -> None:
-        if self.run_json.exists():
-            self.note_end("failed", cause, remedy)
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
             yield
-        except (CotuneError, OSError) as error:
+        except BaseException as error:
+            end = self._explained(error)
+            if self.run_json.exists():
+                if isinstance(end, CotuneError):
+                    self.note_end("failed", end.cause, end.remedy)
+                elif isinstance(end, Exception):
+                    self.note_end("failed", error_text(end))
+                else:
+                    self.note_end("stopped", "It was interrupted.")
+            if end is error:
+                raise
+            raise end from error
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """The error, or a RunError that says what is wrong with the folder or its disk."""
+        if isinstance(error, CotuneError | OSError):
             if not self.run_json.exists():
                 cause = f"The run folder {self.path} was removed or moved while the run wrote to it."
                 back = f"Put it back and go on with: cotune train --resume {self.path}; or start a new run."
-                raise RunError(cause, back) from error
+                return RunError(cause, back)
             if isinstance(error, OSError) and is_full(error):
-                raise RunError(of_system(error, self.way_on)) from error
-            raise
+                return RunError(of_system(error, self.way_on))
+        return error
 
     def close(self) -> None:
         self._lock.release()
