@@ -81,13 +81,20 @@ def evaluate(
     app = workflow_of(workflow)
     held_out = as_tasks(tasks)[: chosen.limit]
     if out is not None:
-        _check_out(out)
+        # An evaluation has a folder of its own: among other records, nobody could tell its episodes apart.
+        for file in (out.records, out.path / EVALUATION, out.run_json):
+            if file.exists():
+                raise ConfigError("out", str(out.path), f"already has {file.name}", "Name a new folder.")
     evaluated = open_evaluated_policies(source, chosen.model)
     evaluated.check_base()
     trained = convert(read_config(source)) if of_run else None
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
     goal, note = _goal(trained, app, evaluated)
-    prices = _all_prices({**(trained.prices if trained else {}), **chosen.prices}, evaluated)
+    prices = {**(trained.prices if trained else {}), **chosen.prices}
+    if base := prices.get(evaluated.model, prices.get(Path(evaluated.model).name)):
+        # The price of the base model is that of every policy without a price of its own.
+        policies = [policy.name for policy in evaluated.policies if policy.kind != "provider"]
+        prices = {**dict.fromkeys([UNTRAINED.name, *policies], base), **prices}
     timeout = (trained.episode_timeout if trained else TIMEOUT) if chosen.timeout is None else chosen.timeout
     chosen = msgspec.structs.replace(chosen, prices=prices, timeout=timeout)
     recorded = read_recorded(chosen.records, held_out, prices, goal) if chosen.records is not None else None
@@ -235,13 +242,6 @@ def _goal(config: TrainConfig | None, app: Workflow, evaluated: EvaluatedPolicie
     return goal_of(recipe, config.on_failure, roles), ""
 
 
-def _all_prices(prices: Prices, evaluated: EvaluatedPolicies) -> Prices:
-    """Prices by name; the base model's is that of every policy without one of its own."""
-    base = prices.get(evaluated.model, prices.get(Path(evaluated.model).name))
-    policies = [UNTRAINED.name, *(policy.name for policy in evaluated.policies if policy.kind != "provider")]
-    return {**(dict.fromkeys(policies, base) if base else {}), **prices}
-
-
 @contextlib.contextmanager
 def _whole(out: RunLayout | None, run: Path | None) -> Iterator[tuple[RunLayout | None, list[str]]]:
     """Inside, an evaluation records to a folder: `out`, or the next one of the run. Yields it, or notes on why nothing
@@ -286,11 +286,3 @@ def _written(report: EvaluationReport, file: Path) -> EvaluationReport:
         note = f"{file} could not be written: {error.strerror}."
         return msgspec.structs.replace(report, notes=(*report.notes, note))
     return msgspec.structs.replace(report, stored=str(file.parent))
-
-
-def _check_out(out: RunLayout) -> None:
-    """An evaluation has a folder of its own: with other records in it, neither could be told from the other."""
-    files = (out.records, out.path / EVALUATION, out.run_json)
-    taken = next((file.name for file in files if file.exists()), None)
-    if taken:
-        raise ConfigError("out", str(out.path), f"already has {taken}", "Name a new folder.")

@@ -40,45 +40,36 @@ async def evaluate_held_out(run: RolloutRun, report: StepReport, progress: Progr
     if not run.held_out or (step % config.evaluation.every and step != config.steps):
         return {}
     with report.phase("evaluate"):
-        found = await _played(run, progress, run.served(), "trained")
-    if found is None:
-        return {}
-    evaluated = _share_lowest(run, step, found, progress)
-    _store(run, step, evaluated)
-    figures = _figures(*evaluated)
-    if why := _no_figure(found):
-        progress.say_once(f"held-out, single samples: no figure: {why}")
-    if found.opposed:
-        with report.phase("evaluate"):
-            figures |= await _against_untrained(run, progress, found.opposed)
-    return figures
+        trained = await _played(run, progress, run.served(), "trained")
+        if trained is None:
+            return {}
+        evaluations = _share_lowest(run, step, trained, progress)
+        _store(run, step, evaluations)
+        if why := _no_figure(trained):
+            progress.say_once(f"held-out, single samples: no figure: {why}")
+        return _figures(*evaluations) | await _against_untrained(run, progress, trained.opposed)
 
 
 async def evaluate_base(run: RolloutRun, report: StepReport, progress: Progress) -> None:
-    """Run the held-out tasks before the first step, unless that was done: with the untrained model, or with what `init`
-    began from. What comes later is compared with it."""
-    if not run.held_out or _base(run) is not None:
+    """Run the held-out tasks before the first step, unless that was done: with the untrained model, or with the
+    policies of `init`. Later evaluations are compared with this one."""
+    if not run.held_out or _stored(run, 0):
         return
     begun = bool(run.config.init) and not run.state.steps
     served = run.served()
     policies = served if begun else {role: PolicyRef(ref.name) for role, ref in served.items()}
     with report.phase("evaluate"):
-        found = await _played(run, progress, policies, "start" if begun else "base", training_step=-1)
-    if found is not None:
-        _store(run, 0, [found])
-        figures = _figures(found)
-        if why := _no_figure(found):
+        base = await _played(run, progress, policies, "start" if begun else "base", training_step=-1)
+    if base is not None:
+        _store(run, 0, [base])
+        figures = _figures(base)
+        if why := _no_figure(base):
             progress.say_once(f"held-out, single samples: no figure: {why}")
         else:
             progress.say(f"before training, held-out, single samples: {held_out_text(figures)}")
         if progress.loggers is not None:
             progress.loggers.base(figures)
     progress.activity.begin(run.state.steps)
-
-
-def _base(run: RolloutRun) -> EvaluatedMode | None:
-    """What was evaluated before the first step, on the held-out tasks of now."""
-    return next(iter(_stored(run, 0)), None)
 
 
 def _share_lowest(run: RolloutRun, step: int, found: EvaluatedMode, progress: Progress) -> list[EvaluatedMode]:
@@ -132,14 +123,14 @@ def _store(run: RolloutRun, steps: int, evaluations: Sequence[EvaluatedMode], cr
 
 def _figures(*evaluations: EvaluatedMode) -> dict[str, float]:
     """The figures of an evaluation for metrics.jsonl, the last of these; one before it is the base."""
-    *base, found = evaluations
-    figures = {"episodes": float(found.episodes), "failed": float(sum(found.failed.values()))}
-    for name, interval in (("success", found.success), ("reward", found.reward), ("outcome", found.outcome)):
+    *base, last = evaluations
+    figures = {"episodes": float(last.episodes), "failed": float(last.failures)}
+    for name, interval in (("success", last.success), ("reward", last.reward), ("outcome", last.outcome)):
         if interval is not None:
             figures |= {name: interval.mean, f"{name}_n": float(interval.n)}
             if interval.low is not None and interval.high is not None:
                 figures |= {f"{name}_low": interval.low, f"{name}_high": interval.high}
-    for role, own in found.roles.items():
+    for role, own in last.roles.items():
         figures |= {f"{role}/{name}": value for name, value in own.rewards.items()}
         if own.reward is not None:
             figures[f"reward/{role}"] = own.reward
@@ -163,17 +154,15 @@ def _no_figure(found: EvaluatedMode) -> str:
 
 
 async def _against_untrained(run: RolloutRun, progress: Progress, roles: Sequence[str]) -> dict[str, float]:
-    """What each of these roles wins where the untrained model plays the others; nothing when the run is stopped."""
-    present, figures = run.served(), {}
+    """The reward of each of these roles where the untrained model plays the others; empty when the run is stopped."""
+    figures = {}
     for role in roles:
-        policies = {
-            name: PolicyRef(ref.name) if name in roles and name != role else ref for name, ref in present.items()
-        }
-        found = await _played(run, progress, policies, role, "eval-against-untrained")
-        if found is None:
+        others = {name for name in roles if name != role}
+        policies = {name: PolicyRef(ref.name) if name in others else ref for name, ref in run.served().items()}
+        played = await _played(run, progress, policies, role, "eval-against-untrained")
+        if played is None:
             return {}
-        reward = found.roles[role].reward if role in found.roles else None
-        if reward is not None:
+        if role in played.roles and (reward := played.roles[role].reward) is not None:
             figures[f"{AGAINST_UNTRAINED}/{role}"] = reward
     return figures
 
