@@ -28,9 +28,10 @@ def _checked(fn: Callable[[Any], Any], responder: ReplayResponder, replay: Repla
     def begin() -> None:
         live = current_episode.get()
         assert live is not None
-        live.tape.give(replay.results)
+        script, until = replay.script, replay.until
+        live.tape.give([result for result in script.results if result.started < until])
         if live.chance is not None:
-            live.chance.give(replay.reads, replay.script.started)
+            live.chance.give([read for read in script.reads if read.at < until], script.started)
 
     async def finish(value: Awaitable[Any]) -> Any:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from cotune.recording.recorder import LiveCall
@@ -87,13 +88,9 @@ def first_difference(script: Script, recorded: ScriptCall, call: LiveCall) -> st
 
 def similarity(script: Script, recorded: ScriptCall, call: LiveCall) -> int:
     """How many messages two requests share before they differ."""
-    shared = 0
     asked, _ = script.asked(recorded)
-    for was, now in zip(_readable(asked), _readable(call.messages), strict=False):
-        if _text(was) != _text(now):
-            break
-        shared += 1
-    return shared
+    pairs = zip(_readable(asked), _readable(call.messages), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: _text(pair[0]) == _text(pair[1]), pairs))
 
 
 def _readable(messages: Sequence[Any]) -> list[Any]:

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections import Counter, deque
+from typing import NoReturn
 
 from cotune.errors import ReplayDiverged
 from cotune.recording.recorder import LiveCall, Responder
@@ -76,12 +77,11 @@ class ReplayResponder:
         left = [entry.call for entry in self._entries if not entry.asked.done()]
         if self.replay.fork and not self._forked:
             call = next(call for call in left if call.id == self.replay.fork)
-            raise ReplayDiverged(call.role, call.turn, f"{_place(call)} is not asked this time.", _CHANGED)
+            self._diverge(call, f"{_place(call)} is not asked this time.")
         missing = [c for c in left if c.id in self._before and (not self.replay.fork or self._new[c.role])]
         if missing:
             more = f", nor are {len(missing) - 1} others" if len(missing) > 1 else ""
-            first = missing[0]
-            raise ReplayDiverged(first.role, first.turn, f"{_place(first)} is not asked this time{more}.", _CHANGED)
+            self._diverge(missing[0], f"{_place(missing[0])} is not asked this time{more}.")
 
     def _take(self, call: LiveCall) -> _Entry | None:
         """The recorded call that `call` repeats; None for a new one."""
@@ -93,12 +93,10 @@ class ReplayResponder:
                 self._new[call.role] += 1
                 return None
             if entry is None or queue is None:
-                self.diverged = self._divergence(call)
-                raise self.diverged
+                self._diverge(call, *self._difference(call))
             if entry.call.fault and entry.call.id != self.replay.fork:
                 why = f"{_place(entry.call)} cannot be answered again: {entry.call.fault}."
-                self.diverged = ReplayDiverged(call.role, call.turn, why, "Fork before it, or choose another episode.")
-                raise self.diverged
+                self._diverge(call, why, "Fork before it, or choose another episode.")
             queue.remove(entry)
             entry.asked.set_result(None)
             return entry
@@ -109,7 +107,10 @@ class ReplayResponder:
         if not earlier:
             return
         for other in earlier:
-            if not await _followed(other):
+            asked, _ = await asyncio.wait({asyncio.wrap_future(other.asked)}, timeout=PATIENCE)
+            if asked:
+                await asyncio.wait({asyncio.wrap_future(other.answered)})
+            else:  # something else holds it up
                 call.episode.warn(
                     "replay_order",
                     f"Role {call.role!r} is answered before a call of role {other.call.role!r} that had its answer "
@@ -131,27 +132,30 @@ class ReplayResponder:
             at = next((i for i, pair in enumerate(zip(was, answer.prompt_ids, strict=False)) if pair[0] != pair[1]), -1)
             where = f"from token {at + 1} on" if at >= 0 else "in their number"
             why = f"{_place(recorded)}: the messages are the same, but their token ids differ {where}."
-            self.diverged = ReplayDiverged(call.role, call.turn, why, "The model's template or tokenizer was changed.")
-            raise self.diverged
+            self._diverge(call, why, "The model's template or tokenizer was changed.")
         return answer
 
     async def _others(self, call: LiveCall) -> Answer | None:
         return None if self.others is None else await self.others.respond(call)
 
-    def _divergence(self, call: LiveCall) -> ReplayDiverged:
-        """What a request without a record differs in from the recorded one that is most like it."""
+    def _diverge(self, at: LiveCall | ScriptCall, why: str, remedy: str = _CHANGED) -> NoReturn:
+        self.diverged = ReplayDiverged(at.role, at.turn, why, remedy)
+        raise self.diverged
+
+    def _difference(self, call: LiveCall) -> tuple[str, str]:
+        """How a request that was not recorded differs from the recorded one that is most like it, and the remedy."""
         who = f"Turn {call.turn} of role {call.role!r}"
         left = [entry.call for entry in self._entries if entry.call.role == call.role and not entry.asked.done()]
         if not left:
             count = sum(entry.call.role == call.role for entry in self._entries)
             roles = ", ".join(sorted({entry.call.role for entry in self._entries}))
             known = f"{count} calls of that role" if count else f"no call of that role, but of {roles}"
-            return ReplayDiverged(call.role, call.turn, f"{who} is not in the record, which has {known}.", _CHANGED)
+            return f"{who} is not in the record, which has {known}.", _CHANGED
         script = self.replay.script
         like = max(left, key=lambda c: (c.turn == call.turn, similarity(script, c, call)))
         difference = first_difference(script, like, call)
         remedy = _BY_CHANCE if LOOKS_LIKE in difference and not script.reads else _CHANGED
-        return ReplayDiverged(call.role, call.turn, f"{who} differs from the record in {difference}.", remedy)
+        return f"{who} differs from the record in {difference}.", remedy
 
 
 class _Entry:
@@ -161,14 +165,6 @@ class _Entry:
         self.call = call
         self.asked: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.answered: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-
-async def _followed(other: _Entry) -> bool:
-    """Wait until `other` is answered; False where it is not asked in time, as something else holds it up."""
-    asked, _ = await asyncio.wait({asyncio.wrap_future(other.asked)}, timeout=PATIENCE)
-    if asked:
-        await asyncio.wait({asyncio.wrap_future(other.answered)})
-    return bool(asked)
 
 
 def _place(call: ScriptCall) -> str:

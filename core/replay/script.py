@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,21 +68,9 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     answer: Answer | None = None
 
     @property
-    def forked(self) -> ScriptCall | None:
-        """The recorded call at the fork."""
-        return next((call for call in self.script.calls if call.id == self.fork), None)
-
-    @property
-    def results(self) -> list[Given]:
-        """What tools returned that no answer to the call at the fork can have changed: they began before it ended."""
-        fork = self.forked
-        return [one for one in self.script.results if fork is None or one.started < fork.ended]
-
-    @property
-    def reads(self) -> list[Read]:
-        """What clock, uuid and random gave before the call at the fork ended."""
-        fork = self.forked
-        return [read for read in self.script.reads if fork is None or read.at < fork.ended]
+    def until(self) -> float:
+        """When the recorded call at the fork ended: its answer cannot have changed anything that began before."""
+        return next((call.ended for call in self.script.calls if call.id == self.fork), math.inf)
 
 
 def read_script(store: Store, episode: str) -> Script:
