@@ -7,7 +7,7 @@ that was chosen among candidates come last, and under that name: they are no suc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -75,9 +75,9 @@ def headline(
     newest = next((found for found in reversed(evaluations) if compared_modes(found)), None)
     held_out = [*_evaluated(newest)] if newest else [*_held_out_lines(lines)]
     held_out += _against_untrained(lines)
-    taught = [*_distances(lines)] if recipe == DISTILL else []
-    rewards = role_rewards(lines, trained=recipe != DISTILL)
-    found = [*held_out, *_losses(lines), *taught, *rewards, *_outcomes(lines)]
+    taught = recipe == DISTILL
+    distances = _by_role(lines, "kl", "loss", "distance of {} from the teacher", _DISTANCE) if taught else ()
+    found = [*held_out, *_losses(lines), *distances, *role_rewards(lines, trained=not taught), *_outcomes(lines)]
     if not found and store is not None:
         found = [*_recorded(store, on_failure)]
     compared = newest.comparison(*compared_modes(newest)) if newest else None
@@ -86,9 +86,17 @@ def headline(
 
 def role_rewards(lines: Sequence[Line], *, trained: bool = True) -> Iterator[Change]:
     """Mean reward of all candidates of each role, chosen or not, in the first and the last step that has any."""
-    for role in sorted({role for line in lines for role in line.get("roles", {})}):
-        what = f"mean reward of all the role's candidates{'' if trained else ', which nothing is trained on'}"
-        yield from _change(f"reward of {role}", "role", what, _of_role(lines, role, "reward"))
+    what = f"mean reward of all the role's candidates{'' if trained else ', which nothing is trained on'}"
+    return _by_role(lines, "reward", "role", "reward of {}", what)
+
+
+def _by_role(lines: Sequence[Line], figure: str, kind: Kind, name: str, what: str) -> Iterator[Change]:
+    for role in _roles(lines):
+        yield from _change(name.format(role), kind, what, _of_role(lines, role, figure))
+
+
+def _roles(lines: Sequence[Line]) -> list[str]:
+    return sorted({role for line in lines for role in line.get("roles", {})})
 
 
 def compared_modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
@@ -166,7 +174,7 @@ def _against_untrained(lines: Sequence[Line]) -> Iterator[Change]:
 def _losses(lines: Sequence[Line]) -> Iterator[Change]:
     """Of roles that learn from records: the held-out loss whose weights are kept, else the loss; and the share of pairs
     that are ranked right."""
-    for role in sorted({role for line in lines for role in line.get("roles", {})}):
+    for role in _roles(lines):
         held_out, loss, accuracy = (_of_role(lines, role, name) for name in ("held_out_loss", "loss", "accuracy"))
         if held_out:
             best = min(held_out, key=lambda step: (held_out[step].mean, step))
@@ -179,17 +187,12 @@ def _losses(lines: Sequence[Line]) -> Iterator[Change]:
         yield from _change(f"pairs of {role} ranked right", "loss", what, accuracy, percent=True)
 
 
-def _distances(lines: Sequence[Line]) -> Iterator[Change]:
-    """Of roles that learn from a teacher: how far they are from it."""
-    for role in sorted({role for line in lines for role in line.get("roles", {})}):
-        what = (
-            "divergence from the teacher on what the role samples, in nats per token: what is trained, lower is nearer"
-        )
-        yield from _change(f"distance of {role} from the teacher", "loss", what, _of_role(lines, role, "kl"))
+_DISTANCE = "divergence from the teacher on what the role samples, in nats per token: what is trained, lower is nearer"
 
 
 def _of_role(lines: Sequence[Line], role: str, name: str) -> dict[int, Interval]:
-    return _by_step(lines, lambda line: line.get("roles", {}).get(role, {}).get(name))
+    figures = ((line["step"] + 1, line.get("roles", {}).get(role, {}).get(name)) for line in lines)
+    return {step: Interval(mean=value) for step, value in figures if value is not None}
 
 
 def _outcomes(lines: Sequence[Line]) -> Iterator[Change]:
@@ -213,10 +216,6 @@ def _outcome(name: str, line: Line) -> Interval:
     value, n = float(line["outcome"][name]), int(line.get("episodes", 0))
     solved = share(value * n, n) if name == "success" and 0 <= value <= 1 else None
     return solved or Interval(mean=value, n=n)
-
-
-def _by_step(lines: Sequence[Line], of: Callable[[Line], float | None]) -> dict[int, Interval]:
-    return {line["step"] + 1: Interval(mean=value) for line in lines if (value := of(line)) is not None}
 
 
 def _change(

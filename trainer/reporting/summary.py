@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from cotune.reading.evaluations import read_evaluations
-from cotune.reading.headline import Headline, headline
+from cotune.reading.headline import Headline
+from cotune.reading.run import OpenedRun
 from cotune.reading.words import stayed_reasons
-from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.run.checkpoint import Checkpoint
 
 NO_SIGNAL = (
@@ -62,30 +61,26 @@ def sum_up(
     ended: str = "",
 ) -> RunSummary:
     """The summary of a run in its folder."""
-    lines = read_metrics(run)
-    left_out: dict[str, int] = {}
+    with OpenedRun(run) as opened:
+        lines, found = opened.metrics, opened.headline
+    left_out: Counter[str] = Counter()
     for line in lines:
-        for reason, count in line["left_out"].items():
-            left_out[reason] = left_out.get(reason, 0) + count
+        left_out.update(line["left_out"])
+    silent: dict[str, int] = lines[-1].get("silent", {}) if lines else {}
     return RunSummary(
         path=str(run),
         steps=state.steps,
         finished=finished,
         versions=dict(state.versions),
-        headline=headline(lines, read_evaluations(run)),
+        headline=found,
         calls=sum(line["calls"] for line in lines),
         candidates=sum(line["candidates"] for line in lines),
         groups=sum(line["groups"] for line in lines),
-        left_out=left_out,
+        left_out=dict(left_out),
         lost_records=lost_records,
         seconds=seconds,
         stayed={name: why for name, why in stayed_reasons(lines).items() if name not in state.versions},
-        silent=_silent(lines),
+        silent={role: steps for role, steps in silent.items() if steps >= min(SILENT_STEPS, len(lines))},
         held_out=held_out,
         ended=ended,
     )
-
-
-def _silent(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    found: dict[str, int] = lines[-1].get("silent", {}) if lines else {}
-    return {role: steps for role, steps in found.items() if steps >= min(SILENT_STEPS, len(lines))}

@@ -14,7 +14,7 @@ import msgspec
 
 from cotune.integrations.web.viewer.chat import first_line, pretty
 from cotune.reading.now import Now
-from cotune.tables import plural
+from cotune.tables import figure, plural
 from cotune.terminal import harmless
 
 CUT = 4000
@@ -76,11 +76,7 @@ def number(value: float | None) -> str:
     """A figure with about three digits that matter, thousands apart."""
     if value is None:
         return "–"
-    if not math.isfinite(value):
-        return "nan" if math.isnan(value) else "∞" if value > 0 else "-∞"
-    if float(value).is_integer() and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return figure(value) if math.isfinite(value) else str(float(value)).replace("inf", "∞")
 
 
 def signed(value: float) -> str:
@@ -90,7 +86,7 @@ def signed(value: float) -> str:
 
 def percent(value: float | None) -> str:
     """A share, in percent."""
-    return "–" if value is None else f"{100 * value:.1f}%"
+    return "–" if value is None else figure(value, True)
 
 
 def short(value: float) -> str:

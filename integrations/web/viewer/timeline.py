@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from cotune.integrations.web.viewer.rendering import duration
+
 WIDTH, LABELS = 960, 130
 """Units of the drawing: its width, and the width of the roles' names."""
 ROW, GAP = 26, 10
@@ -85,7 +87,7 @@ def timeline(calls: Sequence[TimedCall]) -> Timeline:
         top += ROW * len(ends) + GAP
     bars = {call.id: Bar(call, x, lanes[call.role].y + ROW * row, width) for call, row, x, width in places}
     reads = [_path(bars[p], bar) for bar in bars.values() for p in bar.call.parents if p in bars]
-    ticks = [Tick(LABELS + lasted * part * scale / 4, _seconds(lasted * part / 4)) for part in range(5)]
+    ticks = [Tick(LABELS + lasted * part * scale / 4, duration(lasted * part / 4)) for part in range(5)]
     left_out = len(calls) - len(drawn)
     return Timeline(tuple(bars.values()), tuple(lanes.values()), tuple(reads), tuple(ticks), top, left_out)
 
@@ -95,9 +97,3 @@ def _path(read: Bar, reader: Bar) -> str:
     x2, y2 = reader.x, reader.y + ROW / 2 - 2
     bend = max(12.0, abs(x2 - x1) / 2)
     return f"M{x1:.1f} {y1:.1f}C{x1 + bend:.1f} {y1:.1f} {x2 - bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}"
-
-
-def _seconds(value: float) -> str:
-    if 0 < value < 0.01:
-        return f"{value * 1000:.2g} ms"
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
