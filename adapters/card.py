@@ -1,4 +1,4 @@
-"""README.md of an export, its card on the Hub: what it is, how it came about, what it reaches, how to serve it."""
+"""README.md of an export, its card on the Hub: its roles, the training, the evaluation, the cost, how to serve it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cotune.adapters.background import Background
+import msgspec
+
+from cotune.adapters.curve import svg
 from cotune.adapters.manifest import ExportedRole, Manifest, not_updated
 from cotune.intervals import Interval
-from cotune.reading.headline import PLAIN_COLUMN
+from cotune.reading.curves import FIRST, Chart, charts, first_charts
+from cotune.reading.evaluations import StoredEvaluation, read_evaluation
+from cotune.reading.facts import Facts, facts
+from cotune.reading.headline import PLAIN_COLUMN, Headline
+from cotune.reading.run import OpenedRun
+from cotune.reading.use import Totals, Use
 from cotune.reading.words import change_text, interval_text
 from cotune.tables import figure, sparkline
 
@@ -23,10 +30,36 @@ _OLLAMA = (
 )
 
 
+class Background(msgspec.Struct, frozen=True, kw_only=True):
+    """The run of an export. `uses` are by role, over all its calls."""
+
+    facts: Facts
+    charts: list[Chart]
+    uses: dict[str, Use]
+    evaluated: StoredEvaluation | None
+    headline: Headline
+
+
+def read_background(run: Path, evaluation: Path | None = None) -> Background:
+    """The background from a run folder. The evaluation is that of the folder `evaluation`, else the newest one of the
+    run; one of the run that cannot be read is left out with a warning. Raises ConfigError if `evaluation` holds none,
+    RunError."""
+    named = read_evaluation(evaluation) if evaluation else None
+    with OpenedRun(run) as opened:
+        found = first_charts(charts([opened]), most=len(FIRST))
+        told = opened.headline_with([named]) if named else opened.headline
+        chosen = [next((c for c in found if c.section == section), None) for section in ("Outcome", "Roles")]
+        return Background(
+            facts=facts(opened),
+            charts=[chart for chart in chosen if chart is not None],
+            uses=dict(sorted(Totals(opened).by_role().items())),
+            evaluated=named or told.evaluation,
+            headline=told,
+        )
+
+
 def write_card(folder: Path, manifest: Manifest, background: Background | None) -> None:
     """Write README.md into an export, and the image of its curves where there are any."""
-    from cotune.adapters.curve import svg
-
     if background is not None and _has_image(background):
         (folder / CURVE).write_text(svg(background.charts), encoding="utf-8")
     (folder / "README.md").write_text(card(manifest, background), encoding="utf-8")
@@ -78,7 +111,7 @@ def _role(manifest: Manifest, entry: ExportedRole) -> Sequence[str]:
 
 
 def _name(base: str) -> str:
-    """What a base model is called elsewhere: of a folder of this machine, its name alone."""
+    """The name of a base model; of a folder of this machine without its path."""
     return Path(base).name if Path(base).is_absolute() else base
 
 
@@ -100,9 +133,10 @@ def _has_image(about: Background) -> bool:
 def _curves(about: Background) -> Iterator[str]:
     if not about.charts:
         return
-    steps = f"{about.steps} steps" if about.steps else "Training"
+    steps = f"{about.facts.steps} steps" if about.facts.steps else "Training"
     yield "## Training"
-    yield f"{steps}{f' of recipe `{about.recipe}`' if about.recipe else ''}, {about.seconds / 60:,.1f} minutes."
+    recipe = f" of recipe `{about.facts.recipe}`" if about.facts.recipe else ""
+    yield f"{steps}{recipe}, {about.facts.seconds / 60:,.1f} minutes."
     if _has_image(about):
         yield f"![{' and '.join(chart.title for chart in about.charts)}, by step]({CURVE})"
     rows = []
@@ -151,8 +185,8 @@ def _bill(about: Background) -> Iterator[str]:
         (f"training: {role}", f"{use.calls:,}", f"{use.prompt:,}", f"{use.completion:,}", _money(use.cost))
         for role, use in about.uses.items()
     ]
-    if about.judge_cost:
-        rows.append(("training: judges", "", "", "", _money(about.judge_cost)))
+    if about.facts.judge_cost:
+        rows.append(("training: judges", "", "", "", _money(about.facts.judge_cost)))
     for mode, found in (about.evaluated.evaluations if about.evaluated else {}).items():
         cost = None if found.use.unpriced else found.use.cost
         per = "" if cost is None else f" ({1000 * cost / max(found.episodes, 1):.4g} per 1,000 tasks)"
@@ -218,7 +252,7 @@ llm = LLM(model="openai/" + {role}, base_url="{url}", api_key="none")
 
 
 def _sees_images(manifest: Manifest) -> bool:
-    """Whether a model that policies were trained from does; GGUF files of such models are not written."""
+    """Whether a base model reads images; GGUF files of such models are not written."""
     return any(policy.base.sees_images for policy in manifest.policies if policy.base)
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.adapters.background import Background, read_background
-from cotune.adapters.card import CURVE, write_card
+from cotune.adapters.card import CURVE, Background, read_background, write_card
 from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint, checkpoint_fault, hashes_of
 from cotune.adapters.manifest import (
     FORMAT,
@@ -67,14 +66,17 @@ def export_run(
 
     Raises RunError, ConfigError, AdapterError.
     """
-    config, background = read_run(run).config, read_background(Path(run), Path(evaluation) if evaluation else None)
-    policies = [
-        replace(policy, stayed=_why_stayed(Path(run), policy))
-        for policy in (best_policies(run, model) if best else latest_policies(run, model))
-    ]
-    name = Path(run).resolve().name
-    form: dict[str, Any] = {"merge": merge, "gguf": gguf, "background": background}
-    return write_export(out, policies, run=name, other_roles=config.other_roles, tool_format=config.tool_format, **form)
+    config, policies = read_run(run).config, best_policies(run, model) if best else latest_policies(run, model)
+    return write_export(
+        out,
+        [replace(policy, stayed=_why_stayed(Path(run), policy)) for policy in policies],
+        run=Path(run).resolve().name,
+        other_roles=config.other_roles,
+        tool_format=config.tool_format,
+        merge=merge,
+        gguf=gguf,
+        background=read_background(Path(run), Path(evaluation) if evaluation else None),
+    )
 
 
 def write_export(
@@ -96,12 +98,15 @@ def write_export(
     cannot be written as GGUF.
     """
     target = Path(out).absolute()
-    _check_target(target)
+    if target.exists() and not (target.is_dir() and (is_export(target) or not any(target.iterdir()))):
+        fault = "holds other files, which an export would replace"
+        raise ConfigError("out", str(target), fault, "Name a new or empty folder.")
     if gguf is not None:
         for model in {policy.model for policy in policies if policy.kind in ("lora", "full") and policy.model}:
             check_gguf(locate_model(model))
     if not any(policy.roles for policy in policies):
-        raise ConfigError("policies", [], "must be at least one policy that plays a role", "Train a run first.")
+        raise ConfigError("policies", None, "play no role", "Train a run first.")
+    # Everything is written beside the target, reaches the disk, and then takes its place in one rename.
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -109,7 +114,12 @@ def write_export(
         manifest = _write(partial, policies, run, merge, gguf, other_roles=other_roles, tool_format=tool_format)
         write_card(partial, manifest, background)
         _sync(partial)
-        _put_in_place(partial, target)
+        old = target.with_name(f".{target.name}.{os.getpid()}.old")
+        if target.exists():
+            target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+        sync(target.parent)
     except Exception as error:
         if not is_full(error):
             raise
@@ -118,15 +128,6 @@ def write_export(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest
-
-
-def _check_target(target: Path) -> None:
-    if target.is_dir() and (is_export(target) or not any(target.iterdir())):
-        return
-    if target.exists():
-        raise ConfigError(
-            "out", str(target), "holds other files, which an export would replace", "Name a new or empty folder."
-        )
 
 
 def _write(
@@ -140,7 +141,15 @@ def _write(
     bases: dict[str, Base] = {}
     exported: list[ExportedPolicy] = []
     for policy in policies:
-        base = _base(policy, policy.model, bases) if policy.kind != "provider" and policy.model else None
+        base = None
+        if policy.kind != "provider" and policy.model:
+            if policy.model not in bases:
+                model = locate_model(policy.model)
+                name = str(model) if Path(policy.model).expanduser().exists() else policy.model
+                images = folder_sees_images(model)
+                bases[policy.model] = Base(model=name, sha256=base_fingerprint(model), sees_images=images)
+            base = bases[policy.model]
+            policy.check_trained_on(base.model, base.sha256)
         exported.append(_write_policy(folder, policy, base, [p.folder for p in exported if p.folder], merge, gguf))
     roles = tuple(
         ExportedRole(role=role, policy=policy.name, metrics=dict(policy.metrics.get(role, {})))
@@ -159,15 +168,6 @@ def _write(
     manifest = msgspec.structs.replace(manifest, serve=serve_commands(manifest))
     write_manifest(folder, manifest)
     return manifest
-
-
-def _base(policy: TrainedPolicy, model: str, known: dict[str, Base]) -> Base:
-    if model not in known:
-        folder = locate_model(model)
-        name = str(folder) if Path(model).expanduser().exists() else model
-        known[model] = Base(model=name, sha256=base_fingerprint(folder), sees_images=folder_sees_images(folder))
-    policy.check_trained_on(known[model].model, known[model].sha256)
-    return known[model]
 
 
 def _write_policy(
@@ -231,15 +231,6 @@ def _sync(folder: Path) -> None:
         if path.is_file():
             path.chmod(mode)  # safetensors makes files for their owner alone
         sync(path)
-
-
-def _put_in_place(partial: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-    sync(target.parent)
 
 
 @dataclass(frozen=True, kw_only=True)

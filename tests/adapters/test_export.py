@@ -222,7 +222,7 @@ def test_an_export_that_is_broken_off_leaves_nothing(
     number: signal.Signals,
 ) -> None:
     write_run(tmp_path / "run", base, lora, adapter(5))
-    monkeypatch.setattr("cotune.adapters.export._put_in_place", lambda *paths: signal.raise_signal(number))
+    monkeypatch.setattr("cotune.adapters.export._sync", lambda *paths: signal.raise_signal(number))
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "to" / "out")]) == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert not [*(tmp_path / "to").iterdir()]

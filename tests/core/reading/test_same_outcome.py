@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 from starlette.testclient import TestClient
 
-from cotune.adapters.background import read_background
-from cotune.adapters.card import card
+from cotune.adapters.card import card, read_background
 from cotune.algorithms.goal import Goal
 from cotune.cli.main import main
 from cotune.cli.printing.overview import show_run

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from cotune.adapters.background import read_background
-from cotune.adapters.card import card
+from cotune.adapters.card import card, read_background
 from cotune.adapters.manifest import ExportedPolicy, ExportedRole, Manifest
 from cotune.cli.main import main
 from cotune.integrations.web.viewer.report import report
