@@ -34,7 +34,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 "plan.k",
                 self.k,
-                "is too small: a group of one has no baseline",
+                "must be 2 or more: a group of one has no baseline",
                 "Use cotune trace or cotune eval to run without groups.",
             )
 

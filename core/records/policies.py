@@ -73,6 +73,20 @@ class Policies(msgspec.Struct, frozen=True):
     specs: Mapping[str, PolicySpec]
     roles: Mapping[str, str]
 
+    @property
+    def trained(self) -> list[str]:
+        """The names of the trained policies."""
+        return [name for name, spec in self.specs.items() if spec.trained]
+
+    @property
+    def learning(self) -> dict[str, str]:
+        """The trained roles, and the policies that play them."""
+        return {role: name for role, name in self.roles.items() if self.specs[name].trained}
+
+    def roles_of(self, name: str) -> list[str]:
+        """The roles that a policy plays."""
+        return [role for role, player in self.roles.items() if player == name]
+
     def of(self, role: str) -> PolicySpec:
         """The policy that plays `role`. Raises ConfigError for a role that no policy plays."""
         try:

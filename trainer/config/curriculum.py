@@ -23,4 +23,4 @@ class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     def __post_init__(self) -> None:
         check_bounds(self, "level_steps", least=1, table="curriculum.")
         if self.k_easy is not None and self.k_easy < 2:
-            raise ConfigError("curriculum.k_easy", self.k_easy, "is too small: a group of one has no baseline")
+            raise ConfigError("curriculum.k_easy", self.k_easy, "must be 2 or more: a group of one has no baseline")

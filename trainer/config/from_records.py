@@ -99,7 +99,7 @@ def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSe
             "learner.epochs", learner.epochs, "cannot be used with recipe dpo", "Set it to 1, and raise steps."
         )
     if learner.mini_batch < 2:
-        raise ConfigError("learner.mini_batch", learner.mini_batch, "is too small: a pair has two rows")
+        raise ConfigError("learner.mini_batch", learner.mini_batch, "must be 2 or more: a pair has two rows")
     for name in ("min_reward", "best_of"):
         if (value := getattr(records, name)) is not None:
             raise ConfigError(

@@ -56,8 +56,7 @@ class RecordsRun(Run):
     def learning(self) -> list[str]:
         """The policies that go on learning: whose held-out loss has not ceased to fall."""
         best = self.state.best
-        trained = [name for name, spec in self.state.policies.specs.items() if spec.trained]
-        return [name for name in trained if name not in best or best[name].since < PATIENCE]
+        return [name for name in self.state.policies.trained if name not in best or best[name].since < PATIENCE]
 
     @property
     def finished(self) -> bool:
@@ -81,11 +80,10 @@ async def open_records_run(
         _check_same(folder, recorded)
         policies = _policies(config, recorded)
         episodes, held_out, note = split(recorded, config.records.held_out, config.seed)
-        players = {role: name for role, name in policies.roles.items() if policies.specs[name].trained}
-        _check_all_learn(policies, players, recorded, episodes)
+        players = policies.learning
+        _check_all_learn(policies, recorded, episodes)
         loss = _loss(config)
-        trained = sorted(set(players.values()))
-        say(f"loading the weights to train: {', '.join(trained)} ...")
+        say(f"loading the weights to train: {', '.join(policies.trained)} ...")
         learner = _objective(config, await _open_learner(config, workflow, policies, loss, stack, say))
         saved = load_checkpoint(folder.checkpoints)
         begun: list[str] = []
@@ -154,14 +152,12 @@ def _policies(config: TrainConfig, recorded: Recorded) -> Policies:
     return config.resolve_policies(recorded.roles)
 
 
-def _check_all_learn(
-    policies: Policies, players: Mapping[str, str], recorded: Recorded, episodes: Sequence[str]
-) -> None:
+def _check_all_learn(policies: Policies, recorded: Recorded, episodes: Sequence[str]) -> None:
     """Raises RecordError where the episodes to learn from have no row for a policy."""
     rows = total(recorded.rows, episodes)
-    for name, spec in policies.specs.items():
-        roles = [role for role, player in players.items() if player == name]
-        if spec.trained and not any(rows[role] for role in roles):
+    for name in policies.trained:
+        roles = policies.roles_of(name)
+        if not any(rows[role] for role in roles):
             raise RecordError(
                 f"Policy {name!r} has nothing to learn from: all answers of {', '.join(roles)} are held out.",
                 "Record more tasks, or set records.held_out = 0.",

@@ -95,8 +95,8 @@ class RecordsSource(Source):
         return losses
 
     def _best_file(self, policy: str) -> Path:
-        trained = [name for name, spec in self._run.state.policies.specs.items() if spec.trained]
-        return self._run.folder.path / BEST / f"{trained.index(policy)}.safetensors"
+        run = self._run
+        return run.folder.path / BEST / f"{run.state.policies.trained.index(policy)}.safetensors"
 
     def _keep_best(self, policy: str) -> None:
         from safetensors.numpy import save

@@ -110,8 +110,7 @@ def _best_of(run: RolloutRun, lines: Sequence[Mapping[str, Any]], now: str = "")
 
 def _figures(run: RolloutRun, held_out: Mapping[str, float]) -> dict[str, float]:
     """What an evaluation says of each policy, in the roles that it has in evaluations."""
-    roles: dict[str, list[str]] = {}
-    for role, policy in run.trained.items():
-        roles.setdefault(policy, []).append(role)
+    policies = run.state.policies
+    roles = {name: of for name in policies.trained if (of := policies.roles_of(name))}
     by = run.config.evaluation.best_by
     return judged_figures(held_out, roles, by or ("reward" if run.recipe.attribution.seats else ""))

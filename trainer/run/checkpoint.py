@@ -171,21 +171,18 @@ def _way_back(folder: Path, run: RunDescription, broken: str = "") -> str:
 
 def _policies(checkpoint: Checkpoint) -> list[SavedPolicy]:
     """What the export needs to know of each policy, readable without torch."""
-    roles: dict[str, list[str]] = {}
-    for role, name in checkpoint.policies.roles.items():
-        roles.setdefault(name, []).append(role)
-    metrics = checkpoint.metrics
-    trained = [name for name, spec in checkpoint.policies.specs.items() if spec.trained]
+    policies, metrics = checkpoint.policies, checkpoint.metrics
+    trained = policies.trained
     return [
         SavedPolicy(
             name=spec.name,
             kind=spec.kind,
             version=checkpoint.versions.get(spec.name, 0),
-            roles=tuple(roles.get(spec.name, ())),
+            roles=tuple(policies.roles_of(spec.name)),
             lora=spec.lora if spec.kind == "lora" else None,
             model=spec.model,
-            metrics={role: metrics[role] for role in roles.get(spec.name, ()) if role in metrics},
+            metrics={role: metrics[role] for role in policies.roles_of(spec.name) if role in metrics},
             weights_file=f"{trained.index(spec.name)}.safetensors" if spec.trained else None,
         )
-        for spec in checkpoint.policies.specs.values()
+        for spec in policies.specs.values()
     ]

@@ -66,8 +66,8 @@ async def open_run(
             with progress.activity.phase("look"):
                 policies, notes = await preflight(config, workflow, tasks, store, sampler, chat, say)
             if plan.kind == "replay":
-                learning = [role for role in policies.roles if policies.of(role).trained]
-                notes.append(expected_budget(config, store, learning, plan.k, min(config.tasks_per_step, len(tasks))))
+                count = min(config.tasks_per_step, len(tasks))
+                notes.append(expected_budget(config, store, policies.learning, plan.k, count))
         else:
             before = saved[0].policies
             policies = config.join(before, [*saved[0].new_roles, *config.roles], scored=scored)
@@ -77,17 +77,17 @@ async def open_run(
         changes = folder.described.get("changes", ())
         limit = recipe.loss.constant_length or config.sampling.max_tokens
         loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
-        trained = [name for name, spec in policies.specs.items() if spec.trained]
+        loading = f"loading the weights to train: {', '.join(policies.trained)} ..."
         owners(config, policies)
         runner: EpisodeRunner
         learner: Learner
         if cluster is None:
-            say(f"loading the weights to train: {', '.join(trained)} ...")
+            say(loading)
             learner = await asyncio.to_thread(_local_learner, config, policies, loss)
             runner = LocalRunner(workflow, sampler, chat)
         else:
             sampler = await cluster.complete(policies, sampler)
-            say(f"loading the weights to train: {', '.join(trained)} ...")
+            say(loading)
             runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler)
 
         def taught(learner: Learner) -> Learner:

@@ -35,7 +35,7 @@ async def restore(run: RolloutRun, checkpoint: Checkpoint, path: Path) -> list[s
     """Go back to a checkpoint: weights and optimizers, versions at the sampler, and what counts as consumed. Policies
     that are younger than it are as they began. Returns what the user should know."""
     policies = run.state.policies
-    new = [name for name, spec in policies.specs.items() if spec.trained and name not in checkpoint.policies.specs]
+    new = [name for name in policies.trained if name not in checkpoint.policies.specs]
     await asyncio.to_thread(run.learner.load, path, new)
     for served in (await run.sampler.info()).served:  # a publish that broke off may or may not have arrived
         name, _, version = served.rpartition("@")

@@ -62,8 +62,7 @@ class Run:
     @property
     def trained(self) -> dict[str, str]:
         """The trained roles and their policies, as evaluations and the export have them, whatever a step swaps."""
-        policies = self.state.policies
-        return {role: name for role, name in policies.roles.items() if policies.specs[name].trained}
+        return self.state.policies.learning
 
     def stop(self) -> bool:
         """Stop at the next safe moment; True where the step in hand is committed first."""
@@ -158,7 +157,7 @@ class RolloutRun(Run):
     def trained_roles(self, step: int) -> dict[str, str]:
         """The roles that are trained in a step of training, and the policies that play them."""
         policies, past = self.policies_at(step), past_role(self.config.routing.past, step)
-        return {role: name for role, name in policies.roles.items() if policies.specs[name].trained and role != past}
+        return {role: name for role, name in policies.learning.items() if role != past}
 
     @property
     def provider_roles(self) -> list[str]:

@@ -53,7 +53,7 @@ async def warm_start(
     begun: list[str] = []
     notes: list[str] = []
     for name, spec in policies.specs.items():
-        roles = [role for role, player in policies.roles.items() if player == name]
+        roles = policies.roles_of(name)
         if names is not None and name not in names:
             continue
         if not spec.trained:

@@ -16,9 +16,9 @@ def check_routing(routing: RoutingConfig, policies: Policies) -> None:
     """Raises ConfigError for roles that the application has not, that are not trained, or that have nothing to swap."""
     for field in ("swap", "past"):
         for role in getattr(routing, field):
-            if role not in policies.roles or not policies.of(role).trained:
-                trained = [name for name, policy in policies.roles.items() if policies.specs[policy].trained]
-                raise ConfigError(f"routing.{field}", role, f"is not a trained role: {', '.join(sorted(trained))}")
+            if role not in policies.learning:
+                known = ", ".join(sorted(policies.learning))
+                raise ConfigError(f"routing.{field}", role, f"is not a trained role: {known}")
     if routing.swap and len({policies.roles[role] for role in routing.swap}) < len(routing.swap):
         remedy = "Use --policies lora or full, or give each a [[policy]]."
         raise ConfigError("routing.swap", list(routing.swap), "are roles that share a policy", remedy)

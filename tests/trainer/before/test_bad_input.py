@@ -175,7 +175,7 @@ def test_two_policies_of_one_role(refused):
 def test_k_below_two_with_a_tree(refused):
     error = refused(ConfigError, application(**BOTH), plan={"kind": "tree", "k": 1})
     assert (error.field, error.value) == ("plan.k", 1)
-    assert error.fault.startswith("is too small")
+    assert error.fault.startswith("must be 2 or more")
 
 
 def test_a_tree_without_a_scorer(refused):

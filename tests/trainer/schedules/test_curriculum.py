@@ -82,7 +82,7 @@ def test_a_run_spends_fewer_episodes_on_easy_tasks_also_after_a_resume(trainer):
             "curriculum.by = 'hard' is not a number in every task; task a has None",
         ),
         ({"level_steps": 0}, "curriculum.level_steps = 0 must be 1 or more"),
-        ({"k_easy": 1}, "curriculum.k_easy = 1 is too small"),
+        ({"k_easy": 1}, "curriculum.k_easy = 1 must be 2 or more"),
         ({"k_easy": 9}, r"curriculum.k_easy = 9 is more than plan.k \(4\)"),
     ],
 )
