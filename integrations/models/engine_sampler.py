@@ -172,9 +172,10 @@ class LoopSampler(CalledSampler):
             )
         version = self._locate(policy)
         version.running += 1
+        fitted = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
         drawn = n if params.temperature > 0 else 1  # vLLM draws one greedy candidate only; all would be equal
         try:
-            return await self._generate(prompt, drawn, fitted(params, room), policy, version.target) * (n // drawn)
+            return await self._generate(prompt, drawn, fitted, policy, version.target) * (n // drawn)
         finally:
             if self._versions.left(version) and self._broken is None:
                 self._start(self._drop(version))
@@ -227,8 +228,3 @@ def room_after(prompt: int, max_model_len: int) -> int:
             "Shorten the prompt, or use a model with a longer context.",
         )
     return max_model_len - prompt
-
-
-def fitted(params: SamplingParams, room: int) -> SamplingParams:
-    """The same parameters with at most `room` tokens."""
-    return params if params.max_tokens <= room else msgspec.structs.replace(params, max_tokens=room)

@@ -36,7 +36,7 @@ from cotune.integrations.models.chat.tool_formats import (
     tool_format,
 )
 from cotune.integrations.models.folder.folder import loading, reading
-from cotune.integrations.models.folder.kinds import sees_images
+from cotune.integrations.models.folder.kinds import end_ids, sees_images
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.records.ids import pack_ids, unpack_ids
 from cotune.records.images import holds_images, images_of
@@ -88,15 +88,17 @@ class ChatTemplate:
     def load(cls, model: str | Path, tools: str = AUTO) -> ChatTemplate:
         """Load from a model folder or hub id. Raises ConfigError when there is none, no chat template or one that does
         not end, and for a format of tool calls that is unknown."""
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-        path = Path(model)
+        path, ends = Path(model), None
         if path.exists() and not (path / "config.json").exists():
             raise ConfigError("model", str(model), "is not a folder with config.json, tokenizer and weights", _REMEDY)
         with reading(model):
             tokenizer = AutoTokenizer.from_pretrained(str(model), **loading())
             config = AutoConfig.from_pretrained(str(model), **loading())
-            ends = end_token_ids(str(model), config, tokenizer)
+            with contextlib.suppress(OSError):  # a folder without generation_config.json
+                ends = GenerationConfig.from_pretrained(str(model)).eos_token_id
+            ends = end_ids(ends, config.get_text_config().eos_token_id, tokenizer.eos_token_id)
         if not tokenizer.chat_template:
             raise ConfigError(
                 "model",
@@ -350,17 +352,6 @@ SHOW_TOOLS = (
     '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
 )
 _REMEDY = "Check the path or id given as --model."
-
-
-def end_token_ids(model: str, config: Any, tokenizer: Any) -> list[int]:
-    """Ids that end a reply: of the generation config, the model config and the tokenizer, without repeats."""
-    from transformers import GenerationConfig
-
-    sources = [config.get_text_config().eos_token_id, tokenizer.eos_token_id]
-    with contextlib.suppress(OSError):  # a folder without generation_config.json
-        sources.insert(0, GenerationConfig.from_pretrained(model).eos_token_id)
-    ids = [i for s in sources if s is not None for i in (s if isinstance(s, list) else [s])]
-    return list(dict.fromkeys(ids))
 
 
 def _too_long(size: str, most: int) -> PromptTooLong:

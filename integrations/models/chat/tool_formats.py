@@ -166,7 +166,8 @@ def _by_template(name: str, closed: tuple[str, str] | None = None) -> Read:
         if closed and text.rfind(closed[0]) > text.rfind(closed[1]):
             raise ValueError("a tool call that is not closed")
         found = _parse_response()(text, template, prefix="", tools=list(tools))
-        calls = [_plain(c) for c in _flat(found.get("tool_calls") or [])]
+        listed = [call if isinstance(call, list) else [call] for call in found.get("tool_calls") or []]
+        calls = [_plain(call) for calls in listed for call in calls]
         if not all(is_call(call) for call in calls):
             raise ValueError("a tool call without name and arguments")
         return found.get("content") or "", calls
@@ -180,10 +181,6 @@ def _parse_response() -> Callable[..., dict[str, Any]]:
     from transformers.utils.chat_parsing import parse_response
 
     return parse_response
-
-
-def _flat(calls: Sequence[Any]) -> list[Any]:
-    return [call for found in calls for call in (found if isinstance(found, list) else [found])]
 
 
 def _plain(call: Any) -> dict[str, Any]:

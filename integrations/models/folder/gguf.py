@@ -38,7 +38,8 @@ def unpack_gguf(file: Path) -> Path:
     """
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
-    folder = _cache() / f"{file.stem}-{digest[:16]}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "cotune" / "models" / f"{file.stem}-{digest[:16]}"
     if not folder.is_dir():
         log.warning("Unpacking %s into %s, once", file.name, folder)
         try:
@@ -51,10 +52,6 @@ def unpack_gguf(file: Path) -> Path:
                 fault = f"cannot be unpacked into {folder.parent} ({error.strerror or error})"
                 raise ConfigError("model", str(file), fault, "Free the disk, or set XDG_CACHE_HOME.") from error
     return folder
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cotune" / "models"
 
 
 def _unpack(file: Path, to: Path) -> None:

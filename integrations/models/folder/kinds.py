@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -36,3 +37,9 @@ def beside_language(network: Any) -> str | None:
     adapters of the language model alone. None for a network that is one as a whole."""
     prefix = language_prefix(network)
     return rf"(?!{re.escape(prefix)}).*" if prefix else None
+
+
+def end_ids(*settings: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Distinct ids of settings that hold one end token, several or none."""
+    ids = [i for ids in settings if ids is not None for i in (ids if isinstance(ids, Sequence) else [ids])]
+    return tuple(dict.fromkeys(ids))

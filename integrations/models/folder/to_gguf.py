@@ -54,7 +54,8 @@ def _checked(model: Path) -> tuple[Any, str]:
     rope = config.rope_parameters["rope_type"]
     if rope not in _ROPE:
         raise _refused(model, f"has rope_type {rope}; supported are {' and '.join(_ROPE)}")
-    if _slides(config):
+    layers = getattr(config, "layer_types", None) or ()
+    if "sliding_attention" in layers or (config.model_type == "mistral" and config.sliding_window is not None):
         raise _refused(model, "has sliding windows of attention, which are not supported")
     if config.hidden_act != "silu":
         raise _refused(model, f"has hidden_act {config.hidden_act}; supported is silu")
@@ -92,12 +93,6 @@ def write_gguf(model: Path, file: Path, precision: Precision, *, name: str, base
 
 def _refused(model: Path, fault: str) -> ConfigError:
     return ConfigError("gguf", str(model), fault, _REMEDY)
-
-
-def _slides(config: Any) -> bool:
-    if config.model_type == "mistral":
-        return config.sliding_window is not None
-    return "sliding_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def _split_name(model: Path) -> str:

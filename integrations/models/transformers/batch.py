@@ -16,14 +16,13 @@ from transformers.cache_utils import DynamicCache
 
 from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.folder.vision import ImageInputs
-from cotune.integrations.models.transformers.arrange import arrange
 from cotune.integrations.models.transformers.attention import alike_rows, runs, use_rows_attention
 from cotune.integrations.models.transformers.cache import RowCache
 from cotune.integrations.models.transformers.draw import RowParams, draw, likeliest, shape, uniforms
-from cotune.integrations.models.transformers.lora import Adapter, LoraRows
+from cotune.integrations.models.transformers.lora import LoraRows
 from cotune.integrations.models.transformers.prefill import image_shift, like_lengths, prefill, states_of, stems
 from cotune.integrations.models.transformers.prefixes import NOTHING, Prefix, PrefixCache
-from cotune.integrations.models.transformers.rows import Job, Rows, Source
+from cotune.integrations.models.transformers.rows import Job, Rows, Source, arrange
 from cotune.integrations.profiling.tracer import Tracer
 from cotune.sampling.protocol import Completion
 
@@ -102,10 +101,6 @@ class Batch:
         if self.device.type != "cuda":
             return math.inf
         return GPU_PART * self.cache.gpu_memory() / self._token_bytes
-
-    def add_adapter(self, kind: int, adapter: Adapter) -> None:
-        """Rows of `kind` go through this adapter."""
-        self.lora.add(kind, adapter)
 
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> list[Job]:
@@ -250,18 +245,13 @@ class Batch:
         self.cache.make_room(max(rows, self.rows), width)
         self.state.move(to[moved], live[moved])
         indices = torch.as_tensor(np.stack([to[moved], live[moved]]), device=self.device)
-        self._grow_input()
+        if (capacity := self.cache.window.row_capacity) > len(self._input):
+            smaller, self._input = self._input, self._input.new_zeros((capacity, 1))
+            self._input[: len(smaller)] = smaller
         self._input[indices[0]] = self._input[indices[1]]
         self.cache.move(indices[0], indices[1], rows)
         self.rows = rows
         return at
-
-    def _grow_input(self) -> None:
-        capacity = self.cache.window.row_capacity
-        if capacity > len(self._input):
-            grown = self._input.new_zeros((capacity, 1))
-            grown[: len(self._input)] = self._input
-            self._input = grown
 
     def _compose(self) -> None:
         """Recompute what depends on which rows there are."""

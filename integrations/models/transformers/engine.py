@@ -16,7 +16,7 @@ import torch
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.models.engine_sampler import room_after
 from cotune.integrations.models.folder.folder import loading, loading_weights, reading
-from cotune.integrations.models.folder.kinds import auto_class, sees_images
+from cotune.integrations.models.folder.kinds import auto_class, end_ids, sees_images
 from cotune.integrations.models.folder.meta_model import check_finite, check_full
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.integrations.models.served_versions import Version, Versions
@@ -61,7 +61,8 @@ class DecodingEngine:
         self._emit = emit
         self._ends = tuple(end_token_ids)
         self._tokenizer = tokenizer
-        self.prefixes = PrefixCache(_prefix_bytes(model.device) if source.prefix_cache is None else source.prefix_cache)
+        memory = torch.cuda.mem_get_info(model.device)[1] if model.device.type == "cuda" else machine_memory()[1]
+        self.prefixes = PrefixCache(memory // PREFIX_PART if source.prefix_cache is None else source.prefix_cache)
         self._tracer = Tracer(model.device)
         path = source.model if isinstance(source.model, str) else model.config.name_or_path
         self._images = ImageInputs(path) if sees_images(model.config) else None
@@ -218,7 +219,7 @@ class DecodingEngine:
             self._waiting[batch] = deque()
             return batch, BASE
         adapter, kind = read_adapter(weights, lora, self._base.model), next(self._kinds)
-        self._base.add_adapter(kind, adapter)
+        self._base.lora.add(kind, adapter)
         return self._base, kind
 
     def _copy(self, weights: Weights) -> Any:
@@ -272,11 +273,12 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
             kind = auto_class(AutoConfig.from_pretrained(source.model, **loading()))
             model = kind.from_pretrained(source.model, dtype=getattr(torch, dtype), **loading_weights())
             model = _moved(model, device)
-            if tokenizer is None and not _bare(source.model):
+            bare = Path(source.model).is_dir() and not any(Path(source.model).glob("tokenizer*"))
+            if tokenizer is None and not bare:  # weights alone serve token ids, but no stop strings
                 tokenizer = AutoTokenizer.from_pretrained(source.model, **loading())
     ends = source.end_token_ids
     if ends is None:
-        ends = ids_of(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))
+        ends = end_ids(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))
     return DecodingEngine(model, tokenizer, ends, source, emit)
 
 
@@ -295,21 +297,3 @@ def usual_threads(parameters: int) -> int:
     """CPU threads for a model of so many parameters: those of torch, which are the cores that are there unless it was
     told otherwise, where passes are long enough to divide."""
     return torch.get_num_threads() if parameters >= LARGE else 1
-
-
-def _prefix_bytes(device: torch.device) -> int:
-    """What known prefixes may take unless it is said."""
-    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else machine_memory()[1]
-    return total // PREFIX_PART
-
-
-def ids_of(*values: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Distinct ids of settings that hold one id, several or none."""
-    ids = [i for v in values if v is not None for i in (v if isinstance(v, Sequence) else [v])]
-    return tuple(dict.fromkeys(ids))
-
-
-def _bare(model: str) -> bool:
-    """A folder with weights alone: enough for token ids, but not for stop strings."""
-    folder = Path(model)
-    return folder.is_dir() and not any(folder.glob("tokenizer*"))

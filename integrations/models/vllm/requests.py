@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cotune.errors import RequestRefused, SamplerError
@@ -66,7 +66,8 @@ def python_completion(output: Any, most: int) -> Completion:
     if most:
         places = ([(id, float(told.logprob)) for id, told in place.items()] for place in output.logprobs)
         top = [likeliest(place, most) for place in places]
-    return completion(output.token_ids, chosen_logprobs(output.token_ids, output.logprobs), output.finish_reason, top)
+    drawn = [float(place[id].logprob) for id, place in zip(output.token_ids, output.logprobs, strict=True)]
+    return completion(output.token_ids, drawn, output.finish_reason, top)
 
 
 def spread(seed: int | None) -> int:
@@ -81,11 +82,6 @@ def spread(seed: int | None) -> int:
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
     return (z ^ (z >> 31)) >> 2
-
-
-def chosen_logprobs(ids: Sequence[int], logprobs: Sequence[Mapping[int, Any]]) -> list[float]:
-    """The log-probability of each sampled token, of those that vLLM gives for its place."""
-    return [float(at[id].logprob) for id, at in zip(ids, logprobs, strict=True)]
 
 
 _NEVER = -9999.0

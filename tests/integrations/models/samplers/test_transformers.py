@@ -20,12 +20,11 @@ from transformers import Qwen3Config, Qwen3NextConfig
 
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
 from cotune.integrations.models.transformers import attention, engine
-from cotune.integrations.models.transformers.arrange import arrange
 from cotune.integrations.models.transformers.attention import Alike
 from cotune.integrations.models.transformers.batch import BASE, Batch
 from cotune.integrations.models.transformers.cache import attention_only
 from cotune.integrations.models.transformers.draw import RowParams, draw, streams, truncate, uniforms
-from cotune.integrations.models.transformers.rows import Job
+from cotune.integrations.models.transformers.rows import Job, arrange
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
