@@ -198,11 +198,11 @@ async def _answer(answer: Any) -> Any:
             raise error.cause from None
         raise
     except RayError as error:
-        raise ProcessGone(_reason(error), "Read the log of its process in Ray's folder.") from error
+        raise ProcessGone(ray_reason(error), "Read the log of its process in Ray's folder.") from error
 
 
-def _reason(error: Exception) -> str:
-    """What Ray's report says of why, in one line."""
+def ray_reason(error: Exception) -> str:
+    """Why a process ended, of Ray's report, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "because" in line or "exit detail" in line or "memory" in line]
     reason = (told or lines or [type(error).__name__])[0]

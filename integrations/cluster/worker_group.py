@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotune.errors import ConfigError, CotuneError
-from cotune.integrations.cluster.process import end_processes, this_node
+from cotune.errors import ConfigError, CotuneError, error_line
+from cotune.integrations.cluster.process import end_processes, ray_reason, this_node
 from cotune.user_objects import load_object
 
 Location = tuple[str, str, int]
@@ -270,8 +270,4 @@ def _order(cause: Exception) -> int:
 def _describe(cause: Exception) -> str:
     from ray.exceptions import RayError
 
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [""]
-    if isinstance(cause, RayError):
-        reasons = [line for line in lines if "exit" in line.lower() or "killed" in line.lower()] or lines
-        return f"died ({type(cause).__name__}: {reasons[0]})"
-    return f"failed ({type(cause).__name__}: {lines[0]})"
+    return f"died ({ray_reason(cause)})" if isinstance(cause, RayError) else f"failed ({error_line(cause)})"

@@ -135,44 +135,28 @@ class RowCache(Cache):
         end = max(w.end - w.first, width)
         row_capacity = w.row_capacity if rows <= w.row_capacity else max(rows, 2 * w.row_capacity)
         columns = w.columns if end + HEADROOM // 2 <= w.columns else end + max(HEADROOM, end // 2)
-        if (row_capacity, columns) == (w.row_capacity, w.columns):
-            self._shift(end)
-        else:
-            self._grow(row_capacity, columns, end)
+        self._place(row_capacity, columns, end)
 
-    def _shift(self, end: int) -> None:
-        """Move the columns in use so that they end at `end`."""
+    def _place(self, row_capacity: int, columns: int, end: int) -> None:
+        """Move the columns in use so that they end at `end`, into larger buffers where these have another size."""
         w = self.window
-        live, old, new = slice(0, w.rows), slice(w.first, w.end), slice(end - (w.end - w.first), end)
-        if w.rows:
-            for layer in self.layers:
-                layer.keys[live, :, new] = layer.keys[live, :, old].clone()
-                layer.values[live, :, new] = layer.values[live, :, old].clone()
-        self._moved(new)
-
-    def _grow(self, row_capacity: int, columns: int, end: int) -> None:
-        w = self.window
-        live, old, new = slice(0, w.rows), slice(w.first, w.end), slice(end - (w.end - w.first), end)
+        live, old, new = slice(0, w.rows), slice(w.first, w.end), slice(end - self.width, end)
+        larger = (row_capacity, columns) != (w.row_capacity, w.columns)
         w.row_capacity, w.columns = row_capacity, columns
         for layer in self.layers:
             if layer.is_initialized:
                 before = layer.buffers()
-                layer.allocate(*before)
-                for buffer, smaller in zip(layer.buffers(), before, strict=True):
-                    buffer[live, :, new] = smaller[live, :, old]
-        starts = self.starts.new_zeros(row_capacity)
-        starts[live] = self.starts[live]
-        self.starts = starts
-        shifts = self.shifts.new_zeros(row_capacity)
-        shifts[live] = self.shifts[live]
-        self.shifts = shifts
-        self.bias = self.bias.new_zeros((row_capacity, 1, 1, columns))
-        self._moved(new)
-
-    def _moved(self, to: slice) -> None:
-        w = self.window
-        self.starts[: w.rows] += to.stop - w.end
-        w.first, w.end = to.start, to.stop
+                if larger:
+                    layer.allocate(*before)
+                for buffer, source in zip(layer.buffers(), before, strict=True):
+                    states = source[live, :, old]
+                    buffer[live, :, new] = states if larger else states.clone()
+        if larger:
+            spare = self.starts.new_zeros(row_capacity - len(self.starts))
+            self.starts, self.shifts = torch.cat([self.starts, spare]), torch.cat([self.shifts, spare])
+            self.bias = self.bias.new_zeros((row_capacity, 1, 1, columns))
+        self.starts[live] += end - w.end
+        w.first, w.end = new.start, new.stop
         self._write_bias(torch.arange(w.rows, device=self.starts.device))
 
     def fill(self, rows: Tensor, source: Cache, source_rows: Tensor, lengths: Tensor) -> None:

@@ -51,7 +51,9 @@ def test_a_call_reaches_all_and_rank_0_answers(group):
     with pytest.raises(GroupError, match="Rank 1 refuses"):
         group.call("refuse", (1,), timeout=TIMEOUT)  # by one: they are not
     assert gone(group)
-    with pytest.raises(WorkersLost, match=r"Rank 1 of the workers here \(process \d+ on .*\) failed \(GroupError"):
+    with pytest.raises(
+        WorkersLost, match=r"Rank 1 of the workers here \(process \d+ on .*\) failed \(Rank 1 refuses\)"
+    ):
         group.call("who", timeout=TIMEOUT)
 
 
@@ -71,7 +73,7 @@ def test_a_rank_that_dies_is_named_at_once(group):
     killing = threading.Timer(1.0, os.kill, (group.processes[1], signal.SIGKILL))
     killing.start()
     started = time.monotonic()
-    with pytest.raises(WorkersLost, match=r"Rank 1 .* died \(\w+: .*in 'sleep'"):
+    with pytest.raises(WorkersLost, match=r"Rank 1 .* died \(.*in 'sleep'"):
         group.call("sleep", 1, 600.0, timeout=TIMEOUT)
     assert time.monotonic() - started < 60
     assert gone(group)
