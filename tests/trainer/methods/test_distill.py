@@ -176,7 +176,7 @@ def test_bad_teachers_are_named(trainer: Trainer, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"distill.teacher = '10.0.0.5:8000' is an address without http://"):
         trainer(application(converse), recipe="distill", distill={"teacher": "10.0.0.5:8000"})
     url = {"recipe": "distill", "distill": {"teacher": "http://127.0.0.1:9"}}
-    with pytest.raises(ConfigError, match=r"sampling.temperature = 0.5 must be 1 with a teacher by its address"):
+    with pytest.raises(ConfigError, match=r"sampling.temperature = 0.5 cannot be used with a teacher by its address"):
         trainer(application(converse), **url, sampling={"temperature": 0.5})
     with pytest.raises(ConfigError, match=r"cannot score tokens .*does not answer"):
         trainer(application(converse), **url)

@@ -184,5 +184,7 @@ def test_a_cluster_that_leaves_the_gpus_alone_is_told_so() -> None:
 
 
 def test_a_learner_is_one_process_on_one_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_learner = 2 must be 0 or 1.* Set cluster\.learners"):
+    with pytest.raises(
+        ConfigError, match=r"cluster\.gpus_per_learner = 2 is more than a learner can use.* Set cluster\.learners"
+    ):
         ClusterConfig(address="auto", gpus_per_learner=2)
