@@ -21,7 +21,7 @@ from cotune.reading.words import change_text, interval_text
 from cotune.tables import figure, sparkline
 
 CURVE = "curve.svg"
-"""Image beside the card."""
+"""Image in the card."""
 _PORT, _GGUF_PORT = 8000, 8001
 _TITLES = {"cotune": "cotune", "vllm": "vLLM, one server per line", "llama.cpp": "llama.cpp", "ollama": "Ollama"}
 _OLLAMA = (
@@ -116,7 +116,7 @@ def _name(base: str) -> str:
 
 
 def _reached(about: Background) -> Iterator[str]:
-    """The headline of the run, without what was selected among candidates."""
+    """The headline of the run, without outcomes selected among candidates."""
     told = [change for change in about.headline.changes if change.kind != "selected"]
     if told:
         yield "## Results"
@@ -155,7 +155,7 @@ def _evaluation(about: Background) -> Iterator[str]:
     yield "## Evaluation"
     yield (
         "On held-out tasks, with 95% intervals and the number of tasks. `base` is untrained, `swapped` gives each role "
-        "another's policy. `reward` is what the policies were trained on."
+        "another's policy. The policies were trained on `reward`."
     )
     found = about.evaluated.evaluations
     plain = any(mode.outcome for mode in found.values())

@@ -1,4 +1,4 @@
-"""Answers calls by policies that are open in this process; what goes on from an answer keeps the ids that were sampled.
+"""Answers calls by policies in this process; a request that continues a conversation keeps the sampled token ids.
 
 In training and evaluation an episode knows its own earlier calls. Requests to a server, and calls of a deployed
 application, come without an episode; here they are found by their messages.
@@ -31,9 +31,9 @@ log = logging.getLogger("cotune")
 ENTRIES, BYTES, REPLIES = 4096, 64 << 20, 64
 """Most requests, bytes of all, and replies of one request that are kept."""
 _OVERHEAD = 400
-"""Bytes of an entry beside its token ids, about."""
+"""Approximate bytes of an entry without its token ids."""
 LONG = 256 << 10
-"""Bytes of messages from which on a prompt is rendered when no other such prompt is."""
+"""Prompts with more bytes than this are rendered one at a time."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Conversations:
     def find(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Place:
         """The place of a request to `name`, with the paths of the earlier requests and replies that it repeats.
 
-        As in an episode, a request without a reply among its messages goes on from none.
+        As in an episode, a request without a reply among its messages continues none.
         """
         try:
             keys = _keys(name, messages)
@@ -79,7 +79,7 @@ class Conversations:
                 turn = self._turns.get(key)
                 if turn is not None:
                     paths += _paths(turn, messages[i] if i < len(messages) else {})
-        except (TypeError, ValueError, AttributeError, RecursionError):  # no chat: what renders it says so
+        except (TypeError, ValueError, AttributeError, RecursionError):  # no chat: rendering it raises the error
             return Place()
         return Place(keys[-1], paths)
 
@@ -105,7 +105,7 @@ class Conversations:
 
 
 class LocalResponder(PolicyResponder):
-    """What `cotune serve` and `cotune.deployed` answer with: no episode, so earlier calls are found by their messages.
+    """The responder of `cotune serve` and `cotune.deployed`. It has no episode and finds earlier calls by their messages.
 
     Prompts are rendered and replies read in threads, so that long ones delay nobody else; very long prompts, and
     requests that fix the form of their reply, whose grammars may take a second, one after the other.

@@ -9,7 +9,7 @@ from cotune.reading.curves import Chart, Series
 from cotune.tables import figure
 
 WIDTH, HEIGHT = 420, 220
-"""Of one chart, in pixels; charts stand beside each other."""
+"""Of one chart, in pixels; charts stand side by side."""
 LEFT, TOP, RIGHT, BOTTOM = 52, 30, 12, 42
 _HUES = ("#1f6feb", "#d1495b", "#2a9d5c", "#b07d00", "#8250df", "#57606a")
 

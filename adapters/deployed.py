@@ -33,7 +33,7 @@ def deployed(
     """Answer every LLM call that the application makes inside by the policy of its role, from an export.
 
     Use it as `with` or `async with`. `base` names the base model where the recorded path does not hold;
-    `temperature` and `max_tokens` replace what the application asks for; `roles` names the role of each call, as in
+    `temperature` and `max_tokens` replace the application's settings; `roles` names the role of each call, as in
     training (`cotune.workflow`). Calls of roles that the export does not have are answered as its run was configured
     (`other_roles`): by the untrained model, or by the application's own provider. Each role is logged once and counted
     in `unlisted`, and where the provider answers in `passed_through`.
@@ -53,7 +53,7 @@ def deployed(
 
 
 class Deployment:
-    """Trained policies in this process. `served` tells by role what answers."""
+    """Trained policies in this process. `served` has the policy of each role."""
 
     def __init__(
         self, source: str | Path, base: str | Path | None, override: Mapping[str, Any], roles: RolesFunction | None

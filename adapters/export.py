@@ -1,5 +1,5 @@
 """Exports: trained policies as folders that PEFT, transformers and vLLM load, or as GGUF files for llama.cpp and
-Ollama, with a roles.json beside them."""
+Ollama, with a roles.json."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def write_export(
 ) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export.
 
-    `other_roles` is what plays a role that none of them does, `tool_format` how the model writes tool calls; with
+    `other_roles` plays a role that none of them does, `tool_format` how the model writes tool calls; with
     `merge` an adapter is added to its base model, with `gguf` the whole is one GGUF file of this precision. The folder
     appears complete or not at all. Raises ConfigError when `out` holds anything but an export, and for a model that
     cannot be written as GGUF.
@@ -106,7 +106,7 @@ def write_export(
             check_gguf(locate_model(model))
     if not any(policy.roles for policy in policies):
         raise ConfigError("policies", None, "play no role", "Train a run first.")
-    # Everything is written beside the target, reaches the disk, and then takes its place in one rename.
+    # All is written next to the target, reaches the disk, and then takes its place in one rename.
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -254,7 +254,7 @@ class TrainedPolicy:
     stayed: str = ""
 
     def check_trained_on(self, model: str, found: BaseFingerprint) -> None:
-        """Raises AdapterError unless `found`, of `model`, is what it was trained on, as far as that is known."""
+        """Raises AdapterError unless `found`, of `model`, is the base that it was trained on, if that is known."""
         now = msgspec.to_builtins(found)
         if wrong := [part for part, digest in self.trained_on.items() if now.get(part) != digest]:
             cause = f"{model} is not the base model that the run was started with: its {', '.join(wrong)} differ."

@@ -1,4 +1,4 @@
-"""Fingerprints of base models: what an adapter was trained on, told apart by content and never by path.
+"""Fingerprints of base models, by content and never by path.
 
 Weights are hashed tensor by tensor, so that the same model in other shards has the same fingerprint.
 """
@@ -115,8 +115,8 @@ def write_hashes(folder: Path) -> None:
 
 
 def changed(folder: Path, expected: Mapping[str, str] | None = None, source: str = HASHES) -> str | None:
-    """What differs from the `expected` hashes (by default those in `hashes.json`), as `source` has them; None where
-    nothing does."""
+    """The first difference from the `expected` hashes (default: those in `hashes.json`), which are in `source`; None
+    where there is none."""
     if expected is None:
         try:
             expected = msgspec.json.decode((folder / HASHES).read_bytes(), type=dict[str, str])
@@ -134,8 +134,8 @@ def changed(folder: Path, expected: Mapping[str, str] | None = None, source: str
 
 
 def checkpoint_fault(checkpoint: Path, run: str) -> str | None:
-    """What is wrong with a checkpoint of the run with this id: a file that was changed, or is not among the hashes, or
-    another run or step than its own. None where nothing is. Runs of older versions have an empty id."""
+    """The fault of a checkpoint of the run with this id: a file that was changed, or is not among the hashes, or
+    another run or step than its own. None where there is none. Runs of older versions have an empty id."""
     if wrong := changed(checkpoint):
         return wrong
     listed = msgspec.json.decode((checkpoint / HASHES).read_bytes(), type=dict[str, str])

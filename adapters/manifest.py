@@ -1,4 +1,4 @@
-"""roles.json: what an export holds, on what base, who plays which role, and how to serve it."""
+"""roles.json: the policies of an export, their bases, the role that each plays, and how to serve it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = 1
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):
     """The model that a policy was trained from: a folder or a Hugging Face id, its fingerprint, and whether it reads
-    images beside text."""
+    images."""
 
     model: str
     sha256: BaseFingerprint
@@ -62,7 +62,7 @@ class ExportedRole(msgspec.Struct, frozen=True, kw_only=True):
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content of roles.json. `serve` holds command lines by server, to be run in the folder of the export;
-    `other_roles` says what plays a role that is not among `roles`, `tool_format` how the model writes tool calls."""
+    `other_roles` plays a role that is not among `roles`, `tool_format` how the model writes tool calls."""
 
     format: int
     cotune: str

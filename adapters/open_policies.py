@@ -36,7 +36,7 @@ from cotune.sampling.protocol import (
 
 @dataclass(frozen=True)
 class ServedModel:
-    """One model name and what answers for it. `base` is the folder or id of the base model, `base_sha256` its
+    """A model name and its policy. `base` is the folder or id of the base model, `base_sha256` its
     weights, `fingerprint` that of the trained weights (of the base where nothing is trained)."""
 
     name: str
@@ -75,7 +75,7 @@ async def open_local(
 ) -> LocalPolicies:
     """Open an export, or a model folder or Hugging Face id served under its own name and `names`.
 
-    `tool_format` is how the model writes tool calls; None for what the export says, or "auto".
+    `tool_format` is how the model writes tool calls; None: as the export says, or "auto".
     Raises AdapterError, ConfigError, SyncError before anything is served.
     """
     check_tool_format(tool_format or AUTO)
@@ -223,7 +223,7 @@ def load_export(folder: str | Path, base: str | Path | None = None) -> Export:
 
 
 def _check_files(export: Path, policy: ExportedPolicy) -> None:
-    """What the manifest lists is there, as it was written, inside the export; and nothing else that a loader reads."""
+    """Raise AdapterError unless the listed files are unchanged inside the export, with no other that a loader reads."""
     if policy.folder is None:
         return
     folder, where, inside = export / policy.folder, f"Policy {policy.name!r}", export.resolve()
@@ -311,7 +311,7 @@ class Restarting:
         return await (await self._running()).sample(prompt_token_ids, n, params, policy)
 
     async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
-        """What an engine serves is what `opened` gives it."""
+        """Not used: `opened` publishes to each engine."""
         raise NotImplementedError
 
     async def retire(self, policy: PolicyRef) -> None:

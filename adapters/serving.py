@@ -139,7 +139,7 @@ def serving_local(
     aliases: Mapping[str, str] | None = None,
     limits: BodyLimits | None = None,
 ) -> Iterator[Endpoint]:
-    """Serve what `opened` opens in the server's loop, which is closed with it; port 0 takes a free one.
+    """Serve the policies that `opened` opens, in the server's loop, and close them with it; port 0 takes a free one.
 
     Entered once requests are answered. `aliases` are names under which a role answers too.
     """
@@ -176,8 +176,8 @@ def serve(
     The names of the models are the roles of an export; of a plain model its own and `names`. By `aliases` a role
     answers for further names. `model` is the base model of an export where it lies elsewhere than the export says,
     `tool_format` how the model writes tool calls. Requests need `token` (default: the environment's COTUNE_TOKEN), if
-    there is one, and have at most `max_body` bytes and `max_values` JSON values. `say` receives the address and what
-    answers for each name. Raises ConfigError, AdapterError, SyncError when it cannot start, EngineLost.
+    there is one, and have at most `max_body` bytes and `max_values` JSON values. `say` receives the address and
+    the policy of each name. Raises ConfigError, AdapterError, SyncError when it cannot start, EngineLost.
 
     ```python
     cotune.serve("adapters/", port=8000, aliases={"gpt-4o-mini": "writer"})
@@ -253,7 +253,7 @@ class ChatEndpoint:
             self.in_flight -= 1
 
     def find(self, model: str) -> ServedModel:
-        """What answers for a model name. Raises RequestError (404) with the known names."""
+        """The policy of a model name. Raises RequestError (404) with the known names."""
         found = self.local.served.get(model)
         if found is not None:
             return found
@@ -304,7 +304,7 @@ def _content(call: LiveCall, asked: Mapping[str, Any], held: list[Answer | None]
 
 
 class _Responder(LocalResponder):
-    """Refuses what cannot be rendered by the field that it is in."""
+    """Refuses a request that cannot be rendered, and names the field."""
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
         try:

@@ -1,4 +1,4 @@
-"""The types of what a user writes, and of what the public functions take and return."""
+"""The types that users write, and that public functions take and return."""
 
 from __future__ import annotations
 

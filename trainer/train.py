@@ -1,4 +1,4 @@
-"""Training, from Python: checks what it is given, opens or resumes the run, and drives the loop."""
+"""Training from Python: checks its arguments, opens or resumes the run, and drives the loop."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _resumed_app(
     workflow: WorkflowSource | None,
     tasks: str | Path | Iterable[Any] | None,
 ) -> tuple[Workflow, list[Task]]:
-    """Workflow and tasks: what is given, else what run.json names. Raises ConfigError where neither says, or where
+    """Workflow and tasks: those given, else those that run.json names. Raises ConfigError where neither says, or where
     another workflow is given than the run was started with."""
     known = described["workflow"]
     if isinstance(workflow, str) and known is not None and workflow.rpartition(":")[2] != known.rpartition(":")[2]:
@@ -195,7 +195,7 @@ def absolute(spec: str) -> str:
 
 
 def _with_whole_paths(config: TrainConfig) -> TrainConfig:
-    """The configuration with whole paths of what lies on this machine. Raises ConfigError for a model that does not."""
+    """The configuration with absolute paths of the files on this machine. Raises ConfigError for a missing model."""
 
     def whole(path: str) -> str:
         return str(Path(path).expanduser().resolve()) if path else path

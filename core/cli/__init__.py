@@ -1,1 +1,1 @@
-"""The command line: `cotune COMMAND`, and what its commands print."""
+"""The command line: `cotune COMMAND`."""

@@ -176,7 +176,7 @@ def fields_of(a: argparse.Namespace, table: type[msgspec.Struct] | None = None) 
 
 @contextmanager
 def printing_aside() -> Iterator[None]:
-    """Send to standard error what is printed to standard output in here, by other processes and at the exit too."""
+    """Send standard output to standard error in here: of this process, also at its exit, and of its children."""
     sys.stdout.flush()
     try:
         kept = os.dup(1)
@@ -199,7 +199,7 @@ def _aside() -> None:
 
 
 def tell_left_out(left_out: Mapping[str, int]) -> None:
-    """Print what was left out, by reason."""
+    """Print the counts of left-out records by reason."""
     if left_out:
         tell("left out: " + ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())))
 

@@ -158,7 +158,7 @@ def run() -> NoReturn:
     interrupt_ends()
     own_process()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a locale may lack what a model says
+        if isinstance(stream, io.TextIOWrapper):  # a locale may lack characters of an answer
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     status = main()
     interrupt_ends()

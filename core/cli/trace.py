@@ -101,7 +101,7 @@ def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: C
             episodes = run_sync(rollout(flow, batch))
         store.flush()
         lost = store.lost
-        # Lost records, perhaps with their file: what is left would give another share.
+        # Where records were lost, the share of those that remain would mislead.
         solved = () if lost else store.success_counts(episode.id for episode in episodes)
     finally:
         if live is not None:

@@ -93,7 +93,7 @@ def run(a: argparse.Namespace) -> int:
 
 
 def never_updated(summary: RunSummary) -> list[str]:
-    """Which policies no step of a run has updated, why, and what to do about those without a signal."""
+    """Policies that no step has updated, with the reasons, and a remedy for those without a signal."""
     from cotune.reading.words import stayed_text
     from cotune.trainer.reporting.summary import NO_SIGNAL
 

@@ -1,1 +1,1 @@
-"""What `cotune show` prints."""
+"""The output of `cotune show`."""

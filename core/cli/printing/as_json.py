@@ -1,4 +1,4 @@
-"""What `cotune show --json` prints: the same as text, for programs. One JSON value a line."""
+"""`cotune show --json`: the same for programs, one JSON value a line."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
 
 
 def _whole(message: Any) -> str:
-    """Who speaks, and all that is said."""
+    """A whole message, with its role."""
     if not isinstance(message, Mapping):
         return json.dumps(message, ensure_ascii=False, indent=2)
     text = content_text(message.get("content"))

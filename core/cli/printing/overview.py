@@ -58,7 +58,7 @@ def show_run(
 
 
 def _overview(run: OpenedRun) -> Iterable[RenderableType]:
-    """Episodes by phase, calls by role, and what went wrong."""
+    """Episodes by phase, calls by role, and troubles."""
     store = run.store
     wrong = [trouble for trouble in troubles(run, CAUSES) if trouble.kind != "last step"]
     yield Text.assemble(("records ", "bold"), store.address, "\n", *_lines(wrong, "rollback", "episodes", "untrained"))

@@ -22,12 +22,12 @@ _COLUMNS = {
     "reward of ROLE": "Mean reward of the role's candidates, chosen or not.",
     "loss, held-out loss": "Of roles that learn from records.",
     "success, team, ...": "Mean outcome of the step's episodes, by name, where these are single samples; failed ones "
-    "count. That of paths chosen among candidates, such as the best of 8, is a curve alone.",
+    "count. The outcome of paths chosen among candidates (best of 8) is a curve only.",
     "trained": "Candidates that the update learned from.",
     "left out": "Candidates that it did not, for the reasons that cotune show RUN --groups gives.",
     "seconds": "The whole step.",
 }
-"""Columns of the table of steps, and what each tells."""
+"""Columns of the table of steps, explained."""
 _SHARES = ("held-out success", "success in training")
 """Titles of columns that are in percent."""
 _ROLES = 3
@@ -35,7 +35,7 @@ _ROLES = 3
 
 
 def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
-    """The curves of a run, and a line for each of its latest `limit` steps; with `explain`, what each of them tells.
+    """The curves of a run, and a line for each of its latest `limit` steps; with `explain`, their meaning.
 
     Raises RunError for records alone.
     """

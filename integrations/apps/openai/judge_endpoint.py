@@ -28,7 +28,7 @@ class Passing(Exception):
 
 
 class JudgeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a `cotune.Judge` seldom needs. Raises ConfigError for a bound of 0."""
+    """Further settings of a `cotune.Judge`. Raises ConfigError for a bound of 0."""
 
     name: str = "judge"
     """Of the reward."""
@@ -85,7 +85,7 @@ class Endpoint:
         self._lanes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Lane] = weakref.WeakKeyDictionary()
 
     async def ask(self, body: Mapping[str, Any], ledger: Ledger) -> str:
-        """The text of the answer to a chat request. Raises Passing, and JudgeError for what no other try would mend."""
+        """The text of the answer to a chat request. Raises Passing, and JudgeError where another try would not help."""
         lane = self._lane()
         async with lane.gate:
             request = await self._reserve(body, ledger, lane)
@@ -114,7 +114,7 @@ class Endpoint:
             cap = self._max_cost if entered == "max_cost" else self._max_calls
             raise JudgeError(
                 f"{self._name} is over its budget: another request would pass {entered} = {cap}.",
-                f"Raise {entered} of its cotune.Judge, and go on with --resume.",
+                f"Raise {entered} of its cotune.Judge, and continue with --resume.",
             )
 
     async def _sent(self, client: openai.AsyncOpenAI, body: Mapping[str, Any], ledger: Ledger, request: int) -> str:
@@ -123,7 +123,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(self._timeout):
                 reply = await client.chat.completions.create(**body)
-        except (TimeoutError, openai.APITimeoutError):  # what it cost is unknown: it stays at its most
+        except (TimeoutError, openai.APITimeoutError):  # its cost is unknown: the reserved most stays
             ledger.count(self._judge, "timeouts")
             raise Passing(f"no answer within {self._timeout:g} s") from None
         except openai.APIStatusError as error:
@@ -174,7 +174,7 @@ class Endpoint:
 
 
 class _Lane:
-    """What belongs to one event loop."""
+    """The client and the gate of one event loop."""
 
     def __init__(self, client: openai.AsyncOpenAI, concurrency: int) -> None:
         self.client = client

@@ -204,7 +204,7 @@ def test_the_cost_cap_stops_before_it_is_passed(server: Provider, tmp_path: Path
     refused = [error for error in found if isinstance(error, JudgeError)]
     assert {str(error) for error in refused} == {
         "The judge strict is over its budget: another request would pass max_cost = 6.0. "
-        "Raise max_cost of its cotune.Judge, and go on with --resume."
+        "Raise max_cost of its cotune.Judge, and continue with --resume."
     }
     spent = totals(tmp_path)
     assert len(server.requests) == spent["requests"] == 24 - len(refused)
