@@ -105,7 +105,7 @@ class Conversations:
 
 
 class LocalResponder(PolicyResponder):
-    """The responder of `cotune serve` and `cotune.deployed`. It has no episode and finds earlier calls by their messages.
+    """The responder of `cotune serve` and `cotune.deployed`. It finds earlier calls by their messages.
 
     Prompts are rendered and replies read in threads, so that long ones delay nobody else; very long prompts, and
     requests that fix the form of their reply, whose grammars may take a second, one after the other.
