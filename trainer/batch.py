@@ -22,7 +22,7 @@ UNEVENTFUL = (
     "no_signal", "zero_variance", "zero_advantage", "mean_out_of_range", "group_of_one", "truncated", "consumed",
     "opponent_failed",
 )  # fmt: skip
-"""Reasons to leave out sound candidates: a step that has some goes on without an update."""
+"""Reasons to leave out sound candidates: a step with such candidates alone makes no update."""
 FAULTLESS = ("untrained_role", "not_chosen", "not_forked", "chose_fork")
 """Reasons that say nothing of a step: one in which nothing else went wrong had no call of its trained roles."""
 

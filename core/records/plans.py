@@ -1,4 +1,4 @@
-"""Plans: how candidates come about, and which one the application goes on with."""
+"""Plans: how candidates come about, and which one the application gets."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Select = Literal["argmax", "sample", "first"]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`tree`: `k` candidates per call, all scored, one goes on. `independent`: `k` episodes per task, one
+    """`tree`: `k` candidates per call, all scored; the application gets one. `independent`: `k` episodes per task, one
     candidate per call. `replay`: one episode per task, and at some of its calls `k` - 1 more candidates, each with an
-    episode of its own that goes on from it.
+    episode of its own that continues from it.
 
-    `select` picks the candidate that goes on: the best by the reward that is trained on, a random one, or the first
-    sampled.
+    `select` picks the candidate that the application gets: the best by the reward that is trained on, a random one, or
+    the first sampled.
     """
 
     kind: PlanKind = "tree"
@@ -44,7 +44,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(rewards: Sequence[float], select: Select, seed: int) -> int:
-    """Index of the candidate that goes on. Ties of argmax go to the earliest; NaN is below any reward."""
+    """Index of the candidate that the application gets. Ties of argmax go to the earliest; NaN is below any reward."""
     if select == "first" or not rewards:
         return 0
     if select == "sample":

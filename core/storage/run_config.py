@@ -1,4 +1,4 @@
-"""What is read again of a run's configuration, outside training; `trainer.config` has all its fields."""
+"""The part of a run's configuration that is read outside training; `trainer.config` has all fields."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class RunRouting(msgspec.Struct, frozen=True, kw_only=True):
     """[routing]"""
 
     swap: tuple[str, ...] = ()
-    """Roles that hand their policies on to each other in a ring (CORY): two or more."""
+    """Two or more roles that pass their policies around in a ring (CORY)."""
     swap_every: int = 5
-    """Steps after which they do."""
+    """Steps between two swaps."""
     past: tuple[str, ...] = ()
-    """Roles of which, in turn, one in each step is played by an earlier version of its policy, and not trained then."""
+    """Roles that take turns: in each step one of them is played by an earlier version of its policy and not trained."""
 
 
 class RunRecords(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class RunDistill(msgspec.Struct, frozen=True, kw_only=True):
     """[distill]"""
 
     teacher: str = ""
-    """A model with the tokenizer of the run's own: folder or Hugging Face id, which is loaded beside the learner, or
+    """A model with the tokenizer of the run's own: folder or Hugging Face id, loaded next to the learner, or
     the address of a vLLM server, such as http://10.0.0.5:8000. The server's key is read from VLLM_API_KEY."""
 
 
@@ -94,8 +94,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     calls, its time-out): lowest (the role's lowest in the step, and at most 0) | reward:<number> | exclude (it teaches
     nothing). An episode that the infrastructure failed has none."""
     prices: dict[str, tuple[float, float]] = {}
-    """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy: what cotune eval
-    reckons with."""
+    """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy, for the costs
+    that cotune eval shows."""
     plan: RunPlan = RunPlan()
     replay: RunReplay = RunReplay()
     routing: RunRouting = RunRouting()

@@ -8,17 +8,17 @@ from cotune.errors import ConfigError, check_bounds
 
 
 class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[curriculum] Tasks by how hard they are: said by the tasks, or found out."""
+    """[curriculum] Tasks by difficulty: as the tasks give it, or as their rewards show it."""
 
     by: str = ""
-    """Field of each task that says how hard it is, a number: steps take the tasks of one level after the other, the
-    lowest number first, and then all. Empty: all tasks from the start."""
+    """Field of each task with its difficulty, a number. Steps take the tasks of one level after another, the lowest
+    number first, and then all tasks. Empty: all tasks from the start."""
     level_steps: int = 10
     """Steps that each level lasts."""
     k_easy: int | None = None
-    """Episodes of a task that was easy when it was last tried; without a value: plan.k. For independent rollouts."""
+    """Episodes of a task that was easy the last time; default: plan.k. For independent rollouts."""
     easy: float = 0.6
-    """Mean reward of a task's episodes from which on it is easy."""
+    """A task is easy if the mean reward of its episodes is at least this."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "level_steps", least=1, table="curriculum.")

@@ -10,16 +10,16 @@ from cotune.errors import check_bounds
 
 
 class GuardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[guard] What ends a run that has broken down."""
+    """[guard] Ends a run whose training has collapsed."""
 
     action: Literal["off", "stop", "roll_back"] = "off"
-    """stop: end the run | roll_back: end it, and let its newest checkpoint be that of its best time."""
+    """stop: end the run | roll_back: end it and go back to the checkpoint of its best window."""
     window: int = 5
-    """Steps whose mean is looked at."""
+    """Steps in a window; their mean is compared."""
     min_entropy: float | None = None
-    """Collapsed is a role whose entropy, in nats per token, is below."""
+    """A role has collapsed if its entropy, in nats per token, is below this."""
     max_gap: float | None = None
-    """Collapsed is a role on whose tokens sampler and learner disagree by more, in nats."""
+    """A role has collapsed if sampler and learner disagree on its tokens by more than this, in nats."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "window", least=2, table="guard.")

@@ -18,8 +18,8 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
     """How weights are updated. The defaults are those of the published AT-GRPO recipe."""
 
     lr: float | None = None
-    """Learning rate of AdamW; without a value: 5e-6 for a LoRA, 1e-6 for all weights, which suits models from about 1B
-    parameters on; a model of under a million parameters wants about a thousand times that."""
+    """Learning rate of AdamW; default: 5e-6 for a LoRA, 1e-6 for all weights. This suits models of 1B parameters and
+    more; a model of under a million parameters needs about a thousand times as much."""
 
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw | adamw8bit: moments of 8 bits, 6 bytes less for each trained parameter; on a GPU, in one process."""

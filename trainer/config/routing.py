@@ -7,13 +7,12 @@ from cotune.storage.run_config import RunRouting
 
 
 class RoutingConfig(RunRouting, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[routing] Roles that change their policies over the steps of training. Evaluation and the export take the
-    policies as they are named."""
+    """[routing] Roles that change their policies during training. Evaluation and the export do not change them."""
 
     pool: int = 4
-    """Earlier versions of each policy that are kept for that: one of them is drawn for a step."""
+    """Earlier versions that are kept of each policy; one of them is drawn for each step."""
     pool_every: int = 1
-    """Versions from one that is kept to the next."""
+    """Every so many versions one is kept."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "swap_every", "pool", "pool_every", least=1, table="routing.")

@@ -54,7 +54,7 @@ class PlanConfig(RunPlan, frozen=True, kw_only=True, forbid_unknown_fields=True)
     k: int = 4
     """Candidates per call (tree), per forked call (replay), or episodes per task (independent)."""
     select: Select = "argmax"
-    """Which candidate the application goes on with: argmax | sample | first."""
+    """Which candidate the application gets: argmax | sample | first."""
 
 
 class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     limit: int | None = None
     """Take only so many held-out tasks: the first of a file."""
     keep_best: bool = False
-    """Keep the checkpoint of the best evaluation beside the newest ones; `cotune export --best` takes it."""
+    """Also keep the checkpoint of the best evaluation; `cotune export --best` takes it."""
     best_by: str = ""
     """Held-out figure that says which is best: success (without a value, or else reward) | reward, by which each policy
     is judged by what the recipe trains its own roles on | outcome, the plain sum of the outcome | ROLE/NAME, a reward
@@ -127,27 +127,27 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mode: Literal["sync", "async"] = "sync"
     """sync: roll out, then train | async: the next steps are rolled out while this one trains."""
     max_staleness: int = 1
-    """In mode async, how many versions a sample may be behind the policy that trains on it; older ones are dropped
+    """In mode async, how many versions a sample may be behind the policy that trains on it. Older samples are dropped
     and counted."""
     redact: str = ""
-    """module:function or file.py:function that sees each message before it is stored, and returns what to store, beside
-    the workflow's own redactors; see docs/how-to/privacy.md."""
+    """module:function or file.py:function that gets each message before it is stored and returns what to store, in
+    addition to the workflow's own redactors; see docs/how-to/privacy.md."""
     keep_token_ids: bool = False
-    """Whether token ids of redacted messages are stored: needed to train on them, and readable as text."""
+    """Store the token ids of redacted messages. Training on them needs these, and they can be read as text."""
     seed: int = 0
-    """Every call's own seed is derived from it and from the call's place; one that the application sets is mixed in."""
+    """The seed of each call is derived from this one, the place of the call, and the application's seed if it sets
+    one."""
     profile: int | None = None
-    """Number of a step, as its line says it, of which a trace and a table of where its time went are written; see
-    docs/how-to/profile.md."""
+    """Number of a step to profile, from 1: a trace and a table of its time are written; see docs/how-to/profile.md."""
     loggers: tuple[Tool, ...] = ()
-    """Experiment trackers that get each step too: tensorboard | wandb | mlflow | trackio; see
+    """Experiment trackers that get each step: tensorboard | wandb | mlflow | trackio; see
     docs/how-to/loggers.md."""
     project: str = "cotune"
-    """The trackers' project or experiment, in which the run has the name of its folder."""
+    """The trackers' project or experiment; the run has the name of its folder there."""
     checkpoint_every: int = 1
     """Steps between checkpoints; Ctrl-C saves one too."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
+    """How many of the newest checkpoints are kept."""
     probe_bound: float = 0.05
     """Largest mean gap between sampler and learner log-probabilities after a publish, in nats."""
     lora: LoraSpec = LoraSpec()

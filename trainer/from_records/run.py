@@ -54,7 +54,7 @@ class RecordsRun(Run):
 
     @property
     def learning(self) -> list[str]:
-        """The policies that go on learning: whose held-out loss has not ceased to fall."""
+        """The policies that still learn: those whose held-out loss falls."""
         best = self.state.best
         return [name for name in self.state.policies.trained if name not in best or best[name].since < PATIENCE]
 

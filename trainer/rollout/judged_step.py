@@ -1,4 +1,4 @@
-"""The episode judge beside the rollouts of a step."""
+"""Judging the episodes of a step while others are still rolled out."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from cotune.trainer.updates import publish, sampler_asleep
 class RolloutSource:
     """The `Source` of a run with rollouts.
 
-    In mode async the rollouts of the next steps go on while a step trains, at most `max_staleness` steps ahead.
+    In mode async the next steps are rolled out while a step trains, at most `max_staleness` steps ahead.
     """
 
     def __init__(self, run: RolloutRun, progress: Progress) -> None:

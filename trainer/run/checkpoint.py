@@ -45,7 +45,7 @@ class BestLoss(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, kw_only=True):
-    """State of a run between steps: what a checkpoint holds beside the learner's weights and optimizers."""
+    """State of a run between steps; a checkpoint also holds the learner's weights and optimizers."""
 
     steps: int = 0
     """Steps done."""

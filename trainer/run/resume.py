@@ -1,4 +1,4 @@
-"""Resuming: what may be changed of a run that goes on, what must be as it was, and how that is found out."""
+"""Resuming a run: which settings may change, and checks that tasks and base model are the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAY_CHANGE = (
     "records.path", "distill.teacher",
     "prices", "profile", "loggers", "project",
 )  # fmt: skip
-"""What a run may go on with otherwise: how long, how much at once, in which memory, on which machines. `model` is the
+"""Settings that a resumed run may change: length, concurrency, memory, machines. `model` is the
 same model elsewhere, `distill.teacher` the same teacher, and `roles` may name more."""
 
 Changes = Mapping[str, tuple[Any, Any]]
