@@ -23,7 +23,7 @@ FRAMEWORKS = (
 _AROUND = 3
 """Functions of the application around a place that tell it apart."""
 _THROUGH = frozenset({"uuid", "random", "secrets"})
-"""Modules whose callers are meant when they ask, beside those of the hooks."""
+"""Modules, besides those of the hooks, whose callers are meant when they ask."""
 _STARTS = ("asyncio", "threading", "concurrent")
 """Packages beyond which the code that runs was not called by the application."""
 

@@ -96,7 +96,7 @@ def repeatable(calls: Sequence[CallRecord], fork: CallRecord) -> bool:
 
 
 class Budget(msgspec.Struct, frozen=True):
-    """Calls of the branches of an episode, if they go on for as long as it did: answered by policies, and repeated."""
+    """Calls of the branches of an episode, if they are as long as it was: answered by policies, and repeated."""
 
     branches: int = 0
     sampled: int = 0
@@ -107,7 +107,7 @@ class Budget(msgspec.Struct, frozen=True):
 
 
 def budget(calls: Sequence[CallRecord], forks: Collection[CallRecord], branches: int) -> Budget:
-    """What so many branches at each of `forks` take, in an episode of these calls."""
+    """Calls that so many branches at each of `forks` take, in an episode of these calls."""
     total = Budget()
     for fork in forks:
         repeated = sum(c.id != fork.id and c.started < fork.started + fork.latency for c in calls)

@@ -30,7 +30,7 @@ _CHANCE = {
     "a time": re.compile(r"(?<!\d)\d{1,2}:\d{2}(:\d{2})?([.,]\d+)?|(?<!\d)1\d{9}(\d{3}){0,3}(\.\d+)?(?!\d)"),
     "a random number": re.compile(r"\d*\.\d{5,}(e-?\d+)?|\b(?=[0-9a-f]*\d)[0-9a-f]{12,}\b", re.I),
 }
-"""What clock, uuid and random leave in a text."""
+"""Traces that clock, uuid and random leave in a text."""
 LOOKS_LIKE = " (it looks like "
 
 
@@ -94,7 +94,7 @@ def similarity(script: Script, recorded: ScriptCall, call: LiveCall) -> int:
 
 
 def _readable(messages: Sequence[Any]) -> list[Any]:
-    """What is compared: an image by its hash."""
+    """Messages in the form that is compared: an image by its hash."""
     return [without_image_bytes(message) for message in unnamed(messages)]
 
 
@@ -124,7 +124,7 @@ def _value_difference(was: Any, now: Any) -> str:
 
 
 def _covers(form: re.Pattern[str], text: str, at: int) -> bool:
-    """Whether what stands in `text` at a character is of a form."""
+    """Whether a match of the form covers this character of the text."""
     return any(found.start() <= at <= found.end() for found in form.finditer(text))
 
 

@@ -1,4 +1,4 @@
-"""Answers calls from the record of another episode, up to the call at which that is left."""
+"""Answers calls from the record of another episode, up to the fork."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cotune.replay.script import Replay, ScriptCall
 PATIENCE = 1.0
 """Seconds for which an answer waits for a call that had its own before it in the record and is not asked yet."""
 GAP = 0.005, 0.05
-"""Seconds, at least and at most, between two such answers: one by HTTP is on its way for a while."""
+"""Seconds, at least and at most, between two of these answers: one by HTTP takes a while to arrive."""
 _CHANGED = "If the application was changed, record it again; docs/how-to/replay.md lists other causes of differences."
 _BY_CHANCE = (
     "Set replay.freeze = true, or record with: cotune trace --freeze. Then clock, uuid and random give again what they "

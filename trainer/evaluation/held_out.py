@@ -23,7 +23,7 @@ from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import write_atomically
 
 AGAINST_UNTRAINED = "against_untrained"
-"""`against_untrained/ROLE` among held-out figures: what the role wins where its opponents are untrained."""
+"""`against_untrained/ROLE` among held-out figures: the reward of the role against untrained opponents."""
 
 
 async def evaluate_held_out(run: RolloutRun, report: StepReport, progress: Progress) -> dict[str, float]:

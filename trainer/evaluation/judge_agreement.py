@@ -54,7 +54,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgreementReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Agreement by role and in all, and what could not be compared, by reason. `spent` is what judges did meanwhile."""
+    """Agreement by role and in all, and the labels left out, by reason. `spent` is what judges used meanwhile."""
 
     by_role: dict[str, Agreement]
     all: Agreement
@@ -176,7 +176,7 @@ async def _compared(
 
 
 def render(report: AgreementReport) -> Group:
-    """The report as a table, and what it says of the judge."""
+    """The report as a table, and a verdict on the judge."""
     from rich.console import Group
     from rich.text import Text
 

@@ -20,7 +20,7 @@ EXAMPLE = (
 
 
 class Label(msgspec.Struct, frozen=True):
-    """What a person thinks of a candidate (`<call id>.<index>`) or an episode (its id): more is better."""
+    """A person's score of a candidate (`<call id>.<index>`) or an episode (its id): more is better."""
 
     id: str
     score: float | None

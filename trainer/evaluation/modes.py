@@ -1,4 +1,4 @@
-"""The options of an evaluation, and its modes: who plays in each, how they are sampled, what each is compared with."""
+"""The options of an evaluation and its modes: who plays in each, how they are sampled, and which are compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cotune.sampling.protocol import UNSHAPED
 Mode = Literal["base", "trained", "base_greedy", "greedy", "swapped", "base_as_deployed", "as_deployed", "today"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 USUAL: tuple[Mode, ...] = ("base", "trained", "base_greedy", "greedy", "swapped")
-"""What is run unless modes are named: all that needs no provider and no sampling settings of the application."""
+"""The default modes: all that need no provider and no sampling settings of the application."""
 
 AGAINST: tuple[tuple[Mode, tuple[Mode, ...]], ...] = (
     ("trained", ("base",)),
@@ -26,7 +26,7 @@ AGAINST: tuple[tuple[Mode, tuple[Mode, ...]], ...] = (
     ("trained", ("today",)),
     ("as_deployed", ("today",)),
 )
-"""What each mode is compared with: the first of these that was run."""
+"""Each mode is compared with the first of these that was run."""
 
 
 Prices = Mapping[str, tuple[float, float]]
@@ -62,7 +62,7 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Money for a million prompt tokens and a million completion tokens, by policy, or by model: that of the run is for
     all its policies without a price of their own. They go before those of the run's configuration."""
     records: str | Path | None = None
-    """Run folder or records file of the application with its provider, to be shown and compared beside the modes."""
+    """Run folder or records file of the application with its provider, to be shown and compared with the modes."""
     roles_by: str | None = None
     """What names the roles: caller | model | module:function; without a value: what did in the run."""
 
@@ -80,7 +80,7 @@ class Lineup:
 
     @property
     def override(self) -> dict[str, float] | None:
-        """What replaces the application's own settings: the temperature, and all else that shapes the distribution."""
+        """Settings that replace the application's own: the temperature and all others that shape the distribution."""
         return None if self.temperature is None else {"temperature": self.temperature, **UNSHAPED}
 
 

@@ -1,4 +1,4 @@
-"""Recorded episodes as an evaluation: what the application did, and cost, with the provider of the day."""
+"""Recorded episodes as an evaluation: results and cost of the application with its own provider."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cotune.trainer.evaluation.sink import EvaluationSink
 
 RECORDED = "recorded"
 COMPARED = ("trained", "greedy", "as_deployed")
-"""Modes that are compared with what was recorded."""
+"""Modes that are compared with the records."""
 
 
 def read_recorded(
@@ -60,7 +60,7 @@ def read_recorded(
 
 
 def beside(report: EvaluationReport, recorded: EvaluatedMode, note: str) -> EvaluationReport:
-    """The report with what was recorded as its first row, compared with the trained policies."""
+    """The report with the recorded episodes as its first row, compared with the trained policies."""
     rows = {RECORDED: recorded, **report.evaluations}
     if not any(e.opposed for e in rows.values()):
         rows = dict(zip(rows, share_floor(list(rows.values())), strict=True))

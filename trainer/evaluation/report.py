@@ -1,4 +1,4 @@
-"""What `cotune eval` shows and writes: evaluations side by side, compared on the same tasks."""
+"""The report of `cotune eval`: evaluations side by side, compared on the same tasks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def remarks(evaluations: Mapping[str, EvaluatedMode], responder: PolicyResponder
 
 
 def render(report: EvaluationReport) -> Group:
-    """Tables for a terminal: results, differences, roles, what episodes take; then failures, notes and verdicts."""
+    """Tables for a terminal: results, differences, roles and use; then failures, notes and verdicts."""
     tables = [_results(report), _differences(report), _pass_at(report), _roles(report), _use(report)]
     parts: list[Any] = [part for table in tables if table.row_count for part in (table, "")]
     for label, mode in report.evaluations.items():
@@ -103,7 +103,7 @@ def render(report: EvaluationReport) -> Group:
 
 
 def bill(report: EvaluationReport) -> Iterator[str]:
-    """For each evaluation whose calls all have a price, what it reaches and what that costs."""
+    """Success and cost of each evaluation whose calls all have a price."""
     for label, e in report.evaluations.items():
         if e.use.cost is None or e.use.unpriced or e.use.uncounted:
             continue

@@ -1,4 +1,4 @@
-"""One evaluation: a workflow on held-out tasks, with a given policy for each role, and what came of it."""
+"""One evaluation: a workflow run on held-out tasks with a policy for each role, and its figures."""
 
 from __future__ import annotations
 

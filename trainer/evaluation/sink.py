@@ -1,4 +1,4 @@
-"""What an evaluation keeps of the records that pass: episodes, rewards, and calls without their texts."""
+"""The records that an evaluation is computed from: episodes, rewards, and calls without their texts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SeenCall(NamedTuple):
 
 
 class EvaluationSink:
-    """Keeps what an evaluation is made of, and passes every record on to `sink`."""
+    """Keeps the records that an evaluation is computed from, and passes every record on to `sink`."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink

@@ -1,4 +1,4 @@
-"""Tasks that a run holds out of training by itself, so that it can say what its policies reach."""
+"""Tasks that a run holds out of training by itself, to evaluate its policies on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILE = "held_out.jsonl"
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
     """The tasks that a run trains on, and those that it tries its policies on. `own` are the ids of these where the run
-    has chosen them by itself. `note` says what was done."""
+    has chosen them by itself. `note` describes the split."""
 
     tasks: Sequence[Task]
     held_out: Sequence[Task] = ()
@@ -68,8 +68,8 @@ def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
 
 
 def split_again(tasks: Sequence[Task], config: TrainConfig, described: Mapping[str, Any]) -> Split:
-    """The split of a run that goes on: what run.json says was held out is not trained on, whatever the run is evaluated
-    on now. Raises ConfigError."""
+    """The split of a resumed run: tasks that run.json lists as held out are not trained on, whatever the run is
+    evaluated on now. Raises ConfigError."""
     own = set((described.get("held") or {}).get("held_out", ()))
     split = _parted(tasks, own, "")
     if config.from_records or config.evaluation.tasks:

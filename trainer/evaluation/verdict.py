@@ -1,4 +1,4 @@
-"""What a comparison shows, in one sentence: a difference with its interval, or how many tasks would show one."""
+"""The verdict of a comparison in one sentence: a difference with its interval, or how many tasks would show one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POWER = 0.8
 LEAST = 6
 """Tasks that an exact test needs at least: five that all differ the same way do so by chance in 1 of 16 comparisons."""
 POINTS = 0.05
-"""Difference of success shares whose number of tasks is told."""
+"""Difference of success shares for which the number of tasks is given."""
 
 
 def tasks_for_share(after: Mapping[str, bool], before: Mapping[str, bool]) -> int:
@@ -62,7 +62,7 @@ def verdict_on_reward(label: str, against: str, found: Interval) -> str:
 
 
 def _clear(label: str, against: str, found: Interval, size: str, scale: float, form: str) -> str:
-    """The sentence on an interval that leaves zero out, whose ends are told by size; empty for another."""
+    """The sentence on an interval without zero, with the smaller end first; empty for another."""
     if found.low is None or found.high is None or found.low <= 0 <= found.high:
         return ""
     word, low, high = ("better", found.low, found.high) if found.mean > 0 else ("worse", -found.high, -found.low)

@@ -1,4 +1,4 @@
-"""What `cotune replay` is asked for; its flags are these fields."""
+"""The options of `cotune replay`; its flags are these fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cotune.errors import ConfigError, check_bounds
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is run again and how. Either `episode` or `all` names what. Raises ConfigError for what does not fit."""
+    """Which episodes to run again, `episode` or `all`, and how. Raises ConfigError for options that do not fit."""
 
     episode: str | None = None
     """The episode to run again; cotune show RUN lists them."""
@@ -20,14 +20,14 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     k: int = 1
     """Run it so often, each time with other random numbers."""
     answer: str | None = None
-    """What is said at the call: a text, or an assistant message as JSON."""
+    """The answer at the call: a text, or an assistant message as JSON."""
     workflow: str | None = None
     """MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow; without it the run's own."""
     model: str | None = None
     """What answers new calls: a run, an export, or a model (untrained, for all roles); without it the newest checkpoint
-    of RUN, or where there is none the application's own provider, which is asked and paid as ever."""
+    of RUN, or where there is none the application's own provider, which is called and paid as usual."""
     temperature: float | None = None
-    """Of new calls; without it what the application asks."""
+    """Temperature of new calls; without it the application's own."""
     max_tokens: int = 256
     """Most new tokens of an answer where the application names no limit."""
     limit: int | None = None

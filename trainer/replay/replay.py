@@ -38,7 +38,7 @@ from cotune.trainer.replay.options import ReplayOptions
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """An episode with its calls in step order and what it ended with."""
+    """An episode with its calls in step order and its rewards."""
 
     episode: Episode
     calls: Sequence[CallRecord]
@@ -46,7 +46,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Repetition(msgspec.Struct, frozen=True):
-    """A recorded episode, the step of the call at which it was forked (None: nowhere), and what became of it."""
+    """A recorded episode, the step of the call at which it was forked (None: nowhere), and its repetitions."""
 
     old: Seen
     fork: int | None
@@ -54,7 +54,7 @@ class Repetition(msgspec.Struct, frozen=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
-    """What `replay` has done; `who` answered what is not in the record ("" where that was nobody)."""
+    """The result of `replay`; `who` answered the calls that are not in the record ("" for nobody)."""
 
     who: str
     repetitions: Sequence[Repetition]
@@ -80,12 +80,11 @@ class ReplayReport(msgspec.Struct, frozen=True):
 
 
 Watch = Callable[[int], AbstractContextManager[Callable[[Episode], None]]]
-"""Gets the number of episodes to run, and gives what is called with each that has ended."""
+"""Gets the number of episodes to run, and gives a function to call with each that has ended."""
 
 
 def replay(run: str | Path, options: ReplayOptions, watch: Watch | None = None) -> ReplayReport:
-    """Run one recorded episode again, or all, and tell what became of them; of those that had ended, where Ctrl-C comes
-    in between.
+    """Run one recorded episode again, or all, and report on them; after Ctrl-C, on those that had ended.
 
     Calls before `options.call` are answered from the record; at it and after it answers `options.model`, or else the
     run's newest policies, or else the application's own provider. Without `call` all is answered from the record, or,
@@ -147,7 +146,7 @@ async def _replay(
         places = [(place, number) for place in range(len(plan)) for number in range(options.k)]
         try:
             await asyncio.gather(*(again(*place) for place in places))
-        except asyncio.CancelledError:  # Ctrl-C: what has ended is told
+        except asyncio.CancelledError:  # Ctrl-C: report on the episodes that ended
             if not ended or (task := asyncio.current_task()) is None:
                 raise
             task.uncancel()
@@ -195,7 +194,7 @@ _PUT_BACK = (
 
 
 class _Kept:
-    """A sink that keeps what an episode records, and passes it on to `store`."""
+    """A sink that keeps the records of an episode, and passes them on to `store`."""
 
     def __init__(self, store: Store | None) -> None:
         self.records: list[Record] = []

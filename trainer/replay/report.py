@@ -1,4 +1,4 @@
-"""What `cotune replay` prints: old and new side by side, or a summary of many episodes."""
+"""The report of `cotune replay`: old and new side by side, or a summary of many episodes."""
 
 from __future__ import annotations
 

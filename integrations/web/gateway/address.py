@@ -32,12 +32,12 @@ _METHODS = {
     "models/": ("GET", "DELETE"),
     "embeddings": ("POST",),
 }
-"""What is served under /v1/: a name that ends in a slash stands for all that lies below it."""
+"""Methods by path under /v1/: a name that ends in a slash stands for all paths below it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What a path names. `form` is set where a POST is a call; `tail` is the raw path after /v1/."""
+    """The meaning of a path. `form` is set where a POST is a call; `tail` is the raw path after /v1/."""
 
     tail: str
     methods: tuple[str, ...]

@@ -62,8 +62,8 @@ class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(eq=False)
 class _Open:
-    """An open episode and its calls in flight. `key` is what a session is known by: an episode that the gateway opened
-    itself. An `attached` one was opened, and is ended, by a workflow."""
+    """An open episode and its calls in flight. `key` is that of a session: an episode that the gateway opened itself.
+    An `attached` one was opened, and is ended, by a workflow."""
 
     live: LiveEpisode
     attached: bool = False
@@ -143,8 +143,8 @@ class Episodes:
     ) -> Exchange | None:
         """The exchange of a call, a request of `size` bytes; None where it cannot be recorded.
 
-        `session` is what its episode is known by, where it names none. Raises RequestError (409) where its episode has
-        ended.
+        `session` is the key and the task of its episode, where the request names none. Raises RequestError (409) where
+        its episode has ended.
         """
         place = self._session(*session) if session and self.sink is not None else self._place(who)
         if place is None:

@@ -25,7 +25,7 @@ _Objects = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length
 
 
 class _Request(msgspec.Struct, kw_only=True):
-    """What must be well-formed in any call, so that it can be recorded."""
+    """Fields that must be well-formed in any call, so that it can be recorded."""
 
     model: str | None = None
     stream: bool | None = None
@@ -81,7 +81,7 @@ def inflated(raw: bytes, coding: str, limit: int, setting: str, whole: bool = Tr
 
 @dataclass(eq=False)
 class Exchange:
-    """A call in flight. All on the gateway's event loop, but for what takes long of large ones (`aside`)."""
+    """A call in flight. All on the gateway's event loop, except the slow parts of large ones (`aside`)."""
 
     call: LiveCall
     form: Form
@@ -96,7 +96,7 @@ class Exchange:
     answering: bool = False
     """Whether an answer that is no error is on its way."""
     refusal: str = ""
-    """What the provider answered instead, where that is an error."""
+    """The provider's error, where it answered with one."""
     _outage: bool = True
 
     def begins(self, kind: str, coding: str) -> None:
@@ -105,7 +105,7 @@ class Exchange:
         self.answering = True
 
     def add(self, chunk: bytes) -> None:
-        """Keep a copy of what passes."""
+        """Keep a copy of a chunk that passes."""
         self.size += len(chunk)
         if self.size <= self.limits.max_answer:
             self._chunks.append(chunk)
@@ -125,7 +125,7 @@ class Exchange:
         await self._aside(lambda: self.call.fail(status, text, outage=outage))
 
     async def answered(self, found: Answer) -> tuple[bytes, str]:
-        """End the call with what a policy answers; the body that says it, and its content type."""
+        """End the call with a policy's answer; its body and content type."""
         shown = 1 + int(self.call.params.get("top_logprobs") or 0) if asks_logprobs(self.asked) else 0
         tokens = found.usage.prompt_tokens + found.usage.completion_tokens * (1 + _SHOWN * shown)
 
@@ -146,11 +146,11 @@ class Exchange:
         self._ended(self)
 
     async def whole(self) -> None:
-        """End the call if what has passed is a whole answer."""
+        """End the call if a whole answer has passed."""
         await self._aside(self.finish)
 
     def finish(self) -> bool:
-        """End the call if what has passed is a whole answer, also if it is broken in itself; whether it has ended."""
+        """End the call if a whole answer has passed, even a malformed one; whether it has ended."""
         if self.call.ended:
             return True
         if self.refusal:
@@ -180,7 +180,7 @@ class Exchange:
             self.call.fail(status, text, self._part())
 
     async def _aside(self, work: Callable[[], T], answer_bytes: int = 0) -> T:
-        """Do what may end the call, in a thread where it takes long."""
+        """Do work that may end the call, in a thread where it takes long."""
         done = await aside(self.asked_bytes + self.size + answer_bytes, work)
         if self.call.ended:
             self._ended(self)

@@ -40,7 +40,7 @@ KEYS = (b"authorization", b"x-api-key")
 
 @dataclass
 class _Passage:
-    """One request on its way: what has been sent of its answer, and the call that it belongs to."""
+    """One request in flight: how much of its answer is sent, and its call."""
 
     scope: Scope
     address: Address
@@ -73,7 +73,7 @@ class Proxy:
         self.counts: Counter[str] = Counter()
 
     async def __call__(self, address: Address, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. What breaks off after its first byte is left incomplete, so that the client sees it."""
+        """Answer one request. An answer that breaks off midway is left incomplete, so that the client sees it."""
         self.access.check(scope)
         if self.in_flight >= self.limits.max_inflight:
             raise RequestError(
@@ -96,7 +96,7 @@ class Proxy:
             self.in_flight -= 1
 
     async def _guarded(self, passage: _Passage) -> None:
-        """Turn what interrupts a request into the end of its call and an answer that names the cause."""
+        """Turn an interruption of a request into the end of its call and an answer that names the cause."""
         try:
             async with asyncio.timeout(self.limits.timeout):
                 await self._pass(passage)

@@ -52,7 +52,7 @@ _TOKENS = (b"x-cotune-token", *KEYS)
 
 
 class Gateway:
-    """The ASGI application of one gateway, with what it forwards to and records into."""
+    """The ASGI application of one gateway, with its providers and its store."""
 
     def __init__(self, config: GatewayConfig, store: Store | None) -> None:
         access = Access(config.token, _TOKENS)
@@ -76,7 +76,7 @@ class Gateway:
             await refusal(error)(scope, receive, send)
 
     async def close(self) -> None:
-        """End what is open and close the connections to the provider; the store stays open."""
+        """End open episodes and close the connections to the providers; the store stays open."""
         await self.episodes.close()
         for upstream in (self.proxy.upstream, self.proxy.anthropic):
             await upstream.close()
@@ -132,7 +132,7 @@ class Gate:
 
     @property
     def url(self) -> str:
-        """Base URL for OpenAI clients. Their role is what the header X-Cotune-Role or baggage says, else `app`."""
+        """Base URL for OpenAI clients. Their role comes from the header X-Cotune-Role or baggage, else it is `app`."""
         return f"{self.origin}/e/{self.episode}/v1"
 
     def role_url(self, role: str) -> str:

@@ -35,7 +35,7 @@ class Split(msgspec.Struct, frozen=True):
             raise ConfigError("episode_by", self.by, "cannot be used with --episode-header", "Leave one of them out.")
 
     def of(self, scope: Scope) -> tuple[Hashable, str] | None:
-        """What a request's episode is known by, and its task's id; None where its calls are not divided."""
+        """The key of a request's episode, and its task's id; None where calls are not divided."""
         if self.by == "connection":
             connection = scope.get("cotune.connection")
             return None if connection is None else (connection, "connection")
@@ -46,7 +46,7 @@ class Split(msgspec.Struct, frozen=True):
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway forwards to and how it records. Raises ConfigError for a provider that is no base URL."""
+    """The providers of a gateway and how it records. Raises ConfigError for a provider that is no base URL."""
 
     upstream: str
     """Base URL of the provider."""

@@ -18,7 +18,7 @@ _large = ThreadPoolExecutor(4, "cotune-large")
 
 
 async def aside(size: int, work: Callable[[], T], unwanted: Callable[[T], object] | None = None) -> T:
-    """What `work` returns, whose time grows with `size` (bytes): in a thread where it would hold up the event loop.
+    """The result of `work`, whose time grows with `size` (bytes): in a thread where it would hold up the event loop.
 
     If nobody waits for it any more, `unwanted` gets it, also in a thread.
     """

@@ -88,7 +88,7 @@ class Access:
         raise RequestError(401, f"This server needs its token: send it as {names}.", code="invalid_api_key")
 
     def check_local(self, scope: Scope) -> None:
-        """Raises RequestError (403) for what a web page of elsewhere may send, where no token keeps it out.
+        """Raises RequestError (403) for a request that a foreign web page may have sent, where no token keeps it out.
 
         A page can make a browser ask a server on loopback, under a host name of its own (DNS rebinding), or with a
         plain POST, which carries the page's origin.

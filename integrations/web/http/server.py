@@ -35,7 +35,7 @@ GRACE = 3
 
 @dataclass(frozen=True)
 class RunningServer(Generic[T]):
-    """A server that accepts requests at `url` (without a path); `opened` is what was opened with its application."""
+    """A server that accepts requests at `url` (without a path); `opened` was opened with its application."""
 
     url: str
     port: int
