@@ -70,7 +70,12 @@ class OpenedRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl by step; if a step was repeated, its last line."""
-        found = {line["step"]: line for line in read_metrics(self.path)} if self.is_run else {}
+        if not self.is_run:
+            return []
+        return self._cached("metrics", _stamp(RunLayout(self.path).metrics), self._lines)
+
+    def _lines(self) -> list[dict[str, Any]]:
+        found = {line["step"]: line for line in read_metrics(self.path)}
         return [found[step] for step in sorted(found)]
 
     @property
@@ -127,7 +132,8 @@ class OpenedRun:
     @property
     def about(self) -> RunDescription:
         """The same, typed."""
-        return msgspec.convert(self.description, RunDescription)
+        described = self.description
+        return self._cached("about", described, lambda: msgspec.convert(described, RunDescription))
 
     @property
     def config(self) -> RunConfig:
