@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cotune.integrations.models.chat.token_reuse import text_of
+from cotune.integrations.models.chat.content import text_of
 from cotune.trainer.before.stub.fitting import AS_IT_FITS, Manner, choices_in
 from cotune.trainer.before.stub.json_example import example
 

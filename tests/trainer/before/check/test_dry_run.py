@@ -496,7 +496,7 @@ def test_policies_decide_what_is_trained(provider: Provider) -> None:
 
 def test_policies_that_do_not_fit_block(provider: Provider) -> None:
     report = dry(application(), config={"policy": [{"name": "p", "roles": ["first"]}]})
-    assert "a policy for every role" in said(report, "blocks", "policies")[0]
+    assert "have no policy" in said(report, "blocks", "policies")[0]
 
 
 def test_a_form_of_tool_calls_that_the_configuration_names_is_the_one_of_the_check(
