@@ -85,6 +85,7 @@ def evaluate(
         for file in (out.records, out.path / EVALUATION, out.run_json):
             if file.exists():
                 raise ConfigError("out", str(out.path), f"already has {file.name}", "Name a new folder.")
+    # Everything that can be wrong is checked before a model is loaded.
     evaluated = open_evaluated_policies(source, chosen.model)
     evaluated.check_base()
     trained = convert(read_config(source)) if of_run else None
@@ -204,6 +205,7 @@ async def evaluate_modes(
                 workflow, episodes, player, label=label, prices=prices, goal=goal
             )
 
+    # All modes run before rewards are final: a failed episode counts the lowest reward of any mode.
     for mode, lineup in played.items():
         await play(mode, lineup, goal)
     evaluations = dict(zip(evaluations, share_floor(list(evaluations.values())), strict=True))

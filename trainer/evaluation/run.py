@@ -49,6 +49,7 @@ def summarise(
 ) -> EvaluatedMode:
     """Intervals and counts of the episodes that a sink has kept; rewards go by `goal`."""
     goal, played = goal or Goal(), sink.played()
+    # The reward that is trained on, and the plain outcome, of every episode.
     trained = worth(played, goal)
     plain = worth([replace(one, samples=()) for one in played], Goal(on_failure=goal.on_failure))
     ended = [
@@ -80,6 +81,7 @@ def summarise(
         floor=trained.floor,
         endings=first,
     )
+    # Success and rewards are of the first episode of each task, so that tasks are independent observations.
     succeeded, reward, outcome = found.successes, list(found.rewards.values()), list(found.outcomes.values())
     means = _mean_by_role(first.values())
     by_role: defaultdict[str, list[SeenCall]] = defaultdict(list)

@@ -150,6 +150,7 @@ async def _replay(
             if not ended or (task := asyncio.current_task()) is None:
                 raise
             task.uncancel()
+    # Grouped by recorded episode again, as episodes ended in any order.
     together = [[ended[place, n] for n in range(options.k) if (place, n) in ended] for place in range(len(plan))]
     return ReplayReport(
         who,
