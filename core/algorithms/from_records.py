@@ -13,8 +13,9 @@ opposite: what a policy gradient without a ratio has whose advantages are +-2 be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import exp, log1p
 from typing import NamedTuple
+
+import numpy as np
 
 from cotune.algorithms.recipes import LossSpec
 
@@ -36,13 +37,7 @@ class Preference(NamedTuple):
 
 def preferences(better: Sequence[float], worse: Sequence[float], beta: float) -> list[Preference]:
     """The losses of pairs, given log pi - log pi_0 of each one's better and worse answer, in nats."""
-    margins = (beta * (one - other) for one, other in zip(better, worse, strict=True))
-    return [Preference(_softplus(-m), m, 2.0 * beta * _sigmoid(-m)) for m in margins]
-
-
-def _softplus(x: float) -> float:
-    return max(x, 0.0) + log1p(exp(-abs(x)))
-
-
-def _sigmoid(x: float) -> float:
-    return 1.0 / (1.0 + exp(-x)) if x >= 0 else exp(x) / (1.0 + exp(x))
+    margins = beta * (np.asarray(better) - np.asarray(worse))
+    losses = np.logaddexp(0.0, -margins)  # -log sigmoid(m)
+    advantages = 2.0 * beta * np.exp(-np.logaddexp(0.0, margins))  # sigmoid(-m)
+    return [Preference(*pair) for pair in zip(losses.tolist(), margins.tolist(), advantages.tolist(), strict=True)]

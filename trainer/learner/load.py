@@ -33,7 +33,7 @@ def open_policy_models(
     `reference` keeps a frozen copy of each `full` model (an adapter's reference is its base). A policy starts from the
     same weights whatever else is opened with it. Raises ConfigError for a model that cannot be trained this way.
     """
-    device, flex = _device(settings.device), settings.tree_attention == "flex"
+    device = _device(settings.device)
     trained = [spec for spec in policies.specs.values() if spec.trained]
     opened: dict[str, PolicyModel] = {}
     shared: dict[str, tuple[Any, LogprobModel]] = {}
@@ -44,28 +44,29 @@ def open_policy_models(
             torch.manual_seed(settings.seed + SEED_STRIDE * index)
             path = spec.model or model
             if spec.kind == "full":
-                network = LogprobModel(_freeze_sight(_load(path, "float32", device, settings)), flex=flex)
+                network = LogprobModel(_freeze_sight(_load(path, "float32", device, settings)), settings)
                 frozen = _load(path, "float32", device, settings).requires_grad_(False) if reference else None
-                copy = None if frozen is None else LogprobModel(frozen, flex=flex)
-                opened[spec.name] = PolicyModel(spec, index, network, settings, frozen_copy=copy)
+                copy = None if frozen is None else LogprobModel(frozen, settings)
+                opened[spec.name] = PolicyModel(spec, index, network, frozen_copy=copy)
             else:
                 adapter = f"policy{index}"
                 if path in shared:
                     shared[path][0].add_adapter(adapter, _lora_config(spec, shared[path][1].network))
                 else:
                     base = _wrap(_load(path, settings.dtype, device, settings), spec, adapter)
-                    shared[path] = (base, LogprobModel(base.get_base_model(), flex=flex))
+                    shared[path] = (base, LogprobModel(base.get_base_model(), settings))
                 base, network = shared[path]
-                opened[spec.name] = PolicyModel(spec, index, network, settings, peft=base, adapter=adapter)
+                opened[spec.name] = PolicyModel(spec, index, network, peft=base, adapter=adapter)
     if not opened:
         kinds = {name: spec.kind for name, spec in policies.specs.items()}
         raise ConfigError("policies", kinds, "has nothing to train", "Add a policy of kind lora or full.")
     for policy in {id(p.network): p for p in opened.values()}.values():
         _prepare(policy, settings)
     if settings.shared_prompts:
-        for kind in sorted({type(p.network).__name__ for p in opened.values() if not p.shares_prompts}):
+        for kind in sorted({type(p.network).__name__ for p in opened.values() if not p.logprob_model.shares}):
             why = "not every layer is full attention, or it sees images"
-            why += ', or the kernel of tree_attention = "flex" does not compile here' if flex else ""
+            if settings.tree_attention == "flex":
+                why += ', or the kernel of tree_attention = "flex" does not compile here'
             log.warning("%s: %s. Rows compute what they have in common each.", kind, why)
     return opened
 
@@ -75,7 +76,7 @@ def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
     not all that makes its logits."""
     network = _load(model, settings.dtype, _device(settings.device), settings)
     _check_head(network)
-    return LogprobModel(network.requires_grad_(False), flex=settings.tree_attention == "flex")
+    return LogprobModel(network.requires_grad_(False), settings)
 
 
 def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> Any:

@@ -196,7 +196,7 @@ class LocalLearner:
                 "weight_norm": total_norm(model.parameters().values()),
                 "pass_tokens": float(self._passes.tokens),
                 "total_tokens": float(sum(len(tokens_of(rows[i])) for batch in batches for i in batch if passed[i])),
-                "unshared_rows": 0.0 if model.shares_prompts else found["rows"],
+                "unshared_rows": 0.0 if model.logprob_model.shares else found["rows"],
                 "halved_passes": float(self._passes.halved - halved),
                 "checkpointed_steps": float(checkpointed),
                 "lr": learning_rate(model, settings) * lr_scale,
@@ -281,7 +281,7 @@ class LocalLearner:
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
         """This rank's passes over a batch: as many as every other rank makes, so the last ones may have no rows."""
         group, longest = self._group, max((len(tokens_of(rows[i])) for i in batch), default=0)
-        shared = model.shares_prompts
+        shared = model.logprob_model.shares
 
         def computed(budget: int) -> int:  # of all ranks, so that they agree
             made = micro_batches(rows, batch, budget, shared)
@@ -367,7 +367,7 @@ class LocalLearner:
             total += parts.loss.item()
             done.append((micro, own.detached(), parts._replace(loss=parts.loss.detach())))
         for micro, own, parts in done:
-            computed = pass_tokens([tokens.rows[i] for i in micro], model.shares_prompts)
+            computed = pass_tokens([tokens.rows[i] for i in micro], model.logprob_model.shares)
             update.sums.add(micro, own, parts, computed=computed)
         return total
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.integrations.models.folder.vision import ImageInputs
+from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import tokens_of
 from cotune.trainer.learner.logprobs import token_logprobs
 from cotune.trainer.learner.memory.checkpointing import Checkpointing
@@ -28,37 +28,30 @@ def plain_states(network: Any, rows: Sequence[TrainRow], images: ImageInputs | N
     Padding is on the right, where a causal model never looks, so no mask is needed; the last response token
     predicts nothing and is left out. Of rows with `images` those go together whose images are of one form.
     """
-    if any(row.images for row in rows):
-        return _seeing_states(network, rows, images)
-    ids = _padded([tokens_of(row) for row in rows])
     device = network.get_input_embeddings().weight.device
-    states = network.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
-    at_row = np.repeat(np.arange(len(rows)), [len(row.response_ids) for row in rows])
-    at_position = np.concatenate([len(r.prompt_ids) - 1 + np.arange(len(r.response_ids)) for r in rows])
-    return states[torch.from_numpy(at_row).to(device), torch.from_numpy(at_position).to(device)]
-
-
-def _seeing_states(network: Any, rows: Sequence[TrainRow], images: ImageInputs | None) -> Tensor:
+    sequences = [tokens_of(row) for row in rows]
     seeing = [number for number, row in enumerate(rows) if row.images]
     texts = [number for number, row in enumerate(rows) if not row.images]
-    if images is None:
+    found: dict[int, Tensor] = {}
+
+    def compute(members: Sequence[int], ids: Tensor, **given: Any) -> None:
+        """`ids` [members, longest], padded."""
+        states = network.base_model(input_ids=ids.to(device), use_cache=False, **given).last_hidden_state
+        for number, own in zip(members, states, strict=True):  # [longest, hidden]
+            found[number] = own[len(rows[number].prompt_ids) - 1 : len(sequences[number])]
+
+    if texts:
+        compute(texts, _padded([sequences[number] for number in texts]))
+    if seeing and images is None:
         raise LearnerError(
             f"Row {rows[seeing[0]].id} has an image, and {type(network).__name__} sees none.", "Train one that does."
         )
-    found: dict[int, Tensor] = {}
-    if texts:
-        states = plain_states(network, [rows[number] for number in texts])
-        found.update(zip(texts, states.split([len(rows[number].response_ids) for number in texts]), strict=True))
-    sequences = {number: tokens_of(rows[number]) for number in seeing}
-    width = max(map(len, sequences.values()))
-    filled = [ids + ids[-1:] * (width - len(ids)) for ids in sequences.values()]  # its last token is never an image's
-    device = network.get_input_embeddings().weight.device
-    asked = [(ids, rows[number].images) for ids, number in zip(filled, seeing, strict=True)]
-    for members, given in images.together(network, asked):
-        ids = torch.tensor([filled[member] for member in members], device=device)
-        states = network.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
-        for number, own in zip((seeing[member] for member in members), states, strict=True):
-            found[number] = own[len(rows[number].prompt_ids) - 1 : len(sequences[number])]
+    if seeing and images is not None:
+        width = max(len(sequences[number]) for number in seeing)  # a row's last token is never an image's
+        filled = [sequences[number] + sequences[number][-1:] * (width - len(sequences[number])) for number in seeing]
+        asked = [(ids, rows[number].images) for ids, number in zip(filled, seeing, strict=True)]
+        for members, given in images.together(network, asked):
+            compute([seeing[i] for i in members], torch.tensor([filled[i] for i in members]), **given)
     return torch.cat([found[number] for number in range(len(rows))])
 
 
@@ -85,45 +78,43 @@ FILLER = TrainRow(id="filler", role="", prompt_ids=(0,), response_ids=(0, 0), lo
 
 
 class LogprobModel(nn.Module):  # type: ignore[misc]
-    """Rows in, log-probabilities out. FSDP gathers the network's weights for `forward` and `states` only."""
+    """Rows in, log-probabilities out. FSDP gathers the network's weights for `forward` and `states` only.
+
+    No rows stand for those of `FILLER`. Passes are in the precision `dtype` of the settings.
+    """
 
     sharded = False
     """Set by FSDP's wrapping."""
 
-    def __init__(self, network: Any, *, flex: bool) -> None:
+    def __init__(self, network: Any, settings: LearnerSettings) -> None:
         super().__init__()
-        self._flex = flex
+        self._flex = settings.tree_attention == "flex"
+        self._dtype = settings.dtype
         self.network = network
         self.checkpointing = Checkpointing(network)
         self.images = ImageInputs(network.config.name_or_path) if sees_images(network.config) else None
-        self.shares = self.images is None and attends_over_trees(network, flex=flex)
-        """Whether a pass can compute what its rows have in common once; not where it sees images."""
+        possible = self.images is None and attends_over_trees(network, flex=self._flex)
+        self.shares = possible and settings.shared_prompts
+        """Whether a pass computes once what its rows have in common: asked for, and possible with this model."""
         self.sampled_distribution = SampledDistribution(network.config.name_or_path)
 
-    def forward(self, rows: Sequence[TrainRow], *, shared: bool, dtype: str) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats.
-
-        `shared` computes each distinct token once, for a model that `shares`; `dtype` is the precision of the pass. No
-        rows: those of `FILLER`.
-        """
+    def forward(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
         rows = rows or [FILLER]
         head = self.network.get_output_embeddings()
         device = head.weight.device
         targets = torch.from_numpy(np.concatenate([np.asarray(r.response_ids, np.int64) for r in rows])).to(device)
-        temperature = torch.tensor([row.temperature for row in rows], device=device)
-        lengths = torch.tensor([len(row.response_ids) for row in rows], device=device)
-        hidden = self._states(rows, shared=shared, dtype=dtype)
+        temperature = torch.tensor([row.temperature for row in rows], device=device)  # [rows]
+        lengths = torch.tensor([len(row.response_ids) for row in rows], device=device)  # [rows]
+        hidden = self.states(rows)
         shaping = self.sampled_distribution.of(rows, head.weight.shape[0], device)
         return token_logprobs(hidden, head.weight, head.bias, targets, temperature.repeat_interleave(lengths), shaping)
 
-    def states(self, rows: Sequence[TrainRow], *, shared: bool, dtype: str) -> Tensor:
-        """[tokens, hidden] the last hidden states that predict the response tokens, rows in order. No rows: those of
-        `FILLER`."""
-        return self._states(rows or [FILLER], shared=shared, dtype=dtype)
-
-    def _states(self, rows: Sequence[TrainRow], *, shared: bool, dtype: str) -> Tensor:
-        with _precision(self.network.get_output_embeddings().weight.device, dtype):
-            if shared:
+    def states(self, rows: Sequence[TrainRow]) -> Tensor:
+        """[tokens, hidden] the last hidden states that predict the response tokens, rows in order."""
+        rows, device = rows or [FILLER], self.network.get_output_embeddings().weight.device
+        with torch.autocast(device.type, dtype=getattr(torch, self._dtype), enabled=self._dtype != "float32"):
+            if self.shares:
                 return tree_states(self.network, rows, flex=self._flex)
             return plain_states(self.network, rows, self.images)
 
@@ -136,9 +127,3 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         """Give gathered weights back after a pass without gradients."""
         if self.sharded:
             self.reshard()
-
-
-def _precision(device: torch.device, dtype: str) -> Any:
-    if dtype == "float32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, dtype))

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from cotune.algorithms.samples import TrainRow
 from cotune.records.policies import PolicySpec
 from cotune.sampling.protocol import Weights
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.dist import copy_whole, gather
 from cotune.trainer.learner.logprob_model import LogprobModel
 
@@ -29,7 +28,6 @@ class PolicyModel:
     spec: PolicySpec
     index: int
     logprob_model: LogprobModel
-    settings: LearnerSettings
     peft: Any = None
     adapter: str | None = None
     frozen_copy: LogprobModel | None = None
@@ -48,11 +46,6 @@ class PolicyModel:
         """The size of the hidden states."""
         return int(self.network.config.get_text_config().hidden_size)
 
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether rows compute what they have in common once: asked for, and possible with this model."""
-        return self.settings.shared_prompts and self.logprob_model.shares
-
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by the names they have inside the network."""
         if self.adapter is None:
@@ -68,28 +61,29 @@ class PolicyModel:
     def token_logprobs(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
         self.activate()
-        return self._run(self.logprob_model, rows)
+        logprobs, entropy = self.logprob_model(rows)
+        return logprobs, entropy
 
     def logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
         """The log-probabilities of `token_logprobs` without gradients."""
         self.activate()
-        return self._without_gradients(self.logprob_model, rows)
+        return _without_gradients(self.logprob_model, rows)
 
     def states(self, rows: Sequence[TrainRow]) -> Tensor:
         """[tokens, hidden] what the policy's last layer makes of all before each response token, without gradients."""
         self.activate()
         with torch.no_grad():
-            found = self.logprob_model.states(rows, shared=self.shares_prompts, dtype=self.settings.dtype).float()
+            found = self.logprob_model.states(rows).float()
         self.logprob_model.release()
         return found
 
     def reference_logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
         """Log-probabilities of the same tokens under the untrained model, without gradients."""
         if self.frozen_copy is not None:
-            return self._without_gradients(self.frozen_copy, rows)
+            return _without_gradients(self.frozen_copy, rows)
         self.activate()
         with self.peft.disable_adapter():
-            return self._without_gradients(self.logprob_model, rows)
+            return _without_gradients(self.logprob_model, rows)
 
     def without_forced_tokens(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
         """The rows of an update, their loss masks without the tokens that a grammar forced."""
@@ -125,12 +119,9 @@ class PolicyModel:
             for name, tensor in state.items():
                 copy_whole(own[name], tensor)
 
-    def _run(self, model: LogprobModel, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = model(rows, shared=self.shares_prompts, dtype=self.settings.dtype)
-        return logprobs, entropy
 
-    def _without_gradients(self, model: LogprobModel, rows: Sequence[TrainRow]) -> Tensor:
-        with torch.no_grad():
-            found = self._run(model, rows)[0]
-        model.release()
-        return found
+def _without_gradients(model: LogprobModel, rows: Sequence[TrainRow]) -> Tensor:
+    with torch.no_grad():
+        logprobs: Tensor = model(rows)[0]
+    model.release()
+    return logprobs

@@ -27,7 +27,6 @@ class LocalTeacher:
     def __init__(self, model: str, settings: LearnerSettings) -> None:
         """Load `model`, a folder or Hugging Face id. Raises ConfigError."""
         self._model = load_frozen(model, settings)
-        self._settings = settings
         self._lock = threading.Lock()
         tokens = settings.micro_batch_tokens
         self._size = PassSize(MOST if tokens == "auto" else tokens, alone=True)
@@ -38,11 +37,10 @@ class LocalTeacher:
             return self._size.fitting(lambda: self._scores(rows), lambda: None)
 
     def _scores(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
-        shared = self._settings.shared_prompts and self._model.shares
         found: dict[int, npt.NDArray[np.float32]] = {}
-        for part in micro_batches(rows, range(len(rows)), self._size.tokens, shared):
+        for part in micro_batches(rows, range(len(rows)), self._size.tokens, self._model.shares):
             picked = [rows[i] for i in part]
-            values, _ = self._model(picked, shared=shared, dtype=self._settings.dtype)
+            values, _ = self._model(picked)
             found |= {i: v.cpu().numpy() for i, v in zip(part, values.split(lengths_of(picked)), strict=True)}
         return [found[i] for i in range(len(rows))]
 

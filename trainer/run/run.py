@@ -19,8 +19,7 @@ from cotune.sampling.protocol import ChatFormat, Sampler
 from cotune.storage.checkpoints import Best
 from cotune.storage.protocol import Store
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.learner.protocol import Learner
-from cotune.trainer.learner.taught import Teacher
+from cotune.trainer.learner.protocol import Learner, Teacher
 from cotune.trainer.publish import Proof
 from cotune.trainer.rollout.protocol import EpisodeRunner
 from cotune.trainer.run.checkpoint import Checkpoint

@@ -40,7 +40,7 @@ def policy(folder, how, dtype="float32"):
 def test_log_probabilities_are_those_of_blocks(folder, dtype, tolerance):
     rows = turns()
     found = [policy(folder, how, dtype) for how in ("blocks", "flex")]
-    assert [model.shares_prompts for model in found] == [True, True]
+    assert [model.logprob_model.shares for model in found] == [True, True]
     blocks, flex = (model.logprobs(rows) for model in found)
     torch.testing.assert_close(flex, blocks, atol=tolerance, rtol=tolerance)
 

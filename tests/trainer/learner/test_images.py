@@ -153,9 +153,9 @@ def test_images_of_one_form_go_through_the_model_together(folder, chat):
     while sampler.rows:
         sampler.step()
     rows = sampled_rows(jobs)
-    learner = LogprobModel(sampler.model, flex=False)
+    learner = LogprobModel(sampler.model, LearnerSettings())
     with torch.no_grad(), counted(sampler.model) as passes:
-        found, _ = learner(rows, shared=False, dtype="float32")
+        found, _ = learner(rows)
     assert sorted(passes, reverse=True) == [2 * count for count in prefills]
     assert np.abs(found.numpy() - np.concatenate([row.logprobs for row in rows])).max() < 2e-5
 
@@ -238,11 +238,11 @@ def test_positions_in_rows_and_columns_of_an_image_are_those_of_the_model(tmp_pa
     assert prefills == [2, 1]
     while batch.rows:
         batch.step()
-    learner = LogprobModel(model, flex=False)
+    learner = LogprobModel(model, LearnerSettings())
     learner.images = images
     rows = sampled_rows(jobs)
     with torch.no_grad():
-        found, _ = learner(rows, shared=False, dtype="float32")
+        found, _ = learner(rows)
     assert len(rows) == 6 and np.abs(found.numpy() - np.concatenate([row.logprobs for row in rows])).max() < 2e-5
     assert model.model.rope_deltas is not None and int(model.model.rope_deltas.flatten()[0]) < 0
 

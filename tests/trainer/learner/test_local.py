@@ -39,8 +39,7 @@ def test_shared_prompts_give_the_gradients_of_the_plain_path(base, layout, budge
     gradients = {}
     for shared in (True, False):
         model = learner._policies["a"]
-        model.settings = change(model.settings, shared_prompts=shared)
-        assert model.shares_prompts is shared
+        model.logprob_model.shares = shared
         total = 0.0
         for parameter in model.parameters().values():
             parameter.grad = None

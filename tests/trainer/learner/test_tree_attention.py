@@ -96,7 +96,7 @@ def test_gradients_and_metrics_are_those_of_one_sequence_per_row(learner, rows, 
     start = {key: p.detach().clone() for key, p in model.parameters().items()}
     found = []
     for shared in (False, True):
-        model.settings = change(model.settings, shared_prompts=shared)
+        model.logprob_model.shares = shared
         learner._passes = PassSize(budget if shared else 8192, alone=True)
         gradients = {}
         handles = [

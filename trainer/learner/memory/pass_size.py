@@ -247,7 +247,8 @@ def _kept(model: PolicyModel, groups: int) -> tuple[int, int]:
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda none: none):
         model.token_logprobs(rows)
     model.logprob_model.release()
-    return pass_tokens(rows, model.shares_prompts), sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    held = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return pass_tokens(rows, model.logprob_model.shares), held
 
 
 def _room(model: PolicyModel, settings: LearnerSettings, fixed: int) -> tuple[float, float, str]:

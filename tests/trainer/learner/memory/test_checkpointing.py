@@ -42,7 +42,7 @@ def test_gradients_are_those_without(base: str, layout: str, shared: bool) -> No
     rows = make_rows(groups=4)
     learner.update("a", rows)  # so that no LoRA matrix is zero
     model = learner._policies["a"]
-    assert model.shares_prompts is shared
+    assert model.logprob_model.shares is shared
     plain, again = (gradients(model, rows, checkpointed=on) for on in (False, True))
     assert plain.keys() == again.keys() == model.parameters().keys()
     for name, expected in plain.items():

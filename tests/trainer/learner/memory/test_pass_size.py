@@ -92,7 +92,7 @@ class Scarce:
 
         def limited(rows):  # type: ignore[no-untyped-def]
             found = whole(rows)
-            if len(micro_batches(rows, range(len(rows)), tokens, model.shares_prompts)) > 1:
+            if len(micro_batches(rows, range(len(rows)), tokens, model.logprob_model.shares)) > 1:
                 raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory")
             return found
 
