@@ -1,4 +1,12 @@
-"""From the samples of a step to what is trained on: filters, groups, rewards, advantages, rows."""
+"""From the samples of a step to the rows of an update: rewards, groups, filters, advantages.
+
+samples [n]  ── attribute ──>  returns [terms][n]     a reward lacks or ties: left out
+             ── build_groups ──>  groups, members [m]  alone in its group: left out
+             ── group_reasons ──>  order [k]           places in `samples` of the members that stay
+             ── advantages, shape ──>  values [k]      later calls of a branch join here
+             ── sample_reason ──>  gone [k]            why each is left out, "" where it stays
+             ── align ──>  rows                        places in [k], some of them twice
+"""
 
 from __future__ import annotations
 

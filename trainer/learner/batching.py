@@ -46,6 +46,7 @@ def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator
     prompts.
     """
     steps = -(-len(rows) // size)
+    # Keep the largest units whole that fit: conversations, then prompts, then single rows.
     for labels in (
         conversations(rows),
         _numbered([(row.prompt_ids, row.images) for row in rows]),
@@ -54,6 +55,7 @@ def mini_batches(rows: Sequence[TrainRow], size: int, generator: torch.Generator
         members: dict[int, list[int]] = {}
         for index, label in enumerate(labels):
             members.setdefault(label, []).append(index)
+        # Random order, then the longest first into the step that is shortest so far.
         groups = [members[label] for label in torch.randperm(len(members), generator=generator).tolist()]
         batches: list[list[int]] = [[] for _ in range(steps)]
         for group in sorted(groups, key=len, reverse=True):

@@ -1,4 +1,10 @@
-"""The learner of one process, which may be one rank of several that train the same weights."""
+"""The learner of one process, which may be one rank of several that train the same weights.
+
+update ── the rows of one policy in one step of training
+  └ epoch ── all rows, in another order each time
+      └ mini-batch ── rows of one optimizer step
+          └ pass (micro-batch) ── rows that go through the model at once; gradients add up over passes
+"""
 
 from __future__ import annotations
 
@@ -155,9 +161,8 @@ class LocalLearner:
             halved = self._passes.halved
 
             # log pi before the first step, which the loss's mask compares with the sampler's.
-            tokens.compare(
-                self._passes.fitting(partial(self._logprobs_before, model, rows, epochs, passed), lambda: None)
-            )
+            before = partial(self._logprobs_before, model, rows, epochs, passed)
+            tokens.compare(self._passes.fitting(before, lambda: None))
             found = {**tokens.masked_share(), "rows": float(sum(passed))}
             lengths = tokens.lengths.tolist()
             batches = [used for epoch in epochs for batch in epoch if (used := [i for i in batch if lengths[i]])]
@@ -217,7 +222,9 @@ class LocalLearner:
         with self._lock:
             check_rows(rows)
             self._passes.check(rows)
-            return self._passes.fitting(partial(self._states, self._model(policy), rows), lambda: None)
+            model, every = self._model(policy), [range(len(rows))]
+            parts = partial(self._computed, model, rows, every, lambda part: model.states(part).cpu())
+            return self._passes.fitting(lambda: dict(parts()), lambda: None)
 
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays: PEFT state-dict names for a LoRA, model parameter names else."""
@@ -315,9 +322,6 @@ class LocalLearner:
         for index, value in self._computed(model, rows, batches, model.logprobs):
             parts[index].copy_(value)
         return self._group.sum(found)
-
-    def _states(self, model: PolicyModel, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
-        return dict(self._computed(model, rows, [range(len(rows))], lambda part: model.states(part).cpu()))
 
     def _computed(
         self,

@@ -104,7 +104,7 @@ class _OverCalls(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[_Call], scaling: float | None
     ) -> Tensor:
-        output = query.new_empty(*query.shape[:2], value.shape[2])
+        output = query.new_empty(*query.shape[:2], value.shape[2])  # [T, heads, width]
         sums = []
         for call in calls:
             found, summed = _attend(*call.states(query, key, value), call.mask(query.dtype), scaling)
@@ -122,13 +122,14 @@ class _OverCalls(torch.autograd.Function):  # type: ignore[misc]
         calls: Sequence[_Call] = ctx.calls
         for call, summed in zip(calls, sums, strict=True):
             states, mask, above = call.states(query, key, value), call.mask(query.dtype), call.gradients(gradient)
+            # The CPU's kernel is given the sums of the forward pass; any other is run again under autograd.
             if summed is None:
                 found = _recomputed_gradients(*states, mask, ctx.scaling, above)
             else:
                 found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                     above, *states, call.outputs(output), summed, 0.0, mask is None, attn_mask=mask, scale=ctx.scaling
                 )  # fmt: skip
-            call.put(found[0], of_query)
+            call.put(found[0], of_query)  # a token is a query once, and a key in several calls: those add up
             of_key.index_add_(0, call.keys, found[1].transpose(1, 2).flatten(0, 1))
             of_value.index_add_(0, call.keys, found[2].transpose(1, 2).flatten(0, 1))
         return of_query, of_key, of_value, None, None
