@@ -26,9 +26,9 @@ from cotune.sampling.scoring import components
 from cotune.user_objects import remedy_of
 
 activators: list[Callable[[], None]] = []
-"""Run before every episode, cheaply: what installs the integrations."""
+"""Run before every episode, cheaply: it installs the integrations."""
 starters: list[Callable[[], None]] = []
-"""Run before every episode of a workflow that cotune runs itself, cheaply: what keeps its frameworks from asking."""
+"""Run before every episode of a workflow that cotune runs itself, cheaply: it keeps frameworks from asking the user."""
 
 _BUSY = re.compile(r"(?<!event loop )is (?:already|currently) running")
 """What frameworks say of a crew or team that is asked to run twice at once."""
@@ -38,9 +38,9 @@ UNSEEN = (
     "exception that the application swallows before it calls."
 )
 """What to do where no call of a workflow is seen."""
-_SHARED = "Several episodes run at once: make what runs in the workflow function, or give it to cotune.workflow itself."
+_SHARED = "Several episodes run at once: make the crew or team in the workflow function, or give it to cotune.workflow."
 _CANCELLED = (
-    "Look for what cancels: a task's cancel(), a cancellation token, a time limit or a loop of the application's own. "
+    "Look for a task's cancel(), a cancellation token, a time limit or a loop of the application's own. "
     "Where it is meant to be cancelled, catch CancelledError in the workflow function and return an outcome."
 )
 _LONGEST = 1000
@@ -79,7 +79,7 @@ class EpisodeOptions:
     record_tools: bool = False
     """Whether results of a framework's tools are recorded, as those of functions under `cotune.recorded` always are."""
     freeze: bool = False
-    """Whether what clock, uuid and random give is recorded."""
+    """Whether the values of clock, uuid and random are recorded."""
 
 
 async def run_episode(
@@ -158,7 +158,7 @@ def _unknown(value: Any) -> list[str]:
 
 
 def outcome_of(value: Any, source: str, *, some: bool = True) -> tuple[dict[str, float], dict[str, float]]:
-    """Rewards and metrics of what a workflow returned.
+    """Rewards and metrics of the value that a workflow returned.
 
     A number is the reward `team`; a bool is that and the metric `success`. In a dict every entry is a named reward,
     except `success` (a metric, and the reward `team` where it stands alone) and `metrics` (a dict of metrics). An entry

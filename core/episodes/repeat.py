@@ -15,7 +15,7 @@ from cotune.replay.script import Replay
 
 
 def repeating(workflow: Workflow, replay: Replay, others: Responder | None) -> tuple[Workflow, ReplayResponder]:
-    """`workflow` and what answers it in one episode that repeats another; `others` answers what is new.
+    """`workflow`, and the responder of one episode that repeats another; `others` answers new calls.
 
     The episode fails with ReplayDiverged where it asks something else than is recorded, or less, whatever the
     application makes of that.

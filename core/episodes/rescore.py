@@ -1,4 +1,4 @@
-"""Scoring what was recorded, without running anything: candidates of stored calls, by the scorers of today."""
+"""Scores the candidates of stored calls by the workflow's present scorers, without running the application."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     tasks: Sequence[Task]
     sink: Sink
-    """Gets what the episodes record."""
+    """Gets the records of the episodes."""
     phase: str
     training_step: int | None = None
     rollouts: int = 1
@@ -36,7 +36,7 @@ class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
     record_tools: bool = False
     """Whether the results of a framework's tools are recorded, and given again in `replays`."""
     freeze: bool = False
-    """Whether what clock, uuid and random give is recorded, and given again in `replays`."""
+    """Whether the values of clock, uuid and random are recorded, and given again in `replays`."""
     done: Sequence[Episode] = ()
     """Episodes of the batch that finished before an interruption; they are not run again."""
     on_episode: Callable[[Episode], None] | None = None

@@ -28,7 +28,7 @@ T = TypeVar("T")
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run`; in a thread of its own, with the caller's context, when this one has a running loop.
 
-    `sys.exit` in a task of the application's and `loop.stop()` do not end the loop: that is logged, and goes on.
+    `sys.exit` in a task of the application's and `loop.stop()` do not end the loop: they are logged.
     On the main thread the first SIGINT or SIGTERM cancels `work`, or does what `interrupts.stop_by` says; a second one
     ends it at once. Raises KeyboardInterrupt then.
     """

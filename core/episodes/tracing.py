@@ -69,10 +69,10 @@ class Trace:
     With a `path`, into that records file (or `records.db` in that folder), to which it adds; without one in memory.
     A process that is killed loses the calls of its last moment, unless `durable`: then an answer goes on to the
     application once its call is committed, which takes some milliseconds.
-    `task` names what is being done: a text, or any JSON value as in a tasks file. Inside an episode, calls belong to
+    `task` is a text, or any JSON value as in a tasks file. Inside an episode, calls belong to
     the episode as they did before, and are recorded here as well. `roles` names the role of each call: a function of
     a CallRequest, or `"caller"` for the name of the function of yours that makes it. Raises
-    RunError for a file that cannot be used, WorkflowError for what is no roles function.
+    RunError for a file that cannot be used, WorkflowError unless `roles` is a roles function.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Trace:
     def reward(self, value: float | None = None, /, **named: float) -> None:
         """Give the episode a reward: a number (`team`) or named numbers, also after the block.
 
-        The last one of a name wins. Raises WorkflowError for what is no finite number.
+        The last one of a name wins. Raises WorkflowError unless each is a finite number.
         """
         given = {**({} if value is None else {"team": value}), **named}
         sink, live = self._sink, self._episode()

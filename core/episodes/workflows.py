@@ -72,7 +72,7 @@ class Workflow:
     def redactor(self, fn: RedactorT) -> RedactorT:
         """Decorate a function that sees each message before it is stored, and returns the message to store.
 
-        Several apply in order. Raises WorkflowError for what is no plain function of one argument.
+        Several apply in order. Raises WorkflowError unless it is a plain function of one argument.
         """
         check_redactor(fn)
         self.redactors.append(fn)
@@ -86,7 +86,7 @@ class Workflow:
     def named_by(self, roles: str | None) -> Workflow:
         """This workflow with roles by `module:function`, `file.py:function` or `caller` instead of its own (if any).
 
-        Raises ConfigError for what is not there, WorkflowError for what is no roles function.
+        Raises ConfigError if it does not exist, WorkflowError if it is not a roles function.
         """
         return replace(self, roles=load_roles(roles)) if roles else self
 
@@ -192,7 +192,7 @@ def workflow(
     if runner is not None:
         return _attach(_of_graph(runner, inputs, reward), _called(app), naming)
     if not callable(app) or isinstance(app, type):
-        raise WorkflowError(f"{app!r} is not a workflow: accepted is {_ACCEPTED}.", f"For example: {_EXAMPLE}")
+        raise WorkflowError(f"{app!r} is not a workflow.", f"Give {_ACCEPTED}. For example: {_EXAMPLE}")
     if inputs is not None or reward is not None:
         raise WorkflowError("A function takes no inputs= or reward=.", "Return the reward from the function.")
     if not takes(app, 1):
@@ -233,7 +233,7 @@ def load_workflow(spec: str) -> Workflow:
 def load_roles(spec: str) -> RolesFunction:
     """Import a roles function: `package.module:name`, `path/to/file.py:name`, `caller` or `model`.
 
-    Raises ConfigError for what is not there, WorkflowError for what is no roles function.
+    Raises ConfigError if it does not exist, WorkflowError if it is not a roles function.
     """
     named = spec in (CALLER, MODEL)
     found = (

@@ -1,1 +1,1 @@
-"""From what an application does to records of its episodes, while it runs."""
+"""Records the episodes of an application while it runs."""

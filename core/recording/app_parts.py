@@ -11,8 +11,8 @@ PartKind = Literal["node", "member", "agent", "method", "agent type"]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A graph's node, a team's member, a crew's agent, a flow's method, a runtime's type of agents. `role` is what its
-    calls would be named."""
+    """A graph's node, a team's member, a crew's agent, a flow's method, a runtime's type of agents. Its calls
+    would have the role `role`."""
 
     role: str
     kind: PartKind
@@ -42,7 +42,7 @@ class Parts:
         self._entered.add(role)
 
     def add_words(self, words: Iterable[str]) -> None:
-        """Add words that the application waits for in an answer, such as those that end a team's chat."""
+        """Add words that the application waits for in an answer, for example those that end a team's chat."""
         self._words.update(dict.fromkeys(words))
 
     @property

@@ -25,7 +25,7 @@ more, keeping it less."""
 OUTPUTS, OUTPUT_BYTES = 100_000, 8 << 20
 """Most answers that are kept, and most bytes of all of them."""
 _OVERHEAD = 200
-"""Bytes of an entry beside its key and value, about."""
+"""About the bytes of an entry apart from its key and value."""
 HISTORIES = 16
 """Roles whose last messages are kept, to know them again in the next call."""
 NAMES, NAME_BYTES = 100_000, 8 << 20
@@ -37,7 +37,7 @@ _FORGOTTEN = (
 
 
 class CallerContext(msgspec.Struct):
-    """Who is about to make an LLM call. `state` is what scorers see as `call.state`.
+    """Who is about to make an LLM call. Scorers see `state` as `call.state`.
 
     A framework may leave a caller's context in a copy of the ContextVars, where a reset would be lost; so `done` is a
     flag on the shared object.
@@ -64,7 +64,7 @@ class CallerContext(msgspec.Struct):
 
 
 class SentMessage:
-    """A message of a request, and what is known of it since it was first sent."""
+    """A message of a request, and what was found out about it when it was first sent."""
 
     __slots__ = ("address", "key", "message")
 
@@ -73,11 +73,11 @@ class SentMessage:
         self.address: str | None = None
         """Its content address, once a call with it has been recorded."""
         self.key: Hashable = None
-        """Of an assistant message: what it is known by among the answers (`Outputs`)."""
+        """Of an assistant message: its key among the answers (`Outputs`)."""
 
 
 class PendingCall:
-    """A chat request of one role in an episode: what is recorded of a call before anything is known of its answer."""
+    """A chat request of one role in an episode: a call before its answer."""
 
     __slots__ = (
         "attempts", "caller", "episode_id", "id", "messages", "model", "params", "parents", "role", "sent", "started",
@@ -97,7 +97,7 @@ class PendingCall:
         self.attempts: list[str] = []
         """Requests that failed before the client's retry, each as `<status>: <cause>`."""
         self.parents: tuple[str, ...] = ()
-        """Calls whose outputs the messages contain: only such as had ended when this one started."""
+        """Calls whose outputs the messages contain, if they had ended when this one started."""
         self._take(body)
 
     def _take(self, body: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ def _key(message: Mapping[str, Any]) -> Hashable:
 
 
 def _exact(value: Any) -> bool:
-    """Whether what equals this JSON value is the same JSON: 1, 1.0 and True are equal."""
+    """Whether a value that equals this one is the same JSON: not so for numbers, as 1, 1.0 and True are equal."""
     if isinstance(value, Mapping):
         return all(map(_exact, value.values()))
     return all(map(_exact, value)) if isinstance(value, list) else value is None or isinstance(value, str)
@@ -197,7 +197,7 @@ class CallRecords:
             self._warn("unlinked_call", f"A call of role {call.role!r} has no parents: {type(error).__name__}.")
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
-        """Token paths of a role so far: prompts, and prompts with the reply that went on."""
+        """Token paths of a role so far: prompts, and prompts with the reply that was chosen."""
         with self._lock:
             return self._prompts.paths(role)
 
@@ -328,7 +328,7 @@ def _call(
 
 
 class _Path:
-    """A known path in packed form. That of a reply is made, and becomes a segment, when a later prompt goes on from it;
+    """A known path in packed form. That of a reply is made, and becomes a segment, when a later prompt continues it;
     until then it is among the `replies` of its prompt."""
 
     __slots__ = ("base", "digest", "id", "packed", "replies")

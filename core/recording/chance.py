@@ -16,7 +16,7 @@ from cotune.records.structs import Message
 KEPT = 50_000
 """Values that are kept of one episode; further ones are not given again."""
 freezers: list[Callable[[], None]] = []
-"""Run before an episode that is frozen, cheaply: what hooks clock, uuid and random."""
+"""Run before an episode that is frozen, cheaply: it hooks clock, uuid and random."""
 
 
 def start_freezing() -> None:
@@ -39,10 +39,10 @@ class Read(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chance:
-    """What clock, uuid and random give in one episode: in a replay what they gave in the record, by kind and place, the
-    first first, as long as there is some; then anything new. Safe from any thread.
+    """The values of clock, uuid and random in one episode. A replay gives the recorded values again, by kind and place
+    and in their order, and new ones when they are used up. Safe from any thread.
 
-    A clock goes on from what it gave last at its ordinary pace.
+    A clock continues from its last value at its ordinary pace.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Chance:
         self._reads: list[Read] = []
         self._given: dict[tuple[str, str], deque[Read]] = {}
         self._behind: dict[str, int] = {}
-        """By clock, how far what it gives is from the real one, in ns."""
+        """By clock, its difference from the real one in ns."""
         self.dropped = 0
         """Values that are not kept, as there were too many."""
 

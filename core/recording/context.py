@@ -34,7 +34,7 @@ _override: ContextVar[str | None] = ContextVar("cotune_role", default=None)
 
 current_scope: ContextVar[Scope | None] = ContextVar("cotune_scope", default=None)
 scope_finders: list[Callable[[], CallerContext | None]] = []
-"""How integrations find a scope that nothing enters here, such as the node of a graph."""
+"""How integrations find a scope that is not entered by `entered`, for example the node of a graph."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +64,7 @@ def innermost(kind: type[ScopeT]) -> ScopeT | None:
 
 @contextmanager
 def entered(scope: Scope) -> Iterator[None]:
-    """Calls made inside are made in `scope`, and are no part of a call that goes on around it."""
+    """Calls made inside are made in `scope`, and are no part of a call around it."""
     with setting(current_scope, scope), called_by(None):
         yield
 
@@ -115,8 +115,8 @@ def identify() -> CallerContext:
 
 
 def _enclosing() -> CallerContext | None:
-    """Of the current scope and of what is found, the inner one: what was found already when the scope was made is
-    around it. A fault of an integration costs the call its role, never the application the call."""
+    """The inner one of the current scope and the scope that is found: one that was found already when the current scope
+    was made is around it. A fault of an integration costs the call its role, never the application the call."""
     found, scope = _found_scope(), current_scope.get()
     if scope is None or (found is not None and found.scope_id != scope.found):
         return found
@@ -142,11 +142,11 @@ def _count_unidentified(error: Exception) -> None:
 
 
 def carry_context(*, callers: bool = False) -> None:
-    """Make threads and what is submitted to thread pools run in a copy of the caller's context, inside an episode only.
+    """Make threads and jobs of thread pools run in a copy of the caller's context, inside an episode only.
 
     Covers `Thread.start` (timers too), `ThreadPoolExecutor.submit` (so `map` and `run_in_executor`) and
     `multiprocessing.pool.ThreadPool`, also of pools made before. With `callers`, for an episode whose roles a function
-    names, tasks of asyncio know who started them. Outside an episode all of them do what they always did.
+    names, tasks of asyncio know who started them. Outside an episode nothing changes.
     """
     _carry_into_threads()
     if callers:

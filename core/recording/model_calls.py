@@ -29,7 +29,7 @@ from cotune.runtime.context_vars import setting
 from cotune.runtime.loop_watch import running_context
 
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
-"""What reading a request or an answer raises where it is not what an integration expects."""
+"""Raised when a request or an answer that is read has another form than an integration expects."""
 _CANCELLED = (asyncio.CancelledError, concurrent.futures.CancelledError, KeyboardInterrupt, GeneratorExit)
 _DETAIL = 500
 """Most characters of an error message that are recorded."""
@@ -46,7 +46,7 @@ def open_call(request: Callable[[], Mapping[str, Any] | None]) -> LiveCall | Non
 
     None outside an episode, within a call that is open already, where there is no body, and for a call that cannot be
     recorded (counted).
-    Where a responder would have answered that one, what `request` raised is raised, or RecordError.
+    Where a responder would have answered it, the error of `request` is raised, or RecordError.
     """
     episode = current_episode.get()
     if episode is None or opened_call.get() is not None:
@@ -75,7 +75,7 @@ def warn_unrecorded(episode: LiveEpisode, error: Exception) -> None:
 def ask(call: LiveCall) -> Answer | None:
     """End the call with the responder's answer, from a thread that may wait; None where no responder answers it.
 
-    Raises what the responder raises, and records that.
+    Errors of the responder are recorded and raised.
     """
     try:
         found = answer_blocking(call)
@@ -111,7 +111,7 @@ def observed(call: LiveCall) -> Iterator[None]:
 
 
 def raised(call: LiveCall, error: BaseException, part: Answer | None = None) -> None:
-    """End the call with an error that goes on to the application; `part` is what had been answered by then."""
+    """End the call with an error that the application gets too; `part` is the answer so far."""
     call.fail(*reason_of(error), part, outage=not refused(error))
     if call.outage:
         call.episode.outages.append(error)
@@ -135,7 +135,7 @@ def end_call(
     read: Callable[[Any], Answer],
     part: Callable[[Any], Answer | None] = lambda returned: None,
 ) -> None:
-    """End the call with what the model returned, as `read` has it, unless its wire request has ended it.
+    """End the call with the answer that `read` finds in what the model returned, unless its wire request has ended it.
 
     What `read` raises is not the application's fault: the call is recorded as malformed, with the `part` that there is.
     """
@@ -152,7 +152,7 @@ def end_call(
 async def answer(call: LiveCall) -> Answer | None:
     """Await the responder: directly on the episode's loop, from any other loop by way of it.
 
-    None where no responder answers. Raises what the responder raises.
+    None where no responder answers. Raises the errors of the responder.
     """
     episode = call.episode
     if episode.responder is None:
@@ -258,7 +258,7 @@ async def _respond(call: LiveCall) -> Answer | None:
         call.episode.warn(
             "buffered_stream",
             f"Role {call.role!r} streams its answers, and the best of several candidates is known only at the end: "
-            "such a stream comes at once.",
+            "the stream comes at once.",
         )
     return found
 

@@ -1,4 +1,4 @@
-"""The recorder: turns what an application does into records, while it runs.
+"""The recorder: turns the calls of an application into records, while it runs.
 
     LiveEpisode: one run of the application        -> Episode, RewardRecord (team)
       LiveCall: one call, by step, role and turn   -> CallRecord
@@ -123,13 +123,13 @@ class LiveCall(PendingCall):
     def fail(self, status: CallStatus, error: str, part: Answer | None = None, *, outage: bool = True) -> None:
         """Record the call as failed; its episode keeps going unless the application stops.
 
-        `part` is what had been answered by then: it is recorded and never trained on. `outage` says whether the
+        `part` is the answer so far: it is recorded and never trained on. `outage` says whether the
         infrastructure failed the call, if the application did not cancel it.
         """
         self.episode._end(self, part, status, error, outage=outage and status != "cancelled")
 
     def ends_like(self, call: LiveCall, answer: Answer | None, status: CallStatus, error: str | None) -> None:
-        """Record an end of this copy of `call`, with what became of the call since it started."""
+        """Record an end of this copy of `call`, with the call's present messages and parameters."""
         self.messages, self.tools, self.model, self.params = call.messages, call.tools, call.model, call.params
         self.streamed, self.attempts = call.streamed, call.attempts
         self.sent = list(map(SentMessage, call.messages))
@@ -173,7 +173,7 @@ class LiveEpisode:
         self.outage = False
         """Whether the infrastructure failed the last call to end: then it is blamed for a failure of the episode."""
         self.outages: list[BaseException] = []
-        """What such calls raised in the application."""
+        """The errors of these calls in the application."""
         self.notes: dict[str, Any] = {}
         """Working state of integrations, by integration; goes with the episode."""
         self.tape = Tape()
@@ -191,7 +191,7 @@ class LiveEpisode:
         self._open: dict[str, LiveCall] = {}
         self._stopped: list[LiveCall] = []
         self.interrupted = False
-        """Whether it was stopped, by Ctrl-C or its time-out: what it still does and says is of no use."""
+        """Whether it was stopped, by Ctrl-C or its time-out: its further errors are ignored."""
         self.redaction = Redaction(self.redactors, self.keep_token_ids, self.warn) if self.redactors else None
         """What is stored goes through it first; scorers, responders and the application see everything as it is."""
         self._records = CallRecords(self.redaction, self._lock, self.warn)
@@ -232,7 +232,7 @@ class LiveEpisode:
                 tool.calls += 1
             if caller.thread is not None:
                 self._threads.add(caller.thread)
-            self._records.link(call)  # under the lock: what ends from now on was not read
+            self._records.link(call)  # under the lock: calls that end from now on were not read
         return call
 
     def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:

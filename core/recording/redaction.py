@@ -1,4 +1,4 @@
-"""Redaction: functions of the user's that see each message before it is stored, and what is stored instead."""
+"""Redaction: functions of the user change each message before it is stored."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _FINISHED = {"stop", "length", "tool_calls", "function_call", "content_filter", 
 """Finish reasons that are none of a provider's own making."""
 FAILED = "[redaction failed]"
 WITHHELD = "[redacted]"
-"""In place of a grammar that holds what was redacted, and of the hash of an image."""
+"""In place of a grammar that holds redacted text, and of the hash of a redacted image."""
 _KEPT, _MOST = 100_000, 16 << 20
 """Messages, and bytes of them, whose redaction an episode keeps; older ones are redacted again."""
 _json = msgspec.json.Encoder(enc_hook=plain)
-"""As the store encodes what is no JSON."""
+"""Values that JSON does not have are encoded as the store does it."""
 
 
 class RedactedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class RedactedCall(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     answer: Answer | None = None
     changed: bool = False
-    """Whether anything differs from what was sent and answered."""
+    """Whether anything differs from the request and the answer."""
     tokens_withheld: bool = False
     """Whether the token ids of its prompt may not be stored."""
 
@@ -60,8 +60,8 @@ def check_redactor(fn: Any) -> Redactor:
 
 
 def load_redactor(spec: str) -> Redactor:
-    """Import `module:function` or `file.py:function`. Raises ConfigError for what is not there, WorkflowError for what
-    is no redactor."""
+    """Import `module:function` or `file.py:function`. Raises ConfigError if it does not exist, WorkflowError
+    if it is not a redactor."""
     return check_redactor(load_object("redact", spec, "--redact privacy:hide"))
 
 
@@ -98,7 +98,7 @@ class Redaction:
         return self._seen(message)[0]
 
     def changes(self, message: Mapping[str, Any]) -> bool:
-        """Whether what is stored of a message differs from it."""
+        """Whether a message is stored in another form."""
         return self._seen(message)[1]
 
     def content(self, role: str, content: Any) -> Any:
@@ -140,7 +140,7 @@ class Redaction:
         formed = params != call.params or (tools is not None and self.changes(tools))
         answer = None if call.answer is None else self._answer(call.answer, formed, [stored for stored, _ in messages])
         changed = tokens_withheld or answer != call.answer or params != call.params or error != call.error
-        if changed and answer is not None:  # the likeliest tokens may be of what was hidden anywhere
+        if changed and answer is not None:  # the likeliest tokens may tell a hidden text
             bare = tuple(msgspec.structs.replace(candidate, shown=None) for candidate in answer.candidates)
             answer = msgspec.structs.replace(answer, candidates=bare)
         return RedactedCall(
@@ -191,7 +191,7 @@ class Redaction:
         return {"role": role, "content": content}
 
     def _seen(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-        """What to store, and whether it differs. Redactors see what would be stored: the message as JSON."""
+        """The message to store, and whether it differs. Redactors see the message as JSON, as it would be stored."""
         try:
             raw = _json.encode(message)
         except Exception:  # noqa: BLE001

@@ -76,7 +76,7 @@ class Tape:
         with self._lock:
             queue = self._given.get((name, digest))
             given = queue.popleft() if queue else None
-        # A copy: all branches of an episode are given the same, and applications change what they get.
+        # A copy: all branches of an episode are given the same, and applications change their copies.
         use = ToolUse(name, digest) if given is None else ToolUse(name, digest, True, copy.deepcopy(given.value))
         with setting(tool_at_work, use):
             yield use
@@ -112,12 +112,12 @@ class Tape:
 
 
 def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any], without: Sequence[str] = ()) -> list[Any]:
-    """The arguments of a call as one value; what is no JSON stands by its type."""
+    """The arguments of a call as one value; arguments that JSON cannot hold are named by their type."""
     return [list(args), {name: value for name, value in kwargs.items() if name not in without}]
 
 
 def _digest(arguments: Any) -> str:
-    """What tells two uses apart: the arguments as JSON; what JSON cannot hold at all, as Python writes it."""
+    """A digest that tells two uses apart: of the arguments as JSON, or of their `repr` if JSON cannot hold them."""
     try:
         return address(_canonical(arguments))
     except Exception:  # noqa: BLE001  # a tool of the application's must run whatever it takes

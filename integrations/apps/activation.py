@@ -34,8 +34,7 @@ class Framework(NamedTuple):
     needs: tuple[str, ...]
     """Distributions of which it must support the installed versions (`versions.SUPPORTED`)."""
     hooks: Mapping[str, str]
-    """By foreign module: what hooks it once it is loaded, a module of the folder with `install`, or `module:function`.
-    """
+    """By foreign module: the module of the folder whose `install` hooks it once it is loaded, or `module:function`."""
     objects: str = ""
     """How the module of its application objects' classes begins, if it has objects that can be run."""
     runner: str = ""
@@ -90,7 +89,7 @@ INTEGRATIONS = {
     for framework in FRAMEWORKS
     for module, hook in framework.hooks.items()
 }
-"""By foreign module: what hooks it, and the distributions that it needs."""
+"""By foreign module: the function that hooks it, and the distributions that it needs."""
 
 _QUIET = {
     "CREWAI_DISABLE_TELEMETRY": "true",

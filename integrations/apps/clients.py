@@ -20,12 +20,12 @@ from cotune.records.answers import Answer
 @dataclass(frozen=True, kw_only=True)
 class Client:
     """How the models of one framework are called. The functions take the arguments of the method, the model
-    first; options may have any name, so what comes before them is positional."""
+    first; options may have any name, so the arguments before them are positional."""
 
     request: Callable[..., Mapping[str, Any] | None]
     """The arguments as a chat request in OpenAI form; None for a call that is recorded elsewhere."""
     reply: Callable[..., Any]
-    """`(call, answer, *arguments)`: what the method returns for an answer."""
+    """`(call, answer, *arguments)`: the method's result for an answer."""
     answer: Callable[[Any], Answer]
     """What the model returned, or the list of parts that it streamed, as an answer."""
     parts: Callable[[LiveCall, Answer], Iterable[Any]] = lambda call, answer: ()
@@ -133,8 +133,8 @@ class Client:
 
 
 class Proxy:
-    """Stands for an object of a framework inside an episode, on behalf of its owner: in all but what a subclass does in
-    the owner's name it is that object."""
+    """Stands for an object of a framework inside an episode, on behalf of its owner. A subclass acts in its owner's
+    name; in everything else it is that object."""
 
     __slots__ = ("_cotune_inner", "_cotune_owner")
 

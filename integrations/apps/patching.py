@@ -40,7 +40,7 @@ def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def record_tools(base: Any, *names: str, without: Sequence[str] = ()) -> None:
-    """Wrap these methods of all classes of tools below `base`, those there are and those to come: what they return is
+    """Wrap these methods of all classes of tools below `base`, those there are and those to come: their results are
     recorded, and given again in a replay, where the episode records tools. `without` are arguments that belong to the
     run and not to the use."""
 
@@ -52,8 +52,8 @@ def record_tools(base: Any, *names: str, without: Sequence[str] = ()) -> None:
 
 
 def cache_left_aside() -> bool:
-    """Whether a cache of the application's is neither read nor written here: what a policy (or a dry run) answers is a
-    sample of one version, which neither another sample nor the application's own later runs may get. It is counted."""
+    """Whether a cache of the application's is neither read nor written here: an answer of a policy (or of a dry run) is
+    a sample of one version, which no other sample and no later run of the application may get. It is counted."""
     episode = current_episode.get()
     if episode is None or episode.responder is None:
         return False

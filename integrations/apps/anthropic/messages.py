@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: requests as chat requests, an answer as a Message and its events, and such as an answer."""
+"""Anthropic's Messages API: requests as chat requests, and answers as Messages and their events, both ways."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
 
 def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
     """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
-    found = [what for field, what in _UNANSWERED.items() if asked.get(field)]
+    found = [reason for field, reason in _UNANSWERED.items() if asked.get(field)]
     found += hosted_tools(chat)
     unread = [
         str(part.get("type"))
@@ -219,13 +219,13 @@ def arguments_in(episode: LiveEpisode) -> BoundedCache[str]:
 
 
 def keep_arguments(episode: LiveEpisode, name: str, arguments: str) -> None:
-    """Remember arguments as they were written; what is forgotten for them is counted."""
+    """Remember arguments as they were written; those that are forgotten for lack of room are counted."""
     for _ in range(arguments_in(episode).put(name, arguments, bytes_of((name, arguments)))):
         episode.warn("forgotten_arguments", _FORGOTTEN)
 
 
 def messages_of(given: Iterable[Mapping[str, Any]], written: BoundedCache[str]) -> list[dict[str, Any]]:
-    """Messages of blocks as chat messages: results of tools become messages of their own, before the text beside them.
+    """Messages of blocks as chat messages: results of tools become messages of their own, before its text.
 
     A block that no chat message can say is kept as it is, as a part of its message's content.
     """
@@ -293,7 +293,7 @@ def _blocks(content: Any) -> list[Mapping[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
-        raise ValueError("a content is neither text nor a list of blocks")
+        raise ValueError("content is neither text nor a list of blocks")
     return content
 
 

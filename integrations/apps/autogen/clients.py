@@ -1,7 +1,7 @@
 """AutoGen: who makes a call, by the object that holds the model client.
 
-Inside an episode, what an agent or a team's manager reads as its `_model_client` is a proxy that names its owner while
-a request is made. Outside, and in whatever else is done with it, it is the client itself. Agents pass each other texts
+Inside an episode the `_model_client` of an agent or a team's manager is a proxy that names its owner while a request is
+made. Outside, and for every other use, it is the client itself. Agents pass each other texts
 without ids, so which call a text is from goes by who wrote it.
 """
 
@@ -162,7 +162,7 @@ def _caller(episode: LiveEpisode, owner: Any, messages: Any) -> CallerContext:
         read = lineage_of(episode).read([*earlier, *messages])
         return CallerContext(role, NAME, state=state, read=read, output=new_id())
     except Exception as error:  # noqa: BLE001
-        episode.warn("autogen", "The AutoGen integration could not tell what a call reads.", error)
+        episode.warn("autogen", "The AutoGen integration could not find the messages that a call reads.", error)
         return CallerContext(str(getattr(owner, "name", "app")), NAME)
 
 
@@ -174,7 +174,7 @@ def _name(owner: Any, names: Names | None) -> str:
 
 
 def _has_answered(episode: LiveEpisode, owner: Any, caller: CallerContext, result: Any) -> None:
-    """After a call: what its answer says, for the calls that will read it."""
+    """Keep the answer of a call for the calls that will read it."""
     if not caller.calls:
         episode.warn(
             "unseen_call",

@@ -41,7 +41,7 @@ def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any])
 
 
 def result_of(answer: Answer) -> CreateResult:
-    """The chosen candidate as what `create` returns; text beside function calls is its thought."""
+    """The chosen candidate as the result of `create`; the text of an answer with function calls is its thought."""
     candidate = answer.candidates[answer.chosen]
     text = str(candidate.message.get("content") or "")
     calls = [

@@ -45,7 +45,7 @@ class Names:
 
 @dataclass(slots=True, eq=False)
 class AutogenScope(Scope):
-    """One agent, team, manager or tool at work. A manager or tool is a part of what is around it."""
+    """One agent, team, manager or tool at work. A manager or tool is a part of the scope around it."""
 
     owner: Any
     name: str
@@ -105,7 +105,7 @@ def in_scope(
     opened: Callable[..., AutogenScope], seen: Callable[[LiveEpisode, AutogenScope, Any, Sequence[Any], Any], None]
 ) -> Callable[[Any], Any]:
     """Wraps a method, async or an async generator, so that in an episode it runs in the scope that `opened` makes of
-    its arguments. `seen(episode, scope, item, args, options)` gets what it returns, or each item."""
+    its arguments. `seen(episode, scope, item, args, options)` gets its result, or each item."""
 
     def wrapper(original: Any) -> Any:
         def run(self: Any, *args: Any, **options: Any) -> Any:
@@ -150,7 +150,7 @@ def _report_parts(root: Any, names: Names) -> None:
 
 
 def _watch_shared(names: Names) -> None:
-    """Warn where episodes of a run share an agent or team: it remembers what others said, and runs once at a time."""
+    """Warn where episodes of a run share an agent or team: it keeps their messages, and runs once at a time."""
     episode = current_episode.get()
     if episode is None or episode.phase == "trace":
         return

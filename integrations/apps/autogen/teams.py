@@ -32,7 +32,7 @@ def install() -> None:
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
-    """Run a team or an agent on a task, each time as a copy of its own; None for what is neither."""
+    """Run a team or an agent on a task, each time as a copy of its own; None for any other object."""
     if not isinstance(app, ChatAgent | Team):
         return None
 
@@ -71,7 +71,7 @@ async def _at_work(team: Any, episode: LiveEpisode, source: AsyncIterator[Any]) 
 
 
 def _member(team: AutogenScope, agent: Any) -> AutogenScope:
-    """The scope of what a team's runtime hands a message to: the team's own, or its manager's."""
+    """The scope of an agent that a team's runtime hands a message to: the team's own, or its manager's."""
     if not isinstance(agent, BaseGroupChatManager):
         return team
     part = next((name for cls, name in _PARTS.items() if isinstance(agent, cls)), "manager")

@@ -1,4 +1,4 @@
-"""CrewAI: enters a scope around what runs (agents, tasks, flow methods, guardrails), and runs crews and flows."""
+"""CrewAI: enters a scope around agents, tasks, flow methods and guardrails, and runs crews and flows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FINISHING = ("crewai.agents.agent_executor", "crewai.lite_agent")
 
 
 def install() -> None:
-    """Hook agents, tasks, flows and models. Raises UnsupportedVersion where this CrewAI has not what is hooked."""
+    """Hook agents, tasks, flows and models. Raises UnsupportedVersion where this CrewAI lacks a hook."""
     crewai_models.install()
     record_tools(BaseTool, "run", "_run", "arun", "_arun")
     for name in ("execute_task", "aexecute_task"):

@@ -1,4 +1,4 @@
-"""CrewAI's memory asks a model of its own accord: what it asks is no agent's turn."""
+"""CrewAI's memory asks a model itself: that is no agent's turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _METHODS = ("remember", "remember_many", "extract_memories", "recall")
 
 
 def install() -> None:
-    """Give what the memory asks the role `memory`."""
+    """Give calls of the memory the role `memory`."""
     require_hooks("crewai", Memory, *_METHODS)
     for name in _METHODS:
         asked = inside(vars(Memory)[name], lambda *args, **kwargs: at_work(part_scope("memory", inside=False)))

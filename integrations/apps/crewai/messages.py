@@ -58,7 +58,7 @@ def answer_of(value: Any) -> Answer:
 
 
 def returned(model: Any, answer: Answer, asked: Mapping[str, Any]) -> Any:
-    """The chosen candidate as what `call` returns: a text, a parsed object, tool calls, or what a tool returned."""
+    """The chosen candidate as the result of `call`: a text, a parsed object, tool calls, or the result of a tool."""
     candidate = answer.candidates[answer.chosen]
     functions = asked.get("available_functions")
     if candidate.tool_calls and functions:

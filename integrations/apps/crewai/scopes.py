@@ -19,7 +19,7 @@ from cotune.runtime.context_vars import setting
 
 NAME = "crewai"
 calling: ContextVar[Any] = ContextVar("cotune_crewai_calling", default=None)
-"""The model whose `call` is running here: the calls it makes of itself or of another model are part of it."""
+"""The model whose `call` is running here: its calls of itself or of another model are part of it."""
 
 
 @dataclass(frozen=True)

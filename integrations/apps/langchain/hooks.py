@@ -33,7 +33,7 @@ class MiddlewareCall:
 
 
 current_middleware: ContextVar[MiddlewareCall | None] = ContextVar("cotune_middleware", default=None)
-"""The middleware that is running here; not while what it is wrapped around runs."""
+"""The middleware that is running here; not while the code that it wraps runs."""
 
 
 def install_caches() -> None:
@@ -56,7 +56,7 @@ def _unless_left_aside_async(original: Any) -> Any:
 
 
 def install_tools() -> None:
-    """Record what tools return, of all classes of tools, those there are and those to come."""
+    """Record the results of tools, of all classes of tools, those there are and those to come."""
     from langchain_core.tools.base import BaseTool
 
     record_tools(BaseTool, "_run", "_arun", without=("config", "run_manager", "callbacks", "runtime"))
@@ -76,7 +76,7 @@ def _wrap(cls: type) -> None:
 
 
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, in its middleware; the handler that it calls is in what was around it."""
+    """`original`, in its middleware; the handler that it calls runs in the context around it."""
     running = inside(original, lambda self, *args: setting(current_middleware, MiddlewareCall(self.name)))
 
     def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:

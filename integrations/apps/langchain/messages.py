@@ -37,7 +37,7 @@ def request_of(
 
 
 def result_of(call: LiveCall, answer: Answer) -> ChatResult:
-    """The chosen candidate as what `_generate` returns."""
+    """The chosen candidate as the result of `_generate`."""
     candidate = answer.candidates[answer.chosen]
     calls, invalid = [], []
     for raw in candidate.tool_calls:

@@ -106,7 +106,7 @@ def _own_thread(graph: Any, config: Any) -> Any:
 
 
 def _watch_thread(graph: Any, config: Any) -> None:
-    """Warn where episodes of a run share a thread: each would read what the others said."""
+    """Warn where episodes of a run share a thread: each would read the messages of the others."""
     live, saver = current_episode.get(), graph.checkpointer
     if live is None or live.phase == "trace" or _nested() or not hasattr(saver, "aget_tuple"):
         return

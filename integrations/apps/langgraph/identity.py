@@ -132,7 +132,7 @@ def _count(episode: LiveEpisode, error: Exception) -> None:
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
-    """Run a compiled graph on an input, each time as a thread of its own; None for what is no compiled graph."""
+    """Run a compiled graph on an input, each time as a thread of its own; None for any other object."""
     if isinstance(app, type) or not hasattr(app, "ainvoke") or not hasattr(app, "get_state"):
         return None
 

@@ -48,7 +48,7 @@ def install() -> None:
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
-    """Run an agent on an input; None for what is no agent, such as an object of another package named `agents`."""
+    """Run an agent on an input; None for any other object, also of another package named `agents`."""
     if "agents.run_internal" not in sys.modules:
         return None
     from agents import Agent, Runner

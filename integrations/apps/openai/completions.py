@@ -71,7 +71,7 @@ def answer_of(completion: Any) -> Answer:
 
 
 def several(value: Any) -> tuple[Any, ...]:
-    """The items of a list; what is none is one item, so that the recorder refuses it."""
+    """The items of a list; any other value is one item, so that the recorder refuses it."""
     return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 
 
@@ -178,7 +178,7 @@ def events(raw: bytes) -> Iterator[bytes]:
 
 
 def grow(fields: dict[str, Any], name: str, more: Any) -> None:
-    """Append to a text. Raises TypeError for what is none."""
+    """Append to a text. Raises TypeError for any other value."""
     text = fields.pop(name, None)  # with one reference left, Python appends in place: a stream costs its length
     if text is None:
         text = more
@@ -190,7 +190,7 @@ def grow(fields: dict[str, Any], name: str, more: Any) -> None:
 
 
 def number(part: Mapping[str, Any], name: str) -> int:
-    """The index in a part of a stream, 0 where there is none. Raises ValueError for what is none."""
+    """The index in a part of a stream, 0 where there is none. Raises ValueError for any other value."""
     index = part.get(name) or 0
     if type(index) is not int or not 0 <= index < MOST_PARTS:
         raise ValueError(f"{name} is {str(index)[:20]}, no whole number below {MOST_PARTS}")
@@ -218,7 +218,7 @@ def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
 def _join(fields: dict[str, Any], key: str, more: Any) -> None:
     """Let a field grow: texts and lists are appended, objects field by field; any other value replaces.
 
-    Raises TypeError for what would replace a text.
+    Raises TypeError where a text would be replaced.
     """
     so_far = fields.get(key)
     if so_far and isinstance(so_far, str):

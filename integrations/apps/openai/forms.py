@@ -126,7 +126,7 @@ BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, Recursion
 def finish(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, streamed: bool) -> bool:
     """End the call with the body `raw`, a stream or JSON, also where it is broken in itself or tells of a failure.
 
-    False, and the call goes on, where the body is cut short.
+    False where the body is cut short: the call stays open.
     """
     found = None
     try:

@@ -32,7 +32,7 @@ _ECHOED: dict[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-"""Fields of a request that its response repeats, with what they are where the request leaves them out."""
+"""Fields of a request that its response repeats, with their values where the request leaves them out."""
 _READ = ("message", "function_call", "reasoning")
 
 
@@ -218,7 +218,7 @@ _GROWING: dict[str, tuple[str, Any]] = {
     "function_call": ("arguments", ""),
     "reasoning": ("summary", []),
 }
-"""By type of an item: what its events fill in, and what that is before the first."""
+"""By type of an item: the field that its events fill in, and its value before the first."""
 
 
 _LAST = ("response.completed", "response.incomplete", "response.failed")
@@ -271,4 +271,4 @@ _GROWS: dict[str, Callable[[dict[str, Any], Mapping[str, Any]], None]] = {
     ),
     "response.function_call_arguments.delta": lambda item, event: grow(item, "arguments", event["delta"]),
 }
-"""By type of an event: what it adds to its item."""
+"""By type of an event: how it is added to its item."""

@@ -1,4 +1,4 @@
-"""Requests of the Responses API as chat requests, with what earlier responses of the same episode put in."""
+"""Requests of the Responses API as chat requests, with the earlier responses of the same episode that they refer to."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _FORGOTTEN = (
 
 
 class Conversation(NamedTuple):
-    """The messages up to a response, its own included; not `whole` where it goes on from one that is not known."""
+    """The messages up to a response, its own included; not `whole` where it continues one that is not known."""
 
     messages: tuple[dict[str, Any], ...] = ()
     whole: bool = True
 
 
 class EarlierResponses:
-    """The responses of an episode by id, and their items: what `previous_response_id` and item references name.
+    """The responses of an episode by id, and their items, for `previous_response_id` and item references.
 
     The least recently used are forgotten when they take more than `BYTES`.
     """
@@ -66,7 +66,7 @@ class EarlierResponses:
             call.episode.warn("forgotten_response", _FORGOTTEN)
 
     def before(self, asked: Mapping[str, Any]) -> Conversation:
-        """The conversation that a request goes on from."""
+        """The conversation that a request continues."""
         name = asked.get("previous_response_id")
         return (self._kept.get(("response", name)) or Conversation(whole=False)) if name else Conversation()
 
@@ -101,7 +101,7 @@ def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
 
 def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
     """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
-    found = [what for field, what in _UNANSWERED.items() if asked.get(field)]
+    found = [reason for field, reason in _UNANSWERED.items() if asked.get(field)]
     if not earlier_in(episode).before(asked).whole:
         before = asked["previous_response_id"]
         found.append(f"the response {before!r}, which was not made in this episode, or goes on from what is not known")
@@ -140,7 +140,7 @@ def messages_of(items: Iterable[Mapping[str, Any]], known: EarlierResponses | No
 
 
 def readable(output: Iterable[Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """Items of an output that are what they say, and those that are not."""
+    """Items of an output that can be read, and those that cannot."""
     sound, broken = [], []
     for item in output:
         try:

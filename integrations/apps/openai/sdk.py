@@ -51,7 +51,7 @@ _UNSEEN = ("/runs", "/batches", "/responses/compact")
 
 
 def install() -> None:
-    """Hook both client classes. Raises UnsupportedVersion when this openai has no such methods."""
+    """Hook both client classes. Raises UnsupportedVersion where this openai lacks a method."""
     from openai import _base_client as base
 
     hooks = (("request", _request, _request_async), ("_send_request", _send, _send_async))
@@ -90,7 +90,7 @@ class _Exchange:
             raised(self.call, error)
 
     def observed(self, response: Any) -> Any:
-        """Record what the provider sent: now, or when the application has read the stream."""
+        """Record the provider's answer: now, or when the application has read the stream."""
         if response.status_code >= 400:
             cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
             self.failure = f"error: {cause}"
@@ -230,7 +230,7 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
     try:
         asked = msgspec.json.decode(request.content)
         if not isinstance(asked, dict):
-            raise ValueError("the body is no JSON object")
+            raise ValueError("the body is not a JSON object")
         body = form.chat(asked, episode)
         unsupported_reason = form.unsupported_reason(asked, body, episode)
         call = opened_call.get()
@@ -337,7 +337,7 @@ class _Tee:
         await self._inner.aclose()
 
     def settle(self, error: BaseException | None) -> None:
-        """End the record with what was read; only the first call counts."""
+        """End the record with the chunks that were read; only the first call counts."""
         if self._settled:
             return
         self._settled = True

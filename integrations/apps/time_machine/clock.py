@@ -18,14 +18,14 @@ connections live by them."""
 
 
 def install() -> None:
-    """Hook the wall clock for all code, and what measures durations. Idempotent. Raises ConfigError."""
+    """Hook the wall clock for all code, and the clocks that measure durations. Idempotent. Raises ConfigError."""
     global _installed
     if _installed:
         return
     try:
         import time_machine
     except ImportError:
-        fault = "must be false, as time-machine, by which the clock is frozen, is not installed"
+        fault = "needs the package time-machine, which is not installed"
         raise ConfigError("replay.freeze", True, fault, "pip install time-machine") from None
     _installed = True
     generate: Any = uuid._generate_time_safe  # type: ignore[attr-defined]
