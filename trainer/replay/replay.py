@@ -16,7 +16,7 @@ import msgspec
 from cotune.adapters.manifest import is_export
 from cotune.algorithms.collect import is_outcome
 from cotune.episodes.episode import EpisodeOptions, run_episode
-from cotune.episodes.repeat import repeating
+from cotune.episodes.rollout import repeating
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, load_workflow
 from cotune.errors import AdapterError, ConfigError, RecordError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cotune.episodes.episode import Outcome, activators, run_episode
-from cotune.episodes.repeat import repeating
+from cotune.episodes.rollout import repeating
 from cotune.episodes.workflows import Workflow
 from cotune.recording.context import current_episode
 from cotune.recording.recorder import LiveEpisode, Responder

@@ -93,13 +93,13 @@ class _Astarted(AsyncGenerator[Any, Any]):
 
 def _own_thread(graph: Any, config: Any) -> Any:
     """`config`, with a thread of this branch's own in place of one of its trunk: an application may name both alike."""
-    responder = _replaying()
-    if responder is None or _nested():
+    live = current_episode.get()
+    responder = None if live is None else live.responder
+    if not isinstance(responder, ReplayResponder) or _nested():
         return config
     thread = _thread(graph, config)
     if str(thread) not in responder.replay.script.threads:
         return config
-    live = current_episode.get()
     given = dict(config or {})
     own = f"{thread}@{live.id if live else ''}"
     return {**given, "configurable": {**(given.get("configurable") or {}), "thread_id": own}}
@@ -128,12 +128,6 @@ def _with_own_thread(original: Any) -> Any:
         return original(self, _own_thread(self, config), *args, **options)
 
     return run
-
-
-def _replaying() -> ReplayResponder | None:
-    live = current_episode.get()
-    responder = None if live is None else live.responder
-    return responder if isinstance(responder, ReplayResponder) else None
 
 
 def _nested() -> bool:

@@ -20,7 +20,7 @@ from cotune.integrations.apps.langgraph.graphs import starting
 from cotune.integrations.apps.langgraph.run_tree import (
     GraphRun,
     is_nameless,
-    nameless,
+    named,
     nodes_of,
     pauses_of,
     role_of,
@@ -213,8 +213,8 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
     output = f"lc_run--{run.run_id}"
     caller = _entered_within(made)
     if caller is None:
-        caller = CallerContext(role_of(made), NAME, state=made.state, read=tuple(read), output=output)
-        caller.nameless = nameless(made)
+        role, agent = named(made)
+        caller = CallerContext(role, NAME, state=made.state, read=tuple(read), output=output, nameless=agent)
     else:
         caller.read, caller.output = (*caller.read, *read), output
     caller.thread = _thread(var_child_runnable_config.get())
@@ -267,12 +267,11 @@ def _node_scope() -> CallerContext | None:
     if episode is None or not config:
         return None
     run = GraphRun.model(_here(_runs(episode), config), config.get("metadata") or {}, current_middleware.get())
-    role = role_of(run)
+    role, agent = named(run)
     if role == "app":
         return None
-    found = CallerContext(role, NAME, state=run.state, scope_id=_node_of(run), thread=_thread(config))
-    found.nameless = nameless(run)
-    return found
+    thread = _thread(config)
+    return CallerContext(role, NAME, state=run.state, scope_id=_node_of(run), thread=thread, nameless=agent)
 
 
 def _thread(config: Any) -> str | None:

@@ -71,22 +71,8 @@ def is_own_node(name: str) -> bool:
 
 
 def role_of(run: GraphRun) -> str:
-    """Role of a model call: names around it from the outside in, joined with `/`; `app` when there are none."""
-    names, prebuilt = _names(run)
-    if len(names) == 1:
-        return names[0]
-    return "/".join(reversed(names)) or prebuilt or "app"
-
-
-def nameless(run: GraphRun) -> tuple[object, str] | None:
-    """The agent without a name, and where it is run, that makes a model call which nothing else around it names."""
-    outer = run
-    while outer.parent is not None:
-        outer = outer.parent
-    if outer.nameless is None:
-        return None
-    names, prebuilt = _names(run)
-    return outer.nameless if prebuilt and not names else None
+    """Role of a model call."""
+    return named(run)[0]
 
 
 def is_nameless(name: str) -> bool:
@@ -94,10 +80,12 @@ def is_nameless(name: str) -> bool:
     return name in ("", _UNNAMED)
 
 
-def _names(run: GraphRun) -> tuple[list[str], str]:
-    """Names around a model call from the inside out, and the innermost node that a prebuilt agent brings along."""
+def named(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
+    """Role of a model call: names around it from the outside in, joined with `/`; `app` when there are none. And the
+    agent without a name that makes it, and where it is run, if nothing else names the call."""
     names: list[str] = []
-    prebuilt = ""
+    prebuilt = ""  # the innermost node that a prebuilt agent brings along
+    outermost = run
     source = run.source
     inner: GraphRun | None = run
     while inner is not None:
@@ -116,10 +104,13 @@ def _names(run: GraphRun) -> tuple[list[str], str]:
         if inner.middleware is not None and inner.middleware is not (inner.parent.middleware if inner.parent else None):
             names.append(source or inner.middleware.name)
             source = None
+        outermost = inner
         inner = inner.parent
     if source:
         names.insert(0, source)
-    return names, prebuilt
+    if names:
+        return "/".join(reversed(names)), None
+    return prebuilt or "app", outermost.nameless if prebuilt else None
 
 
 def nodes_of(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:

@@ -174,12 +174,10 @@ def to_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
     for index, item in enumerate(response["output"]):
         made += ((kind, {"output_index": index, **event}) for kind, event in _item(item))
     made.append((last, {"response": response}))
-    return b"".join(_event(kind, number, event) for number, (kind, event) in enumerate(made))
-
-
-def _event(kind: str, number: int, event: Mapping[str, Any]) -> bytes:
-    body = msgspec.json.encode({"type": kind, "sequence_number": number, **event})
-    return b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+    bodies = [{"type": kind, "sequence_number": number, **event} for number, (kind, event) in enumerate(made)]
+    return b"".join(
+        [b"event: %s\ndata: %s\n\n" % (body["type"].encode(), msgspec.json.encode(body)) for body in bodies]
+    )
 
 
 def _item(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
