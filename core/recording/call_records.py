@@ -5,7 +5,6 @@ An episode stores each message, and each segment of a prompt's tokens, once.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -63,17 +62,14 @@ class CallerContext(msgspec.Struct):
     """Calls that were made in this context."""
 
 
-class SentMessage:
+class SentMessage(msgspec.Struct, eq=False):
     """A message of a request, and what was found out about it when it was first sent."""
 
-    __slots__ = ("address", "key", "message")
-
-    def __init__(self, message: Any) -> None:
-        self.message = message
-        self.address: str | None = None
-        """Its content address, once a call with it has been recorded."""
-        self.key: Hashable = None
-        """Of an assistant message: its key among the answers (`Outputs`)."""
+    message: Any
+    address: str | None = None
+    """Its content address, once a call with it has been recorded."""
+    key: Hashable = None
+    """Of an assistant message: its key among the answers (`Outputs`)."""
 
 
 class PendingCall:
@@ -327,18 +323,16 @@ def _call(
     )
 
 
-class _Path:
+class _Path(msgspec.Struct, eq=False):
     """A known path in packed form. That of a reply is made, and becomes a segment, when a later prompt continues it;
     until then it is among the `replies` of its prompt."""
 
-    __slots__ = ("base", "digest", "id", "packed", "replies")
-
-    def __init__(self, packed: bytes, base: _Path | None) -> None:
-        self.packed = packed
-        self.base = base
-        self.replies: list[tuple[int, ...]] = []
-        self.id = ""
-        self.digest: hashlib.blake2b | None = None
+    packed: bytes
+    base: _Path | None
+    replies: list[tuple[int, ...]] = []
+    id: str = ""
+    digest: Any = None
+    """BLAKE2b over the whole path, once it is a segment."""
 
     def with_replies(self) -> list[bytes]:
         return [self.packed + pack_ids(reply) for reply in self.replies]
