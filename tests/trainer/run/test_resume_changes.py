@@ -138,7 +138,7 @@ def test_the_command_takes_changes_and_a_moved_run_finds_its_files(trainer: Trai
     assert "changed: concurrency = 2, was 64" in more.stdout
     (moved / "base").rename(moved / "old")
     for go in (lambda: resume(moved / "run"), lambda: evaluate(moved / "run", application(**BOTH), TASKS)):
-        with pytest.raises(ConfigError, match=r"no such folder\. .*--model says where it is now"):
+        with pytest.raises(ConfigError, match=r"no such folder\. .*If it was moved, give its place with --model"):
             go()
 
 
