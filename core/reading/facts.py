@@ -108,9 +108,10 @@ class Trouble(msgspec.Struct, frozen=True):
     more: str = ""
 
 
-def troubles(run: OpenedRun, most: int = MOST_CAUSES) -> list[Trouble]:
-    """All that went wrong: causes of failed episodes, the `most` common ones first, lost records, failed calls,
-    rollbacks, roles without a policy, and the remarks of the last step."""
+def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) -> list[Trouble]:
+    """All that went wrong: causes of failed episodes, the `most` common ones first, lost records, rollbacks, and the
+    remarks of the last step. With `of_calls`, which takes seconds in a long run, also failed calls and roles without a
+    policy."""
     store, last = run.store, next(iter(run.metrics[-1:]), {})
     shown, others = shortened(causes(store.failed_episodes()), most)
     found = [
@@ -127,19 +128,12 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES) -> list[Trouble]:
     counters = store.counters()
     for name, text in (("lost", "records were lost"), ("refused", "late rewards were refused")):
         found += [Trouble("records", f"{n:,} {text}", n)] if (n := counters[name]) else []
-    found += [
-        Trouble("calls", f"{plural(n, 'call')} of {role}: {status}", n) for role, status, n in store.failed_calls()
-    ]
     found += [Trouble("rollback", back.text, 0, {"status": "abandoned"}) for back in run.about.rollbacks]
-    found += [
-        Trouble(
-            "untrained",
-            f"role {role} has no policy: {UNTRAINED}, the untrained model, answered {plural(calls, 'call')}",
-            0,
-            {"role": role},
-        )
-        for role, calls in store.answered_by(UNTRAINED.name)
-    ]
+    for role, status, n in store.failed_calls() if of_calls else ():
+        found.append(Trouble("calls", f"{plural(n, 'call')} of {role}: {status}", n))
+    for role, n in store.answered_by(UNTRAINED.name) if of_calls else ():
+        answered = f"{UNTRAINED}, the untrained model, answered {plural(n, 'call')}"
+        found.append(Trouble("untrained", f"role {role} has no policy: {answered}", 0, {"role": role}))
     notes = [*(last.get("notes") or ())]
     notes += [f"policy {name} was not updated, {why}" for name, why in last.get("stayed", {}).items()]
     return found + [Trouble("last step", f"last step: {note}") for note in notes]

@@ -36,7 +36,7 @@ def overview_page(viewer: Viewer, request: Request) -> Response:
         run,
         facts=facts(run),
         headline=run.headline,
-        troubles=troubles(run),
+        troubles=troubles(run, of_calls=False),
         ending=ending(run),
         charts=first_charts(charts([run])),
         learned=learned(run),

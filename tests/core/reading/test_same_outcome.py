@@ -204,7 +204,7 @@ def test_a_run_is_the_same_wherever_it_is_shown(tmp_path: Path) -> None:
         "at_grpo": "runs view report card",
         "reward of writer: 0.25 in step 1, 0.75 in step 2": "show runs card",
         "2 episodes of trace failed: no reason recorded": "show view report",
-        "1 call of writer: timeout": "show view report",
+        "1 call of writer: timeout": "show report",
         "step 3 abandoned: rolled back to step 2, as rewards fell": "show view report",
         "writer 3 1": "show view report",  # calls, failed
         "writer 3 1 3 0 21 33": "show",
