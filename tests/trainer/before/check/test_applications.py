@@ -148,14 +148,6 @@ def test_a_node_behind_a_later_answer_is_found_in_another_run() -> None:
     assert [(call.role, call.turn) for call in report.calls] == [("judge", 0), ("revise", 0)]
 
 
-def test_each_run_is_told_before_it_begins() -> None:
-    told: list[str] = []
-    report = dry(of(_team()), say=told.append)
-    assert told[0] == "loading the application ..."
-    assert told[1] == "running LangGraph on task t with made-up answers ..."
-    assert len(told) == 1 + report.runs
-
-
 def test_an_answer_that_fits_a_schema_is_used() -> None:
     report = dry(of(_team()), answers=['{"next": "critic"}', '{"next": "FINISH"}', '{"next": "lawyer"}'])
     assert roles(report) == {"supervisor", "critic"}, "lawyer is no choice of the schema"

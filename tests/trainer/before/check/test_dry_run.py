@@ -24,8 +24,7 @@ from cotune.errors import ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.trainer.before.check.dry_run import check
 from cotune.trainer.before.check.report import CheckReport, render
-from cotune.trainer.before.findings import Finding
-from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.config.train import convert
 from tests.integrations.models.folder.tiny_gguf import write_gguf
 from tests.integrations.provider import Provider
 from tests.trainer.tiny_app import TASKS, application, ask, client, converse, letters
@@ -324,18 +323,6 @@ async def _until_approved(task: Any) -> float:
     return 1.0
 
 
-def test_an_endless_loop_is_stopped_with_a_reason(provider: Provider) -> None:
-    async def until_long(task: Any) -> float:
-        while len(await ask("judge", "go on")) < 1000:
-            pass
-        return 1.0
-
-    report = dry(application(until_long), calls=10)
-    assert len(report.calls) == 10 and report.verdict == "undecided"
-    (text,) = said(report, "undecided", "runs")
-    assert "made 10 calls on one task and did not stop; the last one by 'judge'" in text and "--answer" in text
-
-
 def test_an_answer_that_ends_the_loop_is_used_in_turn(provider: Provider) -> None:
     report = dry(application(_until_approved), answers=["go on", "APPROVE"])
     assert report.trainable and len(report.calls) == 2
@@ -581,12 +568,3 @@ def test_the_report_fits_a_terminal(provider: Provider) -> None:
     assert "dry run of solve on 1 task (a)" in shown
     assert "no: no scorer" in shown
     assert "warns second: not trained: no scorer" in shown
-
-
-def test_findings_are_plain_data() -> None:
-    report = CheckReport(
-        workflow="w", tasks=("t",), seconds=1.0, plan="", frameworks=(), roles=(), calls=(), groups=(), team={},
-        local={}, left_out={}, findings=(Finding("blocks", "x", "no"),),
-    )  # fmt: skip
-    assert json.loads(report.to_json())["trainable"] is False
-    assert isinstance(TrainConfig(model="m"), TrainConfig)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cotune.errors import WorkflowError
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
@@ -106,18 +105,3 @@ def test_provider_roles_get_one_answer_without_policy() -> None:
     stub = StubResponder(plan=Plan(k=3), scorers={"r": lambda c, call, task: 1.0}, provider_roles=["r"])
     answer = respond(stub, episode())
     assert (answer.policy, answer.prompt_ids, len(answer.candidates)) == (None, (), 1)
-
-
-def test_calls_are_bounded_and_the_stubborn_are_cancelled() -> None:
-    stub, run = StubResponder(limit=2), episode()
-    assert [respond(stub, run).candidates[0].text for _ in range(2)] == ["stub answer 1"] * 2
-    for _ in range(6):
-        with pytest.raises(WorkflowError, match="made 2 calls on one task and did not stop"):
-            respond(stub, run)
-    with pytest.raises(asyncio.CancelledError):
-        respond(stub, run)
-
-
-def test_answers_are_used_in_turn() -> None:
-    stub, run = StubResponder(answers=["a", "b"]), episode()
-    assert [respond(stub, run).candidates[0].text for _ in range(3)] == ["a", "b", "a"]

@@ -478,7 +478,12 @@ ROWS = {
         wants_the_unguessable, {"bot"}, UNDECIDED, [("undecided", "cotune train")], ["learns from nothing"]
     ),
     "never_ends": Row(
-        never_ends, {"bot"}, UNDECIDED, [("undecided", "did not stop")], ["are not trained on"], {"calls": 8}
+        never_ends,
+        {"bot"},
+        UNDECIDED,
+        [("undecided", "made 8 calls on one task and did not stop; the last one by 'bot'"), ("undecided", "--answer")],
+        ["are not trained on"],
+        {"calls": 8},
     ),
     "ends_by_a_word": Row(ends_by_a_word, {"bot"}),
     "labels": Row(labels, {"classifier"}),
