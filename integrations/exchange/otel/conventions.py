@@ -7,7 +7,7 @@ Two conventions are read: OpenTelemetry's for GenAI (as attributes, as JSON text
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from cotune.integrations.exchange.otel import names
@@ -48,10 +48,6 @@ def agent_of(span: Span) -> str | None:
     return str(named) if named else None
 
 
-def model_of(found: Mapping[str, Any]) -> str:
-    return str(_first(found, names.REQUEST_MODEL, "llm.model_name", "gen_ai.response.model") or "")
-
-
 def params_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """Request parameters in OpenAI form."""
     given = decoded(found.get("llm.invocation_parameters"))
@@ -62,13 +58,6 @@ def params_of(found: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
-def usage_of(found: Mapping[str, Any]) -> tuple[int, int]:
-    """Prompt and completion tokens; 0 where a span does not say."""
-    prompt = _first(found, names.INPUT_TOKENS, "llm.token_count.prompt")
-    completion = _first(found, names.OUTPUT_TOKENS, "llm.token_count.completion")
-    return whole(prompt), whole(completion)
-
-
 def whole(value: Any) -> int:
     """A count or number in a span; 0 where it is none."""
     try:
@@ -76,11 +65,6 @@ def whole(value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         return 0
     return found if 0 <= found < MOST else 0
-
-
-def finish_reasons(found: Mapping[str, Any]) -> list[str]:
-    reasons = found.get(names.FINISH_REASONS)
-    return [str(reason) for reason in reasons] if isinstance(reasons, Sequence) and not isinstance(reasons, str) else []
 
 
 def messages_of(span: Span, left_out: Counter[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -98,16 +82,12 @@ def tools_of(found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if not isinstance(given, list):
         given = [one.get("tool.json_schema") for one in _items(found, "llm.tools")]
     known = [one for one in map(mapping, map(decoded, given)) if one]
-    tools = [
-        _tool(one) if "function" not in one and one.get("type", "function") == "function" else dict(one)
-        for one in known
-    ]
+    tools = []
+    for one in known:
+        bare = "function" not in one and one.get("type", "function") == "function"
+        function = {k: v for k, v in one.items() if k != "type" and v is not None}
+        tools.append({"type": "function", "function": function} if bare else dict(one))
     return tools or None
-
-
-def _tool(definition: Mapping[str, Any]) -> dict[str, Any]:
-    function = {k: v for k, v in definition.items() if k != "type" and v is not None}
-    return {"type": "function", "function": function}
 
 
 def _request(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
@@ -167,5 +147,6 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [{"role": "user", "content": as_text(value)}]
 
 
-def _first(found: Mapping[str, Any], *keys: str) -> Any:
+def first(found: Mapping[str, Any], *keys: str) -> Any:
+    """The value of the first of these attributes that has one."""
     return next((found[key] for key in keys if found.get(key) is not None), None)

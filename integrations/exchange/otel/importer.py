@@ -15,13 +15,11 @@ import msgspec
 from cotune.integrations.exchange.otel import names
 from cotune.integrations.exchange.otel.conventions import (
     agent_of,
-    finish_reasons,
+    first,
     kind_of,
     messages_of,
-    model_of,
     params_of,
     tools_of,
-    usage_of,
     whole,
 )
 from cotune.integrations.exchange.otel.files import read
@@ -85,12 +83,10 @@ def import_file(path: str | Path, sink: Sink, *, phase: str = "import") -> Impor
             sink.write(records)
             made = [record for record in records if isinstance(record, CallRecord)]
             episodes, calls = episodes + 1, calls + len(made)
-            bare += sum(not _has_tokens(call) for call in made)
+            bare += sum(
+                call.prompt is None or not all(c.token_ids and c.logprobs for c in call.candidates) for call in made
+            )
     return Imported(spans=len(spans), episodes=episodes, calls=calls, without_tokens=bare, left_out=dict(left_out))
-
-
-def _has_tokens(call: CallRecord) -> bool:
-    return call.prompt is not None and all(c.token_ids and c.logprobs for c in call.candidates)
 
 
 def _episodes(trace: Sequence[Span], left_out: Counter[str]) -> Iterable[tuple[Span, list[Span]]]:
@@ -184,7 +180,8 @@ class _Reading:
             self.left_out["call_without_messages"] += 1
         candidates = self._candidates(chat, answers)
         caller = CallerContext(role, str(found.get(names.INTEGRATION) or "opentelemetry"))
-        body = {**params_of(found), "messages": asked, "tools": tools_of(found), "model": model_of(found)}
+        model = str(first(found, names.REQUEST_MODEL, "llm.model_name", "gen_ai.response.model") or "")
+        body = {**params_of(found), "messages": asked, "tools": tools_of(found), "model": model}
         body["stream"] = bool(found.get(names.REQUEST_STREAM))
         call = PendingCall(self.id, caller, step, turn, body)
         call.id, call.started = self.ids[chat.id], chat.start / 1e9
@@ -192,12 +189,16 @@ class _Reading:
         linked = tuple(self.ids[link] for link in chat.links if link in self.ids)
         self.made.link(call)
         call.parents = linked or call.parents
+        chosen, policy = found.get(names.CHOSEN), found.get(names.POLICY)
         answer = Answer(
             candidates=candidates,
-            chosen=_chosen(found, len(candidates)),
+            chosen=chosen if isinstance(chosen, int) and 0 <= chosen < len(candidates) else 0,
             prompt_ids=tuple(found.get(names.PROMPT_IDS) or ()),
-            policy=_policy(found),
-            usage=Usage(*usage_of(found)),
+            policy=PolicyRef(str(policy), whole(found.get(names.POLICY_VERSION))) if policy else None,
+            usage=Usage(
+                whole(first(found, names.INPUT_TOKENS, "llm.token_count.prompt")),
+                whole(first(found, names.OUTPUT_TOKENS, "llm.token_count.completion")),
+            ),
         )
         status = self._status(chat)
         error = None if status == "ok" else chat.failed or "no answer was recorded"
@@ -207,7 +208,8 @@ class _Reading:
         return [*others, msgspec.structs.replace(made, latency=(chat.end - chat.start) / 1e9)]
 
     def _candidates(self, chat: Span, answers: Sequence[Mapping[str, Any]]) -> tuple[Candidate, ...]:
-        reasons = finish_reasons(chat.attributes)
+        reasons = chat.attributes.get(names.FINISH_REASONS)
+        reasons = reasons if isinstance(reasons, Sequence) and not isinstance(reasons, str) else ()
         sampled = decoded(chat.attributes.get(names.SAMPLED)) or []
         made = []
         for index, message in enumerate(answers):
@@ -249,16 +251,6 @@ class _Reading:
             index = event.attributes.get(names.CANDIDATE)
             own = target if target == self.id else candidate_id(target, whole(index))
             self.rewards.append(RewardRecord(own, str(name), float(value), event.at / 1e9))
-
-
-def _policy(found: Mapping[str, Any]) -> PolicyRef | None:
-    name = found.get(names.POLICY)
-    return PolicyRef(str(name), whole(found.get(names.POLICY_VERSION))) if name else None
-
-
-def _chosen(found: Mapping[str, Any], candidates: int) -> int:
-    chosen = found.get(names.CHOSEN)
-    return chosen if isinstance(chosen, int) and 0 <= chosen < candidates else 0
 
 
 def _ulid(span: Span) -> str:

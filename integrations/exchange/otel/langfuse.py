@@ -48,8 +48,12 @@ class Observations:
                     self._rows.setdefault(id, []).append(row)
                 else:
                     self._left_out["observation_not_fetched"] += 1
-            for score in trace.get("scores") or value.get("scores") or ():
-                self._score(score, id)
+            for score in map(mapping, trace.get("scores") or value.get("scores") or ()):
+                attributes = {names.EVALUATION_NAME: score.get("name")}
+                if isinstance(score.get("value"), int | float):
+                    attributes[names.EVALUATION_VALUE] = float(score["value"])
+                event = SpanEvent(names.EVALUATION, nanoseconds(score.get("timestamp")), attributes)
+                self._scores.setdefault(str(field(score, "observationId") or id), []).append(event)
             return True
         id, kind = field(value, "traceId"), value.get("type")
         if not id or not isinstance(kind, str) or field(value, "startTime") is None:
@@ -62,16 +66,6 @@ class Observations:
         for id, rows in self._rows.items():
             yield from self._trace(id, rows)
 
-    def _score(self, score: Any, trace: str) -> None:
-        given = mapping(score)
-        value = given.get("value")
-        subject = field(given, "observationId") or trace
-        attributes = {names.EVALUATION_NAME: given.get("name")}
-        if isinstance(value, int | float):
-            attributes[names.EVALUATION_VALUE] = float(value)
-        event = SpanEvent(names.EVALUATION, nanoseconds(given.get("timestamp")), attributes)
-        self._scores.setdefault(str(subject), []).append(event)
-
     def _trace(self, id: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
         trace = self._traces.get(id, {})
         known = {str(row.get("id")) for row in rows}
@@ -83,12 +77,12 @@ class Observations:
                 own = span is roots[0]
                 yield msgspec.structs.replace(span, parent=None, events=span.events + scores) if own else span
             return
-        first = rows[0]
         named = next((span.name for span in roots), id)  # none where all say that they have a parent
-        task = trace.get("input", None if len(roots) != 1 else _first_row(rows, roots[0].id).get("input"))
+        inputs = {str(row.get("id")): row.get("input") for row in rows}
+        task = trace.get("input", inputs.get(roots[0].id) if len(roots) == 1 else None)
         start = min(span.start for span in spans)
         yield Span(
-            trace=id, id=id, parent=None, name=str(trace.get("name") or field(first, "traceName") or named),
+            trace=id, id=id, parent=None, name=str(trace.get("name") or field(rows[0], "traceName") or named),
             start=start, end=max(span.end for span in spans), events=tuple(self._scores.get(id, ())),
             attributes={names.OPERATION: names.WORKFLOW, names.TASK: id, names.TASK_INPUT: as_text(decoded(task))},
             failed=next((span.failed for span in roots if span.failed), None),
@@ -180,7 +174,3 @@ def _message(value: Any, speaker: str) -> dict[str, Any]:
         if isinstance(call, Mapping)
     ]
     return {"role": _SPEAKERS.get(role, role), **made, **({"tool_calls": calls} if calls else {})}
-
-
-def _first_row(rows: Sequence[Mapping[str, Any]], id: str) -> Mapping[str, Any]:
-    return next(row for row in rows if str(row.get("id")) == id)

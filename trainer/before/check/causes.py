@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from cotune.episodes.episode import Outcome
@@ -208,7 +208,11 @@ class _Fault:
         for whole in (False, True) if endless else (False,):
             for frame in frames:
                 tree = _tree(frame.f_code.co_filename)
-                found = [one for one in ast.walk(tree) if isinstance(one, kinds) and _is_of(one, frame.f_code)]
+                own = (frame.f_code.co_name, frame.f_code.co_firstlineno)
+                functions = (one for one in ast.walk(tree) if isinstance(one, kinds))
+                found = [
+                    one for one in functions if own == (one.name, min(x.lineno for x in (one, *one.decorator_list)))
+                ]
                 for scope in [tree] if whole else found:
                     words.update(dict.fromkeys(_compared(scope, frame.f_globals)))
         return [word for word in words if word not in self.made.texts][:_WORDS]
@@ -294,11 +298,6 @@ def _of_library(value: Any) -> bool:
     """Whether a value is a library's object: no answer changes its methods."""
     named = sys.modules.get(type(value).__module__)
     return type(value).__module__ != "builtins" and is_library_file(str(getattr(named, "__file__", None) or "<"))
-
-
-def _is_of(function: ast.FunctionDef | ast.AsyncFunctionDef, code: CodeType) -> bool:
-    first = min([function.lineno, *(one.lineno for one in function.decorator_list)])
-    return (function.name, first) == (code.co_name, code.co_firstlineno)
 
 
 def _compared(scope: ast.AST, names: Mapping[str, Any]) -> Iterator[str]:

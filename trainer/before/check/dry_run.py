@@ -128,7 +128,9 @@ def check(
         outcomes = [run.outcome for one in ran for run in one.all]
         seen = [call for one in ran for call in one.calls]
         if flow.episode_judge is not None:
-            outcomes = _judged(outcomes, store)
+            outcomes = [replace(one, rewards={**one.rewards, "judge": 0.0}) for one in outcomes]  # it is not asked
+            store.write([RewardRecord(outcome.episode.id, "judge", 0.0) for outcome in outcomes])
+            store.flush()
             seen = [*seen, *run_sync(_asked_of_judge(flow, outcomes, store, stub(0, Manner())))]
         local = rewards_by_role(store, seen)
         names = dict.fromkeys(name for outcome in outcomes for name in outcome.rewards)
@@ -188,14 +190,6 @@ def check(
             left_out=left_out,
             findings=tuple(findings),
         )
-
-
-def _judged(outcomes: Sequence[Outcome], store: Store) -> list[Outcome]:
-    """Outcomes as a judge might give them, which is not asked."""
-    made = [replace(outcome, rewards={**outcome.rewards, "judge": 0.0}) for outcome in outcomes]
-    store.write([RewardRecord(outcome.episode.id, "judge", 0.0) for outcome in made])
-    store.flush()
-    return made
 
 
 async def _asked_of_judge(

@@ -234,8 +234,8 @@ def idle_findings(idle: Sequence[IdleCheck], calls: Sequence[CallRecord], known:
     teams = tuple(f"{part.of}/" for part in known if part.kind == "member")
     unlisted = dict.fromkeys(call.role for call in calls if call.role not in listed and not call.role.startswith(teams))
     if unlisted:
-        text = f"roles are those that called: cotune knows {', '.join(unlisted)} only by a call, so another may be"
-        yield Finding("note", "", f"{text} missing.", _RARE)
+        text = f"cotune knows {', '.join(unlisted)} only because they called; roles that did not call may be missing."
+        yield Finding("note", "roles", text, _RARE)
 
 
 def request_findings(

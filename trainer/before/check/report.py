@@ -194,7 +194,7 @@ def _groups(groups: Sequence[GroupCheck]) -> Iterable[RenderableType]:
 
 
 def _rewards(report: CheckReport) -> Iterable[RenderableType]:
-    yield Text.assemble(("team reward of the made-up answers: ", QUIET), scores(report.team) if report.team else "none")
+    yield Text.assemble(("outcome of the made-up answers: ", QUIET), scores(report.team) if report.team else "none")
     for role, named in report.local.items():
         line = Text(f"rewards of {role}: ", style=QUIET)
         shown = (

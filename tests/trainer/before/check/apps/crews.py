@@ -92,7 +92,9 @@ def planned() -> Any:
 
 
 ROWS = {
-    "planned": Row(planned, {"Task Execution Planner", "Worker 0", "Worker 1"}, never=["roles are those that called"]),
+    "planned": Row(
+        planned, {"Task Execution Planner", "Worker 0", "Worker 1"}, never=["roles that did not call may be missing"]
+    ),
     "booking": Row(booking, {"Guide"}),
     "desk": Row(desk, {"classify", "answer", "research"}, says=[("warns", "never ran"), ("warns", "complain")]),
     "agent_of_the_module": Row(agent_of_the_module, {"Writer"}, NOT, [("blocks", "two episodes")]),

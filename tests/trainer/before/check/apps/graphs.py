@@ -420,7 +420,9 @@ ROWS = {
     "reflects": Row(reflects, {"write", "reflect"}),
     "graded": Row(graded, {"write", "grade"}),
     "interrupted": Row(interrupted, {"draft", "send"}, never=["never"]),
-    "functional": Row(functional, {"writing/outline", "writing/essay"}, says=[("note", "roles are those that called")]),
+    "functional": Row(
+        functional, {"writing/outline", "writing/essay"}, says=[("note", "roles that did not call may be missing")]
+    ),
     "maps_over_json": Row(maps_over_json, {"plan", "research", "report"}),
     "has_a_mistake": Row(has_a_mistake, {"write"}, NOT, [("blocks", "KeyError: 'qestion'")], ["made-up answer may be"]),
     "corrected_by_a_tool": Row(corrected_by_a_tool, {"analyst", "explainer"}),
