@@ -50,8 +50,8 @@ class Host:
         self._running = 0
 
     async def open(self, factory: str, kwargs: Mapping[str, Any]) -> tuple[int, str]:
-        made = load_object("factory", factory, "my_engine:open")(**kwargs)
-        self._object = await made if inspect.isawaitable(made) else made
+        hosted = load_object("factory", factory, "my_engine:open")(**kwargs)
+        self._object = await hosted if inspect.isawaitable(hosted) else hosted
         return await self.place()
 
     async def place(self) -> tuple[int, str]:
@@ -176,12 +176,12 @@ def _uploaded(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
 
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            found = dict(runtime_env)
+            uploaded = dict(runtime_env)
             for upload in (upload_py_modules_if_needed, upload_working_dir_if_needed):
-                found = upload(found, include_gitignore=True, scratch_dir=scratch, logger=log)
+                uploaded = upload(uploaded, include_gitignore=True, scratch_dir=scratch, logger=log)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         raise ConfigError("cluster.runtime_env", dict(runtime_env), f"is not accepted by Ray ({error})") from error
-    return found
+    return uploaded
 
 
 async def _answer(answer: Any) -> Any:
@@ -204,8 +204,8 @@ async def _answer(answer: Any) -> Any:
 def ray_reason(error: Exception) -> str:
     """Why a process ended, of Ray's report, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "because" in line or "exit detail" in line or "memory" in line]
-    reason = (told or lines or [type(error).__name__])[0]
+    telling = [line for line in lines if "because" in line or "exit detail" in line or "memory" in line]
+    reason = (telling or lines or [type(error).__name__])[0]
     if "connection error code 2" in reason:
         return "its process ended by itself or was killed (a crash, an exit, too little memory)"
     return reason.split(" Worker exit detail: ")[-1][:300].rstrip(".")

@@ -212,13 +212,13 @@ class WorkerGroup:
 
         asked = {rank: self._workers[rank].where.options(concurrency_group=WATCH).remote() for rank in pending}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=PROBE_SECONDS)
-        said = []
+        places = []
         for rank, ref in asked.items():
             try:
-                said.append((1, f"{self._who(rank)} is in {ray.get(ref, timeout=0)}"))
+                places.append((1, f"{self._who(rank)} is in {ray.get(ref, timeout=0)}"))
             except RayError:
-                said.append((0, f"{self._who(rank)} does not answer"))
-        return "; ".join(text for _, text in sorted(said)) + "."
+                places.append((0, f"{self._who(rank)} does not answer"))
+        return "; ".join(text for _, text in sorted(places)) + "."
 
     def _who(self, rank: int) -> str:
         location = f" (process {self._locations[rank][2]} on {self._locations[rank][1]})" if self._locations else ""

@@ -63,11 +63,11 @@ class Grammars:
         Only for grammars that were tried (`trials`): others may end the process.
         """
         with self._lock:
-            found = self._compiled.get(grammar)
-            if found is None:
-                found, size = self._measured(grammar)
-                self._compiled.put(grammar, found, size)
-            return Matcher(found.deep_copy(), self.words)
+            compiled = self._compiled.get(grammar)
+            if compiled is None:
+                compiled, size = self._measured(grammar)
+                self._compiled.put(grammar, compiled, size)
+            return Matcher(compiled.deep_copy(), self.words)
 
     @property
     def trials(self) -> Trials:
@@ -115,8 +115,8 @@ class Grammars:
         """A grammar, and about the bytes that it takes: no more than a trial lets it."""
         with _measuring:
             before = process_memory()
-            found = self._compile(grammar)
-            return found, min(max(process_memory() - before, len(grammar)), BYTES)
+            compiled = self._compile(grammar)
+            return compiled, min(max(process_memory() - before, len(grammar)), BYTES)
 
     def _compile(self, grammar: str) -> Any:
         from llguidance import LLMatcher

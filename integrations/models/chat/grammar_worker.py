@@ -59,13 +59,13 @@ class _Plain:
         """The longest token at each place; what none begins with is left out."""
         if not isinstance(text, str):
             raise TypeError(text)  # llguidance asks whether it may give bytes
-        found, at = [], 0
+        ids, at = [], 0
         while at < len(text):
             ends = range(min(at + self._longest, len(text)), at, -1)
             end = next((end for end in ends if text[at:end] in self._ids), at + 1)
-            found += [self._ids[text[at:end]]] if text[at:end] in self._ids else []
+            ids += [self._ids[text[at:end]]] if text[at:end] in self._ids else []
             at = end
-        return found
+        return ids
 
 
 def fault(grammar: str, tokenizer: Any) -> str:
@@ -89,11 +89,11 @@ def tried(grammar: str, tokenizer: Any) -> str:
         _bounded(grammar, tokenizer, telling)
     os.close(telling)
     with os.fdopen(told, encoding="utf-8") as answer:
-        said = answer.read()
+        fault_text = answer.read()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         return _ENDED.get(signal.Signals(os.WTERMSIG(status)), f"it takes more than {BYTES >> 20} MiB to prepare")
-    return said if os.waitstatus_to_exitcode(status) == 0 else f"it takes more than {BYTES >> 20} MiB to prepare"
+    return fault_text if os.waitstatus_to_exitcode(status) == 0 else f"it takes more than {BYTES >> 20} MiB to prepare"
 
 
 def _bounded(grammar: str, tokenizer: Any, telling: int) -> NoReturn:

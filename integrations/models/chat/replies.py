@@ -80,13 +80,13 @@ class Replies:
 
     def _by_template(self, reply: str, prompt: str, tools: Tools) -> dict[str, Any] | None:
         try:
-            found = self.tokenizer.parse_response(reply, prefix=prompt, tools=list(tools))
+            parsed = self.tokenizer.parse_response(reply, prefix=prompt, tools=list(tools))
         except (ValueError, KeyError, TypeError):
             self._refused()
             return None
-        message: dict[str, Any] = {"role": "assistant", "content": found.get("content") or ""}
-        message |= _thought(found.get("reasoning_content") or found.get("thinking") or "")
-        calls = [c.get("function", c) for c in found.get("tool_calls") or []]
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.get("content") or ""}
+        message |= _thought(parsed.get("reasoning_content") or parsed.get("thinking") or "")
+        calls = [c.get("function", c) for c in parsed.get("tool_calls") or []]
         if not all(is_call(c) for c in calls):
             self._refused()
             return None

@@ -132,8 +132,8 @@ def _form(body: Mapping[str, Any]) -> str:
         return json_grammar(ANY_OBJECT)
     if kind != "json_schema":
         raise RequestRefused(f"response_format {kind!r} is not supported.", "Use text, json_object or json_schema.")
-    given = body["response_format"].get("json_schema")
-    schema = given.get("schema") if isinstance(given, Mapping) else None
+    asked = body["response_format"].get("json_schema")
+    schema = asked.get("schema") if isinstance(asked, Mapping) else None
     if not isinstance(schema, Mapping):
         raise RequestRefused("The response_format has no schema.", 'Give it as {"json_schema": {"schema": {...}}}.')
     return json_grammar(schema)
@@ -143,9 +143,9 @@ def _choice(body: Mapping[str, Any], tools: list[Mapping[str, Any]]) -> tuple[st
     """("none", "auto" or "required", the tools that may be called)."""
     asked = body.get("tool_choice") or "auto"
     if isinstance(asked, Mapping) and asked.get("type") == "allowed_tools":
-        given = asked.get("allowed_tools") or asked
-        names = [_name(tool) for tool in given.get("tools") or ()]
-        return _mode(given.get("mode") or "auto", _named(names, tools))
+        restricted = asked.get("allowed_tools") or asked
+        names = [_name(tool) for tool in restricted.get("tools") or ()]
+        return _mode(restricted.get("mode") or "auto", _named(names, tools))
     if isinstance(asked, Mapping):
         return _mode("required", _named([_name(asked)], tools))
     return _mode(str(asked), tools)
@@ -233,7 +233,7 @@ def _closed(schema: Any) -> Any:
         return [_closed(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {
+    closed = {
         key: value if key in ("enum", "const", "default", "examples") else _closed(value)
         for key, value in schema.items()
     }
@@ -243,5 +243,5 @@ def _closed(schema: Any) -> Any:
         and schema.get("type") == "object"
         and not any(k in schema for k in open_ended)
     ):
-        found["additionalProperties"] = False
-    return found
+        closed["additionalProperties"] = False
+    return closed

@@ -106,16 +106,16 @@ class ChatTemplate:
                 "has a tokenizer without a chat template",
                 "Use an instruct model, or put a chat_template.jinja into the folder.",
             )
-        made = cls(tokenizer, ends, tools=tools, images=ImageInputs(str(model)) if sees_images(config) else None)
+        chat = cls(tokenizer, ends, tools=tools, images=ImageInputs(str(model)) if sees_images(config) else None)
         try:
-            made._template([{"role": "user", "content": "hi"}], None, {})
+            chat._template([{"role": "user", "content": "hi"}], None, {})
         except SamplerError as error:  # any other cause may be of this message alone
             if isinstance(error.__cause__, TookTooLong):
                 fault = f"has a chat template that does not render a message within {PATIENCE:g} s"
                 raise ConfigError("model", str(model), fault, "Repair its chat_template.jinja.") from None
-        if made.tool_format is None and not made._replies.template:
-            log.warning("%s Calls with tools are refused. %s", made._unknown(), _NAME_IT)
-        return made
+        if chat.tool_format is None and not chat._replies.template:
+            log.warning("%s Calls with tools are refused. %s", chat._unknown(), _NAME_IT)
+        return chat
 
     @classmethod
     def load_light(cls, model: str | Path, tools: str = AUTO) -> ChatTemplate:
@@ -262,9 +262,9 @@ class ChatTemplate:
 
     def grammar(self, asked: Mapping[str, Any], tools: Tools | None, prompt: Sequence[int]) -> str:
         """The grammar of the replies that a request in OpenAI form allows (`reply_grammar`). Raises RequestRefused."""
-        found = reply_grammar(asked, tools, self._syntax(prompt))
-        self._grammars.trials.check(found)
-        return found
+        grammar = reply_grammar(asked, tools, self._syntax(prompt))
+        self._grammars.trials.check(grammar)
+        return grammar
 
     def _syntax(self, prompt: Sequence[int]) -> Syntax:
         """How replies to a prompt are written. It may have opened their reasoning, or closed it."""

@@ -114,10 +114,10 @@ class EarlierIds:
 
 def _placed(messages: Messages, at: Sequence[int]) -> list[dict[str, Any]]:
     """The messages with a mark in place of what the replies at `at` said after their reasoning."""
-    made = [dict(message) for message in messages]
+    marked = [dict(message) for message in messages]
     for i in at:
-        made[i] = {k: v for k, v in made[i].items() if k != "tool_calls"} | {"content": _PLACE.format(i)}
-    return made
+        marked[i] = {k: v for k, v in marked[i].items() if k != "tool_calls"} | {"content": _PLACE.format(i)}
+    return marked
 
 
 def _split(text: str, count: int) -> list[str] | None:

@@ -188,8 +188,8 @@ def _plain(call: Any) -> dict[str, Any]:
     if not isinstance(call, Mapping):
         raise ValueError("a tool call that is no object")
     call = call.get("function", call) if isinstance(call.get("function", call), Mapping) else call
-    made = {"name": call.get("name"), "arguments": call.get("arguments", call.get("parameters"))}
-    return {**made, "arguments": {}} if made["arguments"] is None else made
+    plain = {"name": call.get("name"), "arguments": call.get("arguments", call.get("parameters"))}
+    return {**plain, "arguments": {}} if plain["arguments"] is None else plain
 
 
 def _mistral(function: str, arguments: str, token: Token) -> str:

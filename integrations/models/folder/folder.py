@@ -127,13 +127,13 @@ def _own_code(folder: Path) -> str | None:
 
 def _settings(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes()) if file.is_file() else {}
+        settings = json.loads(file.read_bytes()) if file.is_file() else {}
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        settings = None
+    if not isinstance(settings, dict):
         fault = f"has a {file.name} that is not a JSON object"
         raise ConfigError("model", str(file.parent), fault, "Fetch it again.")
-    return found
+    return settings
 
 
 def _no_model(model: str | Path, why: str, remedy: str) -> ConfigError:

@@ -23,11 +23,11 @@ def find_gguf(model: Path) -> Path | None:
     """
     if model.suffix == ".gguf" and model.is_file():
         return model.resolve()
-    found = sorted(model.glob("*.gguf")) if model.is_dir() else []
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:4]) + (", …" if len(found) > 4 else "")
+    files = sorted(model.glob("*.gguf")) if model.is_dir() else []
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:4]) + (", …" if len(files) > 4 else "")
         raise ConfigError("model", str(model), f"holds several models: {names}", "Give the path of one file.")
-    return found[0].resolve() if found else None
+    return files[0].resolve() if files else None
 
 
 def unpack_gguf(file: Path) -> Path:
@@ -105,11 +105,11 @@ def _positions(file: Path, config: Any) -> dict[str, Any]:
     from gguf import GGUFReader
 
     plain: dict[str, Any] = config.rope_parameters
-    found = next((tensor.data for tensor in GGUFReader(file).tensors if tensor.name == "rope_freqs.weight"), None)
-    if found is None:
+    slowed = next((tensor.data for tensor in GGUFReader(file).tensors if tensor.name == "rope_freqs.weight"), None)
+    if slowed is None:
         return plain
-    config.rope_parameters = {**plain, **LLAMA3, "factor": float(found.max())}
-    if not np.allclose(slowed_positions(config), found, rtol=1e-3):
+    config.rope_parameters = {**plain, **LLAMA3, "factor": float(slowed.max())}
+    if not np.allclose(slowed_positions(config), slowed, rtol=1e-3):
         fault = "slows its positions (rope_freqs) in another way than Llama 3.1 to 3.3"
         raise ConfigError("model", str(file), fault, "Use the model's own folder.")
     return dict(config.rope_parameters)

@@ -63,9 +63,9 @@ def check_finite(policy: PolicyRef, weights: Weights) -> None:
 def check_full(model: Any, weights: Weights) -> None:
     """Raises RequestRefused unless the weights are all parameters of a model, by their names."""
     own = dict(model.named_parameters(remove_duplicate=False))
-    given = {id(own[name]) for name in weights if name in own}
+    covered = {id(own[name]) for name in weights if name in own}
     unknown = sorted(set(weights) - set(own))
-    missing = sorted(name for name, parameter in own.items() if id(parameter) not in given)
+    missing = sorted(name for name, parameter in own.items() if id(parameter) not in covered)
     if unknown or missing:
         raise RequestRefused(
             f"The weights do not fit the model: unknown {unknown[:3]}, missing {missing[:3]}.",

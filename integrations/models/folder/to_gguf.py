@@ -107,13 +107,13 @@ def _split_name(model: Path) -> str:
     splitter = Tokenizer.from_file(str(file)).pre_tokenizer
     if inner["type"] != "BPE" or not inner["merges"] or splitter is None or (before and before["type"] != "NFC"):
         raise _refused(model, f"has a tokenizer of type {inner['type']}; supported is byte-level BPE")
-    found = splitter.pre_tokenize_str(_TOLD_APART)
+    pieces = splitter.pre_tokenize_str(_TOLD_APART)
     for name, expressions in _SPLITS.items():
         parts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
         bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         known = pre_tokenizers.Sequence([*parts, bytes_]).pre_tokenize_str(_TOLD_APART)
         whole = bool(inner.get("ignore_merges")) == (name in _KEEPS_WHOLE)
-        if whole and [piece for piece, _ in known] == [piece for piece, _ in found]:
+        if whole and [piece for piece, _ in known] == [piece for piece, _ in pieces]:
             return name
     raise _refused(
         model,

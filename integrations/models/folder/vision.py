@@ -51,10 +51,12 @@ class ImageInputs:
                 f"Use a model whose template shows images, and keep {mark} out of the texts of its messages.",
             )
         try:
-            found = processor(text=[text], images=[opened_image(image) for image in images], add_special_tokens=False)
+            processed = processor(
+                text=[text], images=[opened_image(image) for image in images], add_special_tokens=False
+            )
         except (ValueError, TypeError, RuntimeError, OSError) as error:
             raise RequestRefused(f"The model's processor refuses the images: {error_line(error)}.", _CHECK) from None
-        decoded: str = processor.tokenizer.decode(found["input_ids"][0], skip_special_tokens=False)
+        decoded: str = processor.tokenizer.decode(processed["input_ids"][0], skip_special_tokens=False)
         return decoded
 
     def of(self, network: Any, token_ids: Sequence[int], images: Sequence[bytes]) -> dict[str, Any]:
@@ -64,24 +66,24 @@ class ImageInputs:
         import torch
 
         processor, key = self._processor(), tuple(images)
-        made = self._made.get(key)
-        if made is None:
+        inputs = self._made.get(key)
+        if inputs is None:
             opened, text = [opened_image(image) for image in images], processor.image_token * len(images)
-            made = dict(processor(text=[text], images=opened, add_special_tokens=False, return_tensors="pt"))
-            self._made.put(key, made, sum(_bytes(value) for value in made.values()))
+            inputs = dict(processor(text=[text], images=opened, add_special_tokens=False, return_tensors="pt"))
+            self._made.put(key, inputs, sum(_bytes(value) for value in inputs.values()))
         marks = _places(processor)
         seen = [int(id in marks) for id in token_ids]
-        places, needed = sum(seen), sum(id in marks for id in made["input_ids"][0].tolist())
+        places, needed = sum(seen), sum(id in marks for id in inputs["input_ids"][0].tolist())
         if places != needed:
             raise RequestRefused(f"The prompt has {places} image tokens; its images take {needed}.", _CHECK)
-        given = {
+        of_pass = {
             name: value.to(network.device) if torch.is_tensor(value) else value
-            for name, value in made.items()
+            for name, value in inputs.items()
             if name not in _TEXT
         }
         for name in _reads(network) & {"token_type_ids", "mm_token_type_ids"}:
-            given[name] = torch.tensor([seen], device=network.device)
-        return given
+            of_pass[name] = torch.tensor([seen], device=network.device)
+        return of_pass
 
     def together(
         self, network: Any, asked: Sequence[tuple[Sequence[int], Sequence[bytes]]]
@@ -93,11 +95,11 @@ class ImageInputs:
         alike: dict[Any, list[list[int]]] = {}
         taken: dict[int, dict[str, Any]] = {}
         for number, (token_ids, images) in enumerate(asked):
-            given = taken[number] = self.of(network, token_ids, images)
-            stacks = all(map(torch.is_tensor, given.values()))
-            form = tuple((name, value.dtype, value.shape[1:]) for name, value in given.items()) if stacks else number
+            inputs = taken[number] = self.of(network, token_ids, images)
+            stacks = all(map(torch.is_tensor, inputs.values()))
+            form = tuple((name, value.dtype, value.shape[1:]) for name, value in inputs.items()) if stacks else number
             passes = alike.setdefault((len(token_ids), form), [[]])
-            if passes[-1] and (len(passes[-1]) + 1) * sum(map(_bytes, given.values())) > PASS_BYTES:
+            if passes[-1] and (len(passes[-1]) + 1) * sum(map(_bytes, inputs.values())) > PASS_BYTES:
                 passes.append([])
             passes[-1].append(number)
         for members in (members for passes in alike.values() for members in passes):

@@ -74,13 +74,13 @@ def _attend_alike(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, alike
     scores = query.new_empty((*query.shape[:3], key.shape[2]))
     scores[..., at:] = torch.matmul(query, key[:, :, at:].transpose(2, 3))
     for low, high in alike.groups:
-        found = torch.matmul(_joined(query[low:high]), key[low, :, :at].transpose(1, 2))
-        scores[low:high, ..., :at] = _apart(found, high - low)
+        product = torch.matmul(_joined(query[low:high]), key[low, :, :at].transpose(1, 2))
+        scores[low:high, ..., :at] = _apart(product, high - low)
     weights = torch.softmax(scores.add_(mask), -1)
     out = torch.matmul(weights[..., at:], value[:, :, at:])
     for low, high in alike.groups:
-        found = torch.matmul(_joined(weights[low:high, ..., :at]), value[low, :, :at])
-        out[low:high] += _apart(found, high - low)
+        product = torch.matmul(_joined(weights[low:high, ..., :at]), value[low, :, :at])
+        out[low:high] += _apart(product, high - low)
     return out
 
 

@@ -179,10 +179,10 @@ class Batch:
         self._compute_stems([sources[i] for i in texts])
         known = {i: self.prefixes.match((self, sources[i].kind), sources[i].prompt) for i in texts}
         self.prefixes.reused += sum(prefix.length for prefix in known.values())
-        found = []
+        passes = []
         for group in like_lengths([len(sources[i].prompt) - known[i].length for i in texts]):
             members = np.array([texts[i] for i in sorted(group)])
-            found.append((members, *self._pass([sources[i] for i in members], [known[i] for i in members]), None))
+            passes.append((members, *self._pass([sources[i] for i in members], [known[i] for i in members]), None))
         seeing = sorted(set(range(len(sources))) - set(texts), key=lambda i: sources[i].kind)
         if seeing:
             assert self.images is not None
@@ -191,25 +191,25 @@ class Batch:
                 members = np.array([seeing[i] for i in alike])
                 self._route(np.array([sources[i].kind for i in members]))
                 done = prefill(self.model, [sources[i].prompt for i in members], [NOTHING] * len(members), given)
-                found.append((members, *done, image_shift(self.model)))
-        return found
+                passes.append((members, *done, image_shift(self.model)))
+        return passes
 
     def _compute_stems(self, sources: Sequence[Source]) -> None:
         """Make known what several of these prompts, which are sorted by kind, begin with: the shortest first."""
         done: set[Source] = set()
         while self.prefixes.limit:
-            found: list[Source] = []
+            shared: list[Source] = []
             for kind, alike in groupby(sources, key=lambda source: source.kind):
                 prompts = [source.prompt for source in alike]
                 known = [self.prefixes.length((self, kind), prompt) for prompt in prompts]
-                found += [Source(kind, stem, ()) for stem in stems(prompts, known)]
-            if not set(found) - done:  # or what was computed has been dropped again, for lack of room
+                shared += [Source(kind, stem, ()) for stem in stems(prompts, known)]
+            if not set(shared) - done:  # or what was computed has been dropped again, for lack of room
                 return
-            done |= set(found)
-            prefixes = [self.prefixes.match((self, kind), stem) for kind, stem, _ in found]
-            for group in like_lengths([len(one.prompt) - at.length for one, at in zip(found, prefixes, strict=True)]):
+            done |= set(shared)
+            prefixes = [self.prefixes.match((self, kind), stem) for kind, stem, _ in shared]
+            for group in like_lengths([len(one.prompt) - at.length for one, at in zip(shared, prefixes, strict=True)]):
                 members = sorted(group)
-                self._pass([found[i] for i in members], [prefixes[i] for i in members])
+                self._pass([shared[i] for i in members], [prefixes[i] for i in members])
 
     def _pass(self, sources: Sequence[Source], known: Sequence[Prefix]) -> tuple[DynamicCache, Tensor]:
         """Prefill of prompts that are sorted by kind, which are known from then on."""
@@ -319,12 +319,12 @@ class Batch:
         asking = np.flatnonzero((counts > 0) & s["alive"][at])
         for part in (asking[i : i + chunk] for i in range(0, len(asking), chunk)):
             index = torch.as_tensor(part, device=self.device)
-            found = likeliest(logits[index], params.rows(index), int(counts[part].max()))
-            for i, ids, logprobs in zip(part, *(values.tolist() for values in found), strict=True):
+            best = likeliest(logits[index], params.rows(index), int(counts[part].max()))
+            for i, ids, logprobs in zip(part, *(values.tolist() for values in best), strict=True):
                 pairs = zip(ids[: counts[i]], logprobs, strict=False)
                 row = at[i]
-                told = tuple((id, logprob) for id, logprob in pairs if logprob > -np.inf)
-                s["job"][row].top[s["candidate"][row]].append(told)
+                tokens = tuple((id, logprob) for id, logprob in pairs if logprob > -np.inf)
+                s["job"][row].top[s["candidate"][row]].append(tokens)
 
     def _record(
         self, at: npt.NDArray[np.int64], token: npt.NDArray[np.int64], logprob: npt.NDArray[np.float32]
@@ -370,12 +370,12 @@ class Batch:
     def _stopped(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which rows have just written one of their stop strings."""
         s = self.state
-        found = np.zeros(len(at), bool)
+        stopped = np.zeros(len(at), bool)
         for i in np.flatnonzero(s["watched"][at] & s["alive"][at]):
             row = at[i]
             stop = s["job"][row].params.stop
             tail = 4 * max(map(len, stop)) + 8  # a character is at most four tokens
             count = int(s["count"][row])
             text = self.tokenizer.decode(s["token"][row, max(0, count - tail) : count].tolist())
-            found[i] = any(mark in text for mark in stop)
-        return found
+            stopped[i] = any(mark in text for mark in stop)
+        return stopped

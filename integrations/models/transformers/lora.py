@@ -109,8 +109,8 @@ def _split(name: str) -> tuple[str, str]:
     """Module name and "A" or "B" of a PEFT state-dict name."""
     stem = name.removeprefix("base_model.model.")
     for part in ("A", "B"):
-        module, found, _ = stem.partition(f".lora_{part}.")
-        if found:
+        module, mark, _ = stem.partition(f".lora_{part}.")
+        if mark:
             return module, part
     raise SamplerError(f"{name!r} is not the name of a LoRA weight.", "Use PEFT state-dict names.")
 

@@ -35,7 +35,7 @@ def stems(prompts: Sequence[Ids], known: Sequence[int]) -> list[Ids]:
     """
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
     shared = [common(prompts[one], prompts[other]) for one, other in pairwise(order)]
-    found, runs = [], [(0, len(order))]
+    shared_stems, runs = [], [(0, len(order))]
     while runs:
         low, high = runs.pop()
         if high - low < 2:
@@ -43,10 +43,10 @@ def stems(prompts: Sequence[Ids], known: Sequence[int]) -> list[Ids]:
         at = min(range(low, high - 1), key=shared.__getitem__)
         first = order[low]
         if (high - low - 1) * (shared[at] - known[first]) >= WORTH:
-            found.append(prompts[first][: shared[at]])
+            shared_stems.append(prompts[first][: shared[at]])
         else:
             runs += [(low, at + 1), (at + 1, high)]
-    return found
+    return shared_stems
 
 
 def states_of(cache: DynamicCache, row: int, length: int, start: int, stop: int) -> States:
@@ -101,12 +101,12 @@ def joined(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> States:
     column; zeros before. At least one length is above 0."""
     width = max(lengths)
     some = next(prefix for prefix in prefixes if prefix.length).parts[0]
-    found = [state.new_zeros((len(prefixes), state.shape[0], width, state.shape[2])) for state in some]
+    states_out = [state.new_zeros((len(prefixes), state.shape[0], width, state.shape[2])) for state in some]
     for row, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
         at = width - length
         for part in prefix.parts:
             taken = min(part[0].shape[1], width - at)
-            for states, own in zip(found, part, strict=True):
+            for states, own in zip(states_out, part, strict=True):
                 states[row, :, at : at + taken] = own[:, :taken]
             at += taken
-    return found
+    return states_out

@@ -90,5 +90,5 @@ _NEVER = -9999.0
 
 def likeliest(found: Iterable[tuple[int, float]], most: int) -> TopTokens:
     """The `most` likeliest tokens of a place, of those that vLLM gives for it: the sampled one is always among them."""
-    told = sorted((pair for pair in found if pair[1] > _NEVER), key=lambda pair: -pair[1])
-    return tuple(told[:most])
+    ordered = sorted((pair for pair in found if pair[1] > _NEVER), key=lambda pair: -pair[1])
+    return tuple(ordered[:most])
