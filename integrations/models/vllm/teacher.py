@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import math
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,6 +79,7 @@ class VllmTeacher:
         self.concurrency = concurrency
         """Most requests at once."""
         self._model = ""
+        self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._failed = 0
         """Rows that got no answer since the last that got one; `_last` is why."""
@@ -98,7 +100,8 @@ class VllmTeacher:
             async with contextlib.aclosing(self._client()) as server:
                 return await asyncio.gather(*(self._scored(server, places, row) for row in rows))
 
-        scores = asyncio.run(score())
+        with self._lock:  # the server is asked for no more at once, however many threads ask
+            scores = asyncio.run(score())
         faults = Counter(one for one in scores if isinstance(one, str))
         self._counts["unscored"] += faults.total()
         if self._gone or faults.total() == len(rows):

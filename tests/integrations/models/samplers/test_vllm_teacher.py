@@ -81,7 +81,11 @@ def test_no_more_requests_at_once_than_allowed(server: FakeServer, asked: VllmTe
         return scored(body)
 
     server.answers["POST", "/v1/completions"] = slow
-    asked.logprobs([row(5)] * 12)
+    callers = [threading.Thread(target=asked.logprobs, args=([row(5)] * 6,)) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
     assert most == [3]
 
 

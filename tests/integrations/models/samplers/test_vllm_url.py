@@ -99,7 +99,7 @@ def test_a_server_scores_as_the_teacher_in_this_process(base: Path, own_vllm: st
     here = LocalTeacher(str(base), LearnerSettings(device="cpu")).logprobs(rows[:-1])
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(here), atol=1e-4)
     tiny_models.build("qwen3", other := base.parent / "other")
-    with pytest.raises(ConfigError, match=r"reads the tokens 0 to .* otherwise"):
+    with pytest.raises(ConfigError, match=r"reads the tokens 0 to .* differently"):
         VllmTeacher(own_vllm, tokenizer_of(str(other)))
 
 
