@@ -95,13 +95,15 @@ def import_path(workflow: Workflow) -> str:
 
 
 def _names(workflow: Workflow) -> Iterator[tuple[types.ModuleType, str]]:
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType):
-            for name, value in list(vars(module).items()):
-                # By type(), as a module may hold objects that answer to any name, isinstance() included.
-                found = vars(value).get("cotune") if type(value) is types.FunctionType else value
-                if type(found) is Workflow and found.fn is workflow.fn:
-                    yield module, name
+    home = getattr(workflow.fn, "__module__", "")
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    # The module that defines it first: others may have imported it, such as an application's tests.
+    for module in sorted(modules, key=lambda module: module.__name__ != home):
+        for name, value in list(vars(module).items()):
+            # By type(), as a module may hold objects that answer to any name, isinstance() included.
+            held = vars(value).get("cotune") if type(value) is types.FunctionType else value
+            if type(held) is Workflow and held.fn is workflow.fn:
+                yield module, name
 
 
 def _passed_on() -> dict[str, str]:
