@@ -51,9 +51,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class PlanConfig(RunPlan, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[plan] How candidates come about."""
 
-    k: int = 4
+    k: int = Plan().k
     """Candidates per call (tree), per forked call (replay), or episodes per task (independent)."""
-    select: Select = "argmax"
+    select: Select = Plan().select
     """Which candidate the application gets: argmax | sample | first."""
 
 
