@@ -59,5 +59,5 @@ class PolicySampler(CalledSampler):
         sampler = self._samplers.get(policy.name, self._rest)
         if sampler is None:
             names = ", ".join(sorted(self._samplers))
-            raise RequestRefused(f"{policy} has no engine; {names} have.", "Correct the policy's name.")
+            raise RequestRefused(f"{policy} has no engine; there are engines for {names}.", "Correct its name.")
         return sampler

@@ -74,7 +74,7 @@ def check(folder: str, case: str) -> set[str]:
     assert found == pytest.approx(expected, rel=1e-3), (found, expected)
     assert given_back == [True, True]  # once after each update
     assert for_groups and not any(for_groups)  # of a GPU's kernels for fp32 none knows groups
-    return {str(p.device) for policy in learner.policies.values() for p in policy.network.parameters()}
+    return {str(p.device) for policy in learner._policies.values() for p in policy.network.parameters()}
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ def test_the_best_move_is_told_from_others_where_the_shared_outcome_hides_it(tra
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"replay": {"forks": "best:2"}}, "replay.forks = 'best:2' must be all, first:N"),
+        ({"replay": {"forks": "best:2"}}, "replay.forks = 'best:2' is not one of all, first:N"),
         ({"replay": {"forks": "first:0"}}, "replay.forks = 'first:0'"),
         ({"replay": {"forks": "role:nobody"}}, "replay.forks = 'role:nobody'"),
         ({"replay": {"forks_per_episode": 0}}, "replay.forks_per_episode = 0 must be 1 or more"),
