@@ -102,7 +102,7 @@ class Store(Protocol):
         ...
 
     def consumed(self) -> Mapping[str, int]:
-        """Group id -> training step that consumed it."""
+        """Group id -> training step that consumed it, looked up as it is asked."""
         ...
 
     def counters(self) -> Mapping[str, int]:

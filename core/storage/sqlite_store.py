@@ -34,6 +34,7 @@ from cotune.storage.schema import (
     in_parts,
     join_path,
 )
+from cotune.storage.sqlite_consumed import ConsumedGroups
 from cotune.storage.sqlite_figures import SqliteFigures
 from cotune.storage.sqlite_writer import Ledger, Writer
 
@@ -236,7 +237,7 @@ class SqliteStore(SqliteFigures):
             )
 
     def consumed(self) -> Mapping[str, int]:
-        return dict(self.rows("SELECT target, training_step FROM consumed WHERE is_group"))
+        return ConsumedGroups(self.rows)
 
     def counters(self) -> Mapping[str, int]:
         return {"lost": 0, "refused": 0, **dict(self.rows("SELECT name, value FROM counters"))}
