@@ -124,19 +124,25 @@ _exchange: ContextVar[_Exchange | None] = ContextVar("cotune_openai_exchange", d
 # Stage 1: the application's request begins an exchange, which ends with it.
 
 
+@contextlib.contextmanager
+def _begun_exchange() -> Iterator[None]:
+    token = _exchange.set(exchange := _Exchange(retried=True))
+    try:
+        yield
+    except BaseException as error:
+        if exchange.call is not None:
+            raised(exchange.call, error)
+        raise
+    finally:
+        _exchange.reset(token)
+
+
 def _request(original: Any) -> Any:
     def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return original(self, *args, **kwargs)
-        token = _exchange.set(exchange := _Exchange(retried=True))
-        try:
+        with _begun_exchange():
             return original(self, *args, **kwargs)
-        except BaseException as error:
-            if exchange.call is not None:
-                raised(exchange.call, error)
-            raise
-        finally:
-            _exchange.reset(token)
 
     return request
 
@@ -145,15 +151,8 @@ def _request_async(original: Any) -> Any:
     async def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_episode.get() is None:
             return await original(self, *args, **kwargs)
-        token = _exchange.set(exchange := _Exchange(retried=True))
-        try:
+        with _begun_exchange():
             return await original(self, *args, **kwargs)
-        except BaseException as error:
-            if exchange.call is not None:
-                raised(exchange.call, error)
-            raise
-        finally:
-            _exchange.reset(token)
 
     return request
 
