@@ -124,7 +124,7 @@ class MessageStream:
             self._message.update(event.get("delta") or {})
         return bool(kind == "message_stop")
 
-    def over(self) -> bool:
+    def over(self, *, done: bool) -> bool:
         return False
 
     def some(self) -> bool:

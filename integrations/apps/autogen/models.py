@@ -91,7 +91,7 @@ def _asking(call: LiveCall, options: Mapping[str, Any]) -> asyncio.Future[Answer
 
 
 _CLIENT = Client(
-    request=lambda client, messages, /, *args, **options: request_of(client, messages, options),
+    request=lambda client, /, messages, *args, **options: request_of(client, messages, options),
     reply=lambda call, found, /, *args, **options: result_of(found),
     answer=_answer_of,
     parts=_parts,

@@ -151,9 +151,8 @@ class ChatStream:
             _add(self._choices.setdefault(index, empty), part)
         return False
 
-    def over(self) -> bool:
-        """Whether the answer is whole, though its last event has not come."""
-        return bool(self._choices) and all(choice["finish_reason"] for choice in self._choices.values())
+    def over(self, *, done: bool) -> bool:
+        return done or (bool(self._choices) and all(choice["finish_reason"] for choice in self._choices.values()))
 
     def some(self) -> bool:
         """Whether it says anything."""

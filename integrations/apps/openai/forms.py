@@ -27,8 +27,8 @@ class Stream(Protocol):
         """Add an event; whether it is the last. Raises ProviderFailed for an error event, or one of `BROKEN`."""
         ...
 
-    def over(self) -> bool:
-        """Whether the answer is whole, though its last event has not come."""
+    def over(self, *, done: bool) -> bool:
+        """Whether the answer is whole though no event was the last; `done`: the stream ended with [DONE]."""
         ...
 
     def some(self) -> bool:
@@ -159,11 +159,13 @@ def _decoded(raw: bytes) -> Any:
 
 def body_of_stream(form: Form, raw: bytes) -> dict[str, Any] | None:
     """The body that a stream adds up to; None when it was not read to its end."""
-    stream = form.stream()
+    stream, done = form.stream(), False
     for data in events(raw):
-        if data == b"[DONE]" or stream.take(msgspec.json.decode(data)):
+        if done := data == b"[DONE]":
+            break
+        if stream.take(msgspec.json.decode(data)):
             return stream.body(whole=True)
-    return stream.body(whole=True) if stream.over() else None
+    return stream.body(whole=True) if stream.over(done=done) else None
 
 
 def part_of(form: Form, raw: bytes, streamed: bool) -> Answer | None:

@@ -242,7 +242,7 @@ class ResponseStream:
             _GROWS[kind](self._items[event["output_index"]], event)
         return self._response is not None
 
-    def over(self) -> bool:
+    def over(self, *, done: bool) -> bool:
         return False
 
     def some(self) -> bool:

@@ -84,6 +84,7 @@ class VllmTeacher:
         self._failed = 0
         """Rows that got no answer since the last that got one; `_last` is why."""
         self._last = ""
+        self._closed = False
         self._warned: set[str] = set()
         self.url = asyncio.run(self._check(tokenizer))
 
@@ -117,11 +118,11 @@ class VllmTeacher:
 
     def close(self) -> None:
         """Make no more requests."""
-        self._failed = self.concurrency
+        self._closed = True
 
     @property
     def _gone(self) -> bool:
-        return self._failed >= self.concurrency
+        return self._closed or self._failed >= self.concurrency
 
     async def _scored(
         self, server: VllmClient, places: asyncio.Semaphore, row: TrainRow
@@ -135,7 +136,7 @@ class VllmTeacher:
         async with places:
             for attempt in range(self._retries + 1):
                 if self._gone:
-                    return self._last
+                    return self._last or "it was closed"
                 if attempt:
                     await asyncio.sleep(PAUSE * 2 ** (attempt - 1))
                     self._counts["retried"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -178,7 +179,8 @@ class Episodes:
             if place.attached:
                 await self.detach(episode_id)
             else:
-                await self.end(episode_id, stopped if place.key is None else EndEpisode())
+                with contextlib.suppress(RequestError):  # a session may have ended by itself meanwhile
+                    await self.end(episode_id, stopped if place.key is None else EndEpisode())
 
     def warn(self, kind: str, text: str) -> None:
         """Count something that the user should know about; say each kind once."""

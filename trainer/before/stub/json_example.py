@@ -226,7 +226,7 @@ def fits(schema: Any, value: Any, root: Any = None, depth: int = 0) -> bool:
         return True
     root, inside = schema if root is None else root, depth + 1
     if "$ref" in schema:
-        return fits(_resolve(str(schema["$ref"]), root), value, root)
+        return fits(_resolve(str(schema["$ref"]), root), value, root, inside)
     if value not in (schema.get("enum") or [value]) or value != schema.get("const", value):
         return False
     for word, enough in (("anyOf", any), ("oneOf", any), ("allOf", all)):

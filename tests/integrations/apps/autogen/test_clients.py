@@ -126,6 +126,17 @@ def test_another_client_is_recorded_once(record: Recorded, stream: bool):
     assert (call.usage.prompt_tokens, call.usage.completion_tokens) == (4, 2)
 
 
+def test_messages_may_be_named(record: Recorded):
+    async def solve(_: Any) -> float:
+        client = OwnClient()
+        whole = await client.create(messages=[UserMessage(content="hi", source="user")])
+        (*_, last) = [part async for part in client.create_stream(messages=[UserMessage(content="hi", source="user")])]
+        return float((whole.content, last.content) == ("yes", "yes"))
+
+    assert record(solve, lambda call: "yes").rewards == {"team": 1.0}
+    assert [call.status for call in record.calls] == ["ok", "ok"]
+
+
 @STREAMS
 def test_another_client_is_answered_in_its_place(record: Recorded, stream: bool):
     model = OwnClient()

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from cotune.episodes.episode import run_episode
 from cotune.episodes.workflows import workflow, workflow_of
+from cotune.integrations.apps.anthropic.messages import MESSAGES
 from cotune.integrations.apps.openai.forms import RESPONSES, body_of_stream, part_of
 from cotune.integrations.apps.openai.response_body import answer_of, to_events
 from cotune.integrations.apps.openai.responses import messages_of
@@ -485,3 +486,11 @@ def test_langchain_with_tools_streams_and_structured_output(record: Recorded, ve
     said_back = messages(record, 1)[1]
     assert (said_back["content"], said_back["tool_calls"]) == ("so", THOUGHTFUL["tool_calls"])
     assert record.calls[1].streamed
+
+
+def test_done_does_not_make_a_cut_stream_whole():
+    started = b'data: {"type": "response.created", "response": {"id": "1", "model": "m", "output": []}}\n\n'
+    assert body_of_stream(RESPONSES, started + b"data: [DONE]\n\n") is None
+    block = b'data: {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": "half"}}\n\n'
+    start = b'data: {"type": "message_start", "message": {"id": "1", "model": "m", "content": []}}\n\n'
+    assert body_of_stream(MESSAGES, start + block + b"data: [DONE]\n\n") is None

@@ -59,6 +59,17 @@ def asked(server: FakeServer, tokenizer: Any) -> Iterator[VllmTeacher]:
     opened.close()
 
 
+def test_no_request_is_made_after_it_is_closed(server: FakeServer, asked: VllmTeacher) -> None:
+    def closes(body: dict[str, Any]) -> tuple[int, Any]:
+        asked.close()
+        return scored(body)
+
+    server.answers["POST", "/v1/completions"] = closes
+    with pytest.raises(LearnerError, match="no longer answers: "):
+        asked.logprobs([row(5, 6, 7) for _ in range(20)])
+    assert len(server.asked) <= asked.concurrency
+
+
 def test_the_scores_of_a_row_are_those_of_its_response(server: FakeServer, asked: VllmTeacher) -> None:
     found = asked.logprobs([row(5, 6, 7), row(8, prompt=(1,))])
     np.testing.assert_allclose(np.concatenate([x for x in found if x is not None]), [-0.5, -0.6, -0.7, -0.8])

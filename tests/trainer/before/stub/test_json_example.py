@@ -89,6 +89,11 @@ def test_texts_are_used_where_they_fit() -> None:
     assert example(schema, 0, ["approve", "a longer text"]) == {"verdict": "approve", "why": "approve"}
 
 
+def test_a_schema_that_names_itself_alone_fits_anything() -> None:
+    assert fits({"$ref": "#"}, 1)
+    assert fits({"$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}]}}, "$ref": "#/$defs/A"}, 1)
+
+
 def test_what_a_schema_allows_fits() -> None:
     schema = {
         "$defs": {"step": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
