@@ -48,6 +48,7 @@ class OpenedRun:
         self.is_run = self.folder is not None and is_run(self.folder)
         self._records = self.path / RECORDS if self.folder else self.path
         self._store: Store | None = None
+        self._no_records: Store | None = None
         self._lock = threading.Lock()
         self._read: dict[str, tuple[Any, Any]] = {}
         """Values that were read, with the stamp of their files at that time."""
@@ -63,7 +64,8 @@ class OpenedRun:
         with self._lock:
             if self._store is None:
                 if not self._records.is_file():
-                    return no_records(self.path)
+                    self._no_records = self._no_records or no_records(self.path)
+                    return self._no_records
                 self._store = open_store(self._records, read_only=True)
             return self._store
 
@@ -181,8 +183,9 @@ class OpenedRun:
         """Close the records."""
         for part in self._parts.values():
             part.close()
-        if self._store:
-            self._store.close()
+        for store in (self._store, self._no_records):
+            if store:
+                store.close()
 
     def __enter__(self) -> Self:
         return self

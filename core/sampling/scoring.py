@@ -150,14 +150,12 @@ async def score(
         about, limit = (call, call.task.input), scorer.timeout * len(candidates)
         return await compare(scorer.scorer, candidates, about, source, call.task.id, timeout=limit)
     fn, limit = (scorer.scorer, scorer.timeout) if isinstance(scorer, OfOne) else (scorer, LONGEST)
-    values: list[Any] = []
     with setting(current_episode, None), running(f"{source} on task {call.task.id!r}"):
+        work = (_called(fn, (candidate, call, call.task.input), limit, source) for candidate in candidates)
         if inspect.iscoroutinefunction(fn):
-            work = [_called(fn, (candidate, call, call.task.input), limit, source) for candidate in candidates]
-            values = await asyncio.gather(*work, return_exceptions=True)
+            values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
         else:
-            for candidate in candidates:
-                values.append(await _tried(_called(fn, (candidate, call, call.task.input), limit, source)))
+            values = [await _tried(one) for one in work]
     return tuple([_components(value, source) for value in values])
 
 

@@ -48,6 +48,7 @@ class UpdateTokens:
         self._exploration = torch.tensor([row.exploration for row in rows], dtype=torch.float32)
         self._offered = torch.cat([torch.tensor(row.loss_mask or (True,) * len(row.response_ids)) for row in rows])
         self.counted = self._offered
+        self._teacher = _teacher_logprobs(rows) if loss.kl and loss.kl_to == "teacher" else None
 
     def at(self, rows: Sequence[int]) -> Tensor:
         """The places in the flat tensors of the tokens of these rows, in this order."""
@@ -96,9 +97,9 @@ class UpdateTokens:
         at = self.at(rows)
         counted = self.counted[at]
         there, at = counted.to(new.device), at[counted]
-        row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths_of([self.rows[i] for i in rows])))[counted]
-        if self._loss.kl and self._loss.kl_to == "teacher":
-            reference: Tensor | None = _teacher_logprobs([self.rows[i] for i in rows])[counted].to(new.device)
+        row = torch.arange(len(rows)).repeat_interleave(self.lengths[torch.tensor(rows)])
+        if self._teacher is not None:
+            reference: Tensor | None = self._teacher[at].to(new.device)
         else:
             reference = None if untrained is None else untrained[there]
         return Tokens(

@@ -34,7 +34,8 @@ async def profiled(run: RolloutRun, report: StepReport) -> AsyncIterator[None]:
         traces += failed or await traced("the sampler", lambda: sampler.end_trace())
         if run.state.steps < number:
             return  # stopped
-        parts = [*(Span("scorers", *times) for times in run.runner.scoring), *_recorded(run, number - 1)]
+        recorded = await asyncio.to_thread(lambda: [*_recorded(run, number - 1)])
+        parts = [*(Span("scorers", *times) for times in run.runner.scoring), *recorded]
         folder, notes = run.folder.profiles, _notes(run)
         profile = await asyncio.to_thread(write_profile, folder, number, whole, report.phases, parts, traces, notes)
         print_profile(report.progress.console, profile)
@@ -47,8 +48,8 @@ def _recorded(run: RolloutRun, step: int) -> Iterator[Span]:
     for episode in run.store.episodes(training_step=step):
         if episode.status != "abandoned":
             yield Span("application", episode.started, episode.started + episode.latency)
-            for call in run.store.calls(episode.id):
-                yield Span("answering", call.started, call.started + call.latency)
+            for *_, began, seconds, _ in run.store.call_times(episode.id):
+                yield Span("answering", began, began + seconds)
 
 
 def _notes(run: RolloutRun) -> Iterator[str]:

@@ -70,6 +70,7 @@ class _Episode:
     def __init__(self, store: Store, episode: Episode, detail: Detail, left_out: Counter[str]) -> None:
         self.store = store
         self.episode = episode
+        self.trace = address(episode.id.encode())
         self.detail = detail
         self.left_out = left_out
         self.calls = store.calls(episode.id)
@@ -102,8 +103,7 @@ class _Episode:
     ) -> Span:
         """A span of this episode, with those attributes that have a value."""
         known = {name: value for name, value in attributes.items() if value is not None}
-        trace = address(self.episode.id.encode())
-        return Span(trace=trace, id=id, parent=parent, name=name, start=start, end=end, attributes=known, **fields)
+        return Span(trace=self.trace, id=id, parent=parent, name=name, start=start, end=end, attributes=known, **fields)
 
     def _workflow(self) -> Span:
         episode = self.episode

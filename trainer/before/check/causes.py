@@ -94,11 +94,10 @@ def cause_of(outcome: Outcome, calls: Sequence[CallRecord], raised: BaseExceptio
     answered = [call for call in calls if call.status == "ok" and call.candidates]
     if error is None or not answered or (asked and "EOF" in str(error)):
         return Cause(False)
-    answer = _answer_before(raised, answered)
     if ENDLESS in error.cause:
         made = Made.of(answered)
         instead = [_Fault(one, made, error.cause).instead() for one in chain(raised)]
-        return Cause(True, next((words for words in reversed(instead) if words), {}), answer)
+        return Cause(True, next((words for words in reversed(instead) if words), {}), _answer_before(raised, answered))
     if (
         raised is None
         or error.__cause__ is None
@@ -106,7 +105,7 @@ def cause_of(outcome: Outcome, calls: Sequence[CallRecord], raised: BaseExceptio
         or outcome.live.interrupted
         or blame(error) == "infrastructure"
     ):
-        return Cause(False, answer=answer)
+        return Cause(False, answer=_answer_before(raised, answered))
     return cause_of_error(raised, answered)
 
 
