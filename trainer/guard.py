@@ -91,7 +91,7 @@ def safe_checkpoint(run: Run) -> str | None:
 
 def _lines(run: Run) -> list[Line]:
     """The metrics of the steps that compare with the last one."""
-    lines = list(read_metrics(run.folder.path))
+    lines = read_metrics(run.folder.path)
     return of_one_level(lines, run.schedule.level) if lines else []
 
 

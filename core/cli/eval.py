@@ -25,7 +25,7 @@ def arguments(command: Parser) -> None:
         "own provider, which is asked and paid); default: %(default)s",
     )
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
-    add_repeated(command, "--price", "MODEL=IN/OUT", text)
+    add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
     options = ("model", "limit", "samples", "concurrency", "timeout", "out", "roles_by", "records")
     add_fields(command, *options, table=EvaluationOptions)
     add_trust(command)

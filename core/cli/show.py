@@ -69,7 +69,7 @@ def _print_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:
         asked = "--groups" if a.groups else "--profile"
         raise ConfigError("--json", None, f"cannot be used with {asked}", "Use it alone, with --episode or --steps.")
     if a.steps:
-        for metrics in [*read_metrics(a.run)][-a.limit :]:
+        for metrics in read_metrics(a.run)[-a.limit :]:
             print(line(metrics))
         return
     with open_store(a.run, read_only=True) as store:

@@ -20,6 +20,7 @@ import msgspec
 
 from cotune.errors import ConfigError, WorkflowError
 from cotune.intervals import Interval
+from cotune.storage.run_layout import RECORDS
 
 log = logging.getLogger("cotune")
 
@@ -290,7 +291,7 @@ def read_if_whole(file: Path) -> StoredEvaluation | None:
 def _read(file: Path, name: str, records: Path) -> StoredEvaluation:
     about = file.stat()
     found = _parsed(file, about.st_ino, about.st_mtime_ns, about.st_size)
-    kept = str(records) if (records / "records.db").is_file() else ""
+    kept = str(records) if (records / RECORDS).is_file() else ""
     return msgspec.structs.replace(found, name=name, records=kept, created=found.created or about.st_mtime)
 
 

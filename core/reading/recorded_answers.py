@@ -112,7 +112,7 @@ def answer_values(store: Store, outcomes: Mapping[str, float]) -> dict[str, floa
             continue
         own = trunks[id] if id in trunks else _answered(store, id)
         shared = {call.replayed for call in own if call.replayed}
-        if fork := forks.get(id):  # one resumed from a checkpoint has not repeated the calls before it
+        if fork := forks.get(id):  # also calls before the fork that a failed branch has not repeated
             until = steps.get(fork.call, 0)
             shared |= {call.id for call in trunks[fork.trunk] if call.step < until}
         path = [*sorted(shared, key=lambda call: steps.get(call, 0)), *(call.id for call in own if not call.replayed)]

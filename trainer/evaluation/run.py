@@ -17,6 +17,7 @@ from cotune.episodes.workflows import Workflow
 from cotune.intervals import Interval, share
 from cotune.reading.evaluations import EvaluatedMode, TaskEnding
 from cotune.sampling.responder import PolicyResponder
+from cotune.tables import first_line
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.sink import EvaluationSink, SeenCall, role_statistics, total_use
 from cotune.trainer.evaluation.statistics import mean_reward, pass_at
@@ -178,4 +179,4 @@ def failure(ending: TaskEnding) -> str | None:
     """Why an episode counts as failed, in one line; None when it ended well."""
     if ending.status == "ok":
         return None
-    return f"{ending.status}: {(ending.error or 'no reason recorded').splitlines()[0]}"
+    return f"{ending.status}: {first_line(ending.error)}"

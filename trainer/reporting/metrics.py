@@ -12,6 +12,7 @@ import msgspec
 from cotune.algorithms.collect import Collected, is_outcome, successes
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.samples import Sample, TrainRow
+from cotune.reading.headline import SINGLE
 from cotune.reading.metrics import registry
 from cotune.records.plans import Plan
 from cotune.records.policies import Policies
@@ -50,7 +51,7 @@ def throughput(updates: Updates, seconds: Mapping[str, float], sampled: float = 
 def outcome_path(plan: Plan) -> str:
     """Whose outcome that of a step's episodes is: that of a path chosen among candidates is no success rate of one."""
     if plan.kind != "tree":
-        return "single samples"
+        return SINGLE
     how = {"argmax": "best of {} by scorer", "sample": "one of {} at random", "first": "first of {}"}
     return how[plan.select].format(plan.k)
 

@@ -15,6 +15,7 @@ from rich.progress import Progress as Bars
 from cotune.reading.headline import PLAIN
 from cotune.records.structs import Episode
 from cotune.storage.metrics_file import StepMetrics
+from cotune.tables import first_line
 from cotune.terminal import terminal
 from cotune.trainer.reporting.activity import Activity
 from cotune.trainer.reporting.columns import role_table
@@ -103,7 +104,7 @@ class Progress:
             self.loggers.episode(episode)
         if episode.status != "error":
             return
-        cause = (episode.error or "no reason recorded").splitlines()[0]
+        cause = first_line(episode.error)
         if cause not in self._causes and len(self._causes) < CAUSES:
             self.say(f"an episode of task {episode.task.id} failed: {cause}")
             if len(self._causes) == CAUSES - 1:

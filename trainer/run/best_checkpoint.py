@@ -46,7 +46,7 @@ def note_best(run: RolloutRun, held_out: Mapping[str, float], progress: Progress
     config = run.config.evaluation
     if not held_out or not (config.keep_best or config.patience):
         return False
-    lines = list(read_metrics(run.folder.path))
+    lines = read_metrics(run.folder.path)
     if not is_game(held_out) and any(is_game(line["held_out"]) for line in lines):
         progress.say_once("no held-out game had a winner in this evaluation, so it judges no policy")
         return False
@@ -77,7 +77,7 @@ def find_best(run: RolloutRun) -> list[str]:
     config, folder = run.config.evaluation, run.folder.checkpoints
     if not (config.keep_best or config.patience):
         return []
-    run.best = found = _best_of(run, list(read_metrics(run.folder.path)))
+    run.best = found = _best_of(run, read_metrics(run.folder.path))
     if not config.keep_best:
         return []
     notes, named = [], read_best(folder)

@@ -94,14 +94,13 @@ class _Astarted(AsyncGenerator[Any, Any]):
 def _own_thread(graph: Any, config: Any) -> Any:
     """`config`, with a thread of this branch's own in place of one of its trunk: an application may name both alike."""
     live = current_episode.get()
-    responder = None if live is None else live.responder
-    if not isinstance(responder, ReplayResponder) or _nested():
+    if live is None or not isinstance(live.responder, ReplayResponder) or _nested():
         return config
     thread = _thread(graph, config)
-    if str(thread) not in responder.replay.script.threads:
+    if str(thread) not in live.responder.replay.script.threads:
         return config
     given = dict(config or {})
-    own = f"{thread}@{live.id if live else ''}"
+    own = f"{thread}@{live.id}"
     return {**given, "configurable": {**(given.get("configurable") or {}), "thread_id": own}}
 
 

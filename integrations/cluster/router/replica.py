@@ -187,8 +187,8 @@ class Replica:
                     self._becomes("lost", error_line(error), "lost", "is given up")
                     return
                 late = isinstance(error, TimeoutError) and self.engine is None
-                reason = f"it did not start within {limits.START_SECONDS:g} s" if late else error_line(error)
-                self._becomes("failed", f"it did not start: {reason}", "failed_starts", "is not there")
+                why = f" within {limits.START_SECONDS:g} s" if late else f": {error_line(error)}"
+                self._becomes("failed", f"it did not start{why}", "failed_starts", "is not there")
             else:
                 await self._watch()
             await self.end()

@@ -233,9 +233,9 @@ class RoutedSampler(LoopSampler):
             raise NoEngine
         if not has_it:
             raise next(iter(errors.values()))
-        reasons = "; ".join(f"{name}: {error.cause}" for name, error in errors.items())
+        reasons = "; ".join(f"{name}: {error_line(error)}" for name, error in errors.items())
         raise SyncError(
-            f"{policy} with fingerprint {version.fingerprint} is not served by all engines, so by none: {reasons}",
+            f"{policy} with fingerprint {version.fingerprint} is not served by all engines, so by none: {reasons}.",
             "Read the logs of the engines named.",
         )
 
