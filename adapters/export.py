@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.card import CURVE, Background, read_background, write_card
-from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint, checkpoint_fault, hashes_of
+from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint, checkpoint_fault, hashes_of, other_parts
 from cotune.adapters.manifest import (
     FORMAT,
     MANIFEST,
@@ -255,8 +255,7 @@ class TrainedPolicy:
 
     def check_trained_on(self, model: str, found: BaseFingerprint) -> None:
         """Raises AdapterError unless `found`, of `model`, is the base that it was trained on, if that is known."""
-        now = msgspec.to_builtins(found)
-        if wrong := [part for part, digest in self.trained_on.items() if now.get(part) != digest]:
+        if wrong := other_parts(self.trained_on, msgspec.to_builtins(found)):
             cause = f"{model} is not the base model that the run was started with: its {', '.join(wrong)} differ."
             raise AdapterError(cause, "Put the old one back, or name where it is with --model.")
 

@@ -37,6 +37,11 @@ class BaseFingerprint(msgspec.Struct, frozen=True, kw_only=True):
         return [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
 
 
+def other_parts(held: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The parts of a base model whose digests are not those that are held, as a run or an export holds them."""
+    return [part for part, digest in held.items() if now.get(part) != digest]
+
+
 def base_fingerprint(folder: Path) -> BaseFingerprint:
     """Fingerprint of a model folder. Raises AdapterError when it holds no config or no weights."""
     config = folder / "config.json"

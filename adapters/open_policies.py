@@ -124,7 +124,7 @@ async def _open_model(
     try:
         folder = locate_model(source)
     except ConfigError as error:
-        fault = error.fault.replace("is not a", "is not an export,", 1)
+        fault = error.fault.replace("is not a model folder", "is not an export, model folder", 1)
         raise ConfigError(error.field, error.value, fault, error.remedy) from None
     digest, policy = base_fingerprint(folder).weights, PolicyRef("base", 0)
     own = folder.name if Path(source).expanduser().exists() else str(source)

@@ -80,7 +80,8 @@ class ReplayResponder:
             self._diverge(call, f"{_place(call)} is not asked this time.")
         missing = [c for c in left if c.id in self._before and (not self.replay.fork or self._new[c.role])]
         if missing:
-            more = f", nor are {len(missing) - 1} others" if len(missing) > 1 else ""
+            others = len(missing) - 1
+            more = f", nor {'is 1 other' if others == 1 else f'are {others} others'}" if others else ""
             self._diverge(missing[0], f"{_place(missing[0])} is not asked this time{more}.")
 
     def _take(self, call: LiveCall) -> _Entry | None:

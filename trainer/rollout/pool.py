@@ -204,7 +204,7 @@ class WorkerPool:
                 "cluster.rollout_workers",
                 self._config.rollout_workers,
                 f"are more than the cluster has room for: not all were up within {self._limits.start:g} s",
-                f"Each takes {CPUS:g} CPUs: ask for fewer workers or CPUs, or look at `ray status`.",
+                f"Each takes {CPUS:g} CPU: ask for fewer workers, or look at `ray status`.",
             )
         if isinstance(error, ProcessGone):
             return WorkflowError(

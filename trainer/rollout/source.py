@@ -143,7 +143,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> list[Episo
         if run.store.lost:
             raise RunError(
                 f"{run.store.lost} records could not be stored, so step {step + 1} is not trained on.",
-                f"See the log; free some space, then go on with: cotune train --resume {run.folder.path}",
+                f"See the log; free some space, then {run.folder.way_on}",
             )
         for text, count in (await judged.finish()).items():
             progress.say_once(f"the judge gave {count} episodes no outcome, which are not trained on: {text}")

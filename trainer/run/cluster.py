@@ -17,6 +17,7 @@ from cotune.integrations.models.folder.folder import locate_model
 from cotune.integrations.models.per_policy import PolicySampler
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Sampler
+from cotune.tables import plural
 from cotune.trainer.config.cluster import CPUS, ClusterConfig
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
@@ -77,7 +78,7 @@ class Cluster:
 
     async def _start(self, weights: EngineWeights, whose: str = "") -> Sampler:
         settings = self._settings
-        engines = f"{settings.engines} {settings.sampled_by} engine{'s' if settings.engines > 1 else ''}"
+        engines = plural(settings.engines, f"{settings.sampled_by} engine")
         self._say(f"starting {engines}{f' for {whose}' if whose else ''} on Ray ({settings.address})")
         sampler = await start_engines(self._config, str(locate_model(self._config.model)), weights)
         self._stack.push_async_callback(sampler.aclose)

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from cotune.errors import LearnerLost, RunError
-from cotune.reading.evaluations import drop_after
 from cotune.records.structs import PolicyRef
 from cotune.storage.checkpoints import checkpoint_name, latest_in, newest_checkpoint, step_folders
 from cotune.storage.open_store import open_store
@@ -103,9 +102,8 @@ def _abandon(folder: RunFolder, store: Store, rollback: Rollback, number: int) -
     store.flush()
     if store.lost > lost:
         cause = "The episodes that a rollback abandons could not be marked in the records."
-        raise RunError(cause, f"Free some space, then go on with: cotune train --resume {folder.path}")
+        raise RunError(cause, f"Free some space, then {folder.way_on}")
     folder.abandon_metrics(rollback.to, number)
-    drop_after(folder.path, rollback.to)
     write_atomically(latest_in(folder.checkpoints), checkpoint_name(rollback.to).encode())
 
 
@@ -133,7 +131,7 @@ async def recovery(run: RolloutRun, rollouts: RolloutPipeline, report: StepRepor
         if run.learner_restarts > LEARNER_RESTARTS:
             raise LearnerLost(
                 f"{error.cause} It was restarted {LEARNER_RESTARTS} times before.",
-                f"See the cause, then go on with: cotune train --resume {run.folder.path}",
+                f"See the cause, then {run.folder.way_on}",
             ) from error
         report.progress.say(
             f"{error.cause} Restarting it from the last checkpoint ({run.learner_restarts} of {LEARNER_RESTARTS})."

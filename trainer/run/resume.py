@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint
+from cotune.adapters.fingerprint import base_fingerprint, other_parts
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.json_values import plain
@@ -114,8 +114,7 @@ def check_base(folder: RunFolder, base: Mapping[str, str]) -> None:
     if "base" not in held:
         folder.describe_as({**described, "held": {**held, "base": dict(base)}})
         return
-    then, now = (msgspec.convert(dict(digests), BaseFingerprint) for digests in (held["base"], base))
-    if other := then.differences(now):
+    if other := other_parts(held["base"], base):
         raise RunError(
             f"The base model is not the one that the run was started with: its {', '.join(other)} changed.",
             "Put the old one back, name where it is with --model, or start a new run.",

@@ -124,8 +124,9 @@ class RunFolder(RunLayout):
     def abandon_metrics(self, steps: int, rollback: int) -> None:
         """Move the lines after the first `steps` steps to abandoned.jsonl, with the number of the rollback."""
         there = self.abandoned.read_text() if self.abandoned.exists() else ""
-        lines = (json.dumps({**line, "rollback": rollback}) + "\n" for line in read_metrics(self.path))
-        more = "".join(line for line in lines if json.loads(line)["step"] >= steps and line not in there)
+        after = (line for line in read_metrics(self.path) if line["step"] >= steps)
+        lines = (json.dumps({**line, "rollback": rollback}) + "\n" for line in after)
+        more = "".join(line for line in lines if line not in there)
         write_atomically(self.abandoned, (there + more).encode())
         self.truncate_metrics(steps)
 

@@ -7,10 +7,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from cotune.adapters.export import TrainedPolicy
-from cotune.adapters.fingerprint import BaseFingerprint
+from cotune.adapters.fingerprint import other_parts
 from cotune.adapters.manifest import is_export
 from cotune.errors import ConfigError
 from cotune.records.policies import Policies, PolicySpec
@@ -35,8 +33,7 @@ def check_same_base(source: str, base: Mapping[str, str]) -> None:
     held: Mapping[str, Any] = read_run_json(source).get("held") or {}
     if "base" not in held:
         return
-    then, now = (msgspec.convert(dict(digests), BaseFingerprint) for digests in (held["base"], base))
-    if other := then.differences(now):
+    if other := other_parts(held["base"], base):
         raise ConfigError("init", source, f"was trained on another base model: its {', '.join(other)} differ")
 
 
