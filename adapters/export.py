@@ -43,7 +43,7 @@ from cotune.records.policies import LoraSpec, OtherRoles, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
 from cotune.storage.checkpoints import newest_checkpoint, read_best, read_policies, step_folders
 from cotune.storage.metrics_file import read_metrics
-from cotune.storage.run_layout import RunDescription, RunLayout, read_run
+from cotune.storage.run_layout import RunDescription, RunLayout, read_run, read_run_json, relocated
 from cotune.storage.whole_file import is_full, sync
 
 
@@ -303,17 +303,18 @@ def _policies_of(described: RunDescription, checkpoint: Path, model: str | None)
     if wrong := checkpoint_fault(checkpoint, described.id):
         remedy = "Name an older checkpoint in checkpoints/latest, or train again."
         raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", remedy)
+    run = checkpoint.parent.parent.absolute()
     return [
         TrainedPolicy(
             name=entry.name,
             kind=entry.kind,
             version=entry.version,
             roles=entry.roles,
-            model=entry.model or model or described.model,
+            model=(entry.model and relocated(entry.model, read_run_json(run), run)) or model or described.model,
             weights=read_weights(checkpoint / entry.weights_file) if entry.weights_file else None,
             lora=entry.lora,
             metrics=entry.metrics,
-            trained_on={} if entry.model else described.held.base,
+            trained_on=described.held.of(entry.name),
         )
         for entry in read_policies(checkpoint)
     ]

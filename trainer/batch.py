@@ -82,7 +82,7 @@ def group_and_weigh(run: RolloutRun, episodes: Sequence[Episode], collected: Col
     rows: dict[str, list[TrainRow]] = {}
     for role, its_rows in train_rows(prepared, collected, run.store, run.recipe.loss.entropy_by).items():
         rows.setdefault(policies.of(role).name, []).extend(its_rows)
-    seen = with_privileged(rows, episodes, run.chat, run.recipe.loss.critic_sees)
+    seen = with_privileged(rows, episodes, run.chats, run.recipe.loss.critic_sees)
     batch = Batch(
         episodes=episodes,
         collected=collected,

@@ -19,7 +19,7 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.exchange.trackers.tracker import check_tools
-from cotune.integrations.models.folder.folder import locate_base, locate_model
+from cotune.integrations.models.folder.folder import locate_base, locate_model, of_policy
 from cotune.records.structs import Task
 from cotune.records.tasks import as_tasks
 from cotune.runtime.interrupts import stop_by
@@ -27,7 +27,7 @@ from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import go_on
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.run_layout import is_withheld, relocated, without_values
-from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
+from cotune.trainer.config.train import NO_TASKS, PolicyConfig, TrainConfig, convert
 from cotune.trainer.config.withheld import with_values, written
 from cotune.trainer.evaluation.split import Split, overlap, split_again, split_tasks, write_split
 from cotune.trainer.from_records.run import open_records_run
@@ -41,10 +41,10 @@ from cotune.trainer.rollout.source import RolloutSource
 from cotune.trainer.run.checkpoint import load_checkpoint, tidy_checkpoints
 from cotune.trainer.run.open_run import open_run
 from cotune.trainer.run.restore import finish_going_back
-from cotune.trainer.run.resume import apply_changes, base_digests, check_base, check_files, check_tasks, tasks_digest
+from cotune.trainer.run.resume import apply_changes, base_digests, check_bases, check_files, check_tasks, tasks_digest
 from cotune.trainer.run.run import Run
 from cotune.trainer.run.run_folder import RunFolder
-from cotune.trainer.run.warm_start import check_same_base, check_source
+from cotune.trainer.run.warm_start import check_same_bases, check_source
 from cotune.trainer.schedules.curriculum import check_curriculum
 
 
@@ -136,7 +136,8 @@ def resume(
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
         table = with_values(described["config"], changes or {})
-        table["model"] = relocated(table["model"], described, folder.path)
+        for models in (table, *table.get("policy", ())):
+            models["model"] = relocated(models.get("model", ""), described, folder.path)
         if (records := table.get("records")) and records["path"]:
             table["records"] = {**records, "path": relocated(records["path"], described, folder.path)}
         was = convert(table)
@@ -149,7 +150,11 @@ def resume(
         if now != described:
             folder.describe_as(now)
         check_tools(config.loggers)
-        locate_base(config.model)
+        for model, policies in config.bases.items():
+            try:
+                locate_base(model)
+            except ConfigError as error:
+                raise error if model == config.model else of_policy(error, policies[0]) from None
         flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
         stack.pop_all()
     split = split_again(listed, config, described)
@@ -200,11 +205,21 @@ def _with_whole_paths(config: TrainConfig) -> TrainConfig:
     def whole(path: str) -> str:
         return str(Path(path).expanduser().resolve()) if path else path
 
+    def located(model: str) -> str:
+        folder = locate_model(model)
+        return str(folder) if Path(model).expanduser().exists() else model
+
+    def of(policy: PolicyConfig) -> PolicyConfig:
+        try:
+            return replace(policy, model=policy.model and located(policy.model))
+        except ConfigError as error:
+            raise of_policy(error, policy.name) from None
+
     replace, held_out, teacher = msgspec.structs.replace, config.evaluation.tasks, config.distill.teacher
-    model = locate_model(config.model)
     return replace(
         config,
-        model=str(model) if model and Path(config.model).expanduser().exists() else config.model,
+        model=located(config.model),
+        policy=tuple(of(policy) for policy in config.policy),
         init=whole(config.init),
         records=replace(config.records, path=whole(config.records.path)),
         evaluation=replace(config.evaluation, tasks=held_out if held_out == NO_TASKS else whole(held_out)),
@@ -236,7 +251,7 @@ async def _train(
         if split.note:
             progress.say(split.note)
         held_out_file = write_split(folder.path, split, progress.say) or config.evaluation.tasks.removesuffix(NO_TASKS)
-        base = asyncio.create_task(asyncio.to_thread(base_digests, config.model))
+        base = asyncio.create_task(asyncio.to_thread(base_digests, config.bases))
         run: Run
         source: Source
         try:
@@ -252,9 +267,9 @@ async def _train(
             raise
         if not base.done():
             progress.say("hashing the base model's files ...")
-        check_base(folder, await base)
+        check_bases(folder, await base)
         if config.init and run.committed < 0:
-            check_same_base(config.init, base.result())
+            check_same_bases(config.init, run.state.policies, base.result())
         progress.loggers = Loggers(config, folder, run.state.steps, progress.say)
         stack.callback(progress.loggers.close)
         loading.close()

@@ -18,7 +18,8 @@ OtherRoles = Literal["frozen", "provider"]
 """What plays a role that has no policy: the untrained model, or whatever the application uses today."""
 
 UNTRAINED = PolicyRef("base")
-"""The untrained model, for roles that have no policy of their own."""
+"""The run's own model, untrained, for roles that have no policy. A frozen policy with a model of its own is untrained
+too, under its own name: an engine answers for a policy that was never published with the base that it was opened on."""
 
 
 def stand_in(others: OtherRoles) -> PolicyRef | None:
@@ -82,6 +83,15 @@ class Policies(msgspec.Struct, frozen=True):
     def learning(self) -> dict[str, str]:
         """The trained roles, and the policies that play them."""
         return {role: name for role, name in self.roles.items() if self.specs[name].trained}
+
+    def bases(self, own: str) -> dict[str, list[str]]:
+        """The base models and the policies of each: `own`, the run's model, comes first, also where no policy has it.
+        Policies of a provider have none."""
+        bases: dict[str, list[str]] = {own: []}
+        for spec in self.specs.values():
+            if spec.kind != "provider":
+                bases.setdefault(spec.model or own, []).append(spec.name)
+        return bases
 
     def roles_of(self, name: str) -> list[str]:
         """The roles that a policy plays."""

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -246,3 +247,15 @@ class ChatFormat(Protocol):
         A tool call that cannot be read stays in the text: "malformed" says that there is one.
         """
         ...
+
+
+@dataclass(frozen=True)
+class ChatFormats:
+    """The chat format of each policy, which its base model has: that of `own`, the run's model, or by the policy's
+    name one of `others`."""
+
+    own: ChatFormat
+    others: Mapping[str, ChatFormat] = field(default_factory=dict)
+
+    def of(self, policy: str) -> ChatFormat:
+        return self.others.get(policy, self.own)

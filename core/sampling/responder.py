@@ -38,6 +38,7 @@ class PolicyResponder:
     from a seed that the application asks for; without one the application's holds. The place begins with the
     episode's phase, or with `stream` where phases are to draw the same numbers. With `max_model_len` (tokens) a prompt
     that leaves no room for a reply is refused before it is sampled, and a reply is cut to the room that there is.
+    `chats` are the formats of policies whose base has another one than `chat`, by name.
     """
 
     sampler: Sampler
@@ -53,6 +54,7 @@ class PolicyResponder:
     seed: int | None = None
     stream: str = ""
     max_model_len: int | None = None
+    chats: Mapping[str, ChatFormat] = field(default_factory=dict)
     passed_through: Counter[str] = field(default_factory=Counter, init=False)
     """Calls by role that the application's provider answers."""
     unlisted: Counter[str] = field(default_factory=Counter, init=False)
@@ -133,24 +135,29 @@ class PolicyResponder:
         self.unlisted[role] += 1
         return self.others
 
+    def chat_of(self, role: str) -> ChatFormat:
+        """The chat format of the policy that answers a role."""
+        policy = self.policies.get(role)
+        return self.chat if policy is None else self.chats.get(policy.name, self.chat)
+
     def request(self, call: LiveCall, earlier: Sequence[Sequence[int]]) -> tuple[list[int], SamplingParams]:
         """The prompt, and how its reply is sampled. `earlier` are token paths that the prompt may go on from.
 
         Raises RequestRefused for what cannot be honoured, counted.
         """
-        asked, tools = call.params, tools_shown(call.params, call.tools)
+        asked, tools, chat = call.params, tools_shown(call.params, call.tools), self.chat_of(call.role)
         try:
             params = self._params(call)
             if holds_images(call.messages):
                 params = self._seeing(call, params)
             options = template_options(asked)
             for name in options:
-                if not self.chat.reads(name):
+                if not chat.reads(name):
                     call.episode.warn("unread_option", f"The model's chat template does not know {name}.")
             more: dict[str, Any] = {"options": options} if options else {}
             if self.max_model_len is not None:
                 more["most"] = self.max_model_len - 1
-            prompt = self.chat.render(call.messages, tools, earlier=earlier, **more)
+            prompt = chat.render(call.messages, tools, earlier=earlier, **more)
             if self.max_model_len is not None:
                 room = self.max_model_len - len(prompt)
                 if room < 1:  # earlier token ids may be more than the template's
@@ -159,7 +166,7 @@ class PolicyResponder:
                     )
                 params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
             if fixes_form(asked, call.tools):
-                params = msgspec.structs.replace(params, grammar=self.chat.grammar(asked, call.tools, prompt))
+                params = msgspec.structs.replace(params, grammar=chat.grammar(asked, call.tools, prompt))
         except RequestRefused as error:
             call.episode.warn("refused", f"Role {call.role!r} asks for what cannot be honoured.", error)
             raise
@@ -167,9 +174,10 @@ class PolicyResponder:
 
     def _seeing(self, call: LiveCall, params: SamplingParams) -> SamplingParams:
         """The parameters with the images of a request. A reply may hold no token that stands for one: nothing would."""
+        chat = self.chat_of(call.role)
         try:
-            images = self.chat.images(call.messages)
-            never = tuple((token, NEVER) for token in self.chat.image_tokens)
+            images = chat.images(call.messages)
+            never = tuple((token, NEVER) for token in chat.image_tokens)
             return msgspec.structs.replace(params, images=images, logit_bias=(*params.logit_bias, *never))
         except RequestRefused as error:
             where = f"Call {call.step}, turn {call.turn} of role {call.role!r}, has an image"
@@ -196,7 +204,9 @@ class PolicyResponder:
         self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, index: int, completion: Completion
     ) -> Candidate:
         tools = tools_shown(call.params, call.tools)
-        text, message, finish = self.chat.parse(completion.token_ids, params.stop, prompt=prompt, tools=tools)
+        text, message, finish = self.chat_of(call.role).parse(
+            completion.token_ids, params.stop, prompt=prompt, tools=tools
+        )
         if malformed := finish == "malformed":
             finish = "tool_calls" if message.get("tool_calls") else "stop"
         return Candidate(
@@ -211,7 +221,8 @@ class PolicyResponder:
         )
 
     def _shown(self, call: LiveCall, completion: Completion, message: Mapping[str, Any]) -> tuple[ShownToken, ...]:
-        return shown_tokens(completion, message, self.chat.token_bytes, bool(call.params.get("return_token_ids")))
+        token_bytes = self.chat_of(call.role).token_bytes
+        return shown_tokens(completion, message, token_bytes, bool(call.params.get("return_token_ids")))
 
     async def _rewards(
         self, call: LiveCall, candidates: tuple[Candidate, ...]

@@ -37,9 +37,15 @@ _RUN = "run.json"
 
 
 class Held(msgspec.Struct, frozen=True):
-    """Digests of the base model that a run was started with, by part."""
+    """Digests of the base models that a run was started with, by part: of its own, and of those that policies have
+    instead, by policy."""
 
     base: dict[str, str] = {}
+    bases: dict[str, dict[str, str]] = {}
+
+    def of(self, policy: str) -> dict[str, str]:
+        """Digests of the base of a policy; empty where they are not known."""
+        return self.bases.get(policy, self.base)
 
 
 class Rollback(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""A sampler for each policy, as one: for engines that hold the full weights of one policy only."""
+"""A sampler for each policy, as one: of policies whose base models differ, or whose full weights fill an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cotune.sampling.protocol import Sampler, SamplerInfo
 
 
 class PolicySampler(CalledSampler):
-    """The `Sampler` protocol over one sampler per policy name, and perhaps one for the rest.
+    """The `Sampler` protocol over one sampler per policy name, which several may share, and perhaps one for the rest.
 
     It can be pickled where they can. `aclose` closes all of them.
     """
@@ -33,14 +33,14 @@ class PolicySampler(CalledSampler):
         return [trace for traces in answers for trace in traces or ()]
 
     async def _joint_info(self) -> SamplerInfo:
-        """All that is served; the shortest context length; counters summed."""
+        """All that is served; the longest context length, as each sampler cuts replies to its own; counters summed."""
         infos = await asyncio.gather(*(sampler.info() for sampler in self._all()))
         counters: Counter[str] = Counter()
         for info in infos:
             counters.update(info.counters)
         return SamplerInfo(
             name="; ".join(info.name for info in infos),
-            max_model_len=min(info.max_model_len for info in infos),
+            max_model_len=max(info.max_model_len for info in infos),
             served={key: value for info in infos for key, value in info.served.items()},
             counters=counters,
         )
@@ -53,7 +53,7 @@ class PolicySampler(CalledSampler):
                 raise error
 
     def _all(self) -> list[Sampler]:
-        return [*self._samplers.values(), *([self._rest] if self._rest is not None else [])]
+        return [sampler for sampler in {id(s): s for s in (*self._samplers.values(), self._rest)}.values() if sampler]
 
     def _of(self, policy: PolicyRef) -> Sampler:
         sampler = self._samplers.get(policy.name, self._rest)

@@ -14,8 +14,8 @@ from cotune.errors import WorkflowError
 from cotune.judging.episodes import judge_episodes
 from cotune.recording.app_parts import Parts
 from cotune.records.policies import UNTRAINED, Policies
-from cotune.records.structs import Task
-from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
+from cotune.records.structs import PolicyRef, Task
+from cotune.sampling.protocol import ChatFormats, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.protocol import Store
 from cotune.tables import plural
@@ -44,7 +44,7 @@ async def preflight(
     tasks: Sequence[Task],
     store: Store,
     sampler: Sampler,
-    chat: ChatFormat,
+    chats: ChatFormats,
     say: Callable[[str], None],
 ) -> tuple[Policies, list[str]]:
     """Run the first tasks once, and further ones while each fails by the policy's doing: the policies of the roles, and
@@ -56,8 +56,9 @@ async def preflight(
     plan, recipe, _ = config.resolve_plan(list(workflow.scorers))
     responder = PolicyResponder(
         sampler,
-        chat,
-        {},
+        chats.own,
+        {role: PolicyRef(policy.name) for policy in config.policy if policy.model for role in policy.roles},
+        chats=chats.others,
         plan=msgspec.structs.replace(plan, k=2),
         scorers=workflow.scorers,
         attribution=recipe.attribution,

@@ -45,6 +45,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The roles that it plays."""
     kind: PolicyKind = "lora"
     """lora | full | frozen (the untrained model) | provider (whatever the application uses today)."""
+    model: str = ""
+    """Folder, GGUF file or Hugging Face id of its base model; without a value the run's `model`."""
     lora: LoraSpec = LoraSpec()
 
 
@@ -185,11 +187,26 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for role, count in Counter(role for p in self.policy for role in p.roles).items():
             if count > 1:
                 raise ConfigError("policy.roles", role, "is in two policies", "Remove the role from all but one.")
+        for p in self.policy:
+            if p.model and p.kind == "provider":
+                fault = f"is the base of {p.name}, which the provider answers"
+                raise ConfigError("policy.model", p.model, fault, 'Leave it out, or use kind = "frozen".')
 
     @property
     def from_records(self) -> bool:
         """Whether the run learns from records, without rollouts."""
         return self.recipe in FROM_RECORDS
+
+    @property
+    def specs(self) -> dict[str, PolicySpec]:
+        """The policies of the [[policy]] tables, by name."""
+        models = {p.name: p.model if p.model not in ("", self.model) else None for p in self.policy}
+        return {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora, model=models[p.name]) for p in self.policy}
+
+    @property
+    def bases(self) -> dict[str, list[str]]:
+        """The base models, the run's own first, and the policies of each that [[policy]] tables name."""
+        return Policies(self.specs, {}).bases(self.model)
 
     @property
     def of_rollouts(self) -> list[str]:
@@ -260,7 +277,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 return laid
             frozen = PolicySpec(name="frozen", kind="frozen")
             return Policies({**laid.specs, "frozen": frozen}, {**laid.roles, **dict.fromkeys(rest, "frozen")})
-        specs = {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora) for p in self.policy}
+        specs = self.specs
         roles = {role: p.name for p in self.policy for role in p.roles}
         for role in roles:
             if role not in known:
@@ -289,6 +306,12 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     f"Add @workflow.scorer for one of {', '.join(p.roles)}, or use --plan independent.",
                 )
         return Policies(specs, roles)
+
+    def based(self, policies: Policies) -> Policies:
+        """`policies` of a checkpoint, with their base models where the configuration has them now."""
+        models = {name: spec.model for name, spec in self.specs.items()}
+        specs = {n: msgspec.structs.replace(spec, model=models.get(n)) for n, spec in policies.specs.items()}
+        return Policies(specs, policies.roles)
 
     def join(self, policies: Policies, roles: Sequence[str], *, scored: Collection[str] | None = None) -> Policies:
         """`policies`, and after them those that the layout gives to `roles` that have none; `scored` as above.

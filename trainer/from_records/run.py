@@ -112,7 +112,8 @@ async def open_records_run(
         if saved is not None:
             say(f"loading the checkpoint after {saved[0].steps} steps ...")
             await asyncio.to_thread(learner.load, saved[1])
-            run.state, run.committed = saved[0], saved[0].steps
+            run.state = msgspec.structs.replace(saved[0], policies=policies)
+            run.committed = saved[0].steps
             folder.truncate_metrics(saved[0].steps)
         for name, rows in recorded.of(recorded.rows, players).items():
             longest = max(rows, key=lambda row: len(row.prompt_ids) + len(row.response_ids))

@@ -139,7 +139,8 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _identity(specs: Sequence[PolicySpec]) -> dict[str, Any]:
-    return {spec.name: msgspec.to_builtins(spec) for spec in specs}
+    """The policies without the places of their base models, which may have moved; run.json has their digests."""
+    return {spec.name: msgspec.to_builtins(msgspec.structs.replace(spec, model=None)) for spec in specs}
 
 
 def _open_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import Workflow
 from cotune.records.plans import Plan
 from cotune.records.structs import Episode, PolicyRef
-from cotune.sampling.protocol import ChatFormat, Sampler, SamplingParams
+from cotune.sampling.protocol import ChatFormats, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 
 
@@ -30,9 +30,10 @@ class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     stream: str = ""
 
-    def responder(self, sampler: Sampler, chat: ChatFormat, workflow: Workflow) -> PolicyResponder:
+    def responder(self, sampler: Sampler, chats: ChatFormats, workflow: Workflow) -> PolicyResponder:
         """The responder, with the scorers of `workflow`."""
-        return PolicyResponder(sampler, chat, scorers=workflow.scorers, **msgspec.structs.asdict(self))
+        more = msgspec.structs.asdict(self)
+        return PolicyResponder(sampler, chats.own, chats=chats.others, scorers=workflow.scorers, **more)
 
 
 class EpisodeRunner(Protocol):
@@ -64,20 +65,20 @@ class EpisodeRunner(Protocol):
 class LocalRunner:
     """An `EpisodeRunner` in this process."""
 
-    def __init__(self, workflow: Workflow, sampler: Sampler, chat: ChatFormat) -> None:
+    def __init__(self, workflow: Workflow, sampler: Sampler, chats: ChatFormats) -> None:
         self.counters: Counter[str] = Counter()
         self.scorer_errors: Counter[str] = Counter()
         self.unlisted: Counter[str] = Counter()
         self.scoring: list[tuple[float, float]] | None = None
         self._workflow = workflow
         self._sampler = sampler
-        self._chat = chat
+        self._chats = chats
 
     async def run(self, batch: EpisodeBatch, responder: ResponderConfig | None) -> list[Episode]:
         """Run a batch: see `EpisodeRunner`."""
         if responder is None:
             return await rollout(self._workflow, batch)
-        answering = responder.responder(self._sampler, self._chat, self._workflow)
+        answering = responder.responder(self._sampler, self._chats, self._workflow)
         try:
             return await rollout(self._workflow, batch, answering)
         finally:

@@ -109,7 +109,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> list[Episo
     often = {task.id: fewer.get(task.id, run.plan.episodes_per_task) for task in tasks}
     progress.rollout(sum(often.values()))
     policies = run.served(step)
-    responder = answering(run, run.plan, policies).responder(run.sampler, run.chat, run.workflow)
+    responder = answering(run, run.plan, policies).responder(run.sampler, run.chats, run.workflow)
     bench = _bench(run, step, responder)
     async with JudgedStep(run.workflow.episode_judge, run.store, bench.ask) as judged:
 

@@ -22,8 +22,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     app: AppSource
     sampler: Any = None
     """A Sampler that crosses processes, such as RaySampler; None leaves all calls to the application's provider."""
-    model: str = ""
-    """Folder or id whose chat template the workers use."""
+    bases: dict[str, list[str]] = {}
+    """Folders or ids whose chat templates the workers use, the run's own first, and the policies of each."""
     tool_format: str = "auto"
     run_folder: str | None = None
     """Folder of the run, where it has one."""

@@ -22,7 +22,7 @@ from cotune.recording.recorder import LiveEpisode, Responder
 from cotune.records.structs import Record
 from cotune.runtime.loop_watch import running_context
 from cotune.runtime.user_code import place
-from cotune.sampling.protocol import ChatFormat, Sampler
+from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.judge_ledger import run_folder
 from cotune.trainer.rollout.process_reaper import start_reaper
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started, pack
@@ -53,7 +53,7 @@ class RolloutWorker:
         self._ticked = time.monotonic()
         self._workflow: Workflow
         self._sampler: Sampler
-        self._chat: ChatFormat
+        self._chats: ChatFormats
         self._run_folder: Path | None = None
 
     async def start(self, setup: Setup) -> Started:
@@ -86,10 +86,10 @@ class RolloutWorker:
             activate()
         self._workflow = dataclasses.replace(workflow, fn=self._noted(workflow.fn))
         if setup.sampler is not None:
-            from cotune.integrations.models.chat.template import ChatTemplate
+            from cotune.integrations.models.chat.formats import load_light
 
             self._sampler = setup.sampler
-            self._chat = ChatTemplate.load_light(setup.model, setup.tool_format)
+            self._chats = load_light(setup.bases, setup.tool_format)
         self._run_folder = Path(setup.run_folder) if setup.run_folder else None
         self._ticked = time.monotonic()
         self._thread.start()
@@ -120,7 +120,7 @@ class RolloutWorker:
         run_folder.set(self._run_folder)
         sink, responder = _Records(), None
         if request.responder is not None:  # of this episode alone, and so is what it counts
-            responder = request.responder.responder(self._sampler, self._chat, self._workflow)
+            responder = request.responder.responder(self._sampler, self._chats, self._workflow)
         workflow: Workflow = self._workflow
         answering: Responder | None = responder
         if request.replay is not None:

@@ -70,11 +70,13 @@ class RolloutWorkers:
                 "starts training when its module is imported",
                 'Put the call under `if __name__ == "__main__":`.',
             )
-        model = config.model
         setup = Setup(
             app=app_source(path, config),
             sampler=sampler,
-            model=str(Path(model).resolve()) if Path(model).exists() else model,
+            bases={
+                str(Path(model).resolve()) if Path(model).exists() else model: names
+                for model, names in config.bases.items()
+            },
             tool_format=config.tool_format,
             run_folder=str(folder) if (folder := run_folder.get()) else None,
         )

@@ -16,7 +16,7 @@ from cotune.integrations.models.folder.folder import locate_model
 from cotune.recording.chance import start_freezing
 from cotune.records.policies import Policies
 from cotune.records.structs import Task
-from cotune.sampling.protocol import ChatFormat, Sampler
+from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.open_store import open_store
 from cotune.trainer.before.preflight import preflight
 from cotune.trainer.config.train import TrainConfig
@@ -26,7 +26,7 @@ from cotune.trainer.rollout.app_source import import_path
 from cotune.trainer.rollout.forks import expected_budget
 from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
-from cotune.trainer.run.engines import open_one, owners
+from cotune.trainer.run.engines import open_in_process, owners
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import RolloutRun
@@ -60,15 +60,15 @@ async def open_run(
         stack.callback(store.close)
         cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
         teacher = await _open_teacher(config, stack, say) if config.distill.teacher else None
-        sampler, chat = await _open_model(config, stack, cluster, say)
+        sampler, chats = await _open_model(config, stack, cluster, say)
         if saved is None:
             with progress.activity.phase("look"):
-                policies, notes = await preflight(config, workflow, tasks, store, sampler, chat, say)
+                policies, notes = await preflight(config, workflow, tasks, store, sampler, chats, say)
             if plan.kind == "replay":
                 count = min(config.tasks_per_step, len(tasks))
                 notes.append(expected_budget(config, store, policies.learning, plan.k, count))
         else:
-            before = saved[0].policies
+            before = config.based(saved[0].policies)
             policies = config.join(before, [*saved[0].new_roles, *config.roles], scored=scored)
             new = sorted(policies.roles.keys() - before.roles.keys())
             notes = [f"role {role!r} gets the policy {policies.roles[role]}" for role in new]
@@ -83,7 +83,7 @@ async def open_run(
         if cluster is None:
             say(loading)
             learner = await asyncio.to_thread(_local_learner, config, policies, loss)
-            runner = LocalRunner(workflow, sampler, chat)
+            runner = LocalRunner(workflow, sampler, chats)
         else:
             sampler = await cluster.complete(policies, sampler)
             say(loading)
@@ -103,7 +103,7 @@ async def open_run(
             workflow=workflow,
             store=store,
             sampler=sampler,
-            chat=chat,
+            chats=chats,
             runner=runner,
             learner=taught(learner),
             open_learner=open_learner,
@@ -171,25 +171,26 @@ async def _open_teacher(config: TrainConfig, stack: contextlib.AsyncExitStack, s
 
 async def _open_model(
     config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None, say: Callable[[str], None]
-) -> tuple[Sampler, ChatFormat]:
-    """The sampler and the chat format: the sampler's process, or Ray, starts while this one imports torch."""
-    say(f"loading the model {config.model} ..." if cluster is None else f"starting Ray ({config.cluster.address}) ...")
-    loading = asyncio.get_running_loop().run_in_executor(None, _load_chat, config.model, config.tool_format)
+) -> tuple[Sampler, ChatFormats]:
+    """The sampler and the chat formats: the sampler's process, or Ray, starts while this one imports torch."""
+    models = f"{'model' if len(config.bases) == 1 else 'models'} {', '.join(config.bases)}"
+    say(f"loading the {models} ..." if cluster is None else f"starting Ray ({config.cluster.address}) ...")
+    loading = asyncio.get_running_loop().run_in_executor(None, _load_chats, config)
     if cluster is not None:
         cluster.open_ray()
-        chat = await loading
-        return await cluster.open_sampler(), chat
-    sampler = await open_one(config)
+        chats = await loading
+        return await cluster.open_sampler(), chats
+    sampler = await open_in_process(config)
     stack.push_async_callback(sampler.aclose)
     return sampler, await loading
 
 
-def _load_chat(model: str, tool_format: str) -> ChatFormat:
-    """The chat format of `model`; what the learner imports is loaded along with it."""
-    from cotune.integrations.models.chat.template import ChatTemplate
+def _load_chats(config: TrainConfig) -> ChatFormats:
+    """The chat format of each base; what the learner imports is loaded along with them."""
+    from cotune.integrations.models.chat.formats import load_formats
     from cotune.trainer.learner import local as local_learner  # noqa: F401
 
-    return ChatTemplate.load(model, tool_format)
+    return load_formats(config.bases, config.tool_format)
 
 
 def _untrained(policies: Policies) -> list[str]:

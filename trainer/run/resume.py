@@ -13,7 +13,7 @@ from cotune.errors import ConfigError, RunError
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.json_values import plain
 from cotune.records.structs import Task
-from cotune.storage.run_layout import leaves
+from cotune.storage.run_layout import Held, leaves
 from cotune.trainer.config.train import TrainConfig, assign, convert
 from cotune.trainer.run.run_folder import RunFolder
 
@@ -26,8 +26,8 @@ MAY_CHANGE = (
     "records.path", "distill.teacher",
     "prices", "profile", "loggers", "project",
 )  # fmt: skip
-"""Settings that a resumed run may change: length, concurrency, memory, machines. `model` is the
-same model elsewhere, `distill.teacher` the same teacher, and `roles` may name more."""
+"""Settings that a resumed run may change: length, concurrency, memory, machines. `model`, also that of a [[policy]], is
+the same model elsewhere, `distill.teacher` the same teacher, and `roles` may name more."""
 
 Changes = Mapping[str, tuple[Any, Any]]
 """Old and new value of each field that was changed, by its dotted name."""
@@ -47,6 +47,8 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
     old, now = dict(leaves(before)), dict(leaves(msgspec.to_builtins(new)))
     found = {name: (old.get(name), now.get(name)) for name in {**old, **now} if old.get(name) != now.get(name)}
     for name, (was, value) in found.items():
+        if name == "policy" and [{**p, "model": ""} for p in was] == [{**p, "model": ""} for p in value]:
+            continue
         if not any(name == field or name.startswith(f"{field}.") for field in MAY_CHANGE):
             raise ConfigError(
                 name,
@@ -101,21 +103,33 @@ def check_tasks(described: Mapping[str, Any], tasks: Sequence[Task]) -> None:
         )
 
 
-def base_digests(model: str) -> dict[str, str]:
-    """Digests of the base model; reads all its weights."""
-    found: dict[str, str] = msgspec.to_builtins(base_fingerprint(locate_model(model)))
-    return found
+def base_digests(bases: Mapping[str, Sequence[str]]) -> Held:
+    """Digests of base models, the run's own first, with the policies of each; reads all their weights."""
+    digests = [msgspec.to_builtins(base_fingerprint(locate_model(model))) for model in bases]
+    return Held(
+        base=digests[0],
+        bases={name: of for of, names in zip(digests[1:], list(bases.values())[1:], strict=True) for name in names},
+    )
 
 
-def check_base(folder: RunFolder, base: Mapping[str, str]) -> None:
-    """Write the base model's digests to run.json. Raises RunError where it holds those of another model."""
+def check_bases(folder: RunFolder, now: Held) -> None:
+    """Write the base models' digests to run.json. Raises RunError where it holds those of another model."""
     described = folder.described
     held = described.get("held") or {}
     if "base" not in held:
-        folder.describe_as({**described, "held": {**held, "base": dict(base)}})
+        digests = {"base": now.base, **({"bases": now.bases} if now.bases else {})}
+        folder.describe_as({**described, "held": {**held, **digests}})
         return
-    if other := other_parts(held["base"], base):
+    before = msgspec.convert(held, Held)
+    if other := other_parts(before.base, now.base):
         raise RunError(
             f"The base model is not the one that the run was started with: its {', '.join(other)} changed.",
             "Put the old one back, name where it is with --model, or start a new run.",
         )
+    for policy, digests in now.bases.items():
+        if other := other_parts(before.of(policy), digests):
+            raise RunError(
+                f"The base model of policy {policy!r} is not the one that the run was started with: its "
+                f"{', '.join(other)} changed.",
+                "Put the old one back, or start a new run.",
+            )

@@ -15,7 +15,7 @@ from cotune.episodes.workflows import Workflow
 from cotune.records.plans import Plan, seed_of
 from cotune.records.policies import Policies, past_role
 from cotune.records.structs import PolicyRef, Task
-from cotune.sampling.protocol import ChatFormat, Sampler
+from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.checkpoints import Best
 from cotune.storage.protocol import Store
 from cotune.trainer.config.train import TrainConfig
@@ -76,7 +76,7 @@ class RolloutRun(Run):
     schedule: Schedule[Task]
     workflow: Workflow
     sampler: Sampler
-    chat: ChatFormat
+    chats: ChatFormats
     runner: EpisodeRunner
     open_learner: Callable[[Policies], Awaitable[Learner]]
     """A learner for these policies, in their first state; the one before is closed."""

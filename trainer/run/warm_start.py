@@ -12,8 +12,8 @@ from cotune.adapters.fingerprint import other_parts
 from cotune.adapters.manifest import is_export
 from cotune.errors import ConfigError
 from cotune.records.policies import Policies, PolicySpec
-from cotune.storage.checkpoints import newest_checkpoint
-from cotune.storage.run_layout import RunLayout, is_run, read_run_json
+from cotune.storage.checkpoints import newest_checkpoint, read_policies
+from cotune.storage.run_layout import Held, RunLayout, is_run, read_run
 from cotune.trainer.evaluation.policies import open_evaluated_policies
 from cotune.trainer.learner.protocol import Learner
 
@@ -26,15 +26,17 @@ def check_source(source: str) -> None:
         raise ConfigError("init", source, "is neither a run with a checkpoint nor an export", "Train it first.")
 
 
-def check_same_base(source: str, base: Mapping[str, str]) -> None:
-    """Raises ConfigError where the run `source` was trained on another model than that of these digests."""
-    if is_export(Path(source)):
-        return  # it has been checked when it was opened
-    held: Mapping[str, Any] = read_run_json(source).get("held") or {}
-    if "base" not in held:
-        return
-    if other := other_parts(held["base"], base):
-        raise ConfigError("init", source, f"was trained on another base model: its {', '.join(other)} differ")
+def check_same_bases(source: str, policies: Policies, bases: Held) -> None:
+    """Raises ConfigError where a policy of the run `source` was trained on another base than the policy of its roles
+    here has, by its digests."""
+    newest = None if is_export(Path(source)) else newest_checkpoint(RunLayout(source).checkpoints)
+    if newest is None:
+        return  # an export has been checked when it was opened
+    held, there = read_run(source).held, {role: one.name for one in read_policies(newest) for role in one.roles}
+    for role, name in policies.learning.items():
+        if role in there and (other := other_parts(held.of(there[role]), bases.of(name))):
+            fault = f"was trained on another base model: the {', '.join(other)} of {there[role]} differ"
+            raise ConfigError("init", source, fault)
 
 
 async def warm_start(

@@ -6,11 +6,9 @@ import contextlib
 import functools
 import hashlib
 import logging
-import os
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from cotune.integrations.models.chat.tool_formats import (
     AUTO,
     HERMES,
     REASONING,
-    VLLM,
     ToolFormat,
     Tools,
     recognised,
@@ -47,7 +44,6 @@ log = logging.getLogger("cotune")
 
 Options = Mapping[str, Any]
 """Variables for a chat template, by name."""
-_QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
 class ChatTemplate:
@@ -116,19 +112,6 @@ class ChatTemplate:
         if chat.tool_format is None and not chat._replies.template:
             log.warning("%s Calls with tools are refused. %s", chat._unknown(), _NAME_IT)
         return chat
-
-    @classmethod
-    def load_light(cls, model: str | Path, tools: str = AUTO) -> ChatTemplate:
-        """`load`, where transformers finds no torch: a third of the memory and half the time.
-
-        In a process that has transformers or torch already, and for a tool parser of vLLM, it is the plain one.
-        Afterwards transformers is imported anew by whoever asks for it, with torch. Not to be run while another thread
-        imports transformers.
-        """
-        if "transformers" in sys.modules or "torch" in sys.modules or tools.startswith(VLLM):
-            return cls.load(model, tools)
-        with _without_torch():
-            return cls.load(model, tools)
 
     def render(
         self,
@@ -358,19 +341,3 @@ def _too_long(size: str, most: int) -> PromptTooLong:
     return PromptTooLong(
         f"The prompt has {size}; the model takes {most + 1} tokens with the reply.", "Send a shorter conversation."
     )
-
-
-@contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    quiet = os.environ.get(_QUIET)
-    os.environ[_QUIET] = "1"  # transformers would say that it found no torch
-    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's own word for "not to be found"
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
-        os.environ.pop(_QUIET)
-        if quiet is not None:
-            os.environ[_QUIET] = quiet
-        for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
-            del sys.modules[name]

@@ -67,6 +67,12 @@ def locate_base(model: str | Path) -> Path:
         raise ConfigError("model", error.value, error.fault, remedy) from None
 
 
+def of_policy(error: ConfigError, policy: str) -> ConfigError:
+    """What is wrong with the base model of a [[policy]]."""
+    fault = f"(the base of policy {policy!r}) {error.fault}"
+    return ConfigError("policy.model", error.value, fault, error.remedy.replace("--model", "its `model`"))
+
+
 def loading() -> dict[str, Any]:
     """Arguments of every `from_pretrained`: nobody is ever asked on the terminal."""
     return {"trust_remote_code": os.environ.get(TRUST) == "1"}

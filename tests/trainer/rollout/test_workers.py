@@ -30,7 +30,7 @@ from cotune.records.plans import Plan
 from cotune.records.structs import Episode, PolicyRef, Record, Task
 from cotune.records.tasks import as_tasks
 from cotune.replay.script import Replay, read_script
-from cotune.sampling.protocol import SamplingParams
+from cotune.sampling.protocol import ChatFormats, SamplingParams
 from cotune.storage.judge_ledger import FILE, Ledger, run_folder
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.cluster import ClusterConfig
@@ -197,7 +197,7 @@ def test_the_same_step_as_in_this_process(pair: tuple[Driver, RaySampler], tiny_
         sampler = await TransformersSampler.open(tiny_base, host="thread", device="cpu")
         try:
             batch = EpisodeBatch(tasks=tasks, sink=store, rollouts=2, **STEP)
-            return await LocalRunner(flow, sampler, ChatTemplate.load(tiny_base)).run(batch, RESPONDER)
+            return await LocalRunner(flow, sampler, ChatFormats(ChatTemplate.load(tiny_base))).run(batch, RESPONDER)
         finally:
             await sampler.aclose()
 

@@ -12,6 +12,7 @@ from tests.integrations.tiny_models import tokenizer
 
 CODE = """
 import sys
+from cotune.integrations.models.chat.formats import load_light
 from cotune.integrations.models.chat.template import ChatTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
@@ -28,7 +29,7 @@ def work(chat):
     assert chat.counts["extended"] == 1
     return prompt, onward, text, chat.end_token_ids
 
-light = ChatTemplate.load_light(sys.argv[1])
+light = load_light({sys.argv[1]: []}).own
 seen = work(light)
 assert not {"torch", "transformers"} & set(sys.modules)
 from transformers import PreTrainedModel
@@ -37,7 +38,7 @@ assert issubclass(PreTrainedModel, torch.nn.Module)
 assert work(ChatTemplate.load(sys.argv[1])) == seen
 light.counts.clear()
 assert work(light) == seen
-assert work(ChatTemplate.load_light(sys.argv[1])) == seen
+assert work(load_light({sys.argv[1]: []}).own) == seen
 """
 
 

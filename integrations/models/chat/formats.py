@@ -1,0 +1,59 @@
+"""The chat templates of a run: one for each base model of its policies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from cotune.errors import ConfigError
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.chat.tool_formats import AUTO, VLLM
+from cotune.integrations.models.folder.folder import of_policy
+from cotune.sampling.protocol import ChatFormats
+
+_QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+
+def load_formats(bases: Mapping[str, Sequence[str]], tools: str = AUTO) -> ChatFormats:
+    """The chat templates of base models, the run's own first, for the policies of each. Raises as `ChatTemplate.load`,
+    with the name of a policy that has another base."""
+    (own, _), *others = bases.items()
+    formats = ChatFormats(ChatTemplate.load(own, tools), {})
+    for model, policies in others:
+        try:
+            chat = ChatTemplate.load(model, tools)
+        except ConfigError as error:
+            raise of_policy(error, policies[0]) from None
+        formats = ChatFormats(formats.own, {**formats.others, **dict.fromkeys(policies, chat)})
+    return formats
+
+
+def load_light(bases: Mapping[str, Sequence[str]], tools: str = AUTO) -> ChatFormats:
+    """`load_formats`, where transformers finds no torch: a third of the memory and half the time.
+
+    In a process that has transformers or torch already, and for a tool parser of vLLM, it is the plain one. Afterwards
+    transformers is imported anew by whoever asks for it, with torch. Not to be run while another thread imports
+    transformers.
+    """
+    if "transformers" in sys.modules or "torch" in sys.modules or tools.startswith(VLLM):
+        return load_formats(bases, tools)
+    with _without_torch():
+        return load_formats(bases, tools)
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    quiet = os.environ.get(_QUIET)
+    os.environ[_QUIET] = "1"  # transformers would say that it found no torch
+    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's own word for "not to be found"
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+        os.environ.pop(_QUIET)
+        if quiet is not None:
+            os.environ[_QUIET] = quiet
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+            del sys.modules[name]
