@@ -31,11 +31,8 @@ APPLICATION = 0x636F7475
 _LATEST = 9e9
 """Upper bound of times, in seconds: the sum of two fits 64 bits of nanoseconds."""
 
-IMAGES = "CREATE TABLE IF NOT EXISTS images (id TEXT PRIMARY KEY, media_type TEXT NOT NULL, data BLOB NOT NULL);"
-"""A file that was written before there were images gets its table when it is written again."""
-
 SCHEMA = f"""
-{IMAGES}
+CREATE TABLE images (id TEXT PRIMARY KEY, media_type TEXT NOT NULL, data BLOB NOT NULL);
 CREATE TABLE messages (id TEXT PRIMARY KEY, body TEXT NOT NULL);
 CREATE TABLE segments (id TEXT PRIMARY KEY, parent TEXT, token_ids BLOB NOT NULL);
 CREATE TABLE calls (
@@ -63,6 +60,7 @@ PRAGMA user_version = {VERSION};
 """
 
 COLUMNS = {
+    "images": "id, media_type, data",
     "messages": "id, body",
     "segments": "id, parent, token_ids",
     "calls": "id, episode, step, role, turn, status, prompt, prompt_tokens, completion_tokens, body, candidates, "

@@ -25,7 +25,6 @@ from cotune.storage.run_layout import RECORDS
 from cotune.storage.schema import (
     APPLICATION,
     COLUMNS,
-    IMAGES,
     SCHEMA,
     VERSION,
     Row,
@@ -196,10 +195,7 @@ class SqliteStore(SqliteFigures):
 
     def _image(self, id: str) -> bytes | None:
         """The bytes whose hash it is; None where they are not there, or were changed."""
-        try:
-            found = self.rows("SELECT data FROM images WHERE id = ?", (id,))
-        except sqlite3.OperationalError:  # a file without images, which was never written again
-            return None
+        found = self.rows("SELECT data FROM images WHERE id = ?", (id,))
         data = found[0][0] if found else None
         return data if isinstance(data, bytes) and image_id(data) == id else None
 
@@ -314,7 +310,6 @@ def _connect_writer(path: Path) -> sqlite3.Connection:
         if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             _check(db, path)
             db.execute("PRAGMA journal_mode = WAL")
-            db.execute(IMAGES)
         else:
             db.execute("PRAGMA page_size = 8192")
             db.execute("PRAGMA journal_mode = WAL")

@@ -146,7 +146,7 @@ class Queue:
             raise EngineLost(
                 f"{left} of {len(self._replicas)} engines are left; at least {self._min_healthy} are needed. "
                 f"Given up: {reasons}.",
-                "Read the engines' logs, remove the cause, then resume the run; raise max_restarts if it has passed.",
+                "Read the engines' messages above, remove the cause, then continue with --resume: it counts restarts anew.",
             )
 
     def _dispatch(self) -> None:

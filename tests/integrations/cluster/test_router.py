@@ -311,7 +311,7 @@ def test_when_restarts_are_used_up_everything_fails_with_cause_and_remedy(caplog
             with pytest.raises(EngineLost, match="0 of 2 engines are left") as caught:
                 await task
         assert "engine-0: it did not start: no memory (after 3 restarts)" in caught.value.cause
-        assert "max_restarts" in caught.value.remedy
+        assert "continue with --resume" in caught.value.remedy
         with pytest.raises(EngineLost):
             await mark(router)
         with pytest.raises(EngineLost):

@@ -265,28 +265,6 @@ def test_lines_to_fine_tune_on_hold_it(traced, tmp_path):
     assert line["messages"][0] == asks("what is it?", RED)
 
 
-def test_a_file_from_before_there_were_images_is_read_and_written_again(tmp_path):
-    async def app(task):
-        await openai.AsyncOpenAI().chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-
-    record(tmp_path, app)
-    db = sqlite3.connect(tmp_path / "records.db")
-    db.execute("DROP TABLE images")
-    db.commit()
-    db.close()
-    with SqliteStore.open(tmp_path, read_only=True) as store:
-        (episode,) = store.episodes()
-        assert store.message(store.calls(episode.id)[0].messages[0])["content"] == "hi"
-        with pytest.raises(cotune.CotuneError, match="No image"):
-            store.image("0" * 64)
-
-    async def seeing(task):
-        await plain(RED)
-
-    record(tmp_path, seeing)
-    assert [data for _, _, data in tables(tmp_path)[0]] == [RED]
-
-
 def test_a_policy_that_sees_no_images_refuses_by_role_and_call_and_what_has_no_bytes_is_not_fetched(tmp_path):
     tiny_models.build("qwen3", tmp_path / "blind")
     build_seeing(tmp_path / "seeing")
