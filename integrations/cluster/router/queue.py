@@ -146,7 +146,8 @@ class Queue:
             raise EngineLost(
                 f"{left} of {len(self._replicas)} engines are left; at least {self._min_healthy} are needed. "
                 f"Given up: {reasons}.",
-                "Read the engines' messages above, remove the cause, then continue with --resume: it counts restarts anew.",
+                "Read the engines' messages above, remove the cause, then continue with --resume, which counts "
+                "restarts anew.",
             )
 
     def _dispatch(self) -> None:
