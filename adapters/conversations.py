@@ -116,18 +116,24 @@ class LocalResponder(PolicyResponder):
             local.sampler,
             local.chat,
             {role: served.policy for role, served in local.served.items()},
-            defaults=SamplingParams(max_tokens=local.max_model_len),
+            defaults=SamplingParams(max_tokens=max([local.max_model_len, *local.lengths.values()])),
             override=override,
             provider_roles=local.left_to_provider,
             others=local.others.policy if local.others else None,
             max_model_len=local.max_model_len,
+            chats=local.chats,
         )
+        self._local = local
         self.conversations = Conversations()
         self._names = ", ".join(local.served)
         self._long = ThreadPoolExecutor(1, "cotune-long-prompts")
         self._forms = ThreadPoolExecutor(1, "cotune-forms")
         self._places: dict[str, Place] = {}
         """By call that is being answered."""
+
+    def longest(self, role: str) -> int:
+        policy = self.policies.get(role)
+        return self._local.max_model_len if policy is None else self._local.length(policy)
 
     async def respond(self, call: LiveCall) -> Answer | None:
         try:

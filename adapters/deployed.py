@@ -10,6 +10,7 @@ from contextvars import Token
 from pathlib import Path
 from typing import Any
 
+from cotune.adapters.bases import Moved
 from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
 from cotune.episodes.episode import activators
@@ -25,18 +26,18 @@ from cotune.records.structs import CallRecord, Record, Task
 def deployed(
     source: str | Path,
     *,
-    base: str | Path | None = None,
+    base: Moved = None,
     temperature: float | None = None,
     max_tokens: int | None = None,
     roles: RolesFunction | str | None = None,
 ) -> Deployment:
     """Answer every LLM call that the application makes inside by the policy of its role, from an export.
 
-    Use it as `with` or `async with`. `base` names the base model where the recorded path does not hold;
-    `temperature` and `max_tokens` replace the application's settings; `roles` names the role of each call, as in
-    training (`cotune.workflow`). Calls of roles that the export does not have are answered as its run was configured
-    (`other_roles`): by the untrained model, or by the application's own provider. Each role is logged once and counted
-    in `unlisted`, and where the provider answers in `passed_through`.
+    Use it as `with` or `async with`. `base` is the base model where it lies elsewhere than the export says (of several,
+    a mapping from the old place to the new one); `temperature` and `max_tokens` replace the application's settings;
+    `roles` names the role of each call, as in training (`cotune.workflow`). Calls of roles that the export does not
+    have are answered as its run was configured (`other_roles`): by the untrained model, or by the application's own
+    provider. Each role is logged once and counted in `unlisted`, and where the provider answers in `passed_through`.
 
     A `with` covers the code inside it, and threads and tasks started there. Elsewhere in the process (a web
     server's request handlers) use `with deployment.here():`. Raises AdapterError, ConfigError, SyncError.
@@ -56,7 +57,7 @@ class Deployment:
     """Trained policies in this process. `served` has the policy of each role."""
 
     def __init__(
-        self, source: str | Path, base: str | Path | None, override: Mapping[str, Any], roles: RolesFunction | None
+        self, source: str | Path, base: Moved, override: Mapping[str, Any], roles: RolesFunction | None
     ) -> None:
         self.source = source
         self.calls: Counter[tuple[str, str]] = Counter()

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from cotune.adapters.bases import Moved, places
 from cotune.adapters.card import CURVE, Background, read_background, write_card
 from cotune.adapters.fingerprint import BaseFingerprint, base_fingerprint, checkpoint_fault, hashes_of, other_parts
 from cotune.adapters.manifest import (
@@ -39,9 +39,9 @@ from cotune.integrations.models.folder.folder import (
 )
 from cotune.integrations.models.folder.to_gguf import Precision, check_gguf, write_gguf
 from cotune.reading.words import stayed_reasons, stayed_text
-from cotune.records.policies import LoraSpec, OtherRoles, PolicyKind
+from cotune.records.policies import UNTRAINED, LoraSpec, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
-from cotune.storage.checkpoints import newest_checkpoint, read_best, read_policies, step_folders
+from cotune.storage.checkpoints import SavedPolicy, newest_checkpoint, read_best, read_policies, step_folders
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_layout import RunDescription, RunLayout, read_run, read_run_json, relocated
 from cotune.storage.whole_file import is_full, sync
@@ -55,24 +55,23 @@ def export_run(
     merge: bool = False,
     gguf: Precision | None = None,
     evaluation: str | Path | None = None,
-    model: str | None = None,
+    model: Moved = None,
 ) -> Manifest:
     """Export the newest checkpoint of a run, or each policy at its `best` held-out evaluation, as far as it has one.
 
     With `merge` an adapter is added to its base model: each policy is a whole model. With `gguf` that model is one file
     for llama.cpp and Ollama, its matrices in this precision. The card has the figures of `evaluation`, a folder that
-    `cotune eval --out` wrote; by default of the newest one that lies in a folder of the run. `model` names the
-    base model where it lies elsewhere than the run says.
+    `cotune eval --out` wrote; by default of the newest one that lies in a folder of the run. `model` is where the base
+    model lies if elsewhere than the run says; of several it maps those that were moved.
 
     Raises RunError, ConfigError, AdapterError.
     """
-    config, policies = read_run(run).config, best_policies(run, model) if best else latest_policies(run, model)
+    policies = best_policies(run, model) if best else latest_policies(run, model)
     return write_export(
         out,
         [replace(policy, stayed=_why_stayed(Path(run), policy)) for policy in policies],
         run=Path(run).resolve().name,
-        other_roles=config.other_roles,
-        tool_format=config.tool_format,
+        others=_untrained(run, model),
         merge=merge,
         gguf=gguf,
         background=read_background(Path(run), Path(evaluation) if evaluation else None),
@@ -84,18 +83,17 @@ def write_export(
     policies: Sequence[TrainedPolicy],
     *,
     run: str | None = None,
-    other_roles: OtherRoles = "provider",
-    tool_format: str = "auto",
+    others: TrainedPolicy | None = None,
     merge: bool = False,
     gguf: Precision | None = None,
     background: Background | None = None,
 ) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export.
 
-    `other_roles` plays a role that none of them does, `tool_format` how the model writes tool calls; with
-    `merge` an adapter is added to its base model, with `gguf` the whole is one GGUF file of this precision. The folder
-    appears complete or not at all. Raises ConfigError when `out` holds anything but an export, and for a model that
-    cannot be written as GGUF.
+    `others` is the untrained model that plays a role which none of them does; None leaves that to the application's
+    provider. With `merge` an adapter is added to its base model, with `gguf` the whole is one GGUF file of this
+    precision. The folder appears complete or not at all. Raises ConfigError when `out` holds anything but an export,
+    and for a model that cannot be written as GGUF.
     """
     target = Path(out).absolute()
     if target.exists() and not (target.is_dir() and (is_export(target) or not any(target.iterdir()))):
@@ -111,7 +109,7 @@ def write_export(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        manifest = _write(partial, policies, run, merge, gguf, other_roles=other_roles, tool_format=tool_format)
+        manifest = _write(partial, policies, others, run, merge, gguf)
         write_card(partial, manifest, background)
         _sync(partial)
         old = target.with_name(f".{target.name}.{os.getpid()}.old")
@@ -133,23 +131,32 @@ def write_export(
 def _write(
     folder: Path,
     policies: Sequence[TrainedPolicy],
+    others: TrainedPolicy | None,
     run: str | None,
     merge: bool,
     gguf: Precision | None,
-    **settings: Any,
 ) -> Manifest:
     bases: dict[str, Base] = {}
+
+    def base_of(policy: TrainedPolicy) -> Base | None:
+        if policy.kind == "provider" or not policy.model:
+            return None
+        if policy.model not in bases:
+            model = locate_model(policy.model)
+            name = str(model) if Path(policy.model).expanduser().exists() else policy.model
+            bases[policy.model] = Base(
+                model=name,
+                sha256=base_fingerprint(model),
+                sees_images=folder_sees_images(model),
+                tool_format=policy.tool_format,
+            )
+        base = bases[policy.model]
+        policy.check_trained_on(base.model, base.sha256)
+        return base
+
     exported: list[ExportedPolicy] = []
     for policy in policies:
-        base = None
-        if policy.kind != "provider" and policy.model:
-            if policy.model not in bases:
-                model = locate_model(policy.model)
-                name = str(model) if Path(policy.model).expanduser().exists() else policy.model
-                images = folder_sees_images(model)
-                bases[policy.model] = Base(model=name, sha256=base_fingerprint(model), sees_images=images)
-            base = bases[policy.model]
-            policy.check_trained_on(base.model, base.sha256)
+        base = base_of(policy)
         exported.append(_write_policy(folder, policy, base, [p.folder for p in exported if p.folder], merge, gguf))
     roles = tuple(
         ExportedRole(role=role, policy=policy.name, metrics=dict(policy.metrics.get(role, {})))
@@ -163,7 +170,8 @@ def _write(
         run=run,
         policies=tuple(exported),
         roles=roles,
-        **settings,
+        other_roles="frozen" if others else "provider",
+        other_base=base_of(others) if others else None,
     )
     manifest = msgspec.structs.replace(manifest, serve=serve_commands(manifest))
     write_manifest(folder, manifest)
@@ -238,8 +246,8 @@ class TrainedPolicy:
     """One policy at one version. `weights` are those of `Learner.weights`; None for a policy that is not trained.
 
     `model` is the folder or Hugging Face id of its base, None for a provider policy, and `trained_on` the
-    SHA-256 of that base by part, as far as the run knows it. `metrics` are by role. `stayed` says why no step has
-    updated a policy that is trained.
+    SHA-256 of that base by part, as far as the run knows it; `tool_format` is how it writes tool calls. `metrics` are
+    by role. `stayed` says why no step has updated a policy that is trained.
     """
 
     name: str
@@ -251,6 +259,7 @@ class TrainedPolicy:
     lora: LoraSpec | None = None
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     trained_on: Mapping[str, str] = field(default_factory=dict)
+    tool_format: str = "auto"
     stayed: str = ""
 
     def check_trained_on(self, model: str, found: BaseFingerprint) -> None:
@@ -271,19 +280,22 @@ def _why_stayed(run: Path, policy: TrainedPolicy) -> str:
     return stayed_text(reasons) if reasons else "no step has trained it"
 
 
-def latest_policies(run: str | Path, model: str | None = None) -> list[TrainedPolicy]:
-    """Policies of the newest checkpoint of a run, with their weights; `model` is where its base is now, if elsewhere.
-    Raises RunError, AdapterError."""
-    described = read_run(run)
+def latest_policies(run: str | Path, model: Moved = None) -> list[TrainedPolicy]:
+    """Policies of the newest checkpoint of a run, with their weights; `model` says where its bases are now, if
+    elsewhere. Raises RunError, AdapterError, ConfigError."""
+    return _policies_of(read_run(run), _newest(run), model)
+
+
+def _newest(run: str | Path) -> Path:
     checkpoint = newest_checkpoint(RunLayout(run).checkpoints)
     if checkpoint is None:
         if there := ", ".join(path.name for path in step_folders(RunLayout(run).checkpoints)):
             raise RunError(f"{run}/checkpoints/latest is missing.", f"Write the name of one into it: {there}.")
         raise RunError(f"{run} has no checkpoint yet.", "Let the run finish a step.")
-    return _policies_of(described, checkpoint, model)
+    return checkpoint
 
 
-def best_policies(run: str | Path, model: str | None = None) -> list[TrainedPolicy]:
+def best_policies(run: str | Path, model: Moved = None) -> list[TrainedPolicy]:
     """Each trained policy of a run as it was at its best held-out evaluation; otherwise as `latest_policies`."""
     described, checkpoints = read_run(run), RunLayout(run).checkpoints
     best = read_best(checkpoints)
@@ -299,24 +311,52 @@ def best_policies(run: str | Path, model: str | None = None) -> list[TrainedPoli
     ]
 
 
-def _policies_of(described: RunDescription, checkpoint: Path, model: str | None) -> list[TrainedPolicy]:
+def _untrained(run: str | Path, moved: Moved) -> TrainedPolicy | None:
+    """The untrained model where it plays the roles that the run's policies do not."""
+    described = read_run(run)
+    if described.config.other_roles != "frozen" or described.model is None:
+        return None
+    return TrainedPolicy(
+        name=UNTRAINED.name,
+        kind="frozen",
+        version=0,
+        roles=(),
+        model=_places(Path(run), described, read_policies(_newest(run)), moved)[described.model],
+        trained_on=described.held.base,
+        tool_format=described.config.tool_format,
+    )
+
+
+def _places(run: Path, described: RunDescription, policies: Sequence[SavedPolicy], moved: Moved) -> dict[str, str]:
+    """Where each base model that a run names lies now."""
+    names = [policy.model or described.model for policy in policies if policy.kind != "provider"]
+    others = [described.model] if described.config.other_roles == "frozen" else []
+    known = read_run_json(run)
+    beside = {name: relocated(name, known, run.absolute()) for name in (*names, *others) if name}
+    now = places(moved, beside.values())
+    return {name: now[place] for name, place in beside.items()}
+
+
+def _policies_of(described: RunDescription, checkpoint: Path, moved: Moved) -> list[TrainedPolicy]:
     if wrong := checkpoint_fault(checkpoint, described.id):
         remedy = "Name an older checkpoint in checkpoints/latest, or train again."
         raise RunError(f"The checkpoint {checkpoint} is broken: {wrong}.", remedy)
-    run = checkpoint.parent.parent.absolute()
+    saved = read_policies(checkpoint)
+    bases = _places(checkpoint.parent.parent, described, saved, moved)
     return [
         TrainedPolicy(
             name=entry.name,
             kind=entry.kind,
             version=entry.version,
             roles=entry.roles,
-            model=(entry.model and relocated(entry.model, read_run_json(run), run)) or model or described.model,
+            model=bases.get(entry.model or described.model or ""),
             weights=read_weights(checkpoint / entry.weights_file) if entry.weights_file else None,
             lora=entry.lora,
             metrics=entry.metrics,
             trained_on=described.held.of(entry.name),
+            tool_format=described.config.tool_format,
         )
-        for entry in read_policies(checkpoint)
+        for entry in saved
     ]
 
 

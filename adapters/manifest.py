@@ -18,12 +18,13 @@ FORMAT = 1
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a policy was trained from: a folder or a Hugging Face id, its fingerprint, and whether it reads
-    images."""
+    """The model that a policy was trained from: a folder or a Hugging Face id, its fingerprint, whether it reads
+    images, and how it writes tool calls."""
 
     model: str
     sha256: BaseFingerprint
     sees_images: bool = False
+    tool_format: str = "auto"
 
 
 class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +63,7 @@ class ExportedRole(msgspec.Struct, frozen=True, kw_only=True):
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content of roles.json. `serve` holds command lines by server, to be run in the folder of the export;
-    `other_roles` plays a role that is not among `roles`, `tool_format` how the model writes tool calls."""
+    `other_roles` plays a role that is not among `roles`: if that is the untrained model, `other_base`."""
 
     format: int
     cotune: str
@@ -71,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[ExportedPolicy, ...]
     roles: tuple[ExportedRole, ...]
     other_roles: OtherRoles = "provider"
-    tool_format: str = "auto"
+    other_base: Base | None = None
     serve: dict[str, list[str]] = {}
 
     def policy(self, role: str) -> ExportedPolicy:
@@ -82,6 +83,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             known = ", ".join(entry.role for entry in self.roles)
             raise AdapterError(f"The export has no role {role!r}; it has: {known}.", "Name one of these.")
         return found
+
+    @property
+    def bases(self) -> list[Base]:
+        """The models that it needs or was trained from, each once."""
+        named = [*(policy.base for policy in self.policies), self.other_base]
+        return list(dict.fromkeys(base for base in named if base is not None))
 
 
 def not_updated(manifest: Manifest) -> list[str]:
@@ -142,6 +149,8 @@ def _check(manifest: Manifest, path: Path) -> None:
             )
     for policy in manifest.policies:
         _check_policy(policy, path, remedy)
+    if manifest.other_roles == "frozen" and manifest.other_base is None:
+        raise AdapterError(f"{path}: other_roles is 'frozen' without other_base.", remedy)
 
 
 def _check_policy(policy: ExportedPolicy, path: Path, remedy: str) -> None:

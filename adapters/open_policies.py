@@ -1,37 +1,29 @@
-"""Opens trained policies in this process: an export after checking it, or a plain model, with sampler and template."""
+"""Opens trained policies in this process, an export after checking it or a plain model, with what answers calls."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import cast
 
-from cotune.adapters.export import read_weights
-from cotune.adapters.fingerprint import base_fingerprint, changed
-from cotune.adapters.manifest import MANIFEST, ExportedPolicy, Manifest, is_export, read_manifest
-from cotune.errors import AdapterError, ConfigError, CotuneError, EngineLost, SamplerError
+from cotune.adapters.bases import Moved
+from cotune.adapters.fingerprint import base_fingerprint
+from cotune.adapters.load import Export, load_export
+from cotune.adapters.manifest import ExportedPolicy, is_export
+from cotune.adapters.restarting import EngineThatEnds, Restarting
+from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.chat.tool_formats import AUTO, check_tool_format
 from cotune.integrations.models.engines import EngineConfig, open_sampler
-from cotune.integrations.models.folder.folder import ADAPTER_FILE, locate_model, read_parameters
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.integrations.models.per_policy import PolicySampler
 from cotune.near_names import did_you_mean, near_names
-from cotune.records.policies import LoraSpec, stand_in
+from cotune.records.policies import UNTRAINED
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import (
-    ChatFormat,
-    Completion,
-    Sampler,
-    SamplerInfo,
-    SamplingParams,
-    Weights,
-    fingerprint,
-    publish_verified,
-)
+from cotune.sampling.protocol import ChatFormat, Sampler
 
 
 @dataclass(frozen=True)
@@ -49,10 +41,10 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class LocalPolicies:
-    """A sampler in this process with the policies of each role published to it.
+    """Samplers in this process, as one, with the policies of each role published to them.
 
-    `others` answers for any role or name that is not listed; None leaves
-    it to its provider.
+    `others` answers for any role or name that is not listed; None leaves it to its provider. `chats` and `lengths` are
+    of policies whose base has others than `chat` and `max_model_len`, by name; `engines` has an engine for each base.
     """
 
     sampler: Sampler
@@ -61,6 +53,13 @@ class LocalPolicies:
     left_to_provider: Sequence[str]
     max_model_len: int
     others: ServedModel | None = None
+    chats: Mapping[str, ChatFormat] = field(default_factory=dict)
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    engines: Sequence[Restarting] = ()
+
+    def length(self, policy: PolicyRef) -> int:
+        """How many tokens a prompt of this policy and its reply may have."""
+        return self.lengths.get(policy.name, self.max_model_len)
 
     async def aclose(self) -> None:
         await self.sampler.aclose()
@@ -69,14 +68,14 @@ class LocalPolicies:
 async def open_local(
     source: str | Path,
     *,
-    base: str | Path | None = None,
+    base: Moved = None,
     names: Sequence[str] = (),
     tool_format: str | None = None,
 ) -> LocalPolicies:
     """Open an export, or a model folder or Hugging Face id served under its own name and `names`.
 
-    `tool_format` is how the model writes tool calls; None: as the export says, or "auto".
-    Raises AdapterError, ConfigError, SyncError before anything is served.
+    `base` says where base models of an export are now, if elsewhere. `tool_format` is how the model writes tool calls;
+    None: as the export says, or "auto". Raises AdapterError, ConfigError, SyncError before anything is served.
     """
     check_tool_format(tool_format or AUTO)
     if not is_export(Path(source)):
@@ -84,21 +83,12 @@ async def open_local(
     if names:
         raise ConfigError("role", names[0], "cannot be used with an export, which names its roles", "Leave it out.")
     export = load_export(source, base)
-    if export.model is None:
+    if not export.engines:
         raise AdapterError(f"{export.folder} leaves every role to a provider.", "There is nothing to serve.")
-    served = {}
-    for role, ref in export.roles.items():
-        policy = export.manifest.policy(role)
-        if policy.base is not None:
-            digest = policy.base.sha256.weights
-            served[role] = ServedModel(role, ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
-    left = [entry.role for entry in export.manifest.roles if entry.role not in served]
-    local = await _open(export.model, served, left, tool_format or export.manifest.tool_format, export)
-    if (untrained := stand_in(export.manifest.other_roles)) is None:
-        return local
-    model = next(policy.base for policy in export.manifest.policies if policy.base)
-    digest = model.sha256.weights
-    return replace(local, others=ServedModel("any other", untrained, "frozen", model.model, digest, digest))
+    if tool_format and len(export.engines) > 1:
+        fault = f"would be that of {', '.join(engine.base.model for engine in export.engines)}"
+        raise ConfigError("tool_format", tool_format, fault, "Write it into roles.json, as tool_format of one `base`.")
+    return await _open_export(export, tool_format)
 
 
 def with_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> LocalPolicies:
@@ -115,9 +105,7 @@ def with_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> LocalPolic
     return replace(local, served={**local.served, **{name: local.served[role] for name, role in aliases.items()}})
 
 
-async def _open_model(
-    source: str | Path, base: str | Path | None, names: Sequence[str], tool_format: str
-) -> LocalPolicies:
+async def _open_model(source: str | Path, base: Moved, names: Sequence[str], tool_format: str) -> LocalPolicies:
     if base is not None:
         fault = "cannot be used with a plain model, which is the base itself"
         raise ConfigError("model", str(base), fault, "Leave it out.")
@@ -129,21 +117,70 @@ async def _open_model(
     digest, policy = base_fingerprint(folder).weights, PolicyRef("base", 0)
     own = folder.name if Path(source).expanduser().exists() else str(source)
     served = {name: ServedModel(name, policy, "frozen", str(source), digest, digest) for name in (own, *names)}
-    return await _open(folder, served, [], tool_format)
+    opened = await _open_engine(folder, tool_format)
+    return LocalPolicies(opened.sampler, opened.chat, served, [], opened.max_model_len, engines=[opened.sampler])
 
 
-async def _open(
-    model: Path,
-    served: Mapping[str, ServedModel],
-    left: Sequence[str],
-    tool_format: str,
-    export: Export | None = None,
-) -> LocalPolicies:
+async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies:
+    # 1. An engine for each base, all at once; if one fails, the others are closed.
+    several = len(export.engines) > 1
+    opening = [
+        _open_engine(
+            engine.folder,
+            tool_format or engine.base.tool_format,
+            functools.partial(export.publish, engine),
+            engine.base.model if several else "",
+        )
+        for engine in export.engines
+    ]
+    results = await asyncio.gather(*opening, return_exceptions=True)
+    opened = [result for result in results if isinstance(result, _OpenedEngine)]
+    if failed := next((result for result in results if isinstance(result, BaseException)), None):
+        await asyncio.gather(*(engine.sampler.aclose() for engine in opened))
+        raise failed
+    # 2. Who answers each role, with the base, chat format and length of its policy.
+    manifest, first = export.manifest, opened[0]
+    bases = list(zip(export.engines, opened, strict=True))
+    others = {policy.name: engine for base, engine in bases[1:] for policy in base.policies}
+    samplers = {name: engine.sampler for name, engine in others.items()}
+    served = {role: _served(role, manifest.policy(role)) for role in export.roles}
+    untrained = ExportedPolicy(name=UNTRAINED.name, kind="frozen", version=0, base=manifest.other_base)
+    return LocalPolicies(
+        PolicySampler(samplers, first.sampler) if several else first.sampler,
+        first.chat,
+        served,
+        [entry.role for entry in manifest.roles if entry.role not in served],
+        first.max_model_len,
+        others=_served("any other", untrained) if untrained.base else None,
+        chats={name: engine.chat for name, engine in others.items()},
+        lengths={name: engine.max_model_len for name, engine in others.items()},
+        engines=[engine.sampler for engine in opened],
+    )
+
+
+def _served(name: str, policy: ExportedPolicy) -> ServedModel:
+    assert policy.base is not None, "policies of a provider are served by nobody here"
+    digest = policy.base.sha256.weights
+    return ServedModel(name, policy.ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
+
+
+@dataclass(frozen=True)
+class _OpenedEngine:
+    sampler: Restarting
+    chat: ChatFormat
+    max_model_len: int
+
+
+async def _open_engine(
+    model: Path, tool_format: str, publish: Callable[[Sampler], Awaitable[None]] | None = None, name: str = ""
+) -> _OpenedEngine:
+    """An engine on the model in a folder, with what `publish` sends to it, also after a restart."""
+
     async def opened() -> EngineThatEnds:
         sampler = cast(EngineThatEnds, await open_sampler(EngineConfig(model=str(model))))
         try:
-            if export is not None:
-                await export.publish(sampler)
+            if publish is not None:
+                await publish(sampler)
         except BaseException:
             await sampler.aclose()
             raise
@@ -160,201 +197,4 @@ async def _open(
         if starting.done() and not starting.cancelled() and starting.exception() is None:
             await starting.result().aclose()
         raise
-    return LocalPolicies(Restarting(opened, sampler), chat, served, left, info.max_model_len)
-
-
-_UNREAD = (".md", ".gitattributes", ".gitignore", ".DS_Store")
-"""Ends of names of files that no loader reads: they may be added to an export."""
-
-
-@dataclass(frozen=True)
-class Export:
-    """A checked export. `model` is the folder that a sampler is built from; None where all is left to a provider."""
-
-    folder: Path
-    manifest: Manifest
-    model: Path | None
-
-    @property
-    def roles(self) -> dict[str, PolicyRef]:
-        """Role -> policy version, for the roles that this export answers (not those left to a provider)."""
-        played = {entry.role: self.manifest.policy(entry.role) for entry in self.manifest.roles}
-        return {role: policy.ref for role, policy in played.items() if policy.kind != "provider"}
-
-    def weights(self, policy: ExportedPolicy) -> Weights | None:
-        """Trained weights of a policy, checked against their fingerprint; None where there are none."""
-        if policy.folder is None:
-            return None
-        folder = self.folder / policy.folder
-        weights = read_weights(folder / ADAPTER_FILE) if policy.kind == "lora" else read_parameters(folder)
-        found = fingerprint(weights)
-        if found != policy.fingerprint:
-            raise AdapterError(
-                f"{folder}: the weights have fingerprint {found}, roles.json says {policy.fingerprint}.",
-                "Export the run again.",
-            )
-        return weights
-
-    async def publish(self, sampler: Sampler) -> None:
-        """Publish every trained policy. Raises SyncError when one arrives altered."""
-        for policy in self.manifest.policies:
-            weights = self.weights(policy)
-            if weights is not None and policy.fingerprint is not None:
-                await publish_verified(sampler, policy.ref, weights, policy.lora, policy.fingerprint)
-
-
-def load_export(folder: str | Path, base: str | Path | None = None) -> Export:
-    """Open an export and check it: manifest, hash of every file, base model.
-
-    `base` replaces the recorded path of the base model; its content must be the same. Raises AdapterError.
-    """
-    path = Path(folder)
-    if not path.is_dir():
-        raise AdapterError(f"There is no folder {path}.", "Name a folder that cotune export wrote.")
-    manifest = read_manifest(path)
-    for policy in manifest.policies:
-        _check_files(path, policy)
-        if policy.gguf is not None:
-            raise AdapterError(
-                f"{path} holds GGUF files, which llama.cpp, Ollama and LM Studio read.",
-                "Export without --gguf for cotune.",
-            )
-    return Export(path, manifest, _model_folder(path, manifest, base))
-
-
-def _check_files(export: Path, policy: ExportedPolicy) -> None:
-    """Raise AdapterError unless the listed files are unchanged inside the export, with no other that a loader reads."""
-    if policy.folder is None:
-        return
-    folder, where, inside = export / policy.folder, f"Policy {policy.name!r}", export.resolve()
-    outside = next((path for path in (folder, *folder.rglob("*")) if not path.resolve().is_relative_to(inside)), None)
-    if outside is not None:
-        raise AdapterError(f"{where}: {outside} leads outside the export.", "Replace the link by the file.")
-    if wrong := changed(folder, policy.files, MANIFEST):
-        raise AdapterError(f"{where}: {folder}: {wrong}.", "The file was changed or damaged: export the run again.")
-    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    added = sorted(name for name in names if name not in policy.files and not name.endswith(_UNREAD))
-    if added:
-        raise AdapterError(
-            f"{where}: {folder / added[0]} is not in roles.json, but loaders of the folder may read it.",
-            "Remove it, or export the run again.",
-        )
-
-
-def _model_folder(export: Path, manifest: Manifest, given: str | Path | None) -> Path | None:
-    """The folder that a sampler is built from: the checked base, or a full model where nothing needs a base."""
-    kinds = {policy.kind for policy in manifest.policies}
-    full = next((policy for policy in manifest.policies if policy.kind == "full"), None)
-    if given is None and full is not None and not kinds & {"lora", "frozen"} and manifest.other_roles != "frozen":
-        return export / str(full.folder)
-    bases = {policy.base.model: policy.base for policy in manifest.policies if policy.base}
-    if len(bases) > 1:
-        raise AdapterError(
-            f"The export needs several base models: {', '.join(bases)}.", "Serve each with a server of its own."
-        )
-    if not bases:
-        return None
-    (recorded,) = bases.values()
-    try:
-        folder = locate_model(given or recorded.model)
-    except ConfigError as error:
-        raise AdapterError(f"The base model cannot be loaded: {error.cause}", "Name its folder by --model.") from None
-    found = base_fingerprint(folder)
-    if wrong := recorded.sha256.differences(found):
-        part = wrong[0]
-        raise AdapterError(
-            f"The export was trained on another base: {', '.join(wrong)} of {folder} differ ({part} has SHA-256 "
-            f"{getattr(found, part)}, roles.json says {getattr(recorded.sha256, part)}).",
-            f"Name by --model the copy of {recorded.model} that it was trained on.",
-        )
-    return folder
-
-
-class EngineThatEnds(Sampler, Protocol):
-    """A sampler that can say why its engine has ended."""
-
-    @property
-    def broken(self) -> SamplerError | None:
-        """Why it answers no more; None while it does."""
-
-
-RESTARTS, WITHIN = 3, 600.0
-"""How often an engine is started again within so many seconds."""
-log = logging.getLogger("cotune.engine")
-
-
-@dataclass(eq=False)
-class Restarting:
-    """A `Sampler`. Requests that an engine's end fails are sent once more to the next engine.
-
-    `opened` opens an engine with all that it serves. May be used from any event loop.
-    """
-
-    opened: Callable[[], Coroutine[Any, Any, EngineThatEnds]]
-    _sampler: EngineThatEnds
-    restarts: int = 0
-    _ends: list[float] = field(default_factory=list)
-    _lost: EngineLost | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _closed: bool = False
-
-    async def sample(
-        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
-    ) -> list[Completion]:
-        """As the engine's; raises EngineLost once no engine is left."""
-        sampler = await self._running()
-        try:
-            return await sampler.sample(prompt_token_ids, n, params, policy)
-        except SamplerError:
-            if sampler.broken is None or self._closed:
-                raise
-        return await (await self._running()).sample(prompt_token_ids, n, params, policy)
-
-    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
-        """Not used: `opened` publishes to each engine."""
-        raise NotImplementedError
-
-    async def retire(self, policy: PolicyRef) -> None:
-        raise NotImplementedError
-
-    async def info(self) -> SamplerInfo:
-        return await (await self._running()).info()
-
-    async def aclose(self) -> None:
-        self._closed = True
-        await (await asyncio.to_thread(self.engine)).aclose()
-
-    def engine(self) -> EngineThatEnds:
-        """The engine that serves; where it has ended, the next one, once that has started. Blocks meanwhile.
-
-        Raises EngineLost once the restarts are used up.
-        """
-        with self._lock:
-            if (ended := self._sampler.broken) is not None and not self._closed:
-                if self._lost is not None:
-                    raise EngineLost(self._lost.cause, self._lost.remedy)
-                self._restart(ended.cause)
-            return self._sampler
-
-    async def _running(self) -> EngineThatEnds:
-        return self._sampler if self._sampler.broken is None else await asyncio.to_thread(self.engine)
-
-    def _restart(self, cause: str) -> None:
-        asyncio.run(self._sampler.aclose())
-        while not self._closed:
-            now = time.monotonic()
-            self._ends = [at for at in self._ends if at > now - WITHIN] + [now]
-            if len(self._ends) > RESTARTS:
-                used_up = f"Its restarts are used up: {RESTARTS} within {WITHIN / 60:g} minutes."
-                remedy = "Look at the machine's memory and at the engine's own messages above, then start again."
-                self._lost = EngineLost(f"{cause} {used_up}", remedy)
-                raise self._lost
-            log.error("%s It is started again (%d of %d).", cause, len(self._ends), RESTARTS)
-            try:
-                self._sampler = asyncio.run(self.opened())
-            except (CotuneError, OSError) as error:
-                cause = str(error)
-            else:
-                self.restarts += 1
-                log.warning("The engine is back.")
-                return
+    return _OpenedEngine(Restarting(opened, sampler, name), chat, info.max_model_len)

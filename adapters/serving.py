@@ -20,8 +20,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cotune.adapters.bases import Moved
 from cotune.adapters.conversations import LocalResponder
-from cotune.adapters.open_policies import LocalPolicies, Restarting, ServedModel, open_local, with_aliases
+from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local, with_aliases
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.apps.openai.chat_request import ChatRequest
 from cotune.integrations.apps.openai.forms import CHAT, encoded
@@ -80,7 +81,7 @@ def build_app(local: LocalPolicies, token: str | None = None, limits: BodyLimits
         counts = {"requests": chat.counts, "not_enforced": chat.not_enforced, "unlisted": chat.responder.unlisted}
         more = {
             "conversations": chat.responder.conversations.kept(),
-            "engine_restarts": getattr(local.sampler, "restarts", 0),
+            "engine_restarts": sum(engine.restarts for engine in local.engines),
         }
         return json_response({"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, **more, **counts})
 
@@ -106,25 +107,24 @@ class Endpoint:
 
     def wait(self) -> None:
         """Block until the server stops. Raises EngineLost when its engine has ended too often."""
-        sampler = self.local.sampler
         while not self._running.wait(_LOOK):
-            if isinstance(sampler, Restarting):
-                sampler.engine()
+            for engine in self.local.engines:
+                engine.engine()
 
 
 def serving(
     source: str | Path,
     *,
-    base: str | Path | None = None,
+    base: Moved = None,
     names: Sequence[str] = (),
     tool_format: str | None = None,
     **options: Any,
 ) -> contextlib.AbstractContextManager[Endpoint]:
     """Serve an export, a model folder or a Hugging Face id from a background thread.
 
-    `base` names the base model of an export where its recorded path does not hold; `names` are further names of a plain
-    model, `tool_format` how it writes tool calls; `options` are those of `serving_local`. Raises ConfigError,
-    AdapterError, SyncError when it cannot start.
+    `base` says where base models of an export are now, if elsewhere; `names` are further names of a plain model,
+    `tool_format` is how it writes tool calls; `options` are those of `serving_local`. Raises ConfigError, AdapterError,
+    SyncError when it cannot start.
     """
     return serving_local(lambda: open_local(source, base=base, names=names, tool_format=tool_format), **options)
 
@@ -163,7 +163,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     token: str | None = None,
-    model: str | Path | None = None,
+    model: Moved = None,
     names: Sequence[str] = (),
     aliases: Mapping[str, str] | None = None,
     tool_format: str | None = None,
@@ -174,10 +174,11 @@ def serve(
     """Serve an export, or a plain model, over an OpenAI-compatible API until Ctrl-C, SIGTERM or SIGHUP.
 
     The names of the models are the roles of an export; of a plain model its own and `names`. By `aliases` a role
-    answers for further names. `model` is the base model of an export where it lies elsewhere than the export says,
-    `tool_format` how the model writes tool calls. Requests need `token` (default: the environment's COTUNE_TOKEN), if
-    there is one, and have at most `max_body` bytes and `max_values` JSON values. `say` receives the address and
-    the policy of each name. Raises ConfigError, AdapterError, SyncError when it cannot start, EngineLost.
+    answers for further names. `model` is the base model of an export where it lies elsewhere than the export says (of
+    several, a mapping from the old place to the new one), `tool_format` how the model writes tool calls. Requests need
+    `token` (default: the environment's COTUNE_TOKEN), if there is one, and have at most `max_body` bytes and
+    `max_values` JSON values. `say` receives the address and the policy of each name. Raises ConfigError, AdapterError,
+    SyncError when it cannot start, EngineLost.
 
     ```python
     cotune.serve("adapters/", port=8000, aliases={"gpt-4o-mini": "writer"})
@@ -217,7 +218,7 @@ def _model(name: str, served: ServedModel, local: LocalPolicies) -> dict[str, An
         "created": 0,
         "owned_by": "cotune",
         "root": served.base,
-        "max_model_len": local.max_model_len,
+        "max_model_len": local.length(served.policy),
         "policy": served.policy.name,
         "version": served.policy.version,
         "kind": served.kind,
@@ -278,8 +279,9 @@ class ChatEndpoint:
     async def _answer(self, request: ChatRequest) -> tuple[bytes, str]:
         self.find(request.model)
         asked = msgspec.structs.asdict(request)
+        chat = self.responder.chat_of(request.model)
         # The responder logs the options that it leaves out.
-        self.not_enforced.update(name for name in template_options(asked) if not self.local.chat.reads(name))
+        self.not_enforced.update(name for name in template_options(asked) if not chat.reads(name))
         call = LiveCall(self._episode, CallerContext(request.model, "serve"), 0, 0, asked)
         try:
             held = [await self.responder.respond(call)]

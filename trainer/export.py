@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from cotune.adapters.bases import Moved
 from cotune.adapters.export import export_run
 from cotune.adapters.manifest import Manifest, not_updated
 from cotune.integrations.models.folder.hub import check_repository, push_again
@@ -26,7 +27,7 @@ def export(
     merge: bool = False,
     gguf: Precision | None = None,
     evaluation: str | Path | None = None,
-    model: str | None = None,
+    model: Moved = None,
     push: str | None = None,
     private: bool = False,
     say: Callable[[str], None] = tell,
@@ -35,9 +36,10 @@ def export(
 
     `best` takes the best checkpoint by held-out evaluation in place of the newest, as far as there is one. With `merge`
     each policy is a whole model, with `gguf` one GGUF file in this precision. The card has the figures of `evaluation`,
-    a folder that `evaluate` wrote (default: the newest one in `run`). `model` names the base model where it lies
-    elsewhere than the run says. The export is then sent to the run's loggers, and with `push` (USER/NAME) to the
-    Hugging Face Hub. `say` receives lines about it. Raises RunError, ConfigError, AdapterError.
+    a folder that `evaluate` wrote (default: the newest one in `run`). `model` is the base model where it lies elsewhere
+    than the run says (of several, a mapping from the old place to the new one). The export is then sent to the run's
+    loggers, and with `push` (USER/NAME) to the Hugging Face Hub. `say` receives lines about it. Raises RunError,
+    ConfigError, AdapterError.
 
     ```python
     manifest = cotune.export("runs/r1", "adapters/")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import Parser, add_trust
+from cotune.cli.command import Parser, add_moved, add_trust, moved
 from cotune.terminal import tell
 
 EXAMPLE = "cotune export runs/r1 --out adapters/"
@@ -16,7 +16,7 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--out", required=True, metavar="DIR", help="folder to write: a new or empty one, or an earlier export"
     )
-    command.add_argument("--model", metavar="BASE", help="base model, where it lies elsewhere than the run says")
+    add_moved(command, "run")
     command.add_argument(
         "--best", action="store_true", help="the best checkpoint by held-out evaluation (evaluation.keep_best)"
     )
@@ -43,7 +43,7 @@ def arguments(command: Parser) -> None:
 def run(a: argparse.Namespace) -> int:
     from cotune.trainer.export import export
 
-    form = {"best": a.best, "merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation, "model": a.model}
+    form = {"best": a.best, "merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation, "model": moved(a.model)}
     export(a.run, a.out, push=a.push, private=a.private, say=tell, **form)
     how = "README.md there has the commands for llama.cpp and Ollama" if a.gguf else f"cotune serve {a.out}"
     tell(f"next: {how}")

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import Parser, add_address, add_fields, add_repeated, add_trust, fields_of, pairs
+from cotune.cli.command import (
+    Parser,
+    add_address,
+    add_fields,
+    add_moved,
+    add_repeated,
+    add_trust,
+    fields_of,
+    moved,
+    pairs,
+)
 from cotune.terminal import tell
 
 EXAMPLE = "cotune serve adapters/ --port 8000"
@@ -16,7 +26,7 @@ def arguments(command: Parser) -> None:
 
     command.add_argument("source", metavar="DIR", help="export, or model: folder, GGUF file or Hugging Face id")
     add_address(command, port=8000)
-    command.add_argument("--model", metavar="BASE", help="base model, where it lies elsewhere than the export says")
+    add_moved(command, "export")
     add_repeated(command, "--role", "NAME", "further model name for a plain model")
     text = "answer for this model name too, by the role: --as gpt-4o-mini=planner"
     add_repeated(command, "--as", "NAME=ROLE", text, dest="aliases")
@@ -39,7 +49,7 @@ def run(a: argparse.Namespace) -> int:
         host=a.host,
         port=a.port,
         token=a.token,
-        model=a.model,
+        model=moved(a.model),
         names=a.role,
         aliases=pairs("--as", a.aliases, "NAME=ROLE", "For example: --as gpt-4o-mini=planner"),
         tool_format=a.tool_format,

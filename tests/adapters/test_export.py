@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cotune.adapters.export import TrainedPolicy, export_run, write_export
 from cotune.adapters.fingerprint import base_fingerprint, write_hashes
+from cotune.adapters.load import load_export
 from cotune.adapters.manifest import read_manifest
-from cotune.adapters.open_policies import load_export
 from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
 from cotune.records.policies import LoraSpec
@@ -108,7 +108,7 @@ def test_full_policy_becomes_a_model_folder(tmp_path: Path, base: Path) -> None:
     assert fingerprint({n: t.detach().numpy() for n, t in loaded.named_parameters()}) == fingerprint(weights)
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "solo").chat_template
     export = load_export(tmp_path / "out")
-    assert export.model == tmp_path / "out" / "solo"
+    assert [engine.folder for engine in export.engines] == [tmp_path / "out" / "solo"]
     assert fingerprint(export.weights(export.manifest.policies[0])) == fingerprint(weights)
 
 

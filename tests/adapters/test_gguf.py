@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from cotune.adapters.export import TrainedPolicy, export_run, write_export
-from cotune.adapters.open_policies import load_export
+from cotune.adapters.load import load_export
 from cotune.cli.main import main
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.folder.folder import locate_model

@@ -12,7 +12,7 @@ import pytest
 
 from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.adapters.fingerprint import base_fingerprint
-from cotune.adapters.open_policies import load_export
+from cotune.adapters.load import load_export
 from cotune.errors import AdapterError
 from cotune.integrations.models.folder.folder import read_parameters
 from cotune.records.structs import PolicyRef
@@ -33,7 +33,7 @@ def edit(folder: Path, change: Callable[[Any], object]) -> None:
 def test_a_good_export_loads_with_the_trained_weights(export: Path, base: Path, policies: list[TrainedPolicy]) -> None:
     loaded = load_export(export)
     assert loaded.roles == {"planner": PolicyRef("planner", 3), "writer": PolicyRef("writer", 3)}
-    assert loaded.model == base
+    assert [engine.folder for engine in loaded.engines] == [base]
     for policy, trained in zip(loaded.manifest.policies, policies, strict=True):
         assert fingerprint(loaded.weights(policy)) == fingerprint(trained.weights)
 
@@ -134,7 +134,7 @@ def test_base_that_is_gone(copy: Path) -> None:
 
 def test_a_moved_base_is_given_by_path(copy: Path, base: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(base, tmp_path / "elsewhere")
-    assert load_export(copy, moved).model == moved
+    assert [engine.folder for engine in load_export(copy, moved).engines] == [moved]
 
 
 def test_missing_role(export: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cotune.adapters.fingerprint import base_fingerprint
-from cotune.adapters.open_policies import load_export
+from cotune.adapters.load import load_export
 from cotune.errors import CotuneError
 from tests.mutations import as_json, damaged, mutated
 

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cotune.adapters import open_policies as restarting
-from cotune.adapters.open_policies import Restarting
+from cotune.adapters import restarting
+from cotune.adapters.restarting import Restarting
 from cotune.errors import EngineLost, RequestRefused, SamplerError
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
@@ -83,7 +83,7 @@ def test_requests_go_on_with_the_next_engine_until_the_restarts_are_used_up(monk
 
 SERVE = """
 import sys
-from cotune.adapters import open_policies as restarting
+from cotune.adapters import restarting
 restarting.RESTARTS = 1
 from cotune.cli.main import main
 sys.exit(main(["serve", sys.argv[1], "--port", "0", "--role", "planner", "--as", "gpt-4o-mini=planner"]))

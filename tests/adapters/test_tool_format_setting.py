@@ -27,9 +27,12 @@ class Silent:
 def test_an_export_says_how_its_model_writes_calls(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"config": {"tool_format": "mistral"}}))
     assert read_run(tmp_path).config.tool_format == "mistral"
-    frozen = TrainedPolicy(name="writer", kind="frozen", version=0, roles=("writer",), model=str(base))
-    write_export(tmp_path / "export", [frozen], tool_format=read_run(tmp_path).config.tool_format)
-    assert read_manifest(tmp_path / "export").tool_format == "mistral"
+    told = read_run(tmp_path).config.tool_format
+    frozen = TrainedPolicy(
+        name="writer", kind="frozen", version=0, roles=("writer",), model=str(base), tool_format=told
+    )
+    write_export(tmp_path / "export", [frozen])
+    assert [base.tool_format for base in read_manifest(tmp_path / "export").bases] == ["mistral"]
 
     async def opened(model: str, **_: object) -> Silent:
         return Silent()

@@ -11,8 +11,8 @@ from typing import Any
 
 from cotune.adapters.export import TrainedPolicy, latest_policies
 from cotune.adapters.fingerprint import base_fingerprint
+from cotune.adapters.load import load_export
 from cotune.adapters.manifest import is_export, read_manifest
-from cotune.adapters.open_policies import load_export
 from cotune.errors import AdapterError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.engines import EngineConfig, open_sampler
@@ -101,9 +101,8 @@ def open_evaluated_policies(source: str | Path, model: str | None = None) -> Eva
     folder, base = Path(source), model
     if is_export(folder):
         manifest = read_manifest(folder)
-        recorded = next((policy.base.model for policy in manifest.policies if policy.base), None)
-        export = load_export(folder, model or recorded)
-        base = None if export.model is None else str(export.model)
+        export = load_export(folder, model, untrained=True)
+        base = str(export.engines[0].folder) if export.engines else None
         policies = [
             TrainedPolicy(
                 name=policy.name,
@@ -116,7 +115,7 @@ def open_evaluated_policies(source: str | Path, model: str | None = None) -> Eva
             )
             for policy in manifest.policies
         ]
-        other_roles, tool_format = manifest.other_roles, manifest.tool_format
+        other_roles, tool_format = manifest.other_roles, next((base.tool_format for base in manifest.bases), "auto")
     else:
         policies = latest_policies(folder)
         base = base or next((policy.model for policy in policies if policy.model), None)

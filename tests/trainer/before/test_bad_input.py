@@ -12,7 +12,7 @@ import pytest
 
 import cotune
 from cotune.adapters.export import export_run
-from cotune.adapters.open_policies import load_export
+from cotune.adapters.load import load_export
 from cotune.errors import AdapterError, ConfigError, RunError, WorkflowError
 from cotune.trainer.before.findings import EPISODES
 from cotune.trainer.config.train import convert, load_config

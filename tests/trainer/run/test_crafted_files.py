@@ -15,7 +15,7 @@ import pytest
 
 from cotune.adapters.export import export_run
 from cotune.adapters.fingerprint import hashes_of, write_hashes
-from cotune.adapters.open_policies import load_export
+from cotune.adapters.load import load_export
 from cotune.algorithms.recipes import LossSpec
 from cotune.cli.main import main
 from cotune.errors import CotuneError

@@ -1,0 +1,139 @@
+"""An export that was checked: its manifest, the hash of every file, and the base of each of its engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cotune.adapters.bases import Moved, places
+from cotune.adapters.export import read_weights
+from cotune.adapters.fingerprint import base_fingerprint, changed
+from cotune.adapters.manifest import MANIFEST, Base, ExportedPolicy, Manifest, read_manifest
+from cotune.errors import AdapterError, ConfigError
+from cotune.integrations.models.folder.folder import ADAPTER_FILE, locate_model, read_parameters
+from cotune.records.structs import PolicyRef
+from cotune.sampling.protocol import Sampler, Weights, fingerprint, publish_verified
+
+_UNREAD = (".md", ".gitattributes", ".gitignore", ".DS_Store")
+"""Ends of names of files that no loader reads: they may be added to an export."""
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """A base model of an export: the folder that its engine is opened from, and the policies that it serves."""
+
+    base: Base
+    folder: Path
+    policies: tuple[ExportedPolicy, ...]
+
+
+@dataclass(frozen=True)
+class Export:
+    """A checked export. `engines` has one for each base model, that of other roles first; none where all is left to a
+    provider."""
+
+    folder: Path
+    manifest: Manifest
+    engines: tuple[EngineModel, ...]
+
+    @property
+    def roles(self) -> dict[str, PolicyRef]:
+        """Role -> policy version, for the roles that this export answers (not those left to a provider)."""
+        played = {entry.role: self.manifest.policy(entry.role) for entry in self.manifest.roles}
+        return {role: policy.ref for role, policy in played.items() if policy.kind != "provider"}
+
+    def weights(self, policy: ExportedPolicy) -> Weights | None:
+        """Trained weights of a policy, checked against their fingerprint; None where there are none."""
+        if policy.folder is None:
+            return None
+        folder = self.folder / policy.folder
+        weights = read_weights(folder / ADAPTER_FILE) if policy.kind == "lora" else read_parameters(folder)
+        found = fingerprint(weights)
+        if found != policy.fingerprint:
+            raise AdapterError(
+                f"{folder}: the weights have fingerprint {found}, roles.json says {policy.fingerprint}.",
+                "Export the run again.",
+            )
+        return weights
+
+    async def publish(self, engine: EngineModel, sampler: Sampler) -> None:
+        """Publish the trained policies of one base model. Raises SyncError when one arrives altered."""
+        for policy in engine.policies:
+            weights = self.weights(policy)
+            if weights is not None and policy.fingerprint is not None:
+                await publish_verified(sampler, policy.ref, weights, policy.lora, policy.fingerprint)
+
+
+def load_export(folder: str | Path, base: Moved = None, *, untrained: bool = False) -> Export:
+    """Open an export and check it: manifest, hash of every file, base models.
+
+    `base` says where base models are now, if elsewhere; their content must be the same. `untrained` has engines opened
+    from them also where full models could be. Raises AdapterError, ConfigError.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise AdapterError(f"There is no folder {path}.", "Name a folder that cotune export wrote.")
+    manifest = read_manifest(path)
+    for policy in manifest.policies:
+        _check_files(path, policy)
+        if policy.gguf is not None:
+            raise AdapterError(
+                f"{path} holds GGUF files, which llama.cpp, Ollama and LM Studio read.",
+                "Export without --gguf for cotune.",
+            )
+    return Export(path, manifest, _engines(path, manifest, base, untrained))
+
+
+def _check_files(export: Path, policy: ExportedPolicy) -> None:
+    """Raise AdapterError unless the listed files are unchanged inside the export, with no other that a loader reads."""
+    if policy.folder is None:
+        return
+    folder, where, inside = export / policy.folder, f"Policy {policy.name!r}", export.resolve()
+    outside = next((path for path in (folder, *folder.rglob("*")) if not path.resolve().is_relative_to(inside)), None)
+    if outside is not None:
+        raise AdapterError(f"{where}: {outside} leads outside the export.", "Replace the link by the file.")
+    if wrong := changed(folder, policy.files, MANIFEST):
+        raise AdapterError(f"{where}: {folder}: {wrong}.", "The file was changed or damaged: export the run again.")
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    added = sorted(name for name in names if name not in policy.files and not name.endswith(_UNREAD))
+    if added:
+        raise AdapterError(
+            f"{where}: {folder / added[0]} is not in roles.json, but loaders of the folder may read it.",
+            "Remove it, or export the run again.",
+        )
+
+
+def _engines(export: Path, manifest: Manifest, moved: Moved, untrained: bool) -> tuple[EngineModel, ...]:
+    """An engine for each base: opened from the checked base, or from a full model where nothing needs the base."""
+    bases = sorted(manifest.bases, key=lambda base: base != manifest.other_base)
+    where = places(moved, [base.model for base in bases])
+    engines = []
+    for base in bases:
+        policies = tuple(policy for policy in manifest.policies if policy.base == base)
+        full = next((policy for policy in policies if policy.kind == "full"), None)
+        needs_base = base == manifest.other_base or any(policy.kind in ("lora", "frozen") for policy in policies)
+        if full is None or needs_base or untrained or where[base.model] != base.model:
+            folder = _checked_base(base, where[base.model])
+        else:
+            folder = export / str(full.folder)
+        engines.append(EngineModel(base, folder, policies))
+    return tuple(engines)
+
+
+def _checked_base(recorded: Base, place: str) -> Path:
+    """The folder of a base model. Raises AdapterError where it is not there, or is another one than was recorded."""
+    name = Path(recorded.model).name
+    try:
+        folder = locate_model(place)
+    except ConfigError as error:
+        remedy = f"Name its folder: --model {name}=FOLDER"
+        raise AdapterError(f"The base model {recorded.model} cannot be loaded: {error.cause}", remedy) from None
+    found = base_fingerprint(folder)
+    if wrong := recorded.sha256.differences(found):
+        part = wrong[0]
+        raise AdapterError(
+            f"The export was trained on another base: {', '.join(wrong)} of {folder} differ ({part} has SHA-256 "
+            f"{getattr(found, part)}, roles.json says {getattr(recorded.sha256, part)}).",
+            f"Name the copy of {recorded.model} that it was trained on: --model {name}=FOLDER",
+        )
+    return folder

@@ -1,0 +1,108 @@
+"""An engine that is started again when it ends, a few times."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cotune.errors import CotuneError, EngineLost, SamplerError
+from cotune.records.policies import LoraSpec
+from cotune.records.structs import PolicyRef
+from cotune.sampling.protocol import Completion, Sampler, SamplerInfo, SamplingParams, Weights
+
+
+class EngineThatEnds(Sampler, Protocol):
+    """A sampler that can say why its engine has ended."""
+
+    @property
+    def broken(self) -> SamplerError | None:
+        """Why it answers no more; None while it does."""
+
+
+RESTARTS, WITHIN = 3, 600.0
+"""How often an engine is started again within so many seconds."""
+log = logging.getLogger("cotune.engine")
+
+
+@dataclass(eq=False)
+class Restarting:
+    """A `Sampler`. Requests that an engine's end fails are sent once more to the next engine.
+
+    `opened` opens an engine with all that it serves; `model` tells it from others in messages. May be used from any
+    event loop.
+    """
+
+    opened: Callable[[], Coroutine[Any, Any, EngineThatEnds]]
+    _sampler: EngineThatEnds
+    model: str = ""
+    restarts: int = 0
+    _ends: list[float] = field(default_factory=list)
+    _lost: EngineLost | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closed: bool = False
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        """As the engine's; raises EngineLost once no engine is left."""
+        sampler = await self._running()
+        try:
+            return await sampler.sample(prompt_token_ids, n, params, policy)
+        except SamplerError:
+            if sampler.broken is None or self._closed:
+                raise
+        return await (await self._running()).sample(prompt_token_ids, n, params, policy)
+
+    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
+        """Not used: `opened` publishes to each engine."""
+        raise NotImplementedError
+
+    async def retire(self, policy: PolicyRef) -> None:
+        raise NotImplementedError
+
+    async def info(self) -> SamplerInfo:
+        return await (await self._running()).info()
+
+    async def aclose(self) -> None:
+        self._closed = True
+        await (await asyncio.to_thread(self.engine)).aclose()
+
+    def engine(self) -> EngineThatEnds:
+        """The engine that serves; where it has ended, the next one, once that has started. Blocks meanwhile.
+
+        Raises EngineLost once the restarts are used up.
+        """
+        with self._lock:
+            if (ended := self._sampler.broken) is not None and not self._closed:
+                if self._lost is not None:
+                    raise EngineLost(self._lost.cause, self._lost.remedy)
+                self._restart(f"{self.model}: {ended.cause}" if self.model else ended.cause)
+            return self._sampler
+
+    async def _running(self) -> EngineThatEnds:
+        return self._sampler if self._sampler.broken is None else await asyncio.to_thread(self.engine)
+
+    def _restart(self, cause: str) -> None:
+        asyncio.run(self._sampler.aclose())
+        while not self._closed:
+            now = time.monotonic()
+            self._ends = [at for at in self._ends if at > now - WITHIN] + [now]
+            if len(self._ends) > RESTARTS:
+                used_up = f"Its restarts are used up: {RESTARTS} within {WITHIN / 60:g} minutes."
+                remedy = "Look at the machine's memory and at the engine's own messages above, then start again."
+                self._lost = EngineLost(f"{cause} {used_up}", remedy)
+                raise self._lost
+            log.error("%s It is started again (%d of %d).", cause, len(self._ends), RESTARTS)
+            try:
+                self._sampler = asyncio.run(self.opened())
+            except (CotuneError, OSError) as error:
+                cause = str(error)
+            else:
+                self.restarts += 1
+                log.warning("The engine%s is back.", f" of {self.model}" if self.model else "")
+                return
