@@ -140,6 +140,10 @@ class PolicyResponder:
         policy = self.policies.get(role)
         return self.chat if policy is None else self.chats.get(policy.name, self.chat)
 
+    def longest(self, role: str) -> int | None:
+        """How many tokens a prompt of a role and its reply may have; None where the sampler says so."""
+        return self.max_model_len
+
     def request(self, call: LiveCall, earlier: Sequence[Sequence[int]]) -> tuple[list[int], SamplingParams]:
         """The prompt, and how its reply is sampled. `earlier` are token paths that the prompt may go on from.
 
@@ -155,14 +159,15 @@ class PolicyResponder:
                 if not chat.reads(name):
                     call.episode.warn("unread_option", f"The model's chat template does not know {name}.")
             more: dict[str, Any] = {"options": options} if options else {}
-            if self.max_model_len is not None:
-                more["most"] = self.max_model_len - 1
+            longest = self.longest(call.role)
+            if longest is not None:
+                more["most"] = longest - 1
             prompt = chat.render(call.messages, tools, earlier=earlier, **more)
-            if self.max_model_len is not None:
-                room = self.max_model_len - len(prompt)
+            if longest is not None:
+                room = longest - len(prompt)
                 if room < 1:  # earlier token ids may be more than the template's
                     raise PromptTooLong(
-                        f"The prompt has {len(prompt)} tokens; the model takes {self.max_model_len} with the reply."
+                        f"The prompt has {len(prompt)} tokens; the model takes {longest} with the reply."
                     )
                 params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
             if fixes_form(asked, call.tools):

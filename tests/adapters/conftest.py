@@ -20,19 +20,21 @@ TEMPLATE = (
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 
 
-def build_model(folder: Path, seed: int) -> Path:
-    """A two-layer Qwen3 with random weights and a byte-level tokenizer."""
+def build_model(
+    folder: Path, seed: int, *, template: str = TEMPLATE, more: tuple[str, ...] = (), positions: int = 512
+) -> Path:
+    """A two-layer Qwen3 with random weights and a byte-level tokenizer, which knows `more` tokens too."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, *SPECIAL])}, []))
+    raw = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, *SPECIAL, *more])}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|end|>", pad_token="<|end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL[1:], *more]})
+    tokenizer.chat_template = template
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -41,7 +43,7 @@ def build_model(folder: Path, seed: int) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
     )
