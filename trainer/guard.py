@@ -70,7 +70,9 @@ def watch(run: RolloutRun) -> None:
     if run.config.guard.action != "off":
         how = run.recipe.attribution
         rewards: Watched = "together" if how.seats or any("/" in name for name in how.weights) else "each"
-        said = collapse(_lines(run), run.config.guard, "none" if run.recipe.loss.kl_to == "teacher" else rewards)
+        if run.recipe.loss.kl_to == "teacher" or run.config.curriculum.pool == "adaptive":  # harder tasks by and by
+            rewards = "none"
+        said = collapse(_lines(run), run.config.guard, rewards)
         if said is not None:
             run.ended = f"the guard: {said}"
             run.collapsed = True

@@ -217,6 +217,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "evaluation.tasks": self.evaluation.tasks not in ("", NO_TASKS),
             f"evaluation.{self.evaluation.needing_tasks}": self.evaluation.needing_tasks,
             "guard.action": self.guard.action != "off",
+            "curriculum.pool": self.curriculum.pool != "even",
             "profile": self.profile,
         }
         return [name for name, value in given.items() if value]

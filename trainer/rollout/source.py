@@ -65,6 +65,7 @@ class RolloutSource:
     async def rows(self) -> Rows | None:
         """The rows of the step's episodes."""
         run = self._run
+        run.draw_tasks()
         with self.report.phase("rollout"):
             episodes = await run.interruptible(self._rollouts.episodes_of(run.state.steps))
         if episodes is None:
@@ -101,11 +102,11 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> list[Episo
     When this is cancelled, finished episodes stay recorded for a resumed run. Raises SamplerError when the sampler is
     gone and RunError when records were lost: the step is not trained on, as it lacks episodes that it need not lack.
     """
-    tasks = run.schedule.of(step)
+    tasks = run.schedule.named(run.state.drawn[step].own)
     done, cut = finished_episodes(run, step, {task.id for task in tasks})
     if cut:
         progress.say(f"{cut} episodes of step {step + 1} lack records or rewards: they are run again")
-    fewer = fewer_episodes(run.config.curriculum, tasks, run.state.rewards)
+    fewer = fewer_episodes(run.config.curriculum, tasks, run.state.tasks)
     often = {task.id: fewer.get(task.id, run.plan.episodes_per_task) for task in tasks}
     progress.rollout(sum(often.values()))
     policies = run.served(step)

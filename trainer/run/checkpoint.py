@@ -15,6 +15,7 @@ import msgspec
 
 from cotune.adapters.fingerprint import checkpoint_fault, write_hashes
 from cotune.algorithms.advantages import AdvantageState
+from cotune.algorithms.task_signals import TaskFacts
 from cotune.errors import RunError
 from cotune.records.policies import Policies
 from cotune.storage.checkpoints import (
@@ -34,6 +35,7 @@ from cotune.storage.run_layout import RunDescription, is_abandoned, is_run, read
 from cotune.storage.whole_file import sync
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run.run_folder import write_atomically
+from cotune.trainer.schedules.task_pool import DrawnTasks
 
 
 class BestLoss(msgspec.Struct, frozen=True):
@@ -61,8 +63,10 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     silent: dict[str, int] = {}
     """Trained roles that have called in no episode of the last steps, and of how many."""
     advantages: AdvantageState = msgspec.field(name="state", default=AdvantageState())
-    rewards: dict[str, float] = {}
-    """Mean reward of each task when it was last tried."""
+    tasks: dict[str, TaskFacts] = {}
+    """What is known of each task that was tried, by id."""
+    drawn: dict[int, DrawnTasks] = {}
+    """The tasks of the steps that are rolled out next."""
     metrics: dict[str, dict[str, float]] = {}
     """Latest figures of each role, for the export."""
     best: dict[str, BestLoss] = {}

@@ -31,8 +31,8 @@ from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import RunFolder
-from cotune.trainer.schedules.curriculum import schedule_of
 from cotune.trainer.schedules.routing import check_routing
+from cotune.trainer.schedules.task_pool import TaskPool
 
 if TYPE_CHECKING:
     from cotune.trainer.run.cluster import Cluster
@@ -109,7 +109,7 @@ async def open_run(
             open_learner=open_learner,
             plan=plan,
             recipe=recipe,
-            schedule=schedule_of(tasks, config.curriculum, config.seed, tasks_per_step(config, changes)),
+            schedule=TaskPool(tasks, config.curriculum, 0.0, config.seed, tasks_per_step(config, changes)),
             held_out=held_out,
             teacher=teacher,
             notes=[why, *notes, *_untrained(policies)],

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from cotune.algorithms.collect import Collected
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.task_signals import with_step
 from cotune.episodes.workflows import Workflow
 from cotune.records.plans import Plan, seed_of
 from cotune.records.policies import Policies, past_role
@@ -24,9 +25,9 @@ from cotune.trainer.publish import Proof
 from cotune.trainer.rollout.protocol import EpisodeRunner
 from cotune.trainer.run.checkpoint import Checkpoint
 from cotune.trainer.run.run_folder import RunFolder
-from cotune.trainer.schedules.curriculum import task_rewards
 from cotune.trainer.schedules.routing import opponent, players, swapped
-from cotune.trainer.schedules.schedule import Schedule
+from cotune.trainer.schedules.schedule import Levels
+from cotune.trainer.schedules.task_pool import TaskPool
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class Run:
     config: TrainConfig
     store: Store
     learner: Learner
-    schedule: Schedule[Any]
+    schedule: Levels
     """What each step takes."""
     notes: Sequence[str]
     """What the user should know before the first step."""
@@ -73,7 +74,7 @@ class Run:
 class RolloutRun(Run):
     """A run that learns from rollouts of its workflow."""
 
-    schedule: Schedule[Task]
+    schedule: TaskPool
     workflow: Workflow
     sampler: Sampler
     chats: ChatFormats
@@ -126,6 +127,13 @@ class RolloutRun(Run):
         gc.collect()  # its memory is needed for the new one
         self.learner = await self.open_learner(self.state.policies)
 
+    def draw_tasks(self) -> None:
+        """Draw the tasks of the steps that may be rolled out now, by what the steps before have shown."""
+        state = self.state
+        for step in range(state.steps, state.steps + self.config.ahead + 1):
+            if step not in state.drawn:
+                state.drawn[step] = self.schedule.draw(step, state.tasks, self.trained)
+
     def complete_step(self, collected: Collected, prepared: Prepared) -> None:
         """Go on to the next step: the groups of this one are consumed, so later rewards for them are refused.
         Raises RecordError."""
@@ -134,7 +142,8 @@ class RolloutRun(Run):
         state.new_roles = tuple(sorted(self.joined(state.policies, sorted(collected.roles)).roles.keys() - known))
         state.silent = self.silent(collected)
         state.advantages = prepared.state
-        state.rewards.update(task_rewards(collected, self.recipe))
+        state.tasks = with_step(state.tasks, collected, self.recipe)
+        state.drawn.pop(state.steps, None)
         by_call = self.plan.kind == "tree"  # there a group is a call, by its id
         members = {group.id: () if by_call else [s.id for s in group.samples] for group in prepared.groups}
         self.store.consume(members, state.steps)

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from cotune.algorithms.collect import Collected, attributed
-from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.samples import codes
+from cotune.algorithms.task_signals import TaskFacts
 from cotune.errors import ConfigError
 from cotune.records.plans import Plan
 from cotune.records.structs import Task
@@ -71,22 +67,12 @@ def check_curriculum(config: CurriculumConfig, plan: Plan, tasks: Sequence[Task]
         raise ConfigError("curriculum.k_easy", config.k_easy, f"is more than plan.k ({plan.k})")
 
 
-def task_rewards(collected: Collected, recipe: Recipe) -> dict[str, float]:
-    """Mean reward of each task's samples, as the recipe mixes it; tasks without one are left out."""
-    reward = attributed(collected, recipe.attribution, recipe.key)
-    task, names = codes([sample.task for sample in collected.samples])
-    having = ~np.isnan(reward)
-    counts = np.bincount(task, having, minlength=len(names))
-    sums = np.bincount(task, np.nan_to_num(reward), minlength=len(names))
-    return {str(name): float(sums[i] / counts[i]) for i, name in enumerate(names) if counts[i]}
-
-
-def fewer_episodes(config: CurriculumConfig, tasks: Collection[Task], rewards: Mapping[str, float]) -> dict[str, int]:
+def fewer_episodes(config: CurriculumConfig, tasks: Collection[Task], known: Mapping[str, TaskFacts]) -> dict[str, int]:
     """Episodes of the tasks that get fewer than others: those whose mean reward was `easy` or more the last time (DART,
     arXiv 2509.23866: dynamic rollout number)."""
     if config.k_easy is None:
         return {}
-    return {task.id: config.k_easy for task in tasks if rewards.get(task.id, float("-inf")) >= config.easy}
+    return {task.id: config.k_easy for task in tasks if task.id in known and known[task.id].reward >= config.easy}
 
 
 def _level(task: Task, by: str) -> float:

@@ -13,15 +13,19 @@ from cotune.trainer.config.train import ScheduleConfig
 Item = TypeVar("Item")
 
 
-class Schedule(Protocol[Item]):
+class Levels(Protocol):
+    """Which steps compare with each other."""
+
+    def level(self, step: int) -> int:
+        """Equal for steps that take from the same tasks."""
+        ...
+
+
+class Schedule(Levels, Protocol[Item]):
     """What each step of a run takes."""
 
     def of(self, step: int) -> list[Item]:
         """What `step` (from 0) takes."""
-        ...
-
-    def level(self, step: int) -> int:
-        """Equal for steps that take from the same tasks."""
         ...
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from cotune.algorithms.task_signals import TaskFacts
 from cotune.errors import ConfigError
 from cotune.records.structs import Task
 from cotune.storage.sqlite_store import SqliteStore
@@ -52,8 +53,8 @@ def test_a_lowered_number_of_tasks_holds_in_the_levels_after_it():
 
 def test_easy_tasks_get_fewer_episodes():
     config = CurriculumConfig(k_easy=2, easy=0.6)
-    assert fewer_episodes(config, tasks(0, 0, 0), {"0": 0.6, "1": 0.5}) == {"0": 2}
-    assert fewer_episodes(CurriculumConfig(), tasks(0), {"0": 1.0}) == {}
+    assert fewer_episodes(config, tasks(0, 0, 0), {"0": TaskFacts(0.6), "1": TaskFacts(0.5)}) == {"0": 2}
+    assert fewer_episodes(CurriculumConfig(), tasks(0), {"0": TaskFacts(1.0)}) == {}
 
 
 async def constant(task):
@@ -84,6 +85,9 @@ def test_a_run_spends_fewer_episodes_on_easy_tasks_also_after_a_resume(trainer):
         ({"level_steps": 0}, "curriculum.level_steps = 0 must be 1 or more"),
         ({"k_easy": 1}, "curriculum.k_easy = 1 must be 2 or more"),
         ({"k_easy": 9}, r"curriculum.k_easy = 9 is more than plan.k \(4\)"),
+        ({"pool": "adaptive", "by": "hard"}, "curriculum.by = 'hard' has no effect with curriculum.pool"),
+        ({"pool": "adaptive", "floor": 0.0}, "curriculum.floor = 0.0 must be a share above 0"),
+        ({"pool": "hard"}, "curriculum.pool = 'hard' is not one of"),
     ],
 )
 def test_wrong_curricula_are_found_before_anything_runs(trainer, curriculum, message):

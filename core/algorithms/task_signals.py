@@ -1,0 +1,103 @@
+"""What the groups of each task show: whether their rewards differ, and so what the task is worth drawing again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from cotune.algorithms.collect import Collected, attributed
+from cotune.algorithms.filters import group_reasons
+from cotune.algorithms.groups import build_groups
+from cotune.algorithms.prepare import group_spread
+from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.samples import codes
+
+HALF = 0.5
+"""What a try leaves of the weight of those before it, as the policies have changed since."""
+
+
+class GroupSignal(msgspec.Struct, frozen=True, kw_only=True):
+    """One group of a task: its roles, its episodes, the rewards that it has and their variance (population).
+
+    `spread`: whether the group teaches something: its rewards differ, and no filter of groups leaves it out.
+    """
+
+    task: str
+    roles: frozenset[str]
+    episodes: frozenset[str]
+    rewards: int
+    variance: float
+    spread: bool
+
+
+class RoleFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What a role has shown on a task: how many rewards, older ones weighing less, and the mean variance of a group."""
+
+    rewards: float
+    variance: float
+
+
+class TaskFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What a run knows of a task: its mean reward when it was last tried, and each role's facts over all tries."""
+
+    reward: float
+    roles: dict[str, RoleFacts] = {}
+
+
+def group_signals(collected: Collected, recipe: Recipe) -> list[GroupSignal]:
+    """The groups of two or more rewards that the recipe's first term compares, in order of first appearance."""
+    rewards = attributed(collected, recipe.attribution, recipe.key)
+    reward_of = {s.id: r for s, r in zip(collected.samples, rewards.tolist(), strict=True)}
+    usable = [s for s in collected.samples if not s.continues and reward_of[s.id] == reward_of[s.id]]
+    groups = build_groups(usable, recipe).groups
+    members = [sample for group in groups for sample in group.samples]
+    number = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
+    stats = group_spread(members, np.array([reward_of[s.id] for s in members]), number, recipe, len(groups))
+    reasons = group_reasons(groups, stats, recipe.filters, ())
+    return [
+        GroupSignal(
+            task=group.samples[0].task,
+            roles=frozenset(s.role for s in group.samples),
+            episodes=frozenset(s.rollout for s in group.samples),
+            rewards=len(group.samples),
+            variance=0.0 if stats.flat[i] else float(stats.variance[i]),
+            spread=reasons[i] is None and not stats.flat[i],
+        )
+        for i, group in enumerate(groups)
+    ]
+
+
+def task_rewards(collected: Collected, recipe: Recipe) -> dict[str, float]:
+    """Mean reward of each task's samples, as the recipe mixes it; tasks without one are left out."""
+    reward = attributed(collected, recipe.attribution, recipe.key)
+    task, names = codes([sample.task for sample in collected.samples])
+    having = ~np.isnan(reward)
+    counts = np.bincount(task, having, minlength=len(names))
+    sums = np.bincount(task, np.nan_to_num(reward), minlength=len(names))
+    return {str(name): float(sums[i] / counts[i]) for i, name in enumerate(names) if counts[i]}
+
+
+def with_step(known: Mapping[str, TaskFacts], collected: Collected, recipe: Recipe) -> dict[str, TaskFacts]:
+    """What is known of the tasks after a step: those that it tried have a new mean reward, and for each role the
+    rewards of its groups, pooled with what was known before at half its weight."""
+    shown: dict[str, dict[str, list[GroupSignal]]] = {}
+    for signal in group_signals(collected, recipe):
+        for role in sorted(signal.roles):
+            shown.setdefault(signal.task, {}).setdefault(role, []).append(signal)
+    after = dict(known)
+    for task, reward in task_rewards(collected, recipe).items():
+        before, now = known[task].roles if task in known else {}, shown.get(task, {})
+        pooled = {role: _pooled(before.get(role), now.get(role, ())) for role in sorted({*before, *now})}
+        after[task] = TaskFacts(reward, pooled)
+    return after
+
+
+def _pooled(before: RoleFacts | None, signals: Sequence[GroupSignal]) -> RoleFacts:
+    old = RoleFacts(0.0, 0.0) if before is None else RoleFacts(before.rewards * HALF, before.variance)
+    new = float(sum(signal.rewards for signal in signals))
+    if not new:
+        return old
+    total = sum(signal.rewards * signal.variance for signal in signals)
+    return RoleFacts(old.rewards + new, (old.rewards * old.variance + total) / (old.rewards + new))

@@ -1,0 +1,179 @@
+"""Adaptive pools: tasks are drawn by the variance that their groups are expected to have, and none is forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter, defaultdict
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotune.algorithms.task_signals import HALF, RoleFacts, TaskFacts
+from cotune.records.structs import Task
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.config.curriculum import CurriculumConfig
+from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.schedules.adaptive import PRIOR, chances, in_order
+from cotune.trainer.schedules.task_pool import TaskPool
+from tests.trainer.tiny_app import application, ask
+
+ADAPTIVE = CurriculumConfig(pool="adaptive")
+names = st.integers(1, 40).map(lambda count: [f"t{i}" for i in range(count)])
+facts = st.builds(
+    TaskFacts,
+    st.floats(-1, 1),
+    st.dictionaries(
+        st.sampled_from(["a", "b", "gone"]), st.builds(RoleFacts, st.floats(0.0, 64.0), st.floats(0.0, 9.0))
+    ),
+)
+knowns = st.dictionaries(st.sampled_from([f"t{i}" for i in range(40)]), facts)
+
+
+def of(variance: float, rewards: float = 8.0, role: str = "a") -> TaskFacts:
+    return TaskFacts(0.5, {role: RoleFacts(rewards, variance)})
+
+
+def places(ids: list[str]) -> dict[str, int]:
+    return {name: i for i, name in enumerate(ids)}
+
+
+@given(names, knowns, st.floats(0.01, 1.0))
+def test_every_task_keeps_its_share_of_the_floor(ids, known, floor):
+    found = chances(places(ids), known, ["a", "b"], floor)
+    assert found.sum() == pytest.approx(1.0)
+    assert (found >= floor / len(ids) * (1 - 1e-9)).all()
+
+
+@given(names, knowns, st.integers(0, 50), st.integers(1, 12), st.sampled_from([0.0, 0.5, 2.0]))
+def test_a_draw_takes_no_task_twice_and_is_the_same_again_from_a_checkpoint(ids, known, step, count, budget):
+    tasks = [Task(id=name, input=name) for name in ids]
+    pool = TaskPool(tasks, ADAPTIVE, budget, 3, [(0, count)])
+    drawn = pool.draw(step, known, ["a", "b"])
+    together = [*drawn.own, *drawn.reserve]
+    assert len(set(together)) == len(together) and set(together) <= set(ids)
+    assert len(drawn.own) == min(count, len(ids)) and len(drawn.reserve) <= np.ceil(budget * count)
+    again = msgspec.json.decode(msgspec.json.encode(known), type=dict[str, TaskFacts])
+    assert TaskPool(tasks, ADAPTIVE, budget, 3, [(0, count)]).draw(step, again, ["b", "a"]) == drawn
+
+
+def test_a_task_is_drawn_by_its_expected_variance():
+    known = {"flat": of(0.0), "even": of(0.25)}
+    flat, even, new = chances(places(["flat", "even", "new"]), known, ["a"], 0.0)
+    average = 0.125
+    assert [flat / new, even / new] == pytest.approx(
+        [PRIOR * average / (8 + PRIOR) / average, (8 * 0.25 + PRIOR * average) / (8 + PRIOR) / average]
+    )
+
+
+def test_nothing_known_or_nothing_ever_different_draws_evenly():
+    assert chances(places(["x", "y"]), {}, ["a"], 0.1).tolist() == [0.5, 0.5]
+    assert chances(places(["x", "y"]), {"x": of(0.0)}, ["a"], 0.1).tolist() == [0.5, 0.5]
+
+
+def test_each_role_has_an_equal_share_also_one_that_seldom_acts():
+    ids = [f"t{i}" for i in range(10)]
+    known = {name: of(0.25) for name in ids[:9]} | {"t9": of(0.01, role="b")}
+    found = chances(places(ids), known, ["a", "b", "never"], 0.0)
+    assert found[9] > 0.3  # b knows this task alone, whatever the size of its rewards
+    assert found[9] < 0.5
+
+
+def test_the_order_of_a_draw_follows_the_chances():
+    weights = np.array([0.6, 0.3, 0.1])
+    first = Counter(int(in_order(weights, [seed])[0]) for seed in range(4000))
+    assert [first[i] / 4000 for i in range(3)] == pytest.approx(weights.tolist(), abs=0.03)
+
+
+def test_a_million_tasks_are_drawn_in_seconds():
+    pool = TaskPool([Task(id=str(i), input=i) for i in range(1_000_000)], ADAPTIVE, 1.0, 0, [(0, 64)])
+    known = {str(i): of(0.25 * (i % 2)) for i in range(10_000)}
+    began = time.process_time()
+    assert len(set(pool.draw(7, known, ["a", "b"]).own)) == 64
+    assert time.process_time() - began < 5.0
+
+
+@given(st.lists(st.integers(0, 9), min_size=10, max_size=10, unique=True), st.integers(0, 20))
+def test_an_even_pool_refills_with_other_tasks_and_leaves_the_steps_own_as_they_are(order, step):
+    tasks = [Task(id=str(i), input=i) for i in order]
+    plain = TaskPool(tasks, CurriculumConfig(), 0.0, 1, [(0, 4)]).draw(step, {}, [])
+    drawn = TaskPool(tasks, CurriculumConfig(), 0.7, 1, [(0, 4)]).draw(step, {}, [])
+    assert drawn.own == plain.own and not plain.reserve
+    assert len(set(drawn.reserve)) == 3 and not {*drawn.reserve} & {*drawn.own}
+
+
+async def graded(task):
+    """Tasks of three kinds: always right, never right, and as the model says."""
+    said = await ask("first", f"say {task['letter']}")
+    return {"easy": 1.0, "hard": 0.0}.get(task["kind"], sum(letter in "abcdefgh" for letter in said) / 4)
+
+
+LETTERS = "abcdefghijkl"
+GRADED = [
+    {"id": f"{kind}-{letter}", "letter": letter, "kind": kind}
+    for letter, kind in zip(LETTERS, ["easy", "hard", "easy", "hard", "mixed", "mixed"] * 2, strict=True)
+]
+SETTINGS = {
+    "curriculum": {"pool": "adaptive", "floor": 0.05},
+    "tasks_per_step": 4,
+    "plan": {"k": 8},
+    "learner": {"lr": 1e-4},
+}
+
+
+def drawn_in(trainer, run: str) -> dict[int, set[str]]:
+    found = defaultdict(set)
+    with contextlib.closing(SqliteStore.open(trainer.folder / run / "records.db")) as store:
+        for episode in store.episodes(phase="train"):
+            found[episode.training_step].add(episode.task.id)
+    return found
+
+
+def state_of(trainer, run: str) -> Checkpoint:
+    saved = load_checkpoint(trainer.folder / run / "checkpoints")
+    assert saved is not None
+    return saved[0]
+
+
+def weights_of(trainer, run: str) -> dict[str, bytes]:
+    files = (trainer.folder / run / "checkpoints" / "step-000004").glob("*.safetensors")
+    return {file.name: file.read_bytes() for file in files if "progress" not in file.name}  # it has unset bytes
+
+
+def test_a_run_comes_to_draw_the_tasks_that_differ(trainer):
+    trainer(application(graded), GRADED, steps=12, **SETTINGS)
+    late = Counter(
+        name.partition("-")[0] for step, ids in drawn_in(trainer, "run").items() if step >= 4 for name in ids
+    )
+    assert late["mixed"] > 0.5 * late.total()  # a third of all tasks
+    known = state_of(trainer, "run").tasks
+    assert known["easy-a"].reward == 1.0 and known["easy-a"].roles["first"].variance == 0.0
+    assert known["mixed-e"].roles["first"].variance > 0.0
+    assert known["mixed-e"].roles["first"].rewards <= 8 / (1 - HALF)
+
+
+def test_a_resumed_run_is_equal_to_the_bit(trainer):
+    app, alone = application(graded), {"concurrency": 1, "sampling": {"prefix_cache": "0B"}}
+    trainer(app, GRADED, to="whole", steps=4, **SETTINGS, **alone)
+    trainer(app, GRADED, to="broken", steps=2, **SETTINGS, **alone)
+    trainer.resume(app, GRADED, to="broken", steps=4)
+    assert drawn_in(trainer, "whole") == drawn_in(trainer, "broken")
+    assert state_of(trainer, "whole").tasks == state_of(trainer, "broken").tasks
+    for one, other in zip(trainer.metrics("whole"), trainer.metrics("broken"), strict=True):
+        assert (one["rows"], one["left_out"], one["roles"]) == (other["rows"], other["left_out"], other["roles"])
+    assert weights_of(trainer, "whole") == weights_of(trainer, "broken")
+
+
+def test_steps_that_were_rolled_out_ahead_keep_their_tasks_in_a_resumed_run(trainer):
+    app, settings = application(graded), {**SETTINGS, "mode": "async", "max_staleness": 2}
+    trainer(app, GRADED, to="whole", steps=6, **settings)
+    trainer(app, GRADED, to="broken", steps=3, **settings)
+    ahead = state_of(trainer, "broken").drawn
+    trainer.resume(app, GRADED, to="broken", steps=6)
+    drawn = drawn_in(trainer, "broken")
+    assert sorted(ahead) == [3, 4]  # drawn by what was known after two steps and before
+    assert {step: {*tasks.own} for step, tasks in ahead.items()} == {step: drawn[step] for step in ahead}
+    assert [drawn[step] for step in range(5)] == [drawn_in(trainer, "whole")[step] for step in range(5)]
