@@ -20,9 +20,9 @@ from cotune.integrations.models.chat.content import text_of
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.ids import canonical, pack_ids, unpack_ids
-from cotune.records.structs import Candidate, PolicyRef
+from cotune.records.structs import PolicyRef
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
-from cotune.sampling.protocol import Completion, SamplingParams
+from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.request_params import fixes_form
 from cotune.sampling.responder import PolicyResponder
 
@@ -111,6 +111,8 @@ class LocalResponder(PolicyResponder):
     requests that fix the form of their reply, whose grammars may take a second, one after the other.
     """
 
+    reads_aside = True
+
     def __init__(self, local: LocalPolicies, override: Mapping[str, Any] | None = None) -> None:
         super().__init__(
             local.sampler,
@@ -151,11 +153,6 @@ class LocalResponder(PolicyResponder):
             pool = self._long
         self._places[call.id], prepared = await asyncio.get_running_loop().run_in_executor(pool, self._prepare, call)
         return prepared
-
-    async def read(
-        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: list[Completion]
-    ) -> tuple[Candidate, ...]:
-        return await asyncio.to_thread(self.candidates, call, prompt, params, completions)
 
     def _prepare(self, call: LiveCall) -> tuple[Place, tuple[list[int], SamplingParams]]:
         place = self.conversations.find(call.role, call.messages)

@@ -38,10 +38,11 @@ from benchmarks.selection import base_model
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.prepare import prepare
 from cotune.algorithms.samples import Sample, TrainRow
-from cotune.records.plans import choose, seed_of
+from cotune.records.plans import seed_of
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import CallRecord, PolicyRef
 from cotune.replay.forks import choose_forks, fork_rule
+from cotune.sampling.responder import choose
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from examples.plan_path import rewards

@@ -18,10 +18,9 @@ from cotune.recording.context import carry_context, recording
 from cotune.recording.recorder import LiveEpisode, Responder, Sink
 from cotune.records.blame import Blame, blame
 from cotune.records.structs import Episode, Task
-from cotune.runtime.app_threads import in_thread
 from cotune.runtime.default_threads import grow_threads
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible, watched
-from cotune.runtime.user_code import Stopped, origin, phrase, running
+from cotune.runtime.user_code import Stopped, in_thread, origin, phrase, setting, user_code
 from cotune.sampling.scoring import components
 from cotune.user_objects import remedy_of
 
@@ -192,7 +191,7 @@ def _is_bool(value: Any) -> bool:
 
 async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:
     grow_threads(asyncio.get_running_loop())
-    with recording(live), running(f"The workflow {workflow.name!r} on task {task.id!r}"):
+    with recording(live), setting(user_code, f"The workflow {workflow.name!r} on task {task.id!r}"):
         if inspect.iscoroutinefunction(workflow.fn):
             return await _stoppable(interruptible(workflow.fn(task.input)), live)
         value = await in_thread(workflow.fn, task.input)

@@ -13,7 +13,7 @@ from cotune.judging.episodes import EpisodeJudge
 from cotune.recording.context import current_episode
 from cotune.recording.redaction import Redactor, check_redactor, load_redactor
 from cotune.recording.roles import CALLER, MODEL, RolesFunction, roles_function
-from cotune.runtime.context_vars import setting
+from cotune.runtime.user_code import setting
 from cotune.sampling.scoring import LONGEST, AnyScorer, GroupScorer, OfGroup, OfOne, Reward, Scorer
 from cotune.user_objects import load_object, takes
 

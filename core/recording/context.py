@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.runtime.callers import functions_around, started_by
-from cotune.runtime.context_vars import setting
+from cotune.runtime.user_code import setting
 
 ScopeT = TypeVar("ScopeT", bound="Scope")
 

@@ -25,8 +25,8 @@ from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.blame import refused
 from cotune.records.structs import CallStatus
-from cotune.runtime.context_vars import setting
 from cotune.runtime.loop_watch import running_context
+from cotune.runtime.user_code import setting
 
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError)
 """Raised when a request or an answer that is read has another form than an integration expects."""

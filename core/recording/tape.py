@@ -15,7 +15,7 @@ import msgspec
 
 from cotune.records.ids import address
 from cotune.records.structs import Message, ToolResult
-from cotune.runtime.context_vars import setting
+from cotune.runtime.user_code import setting
 
 
 def _shown(value: Any) -> Any:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import random
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -41,15 +38,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def episodes_per_task(self) -> int:
         return self.k if self.kind == "independent" else 1
-
-
-def choose(rewards: Sequence[float], select: Select, seed: int) -> int:
-    """Index of the candidate that the application gets. Ties of argmax go to the earliest; NaN is below any reward."""
-    if select == "first" or not rewards:
-        return 0
-    if select == "sample":
-        return random.Random(seed).randrange(len(rewards))
-    return max(range(len(rewards)), key=lambda i: -math.inf if math.isnan(rewards[i]) else rewards[i])
 
 
 def seed_of(*parts: object) -> int:

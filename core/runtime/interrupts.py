@@ -13,8 +13,8 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import NoReturn
 
-from cotune.runtime.context_vars import setting
 from cotune.runtime.process_exit import INTERRUPTED, end_process_after
+from cotune.runtime.user_code import setting
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_GRACE = 0.5

@@ -1,25 +1,38 @@
-"""Running the application's code: whatever it raises fails its episode, not the run."""
+"""Running the application's code, here or in a thread: whatever it raises fails its episode, not the run.
+
+A function that never returns keeps neither the run nor the process waiting.
+
+A workflow runs in a thread of its own (`in_thread`). Scorers share a bounded pool (`pooled_thread`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import linecache
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Awaitable
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cotune.errors import error_text
-from cotune.runtime.context_vars import setting
 from cotune.runtime.forks import end_child
 
 T = TypeVar("T")
 
+MOST_THREADS = 256
+"""Pooled functions that run at once on an event loop. More wait."""
+_gates: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+_idle: list[AppThread] = []
+os.register_at_fork(after_in_child=_idle.clear)
 _STANDARD = str(Path(os.__file__).parent)
 
 user_code: ContextVar[str] = ContextVar("cotune_user_code", default="")
@@ -30,9 +43,98 @@ class Stopped(Exception):
     """The application's code raised what would end the whole process: SystemExit, GeneratorExit, a BaseException."""
 
 
-def running(what: str) -> AbstractContextManager[None]:
-    """Whatever runs inside is the application's code, called `what`."""
-    return setting(user_code, what)
+@contextmanager
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside, `variable` is `value`; afterwards what it was."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+class AppThread:
+    """A daemon thread that runs the application's functions, one at a time."""
+
+    def __init__(self) -> None:
+        self.busy = False
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="cotune-application", daemon=True)
+        self._thread.start()
+
+    async def run(self, fn: Callable[..., T], *args: Any) -> T:
+        """Run `fn` in the caller's context. Raises what `fn` raises, and Stopped as `contained` does; a child process
+        that it has forked ends here."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def job() -> None:
+            process, end = os.getpid(), future.set_result
+            value: Any
+            try:
+                value = context.run(fn, *args)
+            except BaseException as error:  # noqa: BLE001
+                if os.getpid() != process:
+                    end_child(error)
+                end, value = future.set_exception, error
+                if isinstance(error, StopIteration) or not isinstance(error, Exception):  # no future takes these
+                    value = Stopped(phrase(error))
+                    value.__cause__ = error
+            if os.getpid() != process:
+                end_child(None)
+            self.busy = False
+            try:
+                loop.call_soon_threadsafe(lambda: None if future.done() else end(value))
+            except RuntimeError:  # the loop has closed: nobody waits any more
+                return
+
+        self.busy = True
+        self._jobs.put(job)
+        try:
+            return await future
+        except asyncio.CancelledError as error:
+            if self.busy:
+                error.add_note(f"its thread goes on at {place(sys._current_frames().get(self._thread.ident or 0))}")
+            raise
+
+    def end(self) -> None:
+        """End the thread as soon as its function has returned."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # an idle thread keeps no arguments alive
+
+
+async def in_thread(fn: Callable[..., T], *args: Any) -> T:
+    """Run the application's function in a thread of its own, as `AppThread.run` does."""
+    thread = AppThread()
+    try:
+        return await thread.run(fn, *args)
+    finally:
+        thread.end()
+
+
+@asynccontextmanager
+async def pooled_thread() -> AsyncIterator[AppThread]:
+    """A thread of the pool, once one is free. If it is left while its function still runs, the pool gives it up and
+    starts another in its place."""
+    loop = asyncio.get_running_loop()
+    gate = _gates.get(loop) or _gates.setdefault(loop, asyncio.Semaphore(MOST_THREADS))
+    async with gate:
+        try:
+            thread = _idle.pop()
+        except IndexError:
+            thread = AppThread()
+        try:
+            yield thread
+        finally:
+            if thread.busy:
+                thread.end()
+            else:
+                _idle.append(thread)
 
 
 async def contained(work: Awaitable[T]) -> T:

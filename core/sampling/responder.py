@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from cotune.algorithms.attribution import Length, attribute_siblings
 from cotune.algorithms.recipes import Attribution
+from cotune.algorithms.samples import Floats
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, WorkflowError
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.images import holds_images, image_id
-from cotune.records.plans import Plan, choose, seed_of
-from cotune.records.structs import Candidate, PolicyRef, ShownToken, Usage
+from cotune.records.plans import Plan, Select, seed_of
+from cotune.records.structs import Candidate, PolicyRef, Usage
 from cotune.runtime.bounded_cache import INLINE, bytes_of
 from cotune.sampling.protocol import NEVER, UNSHAPED, ChatFormat, Completion, Sampler, SamplingParams
 from cotune.sampling.request_params import asks_logprobs, fixes_form, request_params, template_options, tools_shown
@@ -62,6 +65,8 @@ class PolicyResponder:
     scorer_errors: Counter[str] = field(default_factory=Counter, init=False)
     scoring: list[tuple[float, float]] = field(default_factory=list, init=False)
     """From when to when scorers were at work, in seconds since 1970."""
+    reads_aside: ClassVar[bool] = False
+    """Whether replies are read in a thread, so that long ones delay no other call."""
 
     async def respond(self, call: LiveCall) -> Answer | None:
         """Answer with K scored candidates, or None for a role that no policy here plays.
@@ -85,13 +90,19 @@ class PolicyResponder:
         asked = int(call.params.get("n") or 1)
         branches = self.plan is not None and self.plan.kind == "tree" and call.role in self.scorers
         count = max(asked, self.plan.k) if branches and self.plan else asked
-        candidates = await self.read(
-            call, prompt, params, list(await self.sampler.sample(prompt, count, params, policy))
-        )
+        completions = list(await self.sampler.sample(prompt, count, params, policy))
+        reading = call, prompt, params, completions
+        candidates = await asyncio.to_thread(self.read, *reading) if self.reads_aside else self.read(*reading)
         # 3. Reward all of them, and choose the one that the application gets.
         rewards, failure = await self._rewards(call, candidates)
         lengths = [Length(len(c.token_ids), params.max_tokens, c.finish_reason == "length") for c in candidates]
-        compared = attribute_siblings(rewards, call.role, self.attribution, lengths).tolist()
+        compared = attribute_siblings(rewards, call.role, self.attribution, lengths)
+        # Of the parameters, images are recorded by their hash, and what most requests leave out only where it is asked.
+        sampling = msgspec.structs.asdict(params)
+        if images := sampling.pop("images"):
+            sampling["images"] = [image_id(data) for data in images]
+        if not params.top_logprobs:
+            del sampling["top_logprobs"]
         return Answer(
             candidates=candidates,
             chosen=choose(compared, self.plan.select if self.plan else "first", params.seed or 0),
@@ -99,7 +110,7 @@ class PolicyResponder:
             policy=policy,
             usage=Usage(len(prompt), sum([length.tokens for length in lengths])),
             rewards=rewards,
-            sampling=_recorded(params),
+            sampling=sampling,
             error=failure,
         )
 
@@ -112,21 +123,6 @@ class PolicyResponder:
         if fixes_form(call.params, call.tools) or bytes_of(call.messages, INLINE) > INLINE:
             return await asyncio.to_thread(self.request, call, earlier)
         return self.request(call, earlier)
-
-    async def read(
-        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: list[Completion]
-    ) -> tuple[Candidate, ...]:
-        """The candidates that were sampled. Empties the list: long completions take a while to be freed."""
-        return self.candidates(call, prompt, params, completions)
-
-    def candidates(
-        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: list[Completion]
-    ) -> tuple[Candidate, ...]:
-        """`read`, in this thread."""
-        found: list[Candidate] = []
-        while completions:
-            found.append(self._candidate(call, prompt, params, len(found), completions.pop(0)))
-        return tuple(found)
 
     def _policy(self, role: str) -> PolicyRef | None:
         policy = self.policies.get(role)
@@ -149,20 +145,38 @@ class PolicyResponder:
 
         Raises RequestRefused for what cannot be honoured, counted.
         """
-        asked, tools, chat = call.params, tools_shown(call.params, call.tools), self.chat_of(call.role)
+        asked, episode, chat = call.params, call.episode, self.chat_of(call.role)
         try:
-            params = self._params(call)
+            # 1. The parameters. What training sets otherwise is told here; of the temperature `cotune check` speaks.
+            params = request_params(asked, self.defaults, self.override)
+            for name, value in (self.override or {}).items():
+                if name in UNSHAPED and asked.get(name) not in (None, value):
+                    text = f"Role {call.role!r} asks for {name} = {asked[name]}; it is sampled with {value:g}."
+                    episode.warn(f"replaced_{name}", text)
+            if self.seed is not None:
+                place = (self.stream or episode.phase, episode.training_step, call.task.id, episode.rollout)
+                own_seed = () if params.seed is None else (params.seed,)
+                seed = seed_of(self.seed, *place, call.role, call.turn, *own_seed)
+                params = msgspec.structs.replace(params, seed=seed)
+            # 2. The images. A reply may hold no token that stands for one: nothing would.
             if holds_images(call.messages):
-                params = self._seeing(call, params)
+                try:
+                    images = chat.images(call.messages)
+                except RequestRefused as error:
+                    where = f"Call {call.step}, turn {call.turn} of role {call.role!r}, has an image"
+                    raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
+                never = tuple((token, NEVER) for token in chat.image_tokens)
+                params = msgspec.structs.replace(params, images=images, logit_bias=(*params.logit_bias, *never))
+            # 3. The prompt, and the room that it leaves.
             options = template_options(asked)
             for name in options:
                 if not chat.reads(name):
-                    call.episode.warn("unread_option", f"The model's chat template does not know {name}.")
+                    episode.warn("unread_option", f"The model's chat template does not know {name}.")
             more: dict[str, Any] = {"options": options} if options else {}
             longest = self.longest(call.role)
             if longest is not None:
                 more["most"] = longest - 1
-            prompt = chat.render(call.messages, tools, earlier=earlier, **more)
+            prompt = chat.render(call.messages, tools_shown(asked, call.tools), earlier=earlier, **more)
             if longest is not None:
                 room = longest - len(prompt)
                 if room < 1:  # earlier token ids may be more than the template's
@@ -170,68 +184,43 @@ class PolicyResponder:
                         f"The prompt has {len(prompt)} tokens; the model takes {longest} with the reply."
                     )
                 params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
+            # 4. The form of the reply.
             if fixes_form(asked, call.tools):
                 params = msgspec.structs.replace(params, grammar=chat.grammar(asked, call.tools, prompt))
         except RequestRefused as error:
-            call.episode.warn("refused", f"Role {call.role!r} asks for what cannot be honoured.", error)
+            episode.warn("refused", f"Role {call.role!r} asks for what cannot be honoured.", error)
             raise
         return prompt, params
 
-    def _seeing(self, call: LiveCall, params: SamplingParams) -> SamplingParams:
-        """The parameters with the images of a request. A reply may hold no token that stands for one: nothing would."""
-        chat = self.chat_of(call.role)
-        try:
-            images = chat.images(call.messages)
-            never = tuple((token, NEVER) for token in chat.image_tokens)
-            return msgspec.structs.replace(params, images=images, logit_bias=(*params.logit_bias, *never))
-        except RequestRefused as error:
-            where = f"Call {call.step}, turn {call.turn} of role {call.role!r}, has an image"
-            raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
-
-    def _params(self, call: LiveCall) -> SamplingParams:
-        params = request_params(call.params, self.defaults, self.override)
-        # What training sets otherwise is told here; of the temperature `cotune check` speaks.
-        for name, value in (self.override or {}).items():
-            asked = call.params.get(name)
-            if name in UNSHAPED and asked is not None and asked != value:
-                call.episode.warn(
-                    f"replaced_{name}", f"Role {call.role!r} asks for {name} = {asked}; it is sampled with {value:g}."
-                )
-        if self.seed is None:
-            return params
-        episode = call.episode
-        stream = self.stream or episode.phase
-        place = (stream, episode.training_step, call.task.id, episode.rollout, call.role, call.turn)
-        own_seed = () if params.seed is None else (params.seed,)
-        return msgspec.structs.replace(params, seed=seed_of(self.seed, *place, *own_seed))
-
-    def _candidate(
-        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, index: int, completion: Completion
-    ) -> Candidate:
-        tools = tools_shown(call.params, call.tools)
-        text, message, finish = self.chat_of(call.role).parse(
-            completion.token_ids, params.stop, prompt=prompt, tools=tools
-        )
-        if malformed := finish == "malformed":
-            finish = "tool_calls" if message.get("tool_calls") else "stop"
-        return Candidate(
-            index=index,
-            text=text,
-            message=message,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            finish_reason="length" if completion.finish_reason == "length" else finish,
-            malformed=malformed,
-            shown=self._shown(call, completion, message) if asks_logprobs(call.params) else None,
-        )
-
-    def _shown(self, call: LiveCall, completion: Completion, message: Mapping[str, Any]) -> tuple[ShownToken, ...]:
-        token_bytes = self.chat_of(call.role).token_bytes
-        return shown_tokens(completion, message, token_bytes, bool(call.params.get("return_token_ids")))
+    def read(
+        self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: list[Completion]
+    ) -> tuple[Candidate, ...]:
+        """The candidates that were sampled. Empties the list: long completions take a while to be freed."""
+        chat, tools = self.chat_of(call.role), tools_shown(call.params, call.tools)
+        with_logprobs, with_ids = asks_logprobs(call.params), bool(call.params.get("return_token_ids"))
+        candidates: list[Candidate] = []
+        while completions:
+            drawn = completions.pop(0)
+            text, message, finish = chat.parse(drawn.token_ids, params.stop, prompt=prompt, tools=tools)
+            if malformed := finish == "malformed":
+                finish = "tool_calls" if message.get("tool_calls") else "stop"
+            candidate = Candidate(
+                index=len(candidates),
+                text=text,
+                message=message,
+                token_ids=drawn.token_ids,
+                logprobs=drawn.logprobs,
+                finish_reason="length" if drawn.finish_reason == "length" else finish,
+                malformed=malformed,
+                shown=shown_tokens(drawn, message, chat.token_bytes, with_ids) if with_logprobs else None,
+            )
+            candidates.append(candidate)
+        return tuple(candidates)
 
     async def _rewards(
         self, call: LiveCall, candidates: tuple[Candidate, ...]
     ) -> tuple[tuple[Mapping[str, float], ...], str | None]:
+        """The rewards of the role's scorer, and what is wrong with them."""
         scorer = self.scorers.get(call.role)
         if scorer is None:
             return (), None
@@ -239,21 +228,26 @@ class PolicyResponder:
         began = time.time()
         scored = await score(scorer, candidates, call, call.role)
         self.scoring.append((began, time.time()))
-        rewards = tuple([{} if isinstance(found, WorkflowError) else found for found in scored])
-        errors = Counter([str(found) for found in scored if isinstance(found, WorkflowError)])
-        if not errors:
-            return rewards, None
+        rewards: list[Mapping[str, float]] = []
+        errors: Counter[str] = Counter()
+        for result in scored:
+            if isinstance(result, WorkflowError):
+                errors[str(result)] += 1
+                result = {}
+            rewards.append(result)
         self.scorer_errors.update(errors)
-        first, failed = next(iter(errors)), errors.total()
-        if failed == len(scored):
+        if not errors:
+            return tuple(rewards), None
+        first, count = next(iter(errors)), errors.total()
+        if count == len(scored):
             return (), first
-        return rewards, f"{failed} of {len(scored)} candidates have no reward: {first}"
+        return tuple(rewards), f"{count} of {len(scored)} candidates have no reward: {first}"
 
 
-def _recorded(params: SamplingParams) -> dict[str, Any]:
-    """Parameters as they are recorded: images by their hash, and only where there are some, as are top_logprobs."""
-    found = msgspec.structs.asdict(params)
-    images = found.pop("images")
-    if not params.top_logprobs:
-        del found["top_logprobs"]
-    return {**found, "images": [image_id(data) for data in images]} if images else found
+def choose(rewards: Sequence[float] | Floats, select: Select, seed: int) -> int:
+    """Index of the candidate that the application gets. Ties of argmax go to the earliest; NaN is below any reward."""
+    if select == "first" or not len(rewards):
+        return 0
+    if select == "sample":
+        return random.Random(seed).randrange(len(rewards))
+    return int(np.argmax(np.where(np.isnan(rewards), -np.inf, rewards)))

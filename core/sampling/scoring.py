@@ -6,19 +6,17 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from cotune.algorithms.attribution import LARGEST
 from cotune.errors import WorkflowError, error_text
 from cotune.recording.context import current_episode
 from cotune.records.structs import Candidate, Task
-from cotune.runtime.app_threads import pooled_thread
-from cotune.runtime.context_vars import setting
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
-from cotune.runtime.user_code import Stopped, origin, running
+from cotune.runtime.user_code import Stopped, origin, pooled_thread, setting, user_code
 
-T = TypeVar("T")
 Reward = float | Mapping[str, float]
 """What a scorer or a workflow returns: a number or a bool, or named numbers."""
 
@@ -145,17 +143,17 @@ async def score(
     A sync scorer runs in a pooled thread, so that it never blocks the loop. The scorer's own LLM calls are not part of
     the episode.
     """
-    source = f"The scorer of role {role!r}"
+    source, about = f"The scorer of role {role!r}", (call, call.task.input)
     if isinstance(scorer, OfGroup):
-        about, limit = (call, call.task.input), scorer.timeout * len(candidates)
+        limit = scorer.timeout * len(candidates)
         return await compare(scorer.scorer, candidates, about, source, call.task.id, timeout=limit)
     fn, limit = (scorer.scorer, scorer.timeout) if isinstance(scorer, OfOne) else (scorer, LONGEST)
-    with setting(current_episode, None), running(f"{source} on task {call.task.id!r}"):
-        work = (_called(fn, (candidate, call, call.task.input), limit, source) for candidate in candidates)
+    with setting(current_episode, None), setting(user_code, f"{source} on task {call.task.id!r}"):
         if inspect.iscoroutinefunction(fn):
+            work = [_called(fn, (candidate, *about), limit, source) for candidate in candidates]
             values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
         else:
-            values = [await _tried(one) for one in work]
+            values = [await _called(fn, (candidate, *about), limit, source) for candidate in candidates]
     return tuple([_components(value, source) for value in values])
 
 
@@ -169,82 +167,56 @@ async def compare(
     timeout: float | None = None,
 ) -> tuple[dict[str, float] | WorkflowError, ...]:
     """Components of `items` that a function sees together, as `score` has them; `fn` takes them and what `about` is."""
-    with setting(current_episode, None), running(f"{source} on task {task_id!r}"):
-        found = await _tried(_called(fn, (tuple(items), *about), timeout, source))
+    with setting(current_episode, None), setting(user_code, f"{source} on task {task_id!r}"):
+        found = await _called(fn, (tuple(items), *about), timeout, source)
+    wrong = ""
     if isinstance(found, Exception):
-        values: Sequence[Any] = [found] * len(items)
-    else:
-        values = _one_each(found, len(items), source)
+        values = [found] * len(items)
+    elif isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
+        wrong = f"{source} returned {type(found).__name__}, not one reward for each of {len(items)}."
+    elif len(values := list(found)) != len(items):
+        wrong = f"{source} returned {len(values)} rewards for {len(items)}."
+    if wrong:
+        values = [WorkflowError(wrong, "Return a list with one reward for each, in their order.")] * len(items)
     return tuple({} if value is None else _components(value, source, name) for value in values)
 
 
 async def _called(fn: Callable[..., Any], args: Sequence[Any], timeout: float | None, source: str) -> Any:
-    """What the application's function returns within `timeout` seconds: async, or sync in a thread of the pool."""
-    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
-        return await _within(interruptible(fn(*args)), timeout, source)
-    async with pooled_thread() as thread:  # the time begins once there is a thread
-        return await _within(_awaited(thread.run(fn, *args)), timeout, source)
-
-
-async def _awaited(work: Awaitable[Any]) -> Any:
-    """What `work` returns; where that can be awaited, as of an async function behind a plain one, its result."""
-    value = await work
-    return await interruptible(value) if inspect.isawaitable(value) else value
-
-
-def _one_each(found: Any, count: int, source: str) -> Sequence[Any]:
-    """The `count` rewards that were returned; for each of them the error where that is something else."""
-    if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
-        wrong = f"{source} returned {type(found).__name__}, not one reward for each of {count}."
-    elif len(values := list(found)) != count:
-        wrong = f"{source} returned {len(values)} rewards for {count}."
-    else:
-        return values
-    return [WorkflowError(wrong, "Return a list with one reward for each, in their order.")] * count
-
-
-async def _within(work: Awaitable[T], timeout: float | None, source: str) -> T:
-    """What `work` returns, if it does within `timeout` seconds."""
+    """What the application's function returns within `timeout` seconds, or the exception that it ends with: an async
+    one on this loop, any other in a thread of the pool."""
+    here = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
     try:
-        async with asyncio.timeout(timeout) as limit:
-            return await work
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
+        # The time begins once there is a thread.
+        async with nullcontext() if here else pooled_thread() as thread, asyncio.timeout(timeout) as limit:
+            value = fn(*args) if thread is None else await thread.run(fn, *args)
+            return await interruptible(value) if inspect.isawaitable(value) else value  # an async one may be behind it
+    except Exception as error:  # noqa: BLE001
+        if not isinstance(error, TimeoutError) or not limit.expired():
+            return error
         at = "; ".join(getattr(error.__cause__, "__notes__", ()))
-        raise WorkflowError(
+        late = WorkflowError(
             f"{source} did not finish within {timeout:g} seconds{': ' if at else ''}{at}.",
             "Look at what it waits for, or let it take longer: @workflow.scorer(role, timeout=SECONDS).",
-        ) from error
-
-
-async def _tried(work: Awaitable[Any]) -> Any:
-    """What `work` returns, or the exception that it raises."""
-    try:
-        return await work
-    except Exception as error:  # noqa: BLE001
-        return error
+        )
+        late.__cause__ = error
+        return late
 
 
 def _components(value: Any, source: str, name: str = "local") -> dict[str, float] | WorkflowError:
     """Components of what a scorer returned, or what is wrong with what it returned or raised."""
+    if isinstance(value, BaseException) and not isinstance(value, Exception):
+        raise value
+    try:
+        if not isinstance(value, Exception):
+            return components(value, source, name)
+    except WorkflowError as error:
+        return error
     if isinstance(value, WorkflowError):
         return value
     if isinstance(value, Stopped) and isinstance(value.__cause__, Blocked):
-        return _caused(WorkflowError(f"{source} {value.__cause__}.", REMEDY), value)
-    if isinstance(value, Stopped):
-        return _caused(WorkflowError(f"{source} raised {value}{origin(value)}.", "Fix the scorer."), value)
-    if isinstance(value, Exception):
-        what = f"{error_text(value)}{origin(value)}"
-        return _caused(WorkflowError(f"{source} raised {what}.", "Fix the scorer."), value)
-    if isinstance(value, BaseException):
-        raise value
-    try:
-        return components(value, source, name)
-    except WorkflowError as error:
-        return error
-
-
-def _caused(error: WorkflowError, cause: BaseException) -> WorkflowError:
-    error.__cause__ = cause
+        error = WorkflowError(f"{source} {value.__cause__}.", REMEDY)
+    else:
+        text = str(value) if isinstance(value, Stopped) else error_text(value)
+        error = WorkflowError(f"{source} raised {text}{origin(value)}.", "Fix the scorer.")
+    error.__cause__ = value
     return error

@@ -18,7 +18,7 @@ from cotune.judging.episodes import JUDGING, AskJudge, EpisodeJudge, FinishedEpi
 from cotune.recording.context import current_episode, judging
 from cotune.recording.recorder import Responder
 from cotune.records.structs import Episode, RewardRecord, Task, candidate_id
-from cotune.runtime.context_vars import setting
+from cotune.runtime.user_code import setting
 from cotune.storage.protocol import Store
 
 

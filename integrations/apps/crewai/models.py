@@ -16,7 +16,7 @@ from cotune.integrations.apps.crewai.messages import answer_of, request_of, retu
 from cotune.integrations.apps.crewai.scopes import at_work, caller_of, calling, outside_call, part_scope
 from cotune.integrations.apps.patching import each_subclass, inside, replace_method
 from cotune.recording.context import current_caller, current_episode, identify, opened_call
-from cotune.runtime.context_vars import setting
+from cotune.runtime.user_code import setting
 
 _ARGUMENTS = ("messages", "tools", "callbacks", "available_functions", "from_task", "from_agent", "response_model")
 _SDK = "OpenAICompletion"

@@ -15,7 +15,7 @@ from typing import Any
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import Scope, called_by, entered, innermost
 from cotune.records.ids import new_id
-from cotune.runtime.context_vars import setting
+from cotune.runtime.user_code import setting
 
 NAME = "crewai"
 calling: ContextVar[Any] = ContextVar("cotune_crewai_calling", default=None)

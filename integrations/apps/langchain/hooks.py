@@ -20,7 +20,7 @@ from cotune.integrations.apps.patching import (
     unless_left_aside,
 )
 from cotune.integrations.versions import require_hooks
-from cotune.runtime.context_vars import setting
+from cotune.runtime.user_code import setting
 
 _WRAPPERS = ("wrap_model_call", "awrap_model_call", "wrap_tool_call", "awrap_tool_call")
 

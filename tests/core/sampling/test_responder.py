@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cotune.algorithms.recipes import Attribution
 from cotune.errors import SamplerError
@@ -15,7 +18,7 @@ from cotune.recording.recorder import LiveEpisode
 from cotune.records.plans import Plan
 from cotune.records.structs import PolicyRef, Task
 from cotune.sampling.protocol import Completion, SamplingParams
-from cotune.sampling.responder import PolicyResponder, request_params
+from cotune.sampling.responder import PolicyResponder, choose, request_params
 
 WRITER = PolicyRef("writer", 4)
 LETTERS = {1: "a", 2: "b", 3: "c"}
@@ -311,3 +314,33 @@ def test_what_takes_long_to_prepare_holds_up_no_other_call(asked):
         return await asyncio.gather(*map(responder.respond, calls))
 
     assert [len(found.candidates) for found in asyncio.run(main())] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "select", "chosen"),
+    [
+        ([0.1, 0.9, 0.3], "argmax", 1),
+        ([0.5, 0.9, 0.9], "argmax", 1),
+        ([-1.0, -0.5], "argmax", 1),
+        ([0.1, 0.9], "first", 0),
+        ([math.nan, -5.0], "argmax", 1),
+        ([math.nan, math.nan], "argmax", 0),
+        ([], "argmax", 0),
+        ([], "sample", 0),
+    ],
+)
+def test_choose(rewards, select, chosen):
+    assert choose(rewards, select, seed=7) == chosen
+
+
+def test_sample_takes_every_candidate_and_repeats():
+    drawn = [choose([0.0] * 4, "sample", seed) for seed in range(64)]
+    assert set(drawn) == {0, 1, 2, 3}
+    assert drawn == [choose([0.0] * 4, "sample", seed) for seed in range(64)]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.integers(0, 2**31 - 1))
+def test_argmax_is_the_earliest_best(rewards, seed):
+    index = choose(rewards, "argmax", seed)
+    assert rewards[index] == max(rewards)
+    assert max(rewards) not in rewards[:index]

@@ -14,7 +14,7 @@ import pytest
 from cotune.errors import WorkflowError
 from cotune.recording.context import current_episode
 from cotune.records.structs import Candidate, Task
-from cotune.runtime import app_threads
+from cotune.runtime import user_code
 from cotune.sampling.scoring import OfGroup, OfOne, components, score
 
 CANDIDATES = [Candidate(index=i, text=text, message={}) for i, text in enumerate(("a", "bb"))]
@@ -298,7 +298,7 @@ def test_sync_scorers_share_threads_and_see_the_callers_context():
 
 
 def test_a_thread_whose_scorer_hangs_is_given_up_and_replaced(monkeypatch):
-    monkeypatch.setattr(app_threads, "MOST", 1)
+    monkeypatch.setattr(user_code, "MOST_THREADS", 1)
     released = threading.Event()
     threads = {}
 
@@ -317,7 +317,7 @@ def test_a_thread_whose_scorer_hangs_is_given_up_and_replaced(monkeypatch):
 
 
 def test_waiting_for_a_thread_is_not_the_scorers_time(monkeypatch):
-    monkeypatch.setattr(app_threads, "MOST", 1)
+    monkeypatch.setattr(user_code, "MOST_THREADS", 1)
     running, most = [0], [0]
 
     def scorer(candidate, call, task):
