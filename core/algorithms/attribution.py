@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +81,15 @@ def _mixed(samples: Sequence[Sample], attribution: Attribution, key: tuple[str, 
     return own, outcome
 
 
+def weight_of(component: str, role: str, attribution: Attribution, *, outcome: bool = False) -> float:
+    """Weight of a component of a candidate, or of its episode's outcome, in the mixed reward of a role."""
+    other = 0.0 if component in attribution.gates else attribution.other
+    if attribution.seats and outcome:
+        other = float(component == role)
+    weight = attribution.weights.get(f"{role}/{component}", attribution.weights.get(component, other))
+    return weight * (attribution.team_weight if component == "team" else 1.0)
+
+
 def attribute_siblings(
     rewards: Sequence[Mapping[str, float]], role: str, attribution: Attribution, lengths: Sequence[Length] = ()
 ) -> Floats:
@@ -87,9 +97,10 @@ def attribute_siblings(
 
     `lengths` are those of the candidates; none: their rewards alone count.
     """
-    own = _mix(rewards, [role] * len(rewards), np.zeros(len(rewards), np.int64), attribution, {})
-    penalty = _overlong(lengths, attribution) if rewards and lengths else 0.0
-    gate = _gate(rewards, [role] * len(rewards), attribution)
+    roles = [role] * len(rewards)
+    own = _mix(rewards, roles, np.zeros(len(rewards), np.int64), attribution, {})
+    penalty = _overlong(lengths, attribution) if rewards and lengths and attribution.overlong_penalty else 0.0
+    gate = _gate(rewards, roles, attribution) if attribution.gates else 1.0
     return np.where(own.some, gate * (own.value - penalty), np.nan)
 
 
@@ -178,9 +189,9 @@ def _mix(
     some = np.zeros(len(rewards), np.bool_)
     carried: dict[str, Bools] = {}
     lacks: dict[str, Bools] = {}
-    arrived = np.array([bool(components) for components in rewards], np.bool_)
-    for name in dict.fromkeys(name for components in rewards for name in components):
-        weights = {role: attribution.weight(name, role, outcome=outcome) for role in dict.fromkeys(roles)}
+    arrived = np.array(list(map(bool, rewards)), np.bool_)
+    for name in dict.fromkeys(chain.from_iterable(rewards)):
+        weights = {role: weight_of(name, role, attribution, outcome=outcome) for role in dict.fromkeys(roles)}
         weight = np.array([weights[role] for role in roles])
         if not weight.any():
             continue

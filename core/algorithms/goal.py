@@ -9,7 +9,7 @@ from statistics import fmean
 
 import msgspec
 
-from cotune.algorithms.attribution import attribute, without_outcome
+from cotune.algorithms.attribution import attribute, weight_of, without_outcome
 from cotune.algorithms.collect import failure_of, is_outcome
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution, Recipe
 from cotune.algorithms.samples import Sample
@@ -170,7 +170,7 @@ def _names(by_role: Sequence[Mapping[str, float]]) -> list[str]:
 def _opposed(sound: Sequence[Mapping[str, float]], how: Attribution, names: Sequence[str]) -> tuple[str, ...]:
     """The roles whose rewards always add up to the same, although the outcome weighs differently for each."""
     roles = _names(sound)
-    weights = {tuple(how.weight(name, role, outcome=True) for name in names) for role in roles}
+    weights = {tuple(weight_of(name, role, how, outcome=True) for name in names) for role in roles}
     if len(weights) < 2 or not how.takes_outcome or how.scope != "own":
         return ()
     totals = [sum(by_role.values()) for by_role in sound]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+from cotune.algorithms.attribution import weight_of
 from cotune.algorithms.recipes import Recipe
 from cotune.errors import ConfigError
 from cotune.near_names import did_you_mean, near_names
@@ -21,12 +22,12 @@ def learns_from(own: Mapping[str, Collection[str]], outcome: Collection[str], re
     for role, names in own.items():
         mine = [] if how.horizon == "terminal" else sorted(names)
         shared = sorted(set(outcome) - set(mine)) if how.takes_outcome else []
-        scored = _weighed({name: how.weight(name, role) for name in mine})
-        ended = _weighed({name: how.weight(name, role, outcome=True) for name in shared})
+        scored = _weighed({name: weight_of(name, role, how) for name in mine})
+        ended = _weighed({name: weight_of(name, role, how, outcome=True) for name in shared})
         parts = [f"{scored} (its scorer)"] if scored else []
         parts += [f"{ended} (the episode's outcome)"] if ended else []
-        without = [name for name in mine if how.weight(name, role) == 0]
-        without += [name for name in shared if how.weight(name, role, outcome=True) == 0]
+        without = [name for name in mine if weight_of(name, role, how) == 0]
+        without += [name for name in shared if weight_of(name, role, how, outcome=True) == 0]
         sentences[role] = f"learns from {' and '.join(parts) or 'nothing'}" + (
             f"; weight 0: {', '.join(without)}" if without else ""
         )

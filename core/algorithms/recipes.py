@@ -103,12 +103,6 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the episode's outcome is part of the reward."""
         return self.horizon != "own_turn" or self.outcome
 
-    def weight(self, component: str, role: str, *, outcome: bool = False) -> float:
-        """Weight of a component of a candidate, or of its episode's outcome, in the mixed reward of a role."""
-        other = float(component == role) if self.seats and outcome else 0.0 if component in self.gates else self.other
-        weight = self.weights.get(f"{role}/{component}", self.weights.get(component, other))
-        return weight * (self.team_weight if component == "team" else 1.0)
-
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
     """One advantage: A = (r - baseline) / (std + eps) over the samples that agree in `key`.

@@ -35,9 +35,10 @@ def request_params(
 
     Raises RequestRefused for a value that no sampler takes, with its range.
     """
-    asked: dict[str, Any] = {
-        name: _number(name, body[name], *bounds) for name, bounds in _NUMBERS.items() if body.get(name) is not None
-    }
+    asked: dict[str, Any] = {}
+    for name, (low, high) in _NUMBERS.items():
+        if body.get(name) is not None:
+            asked[name] = _number(name, body[name], low, high)
     for name in ("top_k", "seed"):
         if body.get(name) is not None:
             asked[name] = _integer(name, body[name])

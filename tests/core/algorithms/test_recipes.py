@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cotune.algorithms.advantages import advantages
+from cotune.algorithms.attribution import weight_of
 from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.algorithms.published import PUBLISHED
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Recipe, Term
@@ -207,9 +208,9 @@ def test_a_tree_has_no_trajectories_to_take_a_mean_over():
 
 
 def test_naming_weights_leaves_the_rest_out_unless_told():
-    assert recipe("dr_mas", weights={"correct": 0.9}).attribution.weight("team", "a") == 0.0
-    assert recipe("dr_mas", weights={"correct": 0.9}, other=0.5).attribution.weight("team", "a") == 0.5
-    assert recipe("dr_mas").attribution.weight("team", "a") == 1.0
+    assert weight_of("team", "a", recipe("dr_mas", weights={"correct": 0.9}).attribution) == 0.0
+    assert weight_of("team", "a", recipe("dr_mas", weights={"correct": 0.9}, other=0.5).attribution) == 0.5
+    assert weight_of("team", "a", recipe("dr_mas").attribution) == 1.0
 
 
 def test_at_grpo_over_independent_rollouts_takes_in_the_outcome():
