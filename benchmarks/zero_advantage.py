@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from cotune.algorithms.prepare import train_rows
-from cotune.algorithms.run_recipe import recipe_of, regroup, trained_roles
+from cotune.algorithms.run_recipe import recipes_of, regroup, trained_roles
 from cotune.algorithms.samples import TrainRow
 from cotune.records.policies import policies_for
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
@@ -35,7 +35,7 @@ def rows_of(run: Path, step: int) -> dict[str, list[TrainRow]]:
     """The rows of a step (from 0) by role."""
     store = SqliteStore.open(run)
     try:
-        chosen, _ = recipe_of(store)
+        chosen, _ = recipes_of(store)
         roles = trained_roles(store, step)
         found = regroup(store, store.episodes(phase="train", training_step=step), chosen, read_run(run).config, roles)
         assert found.prepared is not None, found.problems
@@ -53,7 +53,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = rows_of(args.run, args.step - 1)
     store = SqliteStore.open(args.run)
-    loss = recipe_of(store)[0].loss
+    loss = recipes_of(store)[0].run.loss
     store.close()
     checkpoint = newest_checkpoint(RunLayout(args.run).checkpoints)
     assert checkpoint is not None

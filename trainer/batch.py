@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from cotune.algorithms.collect import Collected, collect
-from cotune.algorithms.prepare import Prepared, prepare, train_rows
-from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.policy_recipes import prepare_each
+from cotune.algorithms.prepare import Prepared, train_rows
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
 from cotune.judging.episodes import JUDGING
@@ -20,7 +20,7 @@ from cotune.trainer.run.run import RolloutRun
 
 UNEVENTFUL = (
     "no_signal", "zero_variance", "zero_advantage", "mean_out_of_range", "group_of_one", "truncated", "consumed",
-    "opponent_failed",
+    "opponent_failed", "frozen_step",
 )  # fmt: skip
 """Reasons to leave out sound candidates: a step with such candidates alone makes no update."""
 FAULTLESS = ("untrained_role", "not_chosen", "not_forked", "chose_fork")
@@ -51,38 +51,44 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 def collect_samples(run: RolloutRun, episodes: Sequence[Episode]) -> Collected:
     """The candidates of a step's episodes that can be trained on."""
+    roles = run.trained_roles(run.state.steps)
+    recipes = {role: run.recipes.of(policy) for role, policy in roles.items()}
     return collect(
         run.store,
         episodes,
         plan=run.plan.kind,
-        roles=run.trained_roles(run.state.steps),
+        roles=roles,
         versions=run.state.versions,
         max_lag=run.config.ahead,
         on_failure=failure_reward(run.config.on_failure),
         continuations=run.config.replay.continuations,
-        rewarded=run.recipe.takes_rewards,
-        others=run.recipe.joins_calls,
-        seats=run.recipe.by_seat,
+        rewarded=lambda role: recipes[role].takes_rewards,
+        others=run.recipes.joins_calls,
+        seats=lambda role: role in recipes and recipes[role].by_seat,
         trunks=run.config.replay.trunks,
     )
 
 
 def group_and_weigh(run: RolloutRun, episodes: Sequence[Episode], collected: Collected) -> Batch:
     """Samples in groups, with advantages, as rows by policy. Raises GroupError where faults have left nothing."""
-    decays = run.config.learner.weight_decay > 0
-    policies = run.policies_at(run.state.steps)
-    prepared = prepare(
+    config, policies = run.config, run.policies_at(run.state.steps)
+    prepared = prepare_each(
         collected.samples,
-        run.recipe,
+        run.recipes,
         run.state.advantages,
         consumed=run.store.consumed(),
-        decays=decays,
+        decays=[name for name in policies.trained if config.settings_of(name).learner.weight_decay > 0],
+        frozen=run.frozen(run.state.steps),
         others=collected.others,
     )
     rows: dict[str, list[TrainRow]] = {}
-    for role, its_rows in train_rows(prepared, collected, run.store, run.recipe.loss.entropy_by).items():
+    own = train_rows(prepared, collected, run.store, lambda policy: run.recipes.of(policy).loss.entropy_by)
+    for role, its_rows in own.items():
         rows.setdefault(policies.of(role).name, []).extend(its_rows)
-    seen = with_privileged(rows, episodes, run.chats, run.recipe.loss.critic_sees)
+    seen = {
+        name: with_privileged(of, episodes, run.chats.of(name), run.recipes.of(name).loss.critic_sees)
+        for name, of in rows.items()
+    }
     batch = Batch(
         episodes=episodes,
         collected=collected,
@@ -103,12 +109,13 @@ def ended_well(episodes: Iterable[Episode]) -> list[Episode]:
 
 def misses_outcomes(run: RolloutRun, batch: Batch) -> bool:
     """Whether a step would learn from outcomes, and nobody knows one."""
-    return learns_from_outcomes(run.recipe) and 0 < batch.unknown == len(ended_well(batch.episodes))
+    return learns_from_outcomes(run) and 0 < batch.unknown == len(ended_well(batch.episodes))
 
 
-def learns_from_outcomes(recipe: Recipe) -> bool:
-    """Whether the outcomes of episodes are part of what is trained on."""
-    return any(term.attribution.takes_outcome for term in recipe.terms) and recipe.takes_rewards
+def learns_from_outcomes(run: RolloutRun) -> bool:
+    """Whether the outcomes of episodes are part of what some policy is trained on."""
+    recipes = [recipe for recipe in run.recipes_of_training if recipe.takes_rewards]
+    return any(term.attribution.takes_outcome for recipe in recipes for term in recipe.terms)
 
 
 def _require_soundness(run: RolloutRun, batch: Batch) -> None:

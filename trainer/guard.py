@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,17 +25,19 @@ NOISE = 4.0
 """Standard errors that a fall must exceed."""
 
 
-def collapse(lines: Sequence[Line], config: GuardConfig, rewards: Watched = "each") -> str | None:
+def collapse(
+    lines: Sequence[Line], config: GuardConfig, rewards: Watched = "each", taught: Container[str] = ()
+) -> str | None:
     """What has collapsed in the last `window` steps of these metrics, in one sentence; None where nothing has.
 
     A reward has where its mean over the window is below that of the best window by more than `REWARD_DROP` of what the
     run had gained since its first window (or of half the best, if that is more), and by more than four standard errors
     of both. Watched is what each role is trained on, or its mean over the roles where they are taken `together`, as one
-    may gain what another loses.
+    may gain what another loses; of roles in `taught`, which learn from a teacher, it is not.
     """
     if len(lines) < config.window:
         return None
-    watched = [_watched(line, rewards) for line in lines]
+    watched = [_watched(line, rewards, taught) for line in lines]
     for name in sorted({name for own in watched for name in own}):
         series = [own[name] for own in watched if name in own]
         if said := _fallen(name, series, config.window):
@@ -68,11 +70,13 @@ def of_one_level(lines: Sequence[Line], level: Callable[[int], int]) -> list[Lin
 def watch(run: RolloutRun) -> None:
     """End the run where training has collapsed."""
     if run.config.guard.action != "off":
-        how = run.recipe.attribution
-        rewards: Watched = "together" if how.seats or any("/" in name for name in how.weights) else "each"
-        if run.recipe.loss.kl_to == "teacher" or run.config.curriculum.pool == "adaptive":  # harder tasks by and by
+        recipes = [recipe for recipe in run.recipes_of_training if recipe.takes_rewards]
+        opposed = any(how.seats or any("/" in name for name in how.weights) for how in (r.attribution for r in recipes))
+        rewards: Watched = ("together" if opposed else "each") if recipes else "none"
+        if run.config.curriculum.pool == "adaptive":  # harder tasks by and by
             rewards = "none"
-        said = collapse(_lines(run), run.config.guard, rewards)
+        taught = {role for role, name in run.trained.items() if not run.recipes.of(name).takes_rewards}
+        said = collapse(_lines(run), run.config.guard, rewards, taught)
         if said is not None:
             run.ended = f"the guard: {said}"
             run.collapsed = True
@@ -121,8 +125,8 @@ def _fallen(name: str, series: Sequence[float], window: int) -> str | None:
     return f"{name} fell from {means[best]:.3f} to {means[-1]:.3f} (means over {window} steps)"
 
 
-def _watched(line: Line, rewards: Watched) -> dict[str, float]:
-    own = _rewards(line)
+def _watched(line: Line, rewards: Watched, taught: Container[str]) -> dict[str, float]:
+    own = {role: value for role, value in _rewards(line).items() if role not in taught}
     if rewards == "each":
         return {f"the reward of role {role}": value for role, value in own.items()}
     return {"the mean reward of all roles": _mean([*own.values()])} if own and rewards == "together" else {}

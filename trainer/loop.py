@@ -68,8 +68,11 @@ async def make_steps(run: Run, source: Source) -> None:
                     break  # stopped
                 async with source.updating():
                     with report.phase("update", ", ".join(rows)):
-                        scale = lr_scale(config.schedule, run.state.steps, config.steps)
-                        updates = await update_policies(run.learner, rows, scale)
+                        scales = {
+                            name: lr_scale(config.settings_of(name).schedule, run.state.steps, config.steps)
+                            for name in rows
+                        }
+                        updates = await update_policies(run.learner, rows, scales)
                 await source.publish(rows, updates)
                 metrics = await source.measure(rows, updates)
                 report.write(metrics)

@@ -10,9 +10,7 @@ import msgspec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError
 from cotune.records.structs import Episode, Task
-from cotune.sampling.protocol import ChatFormats
-
-Rows = Mapping[str, Sequence[TrainRow]]
+from cotune.sampling.protocol import ChatFormat
 
 
 def check_privileged(field: str, tasks: Sequence[Task]) -> None:
@@ -22,19 +20,14 @@ def check_privileged(field: str, tasks: Sequence[Task]) -> None:
             _text(task, field)
 
 
-def with_privileged(rows: Rows, episodes: Sequence[Episode], chats: ChatFormats, field: str) -> Rows:
-    """The rows of a step, by policy, with the token ids of the field of their task that the critic alone sees."""
+def with_privileged(
+    rows: Sequence[TrainRow], episodes: Sequence[Episode], chat: ChatFormat, field: str
+) -> Sequence[TrainRow]:
+    """The rows of a policy with the token ids of the field of their task that its critic alone sees."""
     if not field:
         return rows
-    texts = {e.id: _text(e.task, field) for e in episodes}
-
-    def seen(policy: str, row: TrainRow) -> tuple[int, ...]:  # a template keeps what it has rendered before
-        return tuple(chats.of(policy).render([{"role": "user", "content": texts[row.trajectory]}], None))
-
-    return {
-        policy: [msgspec.structs.replace(row, privileged=seen(policy, row)) for row in own]
-        for policy, own in rows.items()
-    }
+    seen = {e.id: tuple(chat.render([{"role": "user", "content": _text(e.task, field)}], None)) for e in episodes}
+    return [msgspec.structs.replace(row, privileged=seen[row.trajectory]) for row in rows]
 
 
 def _text(task: Task, field: str) -> str:

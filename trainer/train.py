@@ -27,7 +27,8 @@ from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import go_on
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.run_layout import is_withheld, relocated, without_values
-from cotune.trainer.config.train import NO_TASKS, PolicyConfig, TrainConfig, convert
+from cotune.trainer.config.policy import PolicyConfig
+from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
 from cotune.trainer.config.withheld import with_values, written
 from cotune.trainer.evaluation.split import Split, overlap, split_again, split_tasks, write_split
 from cotune.trainer.from_records.run import open_records_run
@@ -79,9 +80,10 @@ def train(
         raise ConfigError("tasks", None, "is missing", "Pass --tasks FILE.")
     listed = [] if tasks is None else as_tasks(tasks)
     if not chosen.from_records:
-        plan, method, _ = chosen.resolve_plan(list(flow.scorers))
+        plan, recipes, _ = chosen.resolve_plan(list(flow.scorers))
         check_curriculum(chosen.curriculum, plan, listed)
-        check_privileged(method.loss.critic_sees, listed)
+        for recipe in recipes.every:
+            check_privileged(recipe.loss.critic_sees, listed)
     chosen = _with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     if chosen.learner.needing_gpu and not chosen.cluster.address:  # there the learners' machines count

@@ -22,10 +22,12 @@ OPPONENTS = "opponents"
 """Folder in the run folder of the versions that a later step may play against."""
 
 
-async def update_policies(learner: Learner, rows: Mapping[str, Sequence[TrainRow]], scale: float) -> Updates:
+async def update_policies(
+    learner: Learner, rows: Mapping[str, Sequence[TrainRow]], scales: Mapping[str, float]
+) -> Updates:
     """Update policies on their rows, those of pools of their own at once. Raises what the first of them did, when the
     others are done too: a thread cannot be left."""
-    work = (asyncio.to_thread(learner.update, name, rows[name], lr_scale=scale) for name in rows)
+    work = (asyncio.to_thread(learner.update, name, rows[name], lr_scale=scales[name]) for name in rows)
     updates: dict[str, Mapping[str, float]] = {}
     for name, figures in zip(rows, await asyncio.gather(*work, return_exceptions=True), strict=True):
         if isinstance(figures, BaseException):

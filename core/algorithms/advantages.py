@@ -26,10 +26,12 @@ def advantages(
     terms: Sequence[Term],
     state: AdvantageState | None = None,
     rewards: Sequence[Floats] | None = None,
+    part: str = "",
 ) -> tuple[Floats, AdvantageState]:
     """[n] weighted sum of the terms' advantages, and the state for the next step.
 
-    `rewards` are the attributed rewards of each term, [n] each; without them they are attributed here. Raises
+    `rewards` are the attributed rewards of each term, [n] each; without them they are attributed here. Moving averages
+    of another `part` are others (`prepare`). Raises
     GroupError when a sample lacks a reward that a term needs.
     """
     if rewards is None:
@@ -40,13 +42,13 @@ def advantages(
     total = np.zeros(len(samples))
     for slot, (term, reward) in enumerate(zip(terms, rewards, strict=True)):
         if len(samples):
-            advantage, state = _advantage(samples, reward, term, slot, state)
+            advantage, state = _advantage(samples, reward, term, f"{part} {slot}".strip(), state)
             total += term.weight * advantage
     return total, state
 
 
 def _advantage(
-    samples: Sequence[Sample], reward: Floats, term: Term, slot: int, state: AdvantageState
+    samples: Sequence[Sample], reward: Floats, term: Term, slot: str, state: AdvantageState
 ) -> tuple[Floats, AdvantageState]:
     group, distinct = codes(keys(samples, term.key))
     if term.advantage:

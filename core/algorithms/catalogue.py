@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgspec
 
 from cotune.algorithms.published import METHODS, PUBLISHED
-from cotune.algorithms.recipes import USUAL, Attribution, Filters, LossSpec, Recipe, Shaping
+from cotune.algorithms.recipes import PROMPT_KEY, USUAL, Attribution, Filters, LossSpec, Recipe, Shaping
 from cotune.errors import ConfigError, expected, field_and_fault
 from cotune.near_names import did_you_mean, near_names
 
@@ -95,6 +95,8 @@ def _under(chosen: Recipe, plan: Any) -> Recipe:
         terms = RECIPES[USUAL[plan]].terms
         if loss.aggregation == "trajectory_mean":
             loss = _REPLACE(loss, aggregation="sequence_mean")
+    if plan != "independent" and not chosen.takes_rewards:  # nothing is compared
+        terms = tuple(_REPLACE(t, key=PROMPT_KEY, attribution=Attribution()) for t in terms)
     if plan != "tree" and chosen.plan == "tree":
         terms = tuple(_REPLACE(t, attribution=_REPLACE(t.attribution, outcome=True)) for t in terms)
     return _REPLACE(chosen, plan=plan, terms=terms, loss=loss)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -60,9 +60,9 @@ def collect(
     max_lag: int = 0,
     on_failure: OnFailure = "lowest",
     continuations: bool = False,
-    rewarded: bool = True,
+    rewarded: Callable[[str], bool] = lambda role: True,
     others: bool = False,
-    seats: bool = False,
+    seats: Callable[[str], bool] = lambda role: False,
     trunks: bool = True,
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
@@ -73,9 +73,9 @@ def collect(
     left out, as where they chose the forks.
 
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
-    only the chosen one is, and the episode's outcome will do. Unless `rewarded`, none needs a reward. `roles` are the
-    trained roles (None: all); where they are mapped to the policies that play them, what another one has answered is
-    not trained on. With `others` the rewards of calls that are not trained on are read too. `versions`
+    only the chosen one is, and the episode's outcome will do. Those of a role that is not `rewarded` need none.
+    `roles` are the trained roles (None: all); where they are mapped to the policies that play them, what another one
+    has answered is not trained on. With `others` the rewards of calls that are not trained on are read too. `versions`
     is the version of each policy that is trained now; a candidate from more than `max_lag` versions before it, or
     from a version after it (of a run that was rolled back), is stale.
 
@@ -103,7 +103,7 @@ def collect(
             left_out["diverged"] += 1
             continue
         calls_made = store.calls(episode.id)
-        failed = seats and failure_of(episode, on_failure) is not None
+        failed = failure_of(episode, on_failure) is not None
         culprit = failed_seat(calls_made) if failed else None
         for call in calls_made:
             if others and call.status == "ok" and call.chosen is not None:
@@ -119,7 +119,7 @@ def collect(
                 _episode_reason(episode, plan, on_failure)
                 or _call_reason(call, roles, versions or {}, max_lag)
                 or (None if forked else "not_forked")
-                or ("opponent_failed" if failed and call.role != culprit else None)
+                or ("opponent_failed" if failed and call.role != culprit and seats(call.role) else None)
                 or ("chose_fork" if not trunks and trunk_calls.get(call.id) == call.id else None)
                 or _image_reason(store, call, images)
             )
@@ -168,7 +168,7 @@ def collect(
             reason = _candidate_reason(candidate, call, plan)
             if reason is None:
                 made = sample(episode, call, candidate)
-                reason = _reward_reason(made, call, plan) if rewarded else None
+                reason = _reward_reason(made, call, plan) if rewarded(call.role) else None
             if reason is None:
                 if plan == "replay":
                     trunk = trunk_calls.get(call.id)

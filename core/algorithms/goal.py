@@ -11,6 +11,7 @@ import msgspec
 
 from cotune.algorithms.attribution import attribute, weight_of, without_outcome
 from cotune.algorithms.collect import failure_of, is_outcome
+from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution, Recipe
 from cotune.algorithms.samples import Sample
 from cotune.records.structs import CallRecord, Episode, PolicyRef, candidate_id
@@ -26,7 +27,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """The reward that counts, by default the plain sum of the outcome, and for which roles (None: all).
 
     `on_failure` is what a failed episode counts, as in training; with `by_seat` it counts for the role alone whose call
-    ended last.
+    ended last. `others` are the goals of the roles whose policies are trained on something else.
     """
 
     attribution: Attribution = Attribution(horizon="terminal")
@@ -34,6 +35,12 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     on_failure: OnFailure = "lowest"
     roles: Collection[str] | None = None
     by_seat: bool = False
+    others: tuple[Goal, ...] = ()
+
+    def of_role(self, role: str) -> Goal:
+        """The goal of one role alone."""
+        part = next((one for one in self.others if role in (one.roles or ())), self)
+        return msgspec.structs.replace(part, roles=[role], others=())
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +81,22 @@ def goal_of(recipe: Recipe | None, on_failure: str, roles: Collection[str] | Non
     return Goal(attribution=how, key=recipe.key, on_failure=failed, roles=roles, by_seat=recipe.by_seat)
 
 
+def goal_of_policies(recipes: Recipes, on_failure: str, players: Mapping[str, str]) -> Goal:
+    """What a run goes by whose policies may have recipes of their own; `players` are the trained roles with the
+    policies that play them. Each role is judged by what its policy is trained on."""
+    parts: list[tuple[Recipe, list[str]]] = []
+    for role, policy in players.items():
+        recipe = recipes.of(policy)
+        part = next((roles for other, roles in parts if other == recipe), None)
+        if part is None:
+            parts.append((recipe, part := []))
+        part.append(role)
+    if len(parts) < 2:
+        return goal_of(parts[0][0] if parts else recipes.run, on_failure, list(players))
+    found = [msgspec.structs.replace(goal_of(recipe, on_failure), roles=roles) for recipe, roles in parts]
+    return msgspec.structs.replace(found[0], others=tuple(found[1:]))
+
+
 def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:
     """The chosen answer of a call as a sample, whoever gave it. `worth` adds what its episode tells."""
     assert call.chosen is not None
@@ -102,6 +125,9 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
     reward. A role's reward in an episode is the mean over its calls, or the return from its first call where the recipe
     sums rewards up to the end.
     """
+    if goal.others:
+        first = msgspec.structs.replace(goal, others=())
+        return _together(played, [worth(played, one) for one in (first, *goal.others)])
     samples = [sample for one in played if _counts(one.episode, goal) for sample in _samples(one, goal)]
     found = _by_role(samples, goal)
     sound = [found[one.episode.id] for one in played if one.episode.status == "ok" and one.episode.id in found]
@@ -121,6 +147,22 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
         failed=[id in failed for id in ids],
         floor=floor,
         opposed=_opposed(sound, goal.attribution, sorted({name for one in played for name in one.outcome})),
+    )
+
+
+def _together(played: Sequence[Played], parts: Sequence[Worth]) -> Worth:
+    """What the episodes are worth, where roles go by different goals, each by its part."""
+    by_role: list[dict[str, float]] = []
+    for found in zip(*(part.by_role for part in parts), strict=True):
+        own = {role: value for one in found for role, value in one.items()}
+        by_role.append({role: value for role, value in own.items() if role != NO_ROLE} or own)
+    sound = [own for one, own in zip(played, by_role, strict=True) if one.episode.status == "ok" and own]
+    return Worth(
+        reward=[fmean(own.values()) if own else None for own in by_role],
+        by_role=by_role,
+        failed=[any(marks) for marks in zip(*(part.failed for part in parts), strict=True)],
+        floor=min([0.0, *(fmean(own.values()) for own in sound)]),
+        opposed=tuple(role for part in parts for role in part.opposed),
     )
 
 

@@ -31,13 +31,14 @@ class Groups(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int]
 
 
-def build_groups(samples: Sequence[Sample], recipe: Recipe) -> Groups:
+def build_groups(samples: Sequence[Sample], recipe: Recipe, part: str = "") -> Groups:
     """Put samples into groups by the recipe's key; samples alone in theirs are counted as `group_of_one`.
 
     What a group holds depends on the key. (task, role, turn, branch): candidates of one prompt, which is asserted.
     (task, role), as in dr_mas: all calls of one role in the episodes of a task, whatever their prompts.
     (task,), as in grpo: all calls of all roles in the episodes of a task. For the latter two, a group of one is a
-    group of one episode. Recipes that compare nothing (baseline `ema` or `none`) keep groups of one.
+    group of one episode. Recipes that compare nothing (baseline `ema` or `none`) keep groups of one. Groups of another
+    `part` have other ids (`prepare`).
 
     Raises GroupError when candidates of different prompts meet in a group that must share one.
     """
@@ -54,7 +55,7 @@ def build_groups(samples: Sequence[Sample], recipe: Recipe) -> Groups:
         if recipe.terms[0].compares and _size(group, recipe) < 2:
             alone += len(group)
         else:
-            groups.append(Group(id=_group_id(key, group, recipe), key=key, samples=tuple(group)))
+            groups.append(Group(id=_group_id(key, group, recipe, part), key=key, samples=tuple(group)))
     return Groups(groups=tuple(groups), left_out={"group_of_one": alone} if alone else {})
 
 
@@ -93,10 +94,10 @@ def _assert_one_prompt(key: Hashable, group: Sequence[Sample], recipe: Recipe) -
         )
 
 
-def _group_id(key: tuple[Hashable, ...], group: Sequence[Sample], recipe: Recipe) -> str:
+def _group_id(key: tuple[Hashable, ...], group: Sequence[Sample], recipe: Recipe, part: str) -> str:
     if recipe.plan == "tree":
         return group[0].call
     if recipe.plan == "replay":
         return group[0].branch
-    content = [group[0].training_step, list(recipe.key), [str(value) for value in key]]
+    content = [group[0].training_step, list(recipe.key), [str(value) for value in key], *filter(None, [part])]
     return hashlib.blake2b(msgspec.json.encode(content), digest_size=16).hexdigest()

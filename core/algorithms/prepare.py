@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Literal
 
@@ -71,6 +71,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     roles: Mapping[str, RoleStats]
     reward: float | None
     """Mean reward of all candidates that have one, kept or not; None without any."""
+    rewarded: int = 0
+    """How many have one."""
     reached: Mapping[str, Reached]
     """How far the samples of each policy came."""
     warnings: tuple[str, ...]
@@ -83,14 +85,18 @@ def prepare(
     state: AdvantageState | None = None,
     *,
     consumed: Container[str] = (),
-    decays: bool = False,
+    decays: Container[str] = (),
+    frozen: Collection[str] = (),
     others: Sequence[Sample] = (),
+    part: str = "",
 ) -> Prepared:
     """Attribute rewards, build groups, filter, compute advantages, filter again; count every sample that is left out.
 
     `consumed` holds the ids of groups that were trained on before, `others` the other answers in the episodes
     (`Collected.others`). A policy whose advantages are all zero has no signal: its samples are left out, unless the
-    loss or weight decay (`decays`) moves it all the same. Raises GroupError when candidates of different prompts meet
+    loss moves it all the same, or weight decay (policies in `decays`). Those of policies in `frozen` are compared as
+    ever, and left out last. `part` names the samples where others of the step have another recipe: its groups and
+    moving averages are not those of the others. Raises GroupError when candidates of different prompts meet
     in a group that must share one, and when more than half of the candidates of independent rollouts stand alone under
     a recipe that compares candidates of one prompt.
     """
@@ -111,7 +117,7 @@ def prepare(
     # Groups. Calls after the fork of a branch are in none; they join their branch's candidate below.
     usable = [sample for sample, stays in zip(samples, (complete & ~ties).tolist(), strict=True) if stays]
     continuing = [sample for sample in usable if sample.continues]
-    built = build_groups([sample for sample in usable if not sample.continues], recipe)
+    built = build_groups([sample for sample in usable if not sample.continues], recipe, part)
     left_out.update(built.left_out)
     warnings = [
         *_missing(samples, complete),
@@ -132,7 +138,7 @@ def prepare(
 
     # Advantages of the groups that stay; each later call of a branch has that of the candidate at its fork.
     kept = [samples[i] for i in order]
-    values, state = advantages(kept, recipe.terms, state, [rewards[order] for rewards in returns])
+    values, state = advantages(kept, recipe.terms, state, [rewards[order] for rewards in returns], part)
     values = shape(kept, values, recipe.shaping)
     of_branch = {sample.rollout: value for sample, value in zip(kept, values.tolist(), strict=True)}
     joined = [sample for sample in continuing if sample.rollout in of_branch]
@@ -146,9 +152,12 @@ def prepare(
         high = [*high_entropy(groups, filters.top_entropy), *[True] * len(joined)]
         gone = [reason or ("" if stays else "low_entropy") for reason, stays in zip(gone, high, strict=True)]
     moved = recipe.loss.moves_alone
-    if not (decays or moved):
+    if not moved:
         signal = {s.policy.name for s, value, why in zip(kept, values.tolist(), gone, strict=True) if value and not why}
+        signal |= {s.policy.name for s in kept if s.policy.name in decays}
         gone = [why or ("" if s.policy.name in signal else "no_signal") for s, why in zip(kept, gone, strict=True)]
+    if frozen:
+        gone = [why or ("frozen_step" if s.policy.name in frozen else "") for s, why in zip(kept, gone, strict=True)]
     rows = [i for i, why in enumerate(gone) if not why]
 
     # Alignment takes some samples twice and leaves others out. A sample without an advantage teaches nothing.
@@ -170,6 +179,7 @@ def prepare(
         left_out={reason: count for reason, count in left_out.items() if count},
         roles=_role_stats(samples, shown, members, number, stats, trained, recipe.attribution),
         reward=float(np.nanmean(shown)) if (~np.isnan(shown)).any() else None,
+        rewarded=int((~np.isnan(shown)).sum()),
         reached=_reached(samples, complete, ties, members, stats.flat[number]),
         warnings=tuple(warnings),
         state=state,
@@ -177,10 +187,10 @@ def prepare(
 
 
 def train_rows(
-    prepared: Prepared, collected: Collected, store: Store, entropy_by: str = ""
+    prepared: Prepared, collected: Collected, store: Store, entropy_by: Callable[[str], str] = lambda policy: ""
 ) -> dict[str, list[TrainRow]]:
     """Rows for the learner by role, with the token ids and the sampler's log-probabilities as recorded; `entropy_by`
-    names the component of the outcome that weighs a row's entropy bonus (`LossSpec`)."""
+    tells for a policy the component of the outcome that weighs a row's entropy bonus (`LossSpec`)."""
     prompts: dict[str, tuple[int, ...]] = {}
     images: dict[str, tuple[bytes, ...]] = {}
     grammars: dict[str, str] = {"": ""}
@@ -209,7 +219,7 @@ def train_rows(
                 logit_bias=tuple((int(token), float(value)) for token, value in call.sampling.get("logit_bias") or ()),
                 version=sample.policy.version,
                 trajectory=sample.rollout,
-                exploration=sample.outcome.get(entropy_by, 1.0),
+                exploration=sample.outcome.get(entropy_by(sample.policy.name), 1.0),
                 images=images[sample.prompt],
             )
         )

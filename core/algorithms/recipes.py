@@ -274,13 +274,13 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _require(bool(self.terms), "terms", self.terms, "is empty", "Give at least one term.")
         _require(
-            self.plan == "independent" or {"role", "turn", "branch"} <= set(self.key),
+            self.plan == "independent" or not self.takes_rewards or {"role", "turn", "branch"} <= set(self.key),
             "plan",
             self.plan,
             f"cannot be used with {self.name}, which compares whole rollouts (key {', '.join(self.key)})",
             f"Leave the plan out, or use {USUAL[self.plan]}, gspo, dapo or cispo under a {self.plan} plan.",
         )
-        for term in self.terms if self.plan == "tree" else ():
+        for term in self.terms if self.plan == "tree" and self.takes_rewards else ():
             how = term.attribution
             field, value = ("outcome", True) if how.horizon == "own_turn" else ("horizon", how.horizon)
             _require(

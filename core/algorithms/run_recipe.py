@@ -6,17 +6,19 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.collect import Collected, attributed, collect
+from cotune.algorithms.collect import Collected, collect
 from cotune.algorithms.groups import Group, build_groups
-from cotune.algorithms.prepare import Prepared, prepare
+from cotune.algorithms.policy_recipes import Recipes, attributed_each, prepare_each
+from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.recipes import USUAL, Recipe
 from cotune.algorithms.samples import Floats
-from cotune.errors import GroupError, RunError
+from cotune.errors import ConfigError, GroupError, RunError
 from cotune.records.plans import PlanKind
 from cotune.records.policies import past_role, swapped_roles
 from cotune.records.structs import Episode
@@ -45,29 +47,39 @@ class Regrouped(msgspec.Struct, frozen=True, kw_only=True):
 def regroup(
     store: Store,
     episodes: Iterable[Episode],
-    chosen: Recipe,
+    chosen: Recipes,
     config: RunConfig,
     roles: Mapping[str, str] | None = None,
+    step: int | None = None,
 ) -> Regrouped:
-    """Group and weigh recorded episodes as training did; `roles` as `trained_roles` gives them."""
+    """Group and weigh recorded episodes as training did in `step`; `roles` as `trained_roles` gives them."""
+
+    def of(role: str) -> Recipe:
+        return chosen.of_role(role) if roles is None else chosen.of(roles.get(role, ""))
+
     collected = collect(
         store,
         episodes,
-        plan=chosen.plan,
+        plan=chosen.run.plan,
         roles=roles,
         on_failure=failure_reward(config.on_failure),
         continuations=config.replay.continuations,
-        rewarded=chosen.takes_rewards,
+        rewarded=lambda role: of(role).takes_rewards,
         others=chosen.joins_calls,
-        seats=chosen.by_seat,
+        seats=lambda role: of(role).by_seat,
         trunks=config.replay.trunks,
     )
     samples, left_out = collected.samples, Counter(collected.left_out)
     candidates = len(samples) + left_out.total()
-    own = [term.advantage for term in chosen.terms if term.advantage]
+    own = [term.advantage for recipe in chosen.every for term in recipe.terms if term.advantage]
+    names = {sample.policy.name for sample in samples}
     try:
-        prepared = prepare(
-            samples, _without_own(chosen), decays=config.learner.weight_decay > 0, others=collected.others
+        prepared = prepare_each(
+            samples,
+            _without_own(chosen),
+            decays={name for name in names if config.decay_of(name) > 0},
+            frozen={name for name in names if step is not None and not config.trains(name, step)},
+            others=collected.others,
         )
     except GroupError as error:
         return Regrouped(
@@ -88,9 +100,11 @@ def regroup(
         )
         problems = (*problems, f"Advantages are those of {', '.join(own)}, which is not run here: they are not shown.")
     left_out.update(prepared.left_out)
-    rewards = attributed(collected, chosen.attribution, chosen.key).tolist()
+    rewards = attributed_each(collected, chosen).tolist()
     reward = dict(zip((s.id for s in samples), rewards, strict=True))
-    built = build_groups([s for s in samples if reward[s.id] == reward[s.id] and not s.continues], chosen).groups
+    grouped = [s for s in samples if reward[s.id] == reward[s.id] and not s.continues]
+    parts = [(recipe, part, [grouped[i] for i in places]) for part, recipe, places in chosen.split(grouped)]
+    built = [group for recipe, part, among in parts for group in build_groups(among, recipe, part).groups]
     return Regrouped(
         collected=collected,
         prepared=prepared,
@@ -101,19 +115,50 @@ def regroup(
     )
 
 
-def _without_own(chosen: Recipe) -> Recipe:
-    terms = tuple(msgspec.structs.replace(term, advantage="") for term in chosen.terms)
-    return msgspec.structs.replace(chosen, terms=terms)
+def _without_own(chosen: Recipes) -> Recipes:
+    def without(recipe: Recipe) -> Recipe:
+        terms = tuple(msgspec.structs.replace(term, advantage="") for term in recipe.terms)
+        return msgspec.structs.replace(recipe, terms=terms)
+
+    own = {name: without(recipe) for name, recipe in chosen.own.items()}
+    return msgspec.structs.replace(chosen, run=without(chosen.run), own=own)
 
 
-def recipe_of(store: Store) -> tuple[Recipe, str]:
-    """The run's recipe as its run.json tells, else the default one for the plan that the records look like."""
+def recipes_of(store: Store) -> tuple[Recipes, str]:
+    """The run's recipes as its run.json tells, else the default one for the plan that the records look like."""
     config = config_of(store)
     plan = config.plan.kind or _plan_of(store)
-    name = config.recipe or USUAL[plan]
-    settings = {"plan": plan, "team_weight": config.team_weight, **config.overrides}
+    found = policy_recipes(config, plan)
     source = "as the run was configured" if is_run(store.folder) else "as the records suggest"
-    return recipe(name, **settings), f"plan {plan}, recipe {name}, {source}"
+    return found, f"plan {plan}, {found.names}, {source}"
+
+
+def policy_recipes(config: RunConfig, plan: PlanKind) -> Recipes:
+    """The recipe of a run, and those of its policies that have one of their own. Raises ConfigError that names a field
+    as it is in the configuration."""
+
+    def resolved(name: str, overrides: Mapping[str, Any], table: str = "") -> Recipe:
+        try:
+            return recipe(name, **{"plan": plan, "team_weight": config.team_weight, **overrides})
+        except ConfigError as error:
+            if table and error.field not in overrides:
+                fault = f"cannot be used here: {error.field} = {error.value!r} {error.fault}"
+                remedy = f"All policies of a run have its plan, which is {plan}. {error.remedy}"
+                raise ConfigError(f"{table}recipe", name, fault, remedy) from None
+            if error.field not in overrides:
+                raise
+            raise ConfigError(f"{table}overrides.{error.field}", error.value, error.fault, error.remedy) from None
+
+    usual = config.recipe or USUAL[plan]
+    own = {
+        one.name: resolved(
+            one.recipe or usual, {**({} if one.recipe else config.overrides), **one.overrides}, "policy."
+        )
+        for one in config.policy
+        if one.recipe or one.overrides
+    }
+    roles = {role: one.name for one in config.policy if one.name in own for role in one.roles}
+    return Recipes(run=resolved(usual, config.overrides), own=own, roles=roles)
 
 
 def _plan_of(store: Store) -> PlanKind:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from cotune.algorithms.collect import Collected, attributed
+from cotune.algorithms.collect import Collected
 from cotune.algorithms.filters import group_reasons
 from cotune.algorithms.groups import build_groups
+from cotune.algorithms.policy_recipes import Recipes, attributed_each
 from cotune.algorithms.prepare import group_spread
-from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.samples import codes
 
 HALF = 0.5
@@ -46,32 +46,35 @@ class TaskFacts(msgspec.Struct, frozen=True, array_like=True):
     roles: dict[str, RoleFacts] = {}
 
 
-def group_signals(collected: Collected, recipe: Recipe) -> list[GroupSignal]:
-    """The groups of two or more rewards that the recipe's first term compares, in order of first appearance."""
-    rewards = attributed(collected, recipe.attribution, recipe.key)
-    reward_of = {s.id: r for s, r in zip(collected.samples, rewards.tolist(), strict=True)}
+def group_signals(collected: Collected, recipes: Recipes) -> list[GroupSignal]:
+    """The groups of two or more rewards that the first term of each policy's recipe compares, in order of first
+    appearance by recipe."""
+    reward_of = {s.id: r for s, r in zip(collected.samples, attributed_each(collected, recipes).tolist(), strict=True)}
     usable = [s for s in collected.samples if not s.continues and reward_of[s.id] == reward_of[s.id]]
-    groups = build_groups(usable, recipe).groups
-    members = [sample for group in groups for sample in group.samples]
-    number = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
-    stats = group_spread(members, np.array([reward_of[s.id] for s in members]), number, recipe, len(groups))
-    reasons = group_reasons(groups, stats, recipe.filters, ())
-    return [
-        GroupSignal(
-            task=group.samples[0].task,
-            roles=frozenset(s.role for s in group.samples),
-            episodes=frozenset(s.rollout for s in group.samples),
-            rewards=len(group.samples),
-            variance=0.0 if stats.flat[i] else float(stats.variance[i]),
-            spread=reasons[i] is None and not stats.flat[i],
-        )
-        for i, group in enumerate(groups)
-    ]
+    found: list[GroupSignal] = []
+    for part, recipe, places in recipes.split(usable):
+        groups = build_groups([usable[i] for i in places], recipe, part).groups
+        members = [sample for group in groups for sample in group.samples]
+        number = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
+        stats = group_spread(members, np.array([reward_of[s.id] for s in members]), number, recipe, len(groups))
+        reasons = group_reasons(groups, stats, recipe.filters, ())
+        found += [
+            GroupSignal(
+                task=group.samples[0].task,
+                roles=frozenset(s.role for s in group.samples),
+                episodes=frozenset(s.rollout for s in group.samples),
+                rewards=len(group.samples),
+                variance=0.0 if stats.flat[i] else float(stats.variance[i]),
+                spread=reasons[i] is None and not stats.flat[i],
+            )
+            for i, group in enumerate(groups)
+        ]
+    return found
 
 
-def task_rewards(collected: Collected, recipe: Recipe) -> dict[str, float]:
-    """Mean reward of each task's samples, as the recipe mixes it; tasks without one are left out."""
-    reward = attributed(collected, recipe.attribution, recipe.key)
+def task_rewards(collected: Collected, recipes: Recipes) -> dict[str, float]:
+    """Mean reward of each task's samples, as their recipes mix it; tasks without one are left out."""
+    reward = attributed_each(collected, recipes)
     task, names = codes([sample.task for sample in collected.samples])
     having = ~np.isnan(reward)
     counts = np.bincount(task, having, minlength=len(names))
@@ -79,15 +82,15 @@ def task_rewards(collected: Collected, recipe: Recipe) -> dict[str, float]:
     return {str(name): float(sums[i] / counts[i]) for i, name in enumerate(names) if counts[i]}
 
 
-def with_step(known: Mapping[str, TaskFacts], collected: Collected, recipe: Recipe) -> dict[str, TaskFacts]:
+def with_step(known: Mapping[str, TaskFacts], collected: Collected, recipes: Recipes) -> dict[str, TaskFacts]:
     """What is known of the tasks after a step: those that it tried have a new mean reward, and for each role the
     rewards of its groups, pooled with what was known before at half its weight."""
     shown: dict[str, dict[str, list[GroupSignal]]] = {}
-    for signal in group_signals(collected, recipe):
+    for signal in group_signals(collected, recipes):
         for role in sorted(signal.roles):
             shown.setdefault(signal.task, {}).setdefault(role, []).append(signal)
     after = dict(known)
-    for task, reward in task_rewards(collected, recipe).items():
+    for task, reward in task_rewards(collected, recipes).items():
         before, now = known[task].roles if task in known else {}, shown.get(task, {})
         pooled = {role: _pooled(before.get(role), now.get(role, ())) for role in sorted({*before, *now})}
         after[task] = TaskFacts(reward, pooled)

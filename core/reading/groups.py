@@ -13,16 +13,17 @@ import numpy as np
 from cotune.algorithms.baselines import FLAT
 from cotune.algorithms.filters import group_reasons
 from cotune.algorithms.groups import Group
+from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.prepare import Prepared, group_spread
 from cotune.algorithms.recipes import Recipe
-from cotune.algorithms.run_recipe import Regrouped, config_of, recipe_of, regroup, trained_roles
+from cotune.algorithms.run_recipe import Regrouped, config_of, recipes_of, regroup, trained_roles
 from cotune.algorithms.samples import Floats, Sample
 from cotune.reading.run import OpenedRun
 from cotune.storage.episode_filters import EVERYTHING
 
 MOST_EPISODES = 200
 """Episodes that are grouped where they belong to no training step, the latest ones."""
-AFTER = ("truncated", "timed_out_episode", "low_entropy", "no_signal", "beyond_alignment")
+AFTER = ("truncated", "timed_out_episode", "low_entropy", "no_signal", "frozen_step", "beyond_alignment")
 """Reasons for which samples are left out once they have advantages, except `zero_advantage`."""
 
 
@@ -81,20 +82,21 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
     store = run.store
     if not any(store.newest()):
         return StepGroups(problems=("This run recorded no episodes.",))
-    recipe, why = recipe_of(store)
+    recipes, why = recipes_of(store)
     if training_step is None:
         episodes = [store.episode(id) for id in reversed(store.episode_ids(EVERYTHING, MOST_EPISODES))]
     else:
         episodes = list(store.episodes(phase="train", training_step=training_step))
     # Grouping needs neither texts nor token ids: a step of many calls stays small in memory.
     lean: Any = SimpleNamespace(calls=functools.partial(store.calls, lean=True), rewards=store.rewards)
-    found = regroup(lean, episodes, recipe, config_of(store), trained_roles(store, training_step))
-    groups = tuple(_groups(found, recipe))
+    roles = trained_roles(store, training_step)
+    found = regroup(lean, episodes, recipes, config_of(store), roles, training_step)
+    groups = tuple(_groups(found, recipes))
     prepared = found.prepared
     weighed = zip(prepared.samples, prepared.advantages.tolist(), strict=True) if prepared else ()
     return StepGroups(
         recipe=why,
-        key=recipe.key,
+        key=recipes.run.key,
         groups=groups,
         advantages={sample.id: value for sample, value in weighed if value == value},
         group_of={sample.id: group.id for group in groups for sample in group.samples},
@@ -103,7 +105,7 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
         candidates=found.candidates,
         trained=len(prepared.trained) if prepared else 0,
         problems=found.problems,
-        running=any(term.baseline == "ema" for term in recipe.terms),
+        running=any(term.baseline == "ema" for recipe in recipes.every for term in recipe.terms),
         capped=training_step is None and len(episodes) >= MOST_EPISODES,
     )
 
@@ -125,26 +127,27 @@ def by_role_and_turn(groups: Iterable[ShownGroup]) -> dict[tuple[str, Any], Grou
     }
 
 
-def _groups(found: Regrouped, recipe: Recipe) -> Iterable[ShownGroup]:
+def _groups(found: Regrouped, recipes: Recipes) -> Iterable[ShownGroup]:
     if found.prepared is None:
         return
-    reasons = _reasons(found.groups, recipe)
     trained = {sample.id for sample in found.prepared.trained}
     weighed = _weighed(found.prepared)
-    after = (*AFTER, "zero_advantage") if recipe.filters.zero_advantage else AFTER
-    late = " or ".join(name for name in after if found.prepared.left_out.get(name))
-    for (group, values), reason in zip(found.groups, reasons, strict=True):
-        kept = any(s.id in trained for s in group.samples)
-        flat = "zero_advantage" if any(s.id in weighed for s in group.samples) else ""
-        yield ShownGroup(
-            id=group.id,
-            key=dict(zip(recipe.key, group.key, strict=True)),
-            samples=group.samples,
-            rewards=tuple(values.tolist()),
-            mean=float(values.mean()),
-            spread=float(values.std()),
-            reason="" if kept else reason or flat or late or "tie",
-        )
+    for _, recipe, places in recipes.split([group.samples[0] for group, _ in found.groups]):
+        among = [found.groups[i] for i in places]
+        after = (*AFTER, "zero_advantage") if recipe.filters.zero_advantage else AFTER
+        late = " or ".join(name for name in after if found.prepared.left_out.get(name))
+        for (group, values), reason in zip(among, _reasons(among, recipe), strict=True):
+            kept = any(s.id in trained for s in group.samples)
+            flat = "zero_advantage" if any(s.id in weighed for s in group.samples) else ""
+            yield ShownGroup(
+                id=group.id,
+                key=dict(zip(recipe.key, group.key, strict=True)),
+                samples=group.samples,
+                rewards=tuple(values.tolist()),
+                mean=float(values.mean()),
+                spread=float(values.std()),
+                reason="" if kept else reason or flat or late or "tie",
+            )
 
 
 def _weighed(prepared: Prepared) -> frozenset[str]:

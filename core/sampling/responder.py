@@ -36,12 +36,12 @@ class PolicyResponder:
     Roles in `provider_roles` are left to the application's provider. Any other role without a policy is answered by
     `others`, or left to the provider too where that is None, and counted in `unlisted`.
     `policies` maps roles to the version that answers. Under a tree plan a role with a scorer gets `plan.k`
-    candidates, and `attribution` says which is best; any other role gets one. `override` replaces what the application
-    asks for (temperature, ...). With a `seed` every call draws from a stream of its own, derived from its place and
-    from a seed that the application asks for; without one the application's holds. The place begins with the
-    episode's phase, or with `stream` where phases are to draw the same numbers. With `max_model_len` (tokens) a prompt
-    that leaves no room for a reply is refused before it is sampled, and a reply is cut to the room that there is.
-    `chats` are the formats of policies whose base has another one than `chat`, by name.
+    candidates, and `attribution` (of some roles that in `own`) says which is best; any other role gets one. `override`
+    replaces what the application asks for (temperature, ...). With a `seed` every call draws from a stream of its own,
+    derived from its place and from a seed that the application asks for; without one the application's holds. The place
+    begins with the episode's phase, or with `stream` where phases are to draw the same numbers. With `max_model_len`
+    (tokens) a prompt that leaves no room for a reply is refused before it is sampled, and a reply is cut to the room
+    that there is. `chats` are the formats of policies whose base has another one than `chat`, by name.
     """
 
     sampler: Sampler
@@ -50,6 +50,7 @@ class PolicyResponder:
     plan: Plan | None = None
     scorers: Mapping[str, AnyScorer] = field(default_factory=dict)
     attribution: Attribution = field(default_factory=Attribution)
+    own: Mapping[str, Attribution] = field(default_factory=dict)
     defaults: SamplingParams = field(default_factory=SamplingParams)
     override: Mapping[str, Any] | None = None
     provider_roles: Collection[str] = ()
@@ -96,7 +97,7 @@ class PolicyResponder:
         # 3. Reward all of them, and choose the one that the application gets.
         rewards, failure = await self._rewards(call, candidates)
         lengths = [Length(len(c.token_ids), params.max_tokens, c.finish_reason == "length") for c in candidates]
-        compared = attribute_siblings(rewards, call.role, self.attribution, lengths)
+        compared = attribute_siblings(rewards, call.role, self.own.get(call.role, self.attribution), lengths)
         # Of the parameters, images are recorded by their hash, and what most requests leave out only where it is asked.
         sampling = msgspec.structs.asdict(params)
         if images := sampling.pop("images"):

@@ -68,7 +68,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     stayed: dict[str, str] = {}
     """Trained policies without a new version, and why: `no sample` (its roles had no usable call), `no reward` (its
     samples have none that the recipe uses), `no comparison` (they stood alone in their groups), `no signal` (all its
-    advantages are zero), `filtered` (filters left out those that differ), `no gradient` (its rows moved nothing)."""
+    advantages are zero), `filtered` (filters left out those that differ), `no gradient` (its rows moved nothing),
+    `frozen step` (by its `train`)."""
     silent: Counts = {}
     """Trained roles that have called in no episode of the last steps, and of how many."""
     notes: tuple[str, ...] = ()

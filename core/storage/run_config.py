@@ -8,6 +8,7 @@ import msgspec
 
 from cotune.records.plans import PlanKind
 from cotune.records.policies import OtherRoles
+from cotune.records.step_ranges import within
 from cotune.storage.outcomes import failure_reward
 
 
@@ -69,6 +70,26 @@ class RunDistill(msgspec.Struct, frozen=True, kw_only=True):
     the address of a vLLM server, such as http://10.0.0.5:8000. The server's key is read from VLLM_API_KEY."""
 
 
+class RunPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """[[policy]]"""
+
+    name: str
+    """Its name in records, metrics and the export."""
+    roles: tuple[str, ...]
+    """The roles that it plays."""
+    recipe: str | None = None
+    """A recipe of its own, with the run's plan and without the run's `overrides`; without a value the run's. Policies
+    with one recipe are compared together, others by themselves."""
+    overrides: dict[str, Any] = {}
+    """Single settings of its recipe, beside the run's where it has the run's recipe."""
+    weight_decay: float | None = None
+    """Without a value `learner.weight_decay`."""
+    train: str = ""
+    """Steps in which it is trained, as ranges that count from 1, both ends included: 1:20,40: (without a value all). In
+    the other steps its roles are sampled as they are, and their candidates are counted as `frozen_step`; its
+    optimizer's state stays, and its schedule goes on with the run's steps."""
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The base of `TrainConfig`: the same fields with the same defaults. Unknown fields are passed over."""
 
@@ -102,6 +123,22 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     learner: RunLearner = RunLearner()
     records: RunRecords = RunRecords()
     distill: RunDistill = RunDistill()
+    policy: tuple[RunPolicy, ...] = ()
+    """[[policy]] tables, instead of a layout."""
 
     def __post_init__(self) -> None:
         failure_reward(self.on_failure)
+
+    def own_of(self, name: str) -> RunPolicy | None:
+        """The [[policy]] table of a policy; None where it has none."""
+        return next((one for one in self.policy if one.name == name), None)
+
+    def decay_of(self, name: str) -> float:
+        """The weight decay of a policy."""
+        own = self.own_of(name)
+        return self.learner.weight_decay if own is None or own.weight_decay is None else own.weight_decay
+
+    def trains(self, name: str, step: int) -> bool:
+        """Whether a policy is trained in `step`, counted from 0."""
+        own = self.own_of(name)
+        return own is None or within(own.train, step)

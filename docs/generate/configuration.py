@@ -12,7 +12,8 @@ from wording import entry, prose, small
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Shaping, Term
 from cotune.cli.command import documentation
 from cotune.errors import ConfigError
-from cotune.trainer.config.train import PolicyConfig, TrainConfig, convert
+from cotune.trainer.config.policy import PolicyConfig
+from cotune.trainer.config.train import TrainConfig, convert
 
 BAD: dict[type, Any] = {int: -1, float: -1.0, str: "?"}
 """By type a value that a field with bounds refuses; what it says then is what it allows."""

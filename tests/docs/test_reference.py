@@ -21,7 +21,8 @@ from cotune.algorithms.filters import REASONS
 from cotune.algorithms.published import PUBLISHED
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Shaping, Term
 from cotune.cli.main import parser
-from cotune.trainer.config.train import PolicyConfig, TrainConfig
+from cotune.trainer.config.policy import PolicyConfig
+from cotune.trainer.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 BASIC = set(RECIPES) - {recipe.name for recipe in PUBLISHED}

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from cotune.algorithms.learning_signal import learns_from, outcome_unused, scorers_unused, unknown_names
-from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.policy_recipes import Recipes
 from cotune.episodes.episode import UNSEEN, Outcome
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, WorkflowError
@@ -76,9 +76,13 @@ class RoleCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def roles_of(
-    calls: Sequence[CallRecord], policies: Policies | None, workflow: Workflow, plan: Plan
+    calls: Sequence[CallRecord],
+    policies: Policies | None,
+    workflow: Workflow,
+    able: Collection[str] | None,
 ) -> Iterator[RoleCheck]:
-    """The roles of calls, and whether they are trained. `policies` is None where they cannot be resolved."""
+    """The roles of calls, and whether they are trained: of those in `able` (None: all). `policies` is None where they
+    cannot be resolved."""
     for role in dict.fromkeys(call.role for call in calls):
         own = [call for call in calls if call.role == role]
         spec = policies.of(role) if policies else None
@@ -88,7 +92,7 @@ def roles_of(
             reason = "the policies cannot be resolved"
         elif spec.kind == "provider":
             reason = "left to the application's provider"
-        elif plan.kind == "tree" and not scorer:
+        elif able is not None and role not in able:
             reason = "no scorer"
         elif spec.kind == "frozen":
             reason = "its policy is frozen"
@@ -104,7 +108,7 @@ def learning_findings(
     roles: Sequence[RoleCheck],
     local: Mapping[str, Collection[str]],
     outcome: Collection[str],
-    recipe: Recipe,
+    recipes: Recipes,
     listed: Collection[str] = (),
 ) -> Iterator[Finding]:
     """The rewards that each trained role learns from, names that a recipe misspells, and rewards that train nobody.
@@ -112,15 +116,17 @@ def learning_findings(
     `local` are the components of each role's scorer, `outcome` those of the episodes; `listed` roles need not have
     called.
     """
-    own = {one.role: local.get(one.role, ()) for one in roles if one.trained}
-    for role, text in learns_from(own, outcome, recipe).items():
-        yield Finding("note", "rewards", f"{role} {text}")
-    errors, notes = unknown_names(recipe, local, outcome, [*listed, *(one.role for one in roles)])
-    yield from (blocking(error, "rewards") for error in errors)
-    yield from (Finding("warns", "rewards", note) for note in notes)
-    for text, remedy in (outcome_unused(own, outcome, recipe), scorers_unused(own, recipe)):
-        if text:
-            yield Finding("warns", "rewards", text, remedy)
+    every = [*listed, *(one.role for one in roles)]
+    for recipe, among in recipes.by_recipe(one.role for one in roles if one.trained):
+        own = {role: local.get(role, ()) for role in among}
+        for role, text in learns_from(own, outcome, recipe).items():
+            yield Finding("note", "rewards", f"{role} {text}")
+        errors, notes = unknown_names(recipe, local, outcome, every)
+        yield from (blocking(error, "rewards") for error in errors)
+        yield from (Finding("warns", "rewards", note) for note in notes)
+        for text, remedy in (outcome_unused(own, outcome, recipe), scorers_unused(own, recipe)):
+            if text:
+                yield Finding("warns", "rewards", text, remedy)
 
 
 def call_findings(

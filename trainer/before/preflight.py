@@ -53,7 +53,7 @@ async def preflight(
     Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
     fails on every call; ConfigError for a scorer of a role that never calls, and a misspelt reward or role.
     """
-    plan, recipe, _ = config.resolve_plan(list(workflow.scorers))
+    plan, recipes, _ = config.resolve_plan(list(workflow.scorers))
     responder = PolicyResponder(
         sampler,
         chats.own,
@@ -61,7 +61,8 @@ async def preflight(
         chats=chats.others,
         plan=msgspec.structs.replace(plan, k=2),
         scorers=workflow.scorers,
-        attribution=recipe.attribution,
+        attribution=recipes.run.attribution,
+        own=recipes.attributions(recipes.roles),
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
         override={"temperature": config.sampling.temperature},
         provider_roles=[role for policy in config.policy if policy.kind == "provider" for role in policy.roles],
@@ -106,7 +107,7 @@ async def preflight(
 
     ended = store.rewards(episode.id for episode in episodes).values()
     unknown = {name for outcome in outcomes for name in outcome.unknown}
-    if recipe.takes_rewards and not any(ended):
+    if any(recipe.takes_rewards for recipe, _ in recipes.by_recipe(rewards)) and not any(ended):
         if unknown:
             names = ", ".join(sorted(unknown))
             notes.append(f"the outcome ({names}) of all {len(outcomes)} episodes is unknown: they would be left out")
@@ -115,14 +116,15 @@ async def preflight(
                 f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
                 "Return a reward, add @workflow.judge, or use --plan tree where the roles have scorers.",
             )
-    scored = list(workflow.scorers) if plan.kind == "tree" else None
-    policies = config.resolve_policies([*rewards, *unseen], scored=scored)
+    able = recipes.able(workflow.scorers)
+    policies = config.resolve_policies([*rewards, *unseen], scored=able)
     outcome = sorted(unknown.union(*ended))
-    for error in unknown_names(recipe, rewards, outcome, policies.roles)[0]:
-        raise error
-    roles = list(roles_of(calls, policies, workflow, plan))
+    for recipe, _ in recipes.by_recipe(policies.learning):
+        for error in unknown_names(recipe, rewards, outcome, policies.roles)[0]:
+            raise error
+    roles = list(roles_of(calls, policies, workflow, able))
     findings = [*call_findings(calls, roles, plan, config)]
-    findings += learning_findings(roles, rewards, outcome, recipe, policies.roles)
+    findings += learning_findings(roles, rewards, outcome, recipes, policies.roles)
     counts = ", ".join(f"{one.role} ({plural(one.calls, 'call')})" for one in roles)
     failed = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
     if failed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, check_bounds
@@ -95,6 +95,13 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
         return {name: (value, usual) for name, (value, usual) in values.items() if value != usual}
 
 
+class Method(NamedTuple):
+    """How a learner trains one policy: its rate and weight decay are those of `settings`."""
+
+    settings: LearnerSettings
+    loss: LossSpec
+
+
 _WITHOUT_GPU = {"optimizer": "adamw", "quantize": "none", "tree_attention": "blocks"}
 """Settings whose other values need a GPU."""
 
@@ -131,7 +138,7 @@ def check_flex(settings: LearnerSettings, gpus_per_learner: int) -> None:
         )
 
 
-def check_loss(loss: LossSpec) -> None:
+def check_losses(*losses: LossSpec) -> None:
     """Raises ConfigError for a loss that lacks a number."""
-    if loss.aggregation == "constant" and loss.constant_length is None:
+    if any(loss.aggregation == "constant" and loss.constant_length is None for loss in losses):
         raise ConfigError("loss.constant_length", None, "is missing: it is the run's response limit, in tokens")

@@ -13,12 +13,13 @@ import msgspec
 from cotune.algorithms.catalogue import RECIPES, recipe, takes_a_tree
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.own import check_own
-from cotune.algorithms.recipes import USUAL, Recipe
+from cotune.algorithms.policy_recipes import Recipes, check_together
+from cotune.algorithms.run_recipe import policy_recipes
 from cotune.errors import ConfigError, check_bounds
 from cotune.integrations.exchange.trackers.tracker import Tool
 from cotune.integrations.models.chat.tool_formats import check_tool_format
 from cotune.records.plans import Plan, PlanKind, Select
-from cotune.records.policies import LoraSpec, Policies, PolicyKind, PolicySpec, policies_for
+from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.storage.outcomes import failure_reward
 from cotune.storage.run_config import RunConfig, RunPlan
 from cotune.trainer.config.cluster import ClusterConfig
@@ -27,6 +28,7 @@ from cotune.trainer.config.faults import PAGE, fault
 from cotune.trainer.config.from_records import DistillConfig, DpoConfig, RecordsConfig, check_distill, check_records
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.config.learner import LearnerSettings, check_flex, check_one_process
+from cotune.trainer.config.policy import PolicyConfig, PolicySettings, ScheduleConfig, check_policies
 from cotune.trainer.config.replay import ReplayConfig
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.config.sampling import SamplingConfig
@@ -36,20 +38,6 @@ NO_TASKS = "none"
 """`evaluation.tasks` of a run that holds no task out."""
 
 
-class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
-
-    name: str
-    """Its name in records, metrics and the export."""
-    roles: tuple[str, ...]
-    """The roles that it plays."""
-    kind: PolicyKind = "lora"
-    """lora | full | frozen (the untrained model) | provider (whatever the application uses today)."""
-    model: str = ""
-    """Folder, GGUF file or Hugging Face id of its base model; without a value the run's `model`."""
-    lora: LoraSpec = LoraSpec()
-
-
 class PlanConfig(RunPlan, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[plan] How candidates come about."""
 
@@ -57,18 +45,6 @@ class PlanConfig(RunPlan, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Candidates per call (tree), per forked call (replay), or episodes per task (independent)."""
     select: Select = Plan().select
     """Which candidate the application gets: argmax | sample | first."""
-
-
-class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[schedule] Learning rate over the run, as a factor on `learner.lr`."""
-
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    """constant, or decay to zero at the last step: linear | cosine."""
-    warmup: int = 0
-    """Steps of linear warm-up."""
-
-    def __post_init__(self) -> None:
-        check_bounds(self, "warmup", least=0, table="schedule.")
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,7 +86,6 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policies: Layout = "lora"
     """shared: one adapter for all roles | lora: one adapter per role | full: one model per role."""
     policy: tuple[PolicyConfig, ...] = ()
-    """[[policy]] tables, instead of a layout."""
     roles: tuple[str, ...] = ()
     """Roles that the application has but shows only on some tasks."""
     roles_by: str = ""
@@ -187,10 +162,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for role, count in Counter(role for p in self.policy for role in p.roles).items():
             if count > 1:
                 raise ConfigError("policy.roles", role, "is in two policies", "Remove the role from all but one.")
-        for p in self.policy:
-            if p.model and p.kind == "provider":
-                fault = f"is the base of {p.name}, which the provider answers"
-                raise ConfigError("policy.model", p.model, fault, 'Leave it out, or use kind = "frozen".')
+        check_policies(self.policy, self.recipe, self.steps)
 
     @property
     def from_records(self) -> bool:
@@ -227,9 +199,18 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """How many steps rollouts may be ahead of training."""
         return self.max_staleness if self.mode == "async" else 0
 
-    def resolve_plan(self, scorers: Sequence[str]) -> tuple[Plan, Recipe, str]:
-        """Plan and recipe, with a sentence that says why. Raises ConfigError for a tree plan without a scorer, and for
-        settings that do not fit the recipe's loss."""
+    def settings_of(self, policy: str) -> PolicySettings:
+        """What a policy is trained with: what its [[policy]] table says, else what the run says."""
+        own = next((one for one in self.policy if one.name == policy), None)
+        if own is None:
+            return PolicySettings(learner=self.learner, schedule=self.schedule)
+        lr = self.learner.lr if own.lr is None else own.lr
+        learner = msgspec.structs.replace(self.learner, lr=lr, weight_decay=self.decay_of(policy))
+        return PolicySettings(learner=learner, schedule=own.schedule or self.schedule)
+
+    def resolve_plan(self, scorers: Sequence[str]) -> tuple[Plan, Recipes, str]:
+        """Plan and recipes, with a sentence that says why. Raises ConfigError for a tree plan without a scorer, for
+        settings that do not fit the loss of a recipe, and for policies whose recipes do not go together."""
         branches = bool(scorers) and (self.recipe is None or takes_a_tree(self.recipe))
         usual: PlanKind = "tree" if branches else "independent"
         if self.recipe is not None and recipe(self.recipe).plan == "replay":
@@ -243,28 +224,20 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "needs a scorer; the workflow has none",
                 "Add @workflow.scorer(role) for at least one role, or use --plan replay or independent.",
             )
-        name = self.recipe or USUAL[kind]
-        chosen = self._recipe(name, kind)
-        if chosen.loss.token_loss and self.cluster.address:
-            fault = "cannot be used on a cluster, whose learners do not have its module"
-            raise ConfigError("overrides.token_loss", chosen.loss.token_loss, fault, "Train in one process.")
-        check_own(chosen)
+        recipes = policy_recipes(self, kind)
+        check_together(recipes)
+        for chosen in recipes.every:
+            if chosen.loss.token_loss and self.cluster.address:
+                fault = "cannot be used on a cluster, whose learners do not have its module"
+                raise ConfigError("overrides.token_loss", chosen.loss.token_loss, fault, "Train in one process.")
+            check_own(chosen)
         if kind == "replay":
             why = "a call is judged by the outcome of the episode that goes on from it"
         elif scorers:
             why = f"scorers for {', '.join(sorted(scorers))}"
         else:
             why = "the workflow has no scorer, so only the outcome of whole episodes can be compared"
-        return plan, chosen, f"plan {kind} (k={plan.k}), recipe {name}: {why}"
-
-    def _recipe(self, name: str, kind: PlanKind) -> Recipe:
-        """The recipe with the run's overrides. Raises ConfigError that names a field as it is in the configuration."""
-        try:
-            return recipe(name, **{"plan": kind, "team_weight": self.team_weight, **self.overrides})
-        except ConfigError as error:
-            if error.field not in self.overrides:
-                raise
-            raise ConfigError(f"overrides.{error.field}", error.value, error.fault, error.remedy) from None
+        return plan, recipes, f"plan {kind} (k={plan.k}), {recipes.names}: {why}"
 
     def resolve_policies(self, seen: Sequence[str], *, scored: Sequence[str] | None = None) -> Policies:
         """The policy of each role. `scored`: the roles that can be trained (None: all); a layout leaves the others
@@ -299,7 +272,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if not any(spec.trained for spec in specs.values()):
             raise ConfigError("policy.kind", "all untrained", "leaves nothing to train", "Set one to lora or full.")
         for p in self.policy:
-            if specs[p.name].trained and not set(p.roles) & set(able):
+            if p.trained and not set(p.roles) & set(able):
                 raise ConfigError(
                     "policy.kind",
                     f"{p.kind} for {p.name}",
@@ -362,12 +335,14 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
         raise ConfigError(
             "model", table.get("model"), "is missing: it is a model folder or Hugging Face id", "Pass --model."
         )
-    name = table.get("recipe")
-    if isinstance(name, Mapping):
-        remedy = "Its settings are overrides, such as overrides.clip_high."
-        raise ConfigError("recipe", dict(name), "is not the name of a recipe", remedy)
-    if name is not None and name not in (known := {*RECIPES, *FROM_RECORDS}):
-        raise ConfigError("recipe", name, f"is not one of {', '.join(sorted(known))}")
+    own = table.get("policy") or ()
+    named = [("policy.recipe", one.get("recipe")) for one in own if isinstance(one, Mapping)]
+    for field, name in [("recipe", table.get("recipe")), *named]:
+        if isinstance(name, Mapping):
+            remedy = "Its settings are overrides, such as overrides.clip_high."
+            raise ConfigError(field, dict(name), "is not the name of a recipe", remedy)
+        if name is not None and name not in (known := {*RECIPES, *FROM_RECORDS}):
+            raise ConfigError(field, name, f"is not one of {', '.join(sorted(known))}")
     try:
         return msgspec.convert(table, TrainConfig)
     except msgspec.ValidationError as error:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.manifest import is_export
-from cotune.algorithms.goal import Goal, goal_of
+from cotune.algorithms.goal import Goal, goal_of, goal_of_policies
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
@@ -215,9 +215,7 @@ async def evaluate_modes(
         seats = evaluations["trained"].opposed or evaluations["base"].opposed
         for role in seats:
             label = f"{role} against base"
-            await play(
-                label, against_base(responder.policies, role, seats), msgspec.structs.replace(goal, roles=[role])
-            )
+            await play(label, against_base(responder.policies, role, seats), goal.of_role(role))
             comparisons.append(compare(evaluations[label], of_role(evaluations["base"], role)))
     return EvaluationReport(
         evaluations=evaluations,
@@ -236,12 +234,12 @@ def _goal(config: TrainConfig | None, app: Workflow, evaluated: EvaluatedPolicie
     if config.from_records:
         return goal_of(None, config.on_failure), ""
     try:
-        recipe = config.resolve_plan(sorted(app.scorers))[1]
+        recipes = config.resolve_plan(sorted(app.scorers))[1]
     except ConfigError as error:
         note = f"Rewards are the plain sum, as the run's recipe does not fit this workflow: {error}"
         return goal_of(None, config.on_failure), note
-    roles = [role for policy in evaluated.policies if policy.name in evaluated.trained for role in policy.roles]
-    return goal_of(recipe, config.on_failure, roles), ""
+    players = {role: one.name for one in evaluated.policies if one.name in evaluated.trained for role in one.roles}
+    return goal_of_policies(recipes, config.on_failure, players), ""
 
 
 @contextlib.contextmanager

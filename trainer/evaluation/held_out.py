@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
-from cotune.algorithms.goal import goal_of
+from cotune.algorithms.goal import goal_of_policies
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, in_training, read_if_whole, step_file
 from cotune.records.structs import PolicyRef
@@ -189,5 +189,5 @@ async def _played(
     work = run_episodes(run, batch, plan=None, stream="eval", policies=policies)
     if await run.interruptible(work) is None:
         return None
-    goal = goal_of(run.recipe, run.config.on_failure, run.trained)
+    goal = goal_of_policies(run.recipes, run.config.on_failure, run.trained)
     return summarise(label, seen, 0.0, {}, goal)

@@ -22,6 +22,7 @@ from cotune.records.policies import Policies
 from cotune.storage.open_store import open_store
 from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
+from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.from_records.answers import counts, read_answers
 from cotune.trainer.from_records.lessons import Recorded, split, total
@@ -201,15 +202,16 @@ async def _open_learner(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Learner:
+    own = {one.name: Method(config.settings_of(one.name).learner, loss) for one in config.policy}
     if not config.cluster.address:
         from cotune.trainer.learner.local import LocalLearner
 
-        return await asyncio.to_thread(LocalLearner.open, config.model, policies, config.learner, loss)
+        return await asyncio.to_thread(LocalLearner.open, config.model, policies, config.learner, loss, own)
     from cotune.trainer.run.cluster import Cluster
 
     cluster = Cluster(config, workflow, "", stack, say)
     cluster.open_ray()
-    return await cluster.open_learner(policies, loss)
+    return await cluster.open_learner(policies, loss, own)
 
 
 def _said(config: TrainConfig, recorded: Recorded, episodes: Sequence[str], held_out: Sequence[str]) -> str:

@@ -29,28 +29,32 @@ class Judged(NamedTuple):
 
 
 class Critic:
-    """Value heads, one per policy: GAE makes the advantages of tokens from their values and the row's reward, which
-    stands in `advantage`; after the update the heads learn the values that they should have given.
+    """Value heads, one per policy whose loss has a critic: GAE makes the advantages of tokens from their values and the
+    row's reward, which stands in `advantage`; after the update the heads learn the values that they should have given.
 
     A head is linear in the policy's last hidden state, which gets no gradient from it, and begins at 0. It is in the
     checkpoints and nowhere else. In a process group of several all ranks have the same heads: each computes the values
     and gradients of the rows that are its part, and their sums go to all.
     """
 
-    def __init__(self, widths: Mapping[str, int], loss: LossSpec, group: ProcessGroup) -> None:
-        self._loss = loss
+    def __init__(self, policies: Mapping[str, tuple[int, LossSpec]], group: ProcessGroup) -> None:
+        """`policies` have the width of their hidden states and their loss."""
+        self._losses = {name: loss for name, (_, loss) in policies.items() if loss.critic}
         self._group = group
         self._heads: dict[str, nn.Linear] = {}
         self._optimizers: dict[str, torch.optim.AdamW] = {}
-        for policy, width in widths.items():
-            head = self._heads[policy] = nn.Linear(width, 1)
+        for policy, loss in self._losses.items():
+            head = self._heads[policy] = nn.Linear(policies[policy][0], 1)
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
             self._optimizers[policy] = torch.optim.AdamW(head.parameters(), lr=loss.critic_lr, weight_decay=0.0)
 
+    def __contains__(self, policy: str) -> bool:
+        return policy in self._heads
+
     def judge(self, policy: str, rows: Sequence[TrainRow], states: Mapping[int, Tensor]) -> Judged:
         """`states` are the last hidden states [tokens of the row, hidden] of this rank's part of the rows."""
-        values, loss = self._values(policy, rows, states), self._loss
+        values, loss = self._values(policy, rows, states), self._losses[policy]
         raw = [gae(v, row.advantage, loss.gae_gamma, loss.gae_lambda) for v, row in zip(values, rows, strict=True)]
         return Judged(values, whitened(raw), [a + v for a, v in zip(raw, values, strict=True)])
 

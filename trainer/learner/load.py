@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import torch
 
+from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError
 from cotune.integrations.models.folder.folder import loading, loading_weights, reading
 from cotune.integrations.models.folder.kinds import auto_class, beside_language, language_prefix
 from cotune.records.policies import Policies, PolicySpec
-from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.config.learner import LearnerSettings, Method
 from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.memory.optimizer import quantization
 from cotune.trainer.learner.policy_model import PolicyModel
@@ -26,11 +27,16 @@ SEED_STRIDE = 7919
 
 
 def open_policy_models(
-    model: str, policies: Policies, settings: LearnerSettings, *, reference: bool, names: Collection[str] | None = None
+    model: str,
+    policies: Policies,
+    settings: LearnerSettings,
+    *,
+    reference: Container[str],
+    names: Collection[str] | None = None,
 ) -> dict[str, PolicyModel]:
     """The trained policies by name, or those of them in `names`; frozen and provider policies are left out.
 
-    `reference` keeps a frozen copy of each `full` model (an adapter's reference is its base). A policy starts from the
+    A `full` model in `reference` keeps a frozen copy (an adapter's reference is its base). A policy starts from the
     same weights whatever else is opened with it. Raises ConfigError for a model that cannot be trained this way.
     """
     device = _device(settings.device)
@@ -45,7 +51,9 @@ def open_policy_models(
             path = spec.model or model
             if spec.kind == "full":
                 network = LogprobModel(_freeze_sight(_load(path, "float32", device, settings)), settings)
-                frozen = _load(path, "float32", device, settings).requires_grad_(False) if reference else None
+                frozen = (
+                    _load(path, "float32", device, settings).requires_grad_(False) if spec.name in reference else None
+                )
                 copy = None if frozen is None else LogprobModel(frozen, settings)
                 opened[spec.name] = PolicyModel(spec, index, network, frozen_copy=copy)
             else:
@@ -69,6 +77,12 @@ def open_policy_models(
                 why += ', or the kernel of tree_attention = "flex" does not compile here'
             log.warning("%s: %s. Rows compute what they have in common each.", kind, why)
     return opened
+
+
+def needing_untrained(policies: Policies, loss: LossSpec, own: Mapping[str, Method]) -> list[str]:
+    """The policies whose loss takes what the untrained policy says; `loss` is that of all that are not in `own`."""
+    losses = {name: own[name].loss if name in own else loss for name in policies.trained}
+    return [name for name, one in losses.items() if one.needs_untrained]
 
 
 def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:

@@ -28,7 +28,7 @@ from cotune.integrations.profiling.spans import Trace
 from cotune.integrations.profiling.tracer import Tracer
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
-from cotune.trainer.config.learner import LearnerSettings, check_loss
+from cotune.trainer.config.learner import LearnerSettings, Method, check_losses
 from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import (
     check_rows,
@@ -42,7 +42,7 @@ from cotune.trainer.learner.batching import (
 from cotune.trainer.learner.critic import Critic
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, clip_gradients, total_norm
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
-from cotune.trainer.learner.load import open_policy_models
+from cotune.trainer.learner.load import needing_untrained, open_policy_models
 from cotune.trainer.learner.loss import policy_loss, row_weights
 from cotune.trainer.learner.memory.optimizer import build_optimizer, check_hardware, learning_rate
 from cotune.trainer.learner.memory.pass_size import choose_pass_size, giving_back
@@ -68,8 +68,7 @@ class _Update:
 class LocalLearner:
     """Trains the policies of a run in this process. Methods may be called from any thread, one at a time runs.
 
-    The policy ratio is pi_train / pi_before_the_update, and each token weighs min(pi_before_the_update / pi_sampler,
-    cap).
+    The policy ratio is pi_train / pi_before_the_update; a token weighs min(pi_before_the_update / pi_sampler, cap).
 
     In a process group of several it holds a shard of every tensor and computes a part of the rows; all ranks call the
     same methods with the same rows, and all return the same.
@@ -81,33 +80,35 @@ class LocalLearner:
         settings: LearnerSettings,
         loss: LossSpec,
         group: ProcessGroup | None = None,
+        own: Mapping[str, Method] = {},
     ) -> None:
         self._policies = dict(policies)
-        self._settings = settings
-        self._loss = loss
+        self._methods = methods = {name: own.get(name, Method(settings, loss)) for name in policies}
         self._group = group or SingleProcess()
         self._lock = threading.RLock()
-        self._tracer = Tracer(next(iter(self._policies.values())).device)
-        self._order = {name: torch.Generator().manual_seed(settings.seed) for name in self._policies}
-        self._optimizers = {name: build_optimizer(policy, settings) for name, policy in self._policies.items()}
-        widths = {name: policy.width for name, policy in self._policies.items()}
-        self._critic = Critic(widths, loss, self._group) if loss.critic else None
+        self._tracer = Tracer(next(iter(policies.values())).device)
+        self._order = {name: torch.Generator().manual_seed(settings.seed) for name in policies}
+        self._optimizers = {name: build_optimizer(of, methods[name].settings) for name, of in policies.items()}
+        self._critic = Critic({name: (p.width, methods[name].loss) for name, p in policies.items()}, self._group)
         self._passes = choose_pass_size(self._policies.values(), settings, self._group)
-        trainable = {name: policy.parameters() for name, policy in self._policies.items()}
-        check_optimizers(trainable, self._optimizers)
+        trainable, optimizers = {name: policy.parameters() for name, policy in policies.items()}, self._optimizers
+        check_optimizers(trainable, optimizers)
         self._gradient_checks = {
-            name: GradientChecks(parameters, self._optimizers[name], self._group, dtype=settings.dtype)
+            name: GradientChecks(parameters, optimizers[name], self._group, dtype=settings.dtype)
             for name, parameters in trainable.items()
         }
 
     @classmethod
-    def open(cls, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec) -> LocalLearner:
-        """Load `model` for every trained policy. Raises ConfigError for a model or loss that cannot be trained."""
-        check_loss(loss)
+    def open(
+        cls, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec, own: Mapping[str, Method] = {}
+    ) -> LocalLearner:
+        """Load `model` for every trained policy; `own` are other methods of some. Raises ConfigError."""
+        check_losses(loss, *(method.loss for method in own.values()))
         check_hardware(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        return cls(open_policy_models(model, policies, settings, reference=loss.needs_untrained), settings, loss)
+        opened = open_policy_models(model, policies, settings, reference=needing_untrained(policies, loss, own))
+        return cls(opened, settings, loss, own=own)
 
     def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
         """Raises GroupError for unusable rows, LearnerError for one that does not fit into memory."""
@@ -117,11 +118,10 @@ class LocalLearner:
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
         """Train one policy. Raises as `check`, and LearnerError where nothing is trained.
 
-        With a critic it judges the rows first, and learns from them at the end (`Critic.learn` has its metrics).
-        """
+        With a critic it judges the rows first, and learns from them at the end (`Critic.learn`)."""
         with self._lock:
             self.check(policy, rows)
-            if self._critic is None:
+            if policy not in self._critic:
                 return self._train(policy, rows, lr_scale)
             seen = [msgspec.structs.replace(row, prompt_ids=row.privileged + row.prompt_ids) for row in rows]
             states = self.states(policy, seen)
@@ -151,7 +151,7 @@ class LocalLearner:
         known GPU `mfu`. Token means per role as `<role>/<metric>` where the rows are of several roles.
         """
         started = time.perf_counter()
-        model, loss, settings = self._model(policy), self._loss, self._settings
+        model, (settings, loss) = self._model(policy), self._methods[policy]
         with giving_back(model.device):
             # Rows into optimizer steps; which of them go through the model.
             rows = model.without_forced_tokens(rows)
@@ -161,7 +161,7 @@ class LocalLearner:
             halved = self._passes.halved
 
             # log pi before the first step, which the loss's mask compares with the sampler's.
-            before = partial(self._logprobs_before, model, rows, epochs, passed)
+            before = partial(self._logprobs_before, model, tokens, epochs, passed)
             tokens.compare(self._passes.fitting(before, lambda: None))
             found = {**tokens.masked_share(), "rows": float(sum(passed))}
             lengths = tokens.lengths.tolist()
@@ -261,7 +261,7 @@ class LocalLearner:
                 files.write_weights(folder, policy, self._group)
                 files.write_optimizer(folder, policy, self._optimizers[name])
                 if self._group.rank == 0:
-                    if self._critic is not None:
+                    if name in self._critic:
                         files.write_critic(folder, policy, self._critic.state(name))
                     files.write_progress(folder, policy, self._order[name], self._gradient_checks[name].steps)
 
@@ -279,7 +279,7 @@ class LocalLearner:
                     continue
                 files.read_weights(folder, policy)
                 files.read_optimizer(folder, policy, self._optimizers[name])
-                if self._critic is not None:
+                if name in self._critic:
                     self._critic.load(name, files.read_critic(folder, policy))
                 self._gradient_checks[name].steps = files.read_progress(folder, policy, self._order[name])
                 if self._gradient_checks[name].steps and not self._optimizers[name].state:
@@ -299,14 +299,14 @@ class LocalLearner:
         return passes(rows, batch, budget, shared=shared, rank=group.rank, size=group.size)
 
     def _logprobs_before(
-        self, model: PolicyModel, rows: Sequence[TrainRow], epochs: Sequence[Batches], passed: Sequence[bool]
+        self, model: PolicyModel, tokens: UpdateTokens, epochs: Sequence[Batches], passed: Sequence[bool]
     ) -> Tensor | None:
         """[N] log pi before the update, where it has to be known before the first optimizer step; also of rows that are
         not `passed`, where the loss has a mask.
 
         Computed in the passes of the first epoch: in bfloat16 other passes round otherwise.
         """
-        masks, several = self._loss.mask != "none", len(epochs) > 1 or len(epochs[0]) > 1
+        rows, masks, several = tokens.rows, tokens.loss.mask != "none", len(epochs) > 1 or len(epochs[0]) > 1
         if not (several or masks):
             return None
         batches = [[i for i in batch if passed[i]] for batch in epochs[0]]
@@ -347,25 +347,25 @@ class LocalLearner:
 
     def _backward(self, update: _Update, batch: Sequence[int]) -> float:
         """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss."""
-        model, tokens, places = update.model, update.tokens, torch.tensor(batch)
+        model, tokens, loss, places = update.model, update.tokens, update.tokens.loss, torch.tensor(batch)
         weight = torch.zeros(len(tokens.rows))
-        weight[places] = row_weights(self._loss, tokens.lengths[places], tokens.trajectory_lengths[places])
+        weight[places] = row_weights(loss, tokens.lengths[places], tokens.trajectory_lengths[places])
         total, done = 0.0, []
         passed = [i for i in batch if update.passed[i]]
         micros = self._micro_batches(model, tokens.rows, passed) if passed else [[]]
         for number, micro in enumerate(micros):
             model.logprob_model.reduce_next(number == len(micros) - 1)
             if not micro:  # no rows are left here, but FSDP's exchanges need every rank
-                if self._loss.needs_untrained:
+                if loss.needs_untrained:
                     model.reference_logprobs([])
                 (model.token_logprobs([])[0].sum() * 0.0).backward()
                 continue
             with self._tracer.span("forward"):
                 rows = [tokens.rows[i] for i in micro]
-                untrained = model.reference_logprobs(rows) if self._loss.needs_untrained else None
+                untrained = model.reference_logprobs(rows) if loss.needs_untrained else None
                 new, entropy = model.token_logprobs(rows)
                 own = tokens.of_pass(micro, weight, new=new, entropy=entropy, untrained=untrained)
-                parts = policy_loss(self._loss, own)
+                parts = policy_loss(loss, own)
             with self._tracer.span("backward"):
                 parts.loss.backward()
             total += parts.loss.item()
@@ -378,16 +378,16 @@ class LocalLearner:
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:
         """One optimizer step on the gradients at hand; returns their norm. A non-finite one is not applied, nor one of
         zero, which moves nothing by momentum either; but weight decay acts."""
-        model, optimizer = self._policies[policy], self._optimizers[policy]
-        norm = clip_gradients([p for p in model.parameters().values() if p.grad is not None], self._settings.grad_clip)
+        model, optimizer, settings = self._policies[policy], self._optimizers[policy], self._methods[policy].settings
+        norm = clip_gradients([p for p in model.parameters().values() if p.grad is not None], settings.grad_clip)
         if np.isfinite(norm):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(model, self._settings) * lr_scale
+                group["lr"] = learning_rate(model, settings) * lr_scale
             checks = self._gradient_checks[policy]
             checked = moves and lr_scale > 0 and bool(checks.pending)
             if checked:
                 checks.before_step()
-            if norm > 0.0 or self._settings.weight_decay > 0.0:
+            if norm > 0.0 or settings.weight_decay > 0.0:
                 optimizer.step()
             if checked:
                 checks.after_step()

@@ -35,7 +35,7 @@ class UpdateTokens:
         self.rows = rows
         self.old: Tensor | None = None
         """[N] log pi before the update, on the learner's device; None where no pass needs it beforehand."""
-        self._loss = loss
+        self.loss = loss
         self._starts = np.cumsum([0, *lengths])
         self.row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
         self.sampler = _flat([row.logprobs for row in rows])
@@ -57,10 +57,10 @@ class UpdateTokens:
     def compare(self, old: Tensor | None) -> None:
         """Keep log pi before the update, and leave out the tokens that the loss's mask rejects."""
         self.old = old
-        if self._loss.mask != "none" and old is not None and self.counted.any():
+        if self.loss.mask != "none" and old is not None and self.counted.any():
             mismatch, offered = old.cpu() - self.sampler, self._offered
             self.counted = offered.clone()
-            self.counted[offered] = unmasked(self._loss, mismatch[offered], self.row[offered])
+            self.counted[offered] = unmasked(self.loss, mismatch[offered], self.row[offered])
 
     @cached_property
     def lengths(self) -> Tensor:

@@ -93,9 +93,11 @@ def stayed(
     rows: Mapping[str, Sequence[TrainRow]],
     collected: Collected,
     prepared: Prepared,
+    frozen: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Why each trained policy that has not moved has not."""
+    """Why each trained policy that has not moved has not; those in `frozen` are not trained in this step."""
     reached, moves = {**dict.fromkeys(collected.unrewarded, "no reward"), **prepared.reached}, moved(updates)
+    reached |= dict.fromkeys(frozen, "frozen step")
     return {
         name: "no gradient" if name in rows else reached.get(name, "no sample")
         for name, spec in policies.specs.items()

@@ -85,7 +85,8 @@ class RolloutReport(StepReport):
         ran = [e for e in batch.episodes if e.phase != JUDGING]
         single = [e for e in ran if run.plan.kind != "replay" or e.rollout == 0]
         tokens = sum(len(candidate.token_ids) for call in calls for candidate in call.candidates)
-        unmoved = stayed(state.policies, updates, batch.rows, collected, prepared)
+        frozen = run.frozen(state.steps)
+        unmoved = stayed(state.policies, updates, batch.rows, collected, prepared, frozen)
         idle = not state.versions and "no signal" in unmoved.values()
         silent = run.silent(collected)
         return StepMetrics(

@@ -47,7 +47,8 @@ def answering(
     return ResponderConfig(
         policies=dict(policies),
         plan=plan,
-        attribution=run.recipe.attribution,
+        attribution=run.recipes.run.attribution,
+        own=run.recipes.attributions({role: one.name for role, one in policies.items()}),
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
         override={"temperature": config.sampling.temperature, **UNSHAPED},
         provider_roles=tuple(run.provider_roles),
@@ -74,7 +75,7 @@ def finished_episodes(run: RolloutRun, step: int, tasks: Container[str]) -> tupl
             cut.append(episode)
     judged = run.workflow.episode_judge is not None  # which is still to be asked
     well = ended_well(done.values())
-    if learns_from_outcomes(run.recipe) and not judged and not any(run.store.rewards(e.id for e in well).values()):
+    if learns_from_outcomes(run) and not judged and not any(run.store.rewards(e.id for e in well).values()):
         cut += well
         done = {place: episode for place, episode in done.items() if episode.status != "ok"}
     run.store.write(

@@ -35,7 +35,9 @@ def forks_of(run: RolloutRun, trunk: Episode) -> Forks:
     if not is_outcome(trunk):
         return Forks((), 0, Budget())
     calls, step = run.store.calls(trunk.id), trunk.training_step
-    roles = run.trained_roles(run.state.steps if step is None else step)
+    at = run.state.steps if step is None else step
+    frozen = run.frozen(at)  # a fork of theirs would train nobody
+    roles = {role: name for role, name in run.trained_roles(at).items() if name not in frozen}
     able = [call for call in calls if _trainable(call, roles)]
     forkable = [call for call in able if repeatable(calls, call)]
     config = run.config.replay

@@ -23,6 +23,7 @@ class ResponderConfig(msgspec.Struct, frozen=True, kw_only=True):
     policies: dict[str, PolicyRef]
     plan: Plan | None = None
     attribution: Attribution = Attribution()
+    own: dict[str, Attribution] = {}
     defaults: SamplingParams = SamplingParams()
     override: dict[str, Any] | None = None
     provider_roles: tuple[str, ...] = ()

@@ -112,5 +112,5 @@ def _figures(run: RolloutRun, held_out: Mapping[str, float]) -> dict[str, float]
     """What an evaluation says of each policy, in the roles that it has in evaluations."""
     policies = run.state.policies
     roles = {name: of for name in policies.trained if (of := policies.roles_of(name))}
-    by = run.config.evaluation.best_by
-    return judged_figures(held_out, roles, by or ("reward" if run.recipe.attribution.seats else ""))
+    by, seats = run.config.evaluation.best_by, any(recipe.attribution.seats for recipe in run.recipes_of_training)
+    return judged_figures(held_out, roles, by or ("reward" if seats else ""))

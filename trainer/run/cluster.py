@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
@@ -19,6 +19,7 @@ from cotune.records.policies import Policies
 from cotune.sampling.protocol import Sampler
 from cotune.tables import plural
 from cotune.trainer.config.cluster import CPUS, ClusterConfig
+from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from cotune.trainer.rollout.workers import RolloutWorkers
@@ -85,7 +86,7 @@ class Cluster:
         return sampler
 
     async def open_workers_and_learner(
-        self, policies: Policies, loss: LossSpec, sampler: Sampler
+        self, policies: Policies, loss: LossSpec, sampler: Sampler, own: Mapping[str, Method]
     ) -> tuple[RolloutWorkers, FsdpLearner]:
         """Start the processes that run the application and those that train, at once.
 
@@ -93,7 +94,7 @@ class Cluster:
         """
         workers, learner = await asyncio.gather(
             RolloutWorkers.open(self._workflow, self._path, self._config, sampler, on_loss=self._say),
-            self.open_learner(policies, loss),
+            self.open_learner(policies, loss, own),
             return_exceptions=True,
         )
         if isinstance(workers, RolloutWorkers):
@@ -104,7 +105,7 @@ class Cluster:
             raise learner
         return workers, learner
 
-    async def reopen_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
+    async def reopen_learner(self, policies: Policies, loss: LossSpec, own: Mapping[str, Method]) -> FsdpLearner:
         """Learners for these policies in place of the present or lost ones. Raises RunError where some policies are new
         and the engines have no room for them."""
         full, _ = owners(self._config, policies)
@@ -119,10 +120,10 @@ class Cluster:
             )
         if self._learner is not None:
             await self._learner.aclose()
-        return await self.open_learner(policies, loss)
+        return await self.open_learner(policies, loss, own)
 
-    async def open_learner(self, policies: Policies, loss: LossSpec) -> FsdpLearner:
-        """Start the processes that train. Raises ConfigError, LearnerError."""
+    async def open_learner(self, policies: Policies, loss: LossSpec, own: Mapping[str, Method]) -> FsdpLearner:
+        """Start the processes that train; `own` are other methods of some. Raises ConfigError, LearnerError."""
         learner = await asyncio.to_thread(
             FsdpLearner.open,
             str(locate_model(self._config.model)),
@@ -130,6 +131,7 @@ class Cluster:
             self._config.learner,
             loss,
             self._settings,
+            own,
         )
         self._stack.push_async_callback(learner.aclose)
         self._learner, self._open_policies = learner, set(policies.specs)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
@@ -19,6 +17,7 @@ from cotune.records.structs import Task
 from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.open_store import open_store
 from cotune.trainer.before.preflight import preflight
+from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner, TaughtLearner, Teacher
 from cotune.trainer.reporting.progress import Progress
@@ -27,6 +26,7 @@ from cotune.trainer.rollout.forks import expected_budget
 from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.engines import open_in_process, owners
+from cotune.trainer.run.methods import bounded_loss, own_methods
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import RolloutRun
@@ -50,8 +50,7 @@ async def open_run(
     """Open all parts, and restore the newest checkpoint. A run that has none looks at the application with a few
     episodes first, to find its roles."""
     say = progress.say
-    plan, recipe, why = config.resolve_plan(list(workflow.scorers))
-    scored = list(workflow.scorers) if plan.kind == "tree" else None
+    plan, recipes, why = config.resolve_plan(list(workflow.scorers))
     if plan.kind == "replay" and config.replay.freeze:
         start_freezing()
     saved = load_checkpoint(folder.checkpoints)
@@ -69,33 +68,33 @@ async def open_run(
                 notes.append(expected_budget(config, store, policies.learning, plan.k, count))
         else:
             before = config.based(saved[0].policies)
-            policies = config.join(before, [*saved[0].new_roles, *config.roles], scored=scored)
+            policies = config.join(before, [*saved[0].new_roles, *config.roles], scored=recipes.able(workflow.scorers))
             new = sorted(policies.roles.keys() - before.roles.keys())
             notes = [f"role {role!r} gets the policy {policies.roles[role]}" for role in new]
         check_routing(config.routing, policies)
         changes = folder.described.get("changes", ())
-        limit = recipe.loss.constant_length or config.sampling.max_tokens
-        loss = msgspec.structs.replace(recipe.loss, constant_length=limit)
+        loss = bounded_loss(recipes.run.loss, config.sampling.max_tokens)
+        own = own_methods(config, recipes)
         loading = f"loading the weights to train: {', '.join(policies.trained)} ..."
         owners(config, policies)
         runner: EpisodeRunner
         learner: Learner
         if cluster is None:
             say(loading)
-            learner = await asyncio.to_thread(_local_learner, config, policies, loss)
+            learner = await asyncio.to_thread(_local_learner, config, policies, loss, own)
             runner = LocalRunner(workflow, sampler, chats)
         else:
             sampler = await cluster.complete(policies, sampler)
             say(loading)
-            runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler)
+            runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler, own)
 
         def taught(learner: Learner) -> Learner:
             return learner if teacher is None else TaughtLearner(learner, teacher)
 
         async def open_learner(policies: Policies) -> Learner:
             if cluster is not None:
-                return taught(await cluster.reopen_learner(policies, loss))
-            return taught(await asyncio.to_thread(_local_learner, config, policies, loss))
+                return taught(await cluster.reopen_learner(policies, loss, own))
+            return taught(await asyncio.to_thread(_local_learner, config, policies, loss, own))
 
         run = RolloutRun(
             folder=folder,
@@ -108,7 +107,7 @@ async def open_run(
             learner=taught(learner),
             open_learner=open_learner,
             plan=plan,
-            recipe=recipe,
+            recipes=recipes,
             schedule=TaskPool(tasks, config.curriculum, 0.0, config.seed, tasks_per_step(config, changes)),
             held_out=held_out,
             teacher=teacher,
@@ -138,10 +137,10 @@ def _cluster(
     return Cluster(config, workflow, folder.workflow or import_path(workflow), stack, say)
 
 
-def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec) -> Learner:
+def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec, own: Mapping[str, Method]) -> Learner:
     from cotune.trainer.learner.local import LocalLearner
 
-    return LocalLearner.open(config.model, policies, config.learner, loss)
+    return LocalLearner.open(config.model, policies, config.learner, loss, own)
 
 
 async def _open_teacher(config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> Teacher:

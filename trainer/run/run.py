@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cotune.algorithms.collect import Collected
+from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.task_signals import with_step
@@ -82,7 +83,7 @@ class RolloutRun(Run):
     open_learner: Callable[[Policies], Awaitable[Learner]]
     """A learner for these policies, in their first state; the one before is closed."""
     plan: Plan
-    recipe: Recipe
+    recipes: Recipes
     held_out: Sequence[Task]
     teacher: Teacher | None = None
     published: dict[str, list[Proof]] = field(default_factory=dict)
@@ -142,7 +143,7 @@ class RolloutRun(Run):
         state.new_roles = tuple(sorted(self.joined(state.policies, sorted(collected.roles)).roles.keys() - known))
         state.silent = self.silent(collected)
         state.advantages = prepared.state
-        state.tasks = with_step(state.tasks, collected, self.recipe)
+        state.tasks = with_step(state.tasks, collected, self.recipes)
         state.drawn.pop(state.steps, None)
         by_call = self.plan.kind == "tree"  # there a group is a call, by its id
         members = {group.id: () if by_call else [s.id for s in group.samples] for group in prepared.groups}
@@ -156,7 +157,7 @@ class RolloutRun(Run):
 
     def joined(self, policies: Policies, roles: Sequence[str]) -> Policies:
         """`policies` with those of `roles` that have none and get one by the configuration."""
-        return self.config.join(policies, roles, scored=self.workflow.scorers if self.plan.kind == "tree" else None)
+        return self.config.join(policies, roles, scored=self.recipes.able(self.workflow.scorers))
 
     def policies_at(self, step: int) -> Policies:
         """The policies, with the roles that each plays in a step of training."""
@@ -166,6 +167,19 @@ class RolloutRun(Run):
         """The roles that are trained in a step of training, and the policies that play them."""
         policies, past = self.policies_at(step), past_role(self.config.routing.past, step)
         return {role: name for role, name in policies.learning.items() if role != past}
+
+    def frozen(self, step: int) -> list[str]:
+        """The policies that are not trained in a step, by their `train`."""
+        return [name for name in self.state.policies.trained if not self.config.trains(name, step)]
+
+    @property
+    def recipes_of_training(self) -> list[Recipe]:
+        """The different recipes of the trained policies."""
+        found: list[Recipe] = []
+        for name in self.state.policies.trained:
+            if (recipe := self.recipes.of(name)) not in found:
+                found.append(recipe)
+        return found
 
     @property
     def provider_roles(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from cotune.trainer.config.train import ScheduleConfig
+from cotune.trainer.config.policy import ScheduleConfig
 
 Item = TypeVar("Item")
 

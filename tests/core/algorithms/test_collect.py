@@ -308,7 +308,7 @@ def test_the_seat_whose_call_ended_last_failed_the_game_and_the_other_does_not_l
         book.call(f"b{name}", name, role="black", started=1.0, latency=1.0)
         book.call(f"v{name}", name, role="white", turn=1, started=1.5, latency=2.0)
     spiral, redteam = recipe("spiral"), recipe("self_redteam")
-    collected = collect(book.store, book.store.episodes(), plan="independent", seats=spiral.by_seat)
+    collected = collect(book.store, book.store.episodes(), plan="independent", seats=lambda role: spiral.by_seat)
     found = attributed(collected, spiral.attribution, spiral.key).tolist()
     rewards = dict(zip((s.call for s in collected.samples), found, strict=True))
     assert {call: reward for call, reward in rewards.items() if call[1:] == "e1"} == {"we1": -1.0, "ve1": -1.0}
@@ -324,7 +324,9 @@ def test_a_game_that_its_opponent_failed_is_no_loss_of_the_trained_seat(book):
     book.episode("e1", status="error")
     book.call("w", "e1", role="white")
     book.call("b", "e1", role="black", turn=0, step=1, status="error", candidates=[], policy=PolicyRef("black", 1))
-    collected = collect(book.store, book.store.episodes(), plan="independent", roles={"white": "white"}, seats=True)
+    collected = collect(
+        book.store, book.store.episodes(), plan="independent", roles={"white": "white"}, seats=lambda role: True
+    )
     assert (collected.samples, collected.left_out) == ([], {"opponent_failed": 1, "failed_call": 1})
     assert collected.roles == {"white", "black"}
 

@@ -146,7 +146,7 @@ def test_zero_variance_is_kept_with_advantage_zero_where_the_recipe_keeps_it_and
 @pytest.mark.parametrize("name", ["dr_mas", "grpo", "dr_grpo", "rloo", "gspo"])
 @pytest.mark.parametrize(
     ("changes", "decays", "kept"),
-    [({}, False, 2), ({"kl": 0.1}, False, 6), ({"entropy": 0.01}, False, 6), ({}, True, 6)],
+    [({}, (), 2), ({"kl": 0.1}, (), 6), ({"entropy": 0.01}, (), 6), ({}, "ab", 6)],
 )
 def test_a_policy_without_a_signal_is_left_out_unless_something_else_moves_it(name, changes, decays, kept):
     """Policy a ties in both tasks; policy b, of the same episodes, is compared over its own task and differs."""
@@ -215,7 +215,7 @@ def test_rows_carry_how_much_their_episode_is_to_be_explored(book):
         book.call(f"c{name}", name)
     collected = collect(book.store, book.store.episodes(), plan="independent")
     chosen = recipe("dr_mas", weights={"team": 1.0}, entropy_by="exploration")
-    rows = train_rows(prepare(collected.samples, chosen), collected, book.store, chosen.loss.entropy_by)
+    rows = train_rows(prepare(collected.samples, chosen), collected, book.store, lambda policy: chosen.loss.entropy_by)
     assert [row.exploration for row in rows["a"]] == [2.0, 1.0]
 
 

@@ -1,6 +1,7 @@
 """What a run's recipe makes of its records, as it is shown."""
 
 from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.run_recipe import regroup
 from cotune.storage.run_config import RunConfig
 
@@ -10,6 +11,6 @@ def test_groups_are_shown_as_they_were_trained_on_under_a_key_of_ones_own(book):
         book.episode(f"e{number}", outcome={"team": 1.0})
         book.call(f"c{number}", f"e{number}", prompt=(1, number), rewards=[own])
     chosen = recipe("at_grpo", plan="independent", key=["task", "role"])
-    found = regroup(book.store, book.store.episodes(), chosen, RunConfig())
+    found = regroup(book.store, book.store.episodes(), Recipes(run=chosen), RunConfig())
     assert found.prepared is not None and [s.id for s in found.prepared.samples] == ["c0.0", "c1.0"]
     assert [[s.id for s in group.samples] for group, _ in found.groups] == [["c0.0", "c1.0"]]

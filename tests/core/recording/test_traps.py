@@ -32,7 +32,7 @@ def test_trap_1_alone_or_all_equal_is_zero_or_dropped_never_the_raw_reward(book)
     samples = collect(book.store, book.store.episodes()).samples
     assert prepare(samples, AT_GRPO).left_out == {"group_of_one": 1, "zero_variance": 3}
     assert prepare(samples, recipe("at_grpo", zero_variance=False)).left_out == {"group_of_one": 1, "no_signal": 3}
-    kept = prepare(samples, recipe("at_grpo", zero_variance=False), decays=True)
+    kept = prepare(samples, recipe("at_grpo", zero_variance=False), decays={"a", "b"})
     assert advantages_of(kept) == {"d.0": 0.0, "d.1": 0.0, "d.2": 0.0}
     for name in ("grpo", "dr_grpo", "rloo", "dr_mas"):
         term = RECIPES[name].terms[0]

@@ -337,7 +337,7 @@ def test_an_error_of_one_policy_waits_for_the_others() -> None:
 
     async def scenario() -> None:
         with pytest.raises(LearnerError, match="Memory ran out"):
-            await update_policies(cast(Any, Learner()), {"a": [], "b": []}, 1.0)
+            await update_policies(cast(Any, Learner()), {"a": [], "b": []}, {"a": 1.0, "b": 1.0})
         assert done == ["b"]
 
     asyncio.run(scenario())

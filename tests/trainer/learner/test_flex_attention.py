@@ -33,7 +33,7 @@ def turns() -> list[TrainRow]:
 
 def policy(folder, how, dtype="float32"):
     settings = change(FAST, tree_attention=how, dtype=dtype)
-    return open_policy_models(folder, policies_for("full", ["a"], SMALL), settings, reference=False)["a"]
+    return open_policy_models(folder, policies_for("full", ["a"], SMALL), settings, reference=())["a"]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.1)])

@@ -145,7 +145,7 @@ def opens(model: Path) -> None:
     folder = str(locate_model(model))
     ChatTemplate.load(folder)
     read_parameters(Path(folder))
-    open_policy_models(folder, policies_for("full", ["a"], LoraSpec()), LearnerSettings(device="cpu"), reference=False)
+    open_policy_models(folder, policies_for("full", ["a"], LoraSpec()), LearnerSettings(device="cpu"), reference=())
 
 
 def test_a_model_folder(model: Path, evil: bytes, mark: Path) -> None:

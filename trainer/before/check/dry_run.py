@@ -16,7 +16,7 @@ import msgspec
 
 from cotune.algorithms.collect import Collected, collect
 from cotune.algorithms.groups import build_groups
-from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.samples import Sample
 from cotune.episodes.episode import Outcome
 from cotune.episodes.run_sync import run_sync
@@ -98,7 +98,8 @@ def check(
             say("loading the application ...")
             flow = workflow_of(workflow).named_by(config.roles_by)
             listed = as_tasks(tasks)[:limit]
-            plan, recipe, why = config.resolve_plan(list(flow.scorers))
+            plan, recipes, why = config.resolve_plan(list(flow.scorers))
+            able = recipes.able(flow.scorers)
             chat = None
             if model is not None:  # of a Hugging Face id no weights are fetched
                 from cotune.integrations.models.chat.template import ChatTemplate
@@ -112,7 +113,8 @@ def check(
                 return StubResponder(
                     plan=plan,
                     scorers=flow.scorers,
-                    attribution=recipe.attribution,
+                    attribution=recipes.run.attribution,
+                    own=recipes.attributions(recipes.roles),
                     provider_roles=[role for one in config.policy if one.kind == "provider" for role in one.roles],
                     answers=answers,
                     manner=manner,
@@ -147,13 +149,12 @@ def check(
         policies, findings = None, []
         try:
             if seen:
-                scored = list(flow.scorers) if plan.kind == "tree" else None
                 known = sorted({*unseen, *(call.role for call in seen)})
-                policies = config.resolve_policies(known, scored=scored)
+                policies = config.resolve_policies(known, scored=able)
         except ConfigError as error:
             findings = [blocking(error, "policies")]
-        roles = list(roles_of(seen, policies, flow, plan))
-        groups, left_out = _groups(store, outcomes, seen, roles, plan, recipe)
+        roles = list(roles_of(seen, policies, flow, able))
+        groups, left_out = _groups(store, outcomes, seen, roles, plan, recipes)
 
         # what blocks comes first, in the order in which it would be met
         command = f"cotune train {workflow} --tasks {tasks} --model MODEL" if isinstance(workflow, str) else ""
@@ -170,7 +171,7 @@ def check(
         findings += [*role_findings(roles), *idle_findings(idle, seen, parts.known)]
         findings += call_findings(seen, roles, plan, config)
         if any(outcome.error is None for outcome in outcomes):
-            findings += learning_findings(roles, local, team, recipe, rare)
+            findings += learning_findings(roles, local, team, recipes, rare)
         findings += [*run_findings(ran, watch), *connection_findings(outcomes, watch)]
         done = time.perf_counter()
         return CheckReport(
@@ -211,17 +212,27 @@ def _groups(
     seen: Sequence[CallRecord],
     roles: Sequence[RoleCheck],
     plan: Plan,
-    recipe: Recipe,
+    recipes: Recipes,
 ) -> tuple[list[GroupCheck], Mapping[str, int]]:
     """The groups of a step in which every episode runs like the one that was seen."""
     trained = [role.role for role in roles if role.trained]
     shown = {call.episode for call in seen}
     episodes = [outcome.episode for outcome in outcomes if outcome.episode.id in shown]
     plan_kind: PlanKind = "tree" if plan.kind == "tree" else "independent"  # nothing is forked here
-    collected = collect(store, episodes, plan=plan_kind, roles=trained, rewarded=recipe.takes_rewards)
+    collected = collect(
+        store,
+        episodes,
+        plan=plan_kind,
+        roles=trained,
+        rewarded=lambda role: recipes.of_role(role).takes_rewards,
+    )
     kept = {call.id for call in seen}
     collected = msgspec.structs.replace(collected, samples=[one for one in collected.samples if one.call in kept])
-    built = build_groups(list(_repeated(collected, plan)), recipe)
+    samples = list(_repeated(collected, plan))
+    built = [
+        build_groups([sample for sample in samples if sample.role in among], recipe, ", ".join(among))
+        for recipe, among in recipes.by_recipe(trained)
+    ]
     found = [
         GroupCheck(
             task=group.samples[0].task,
@@ -229,9 +240,10 @@ def _groups(
             turns=tuple(sorted({sample.turn for sample in group.samples})),
             size=len(group.samples),
         )
-        for group in built.groups
+        for one in built
+        for group in one.groups
     ]
-    left_out = Counter({**collected.left_out, **built.left_out})
+    left_out = sum((Counter(one.left_out) for one in built), Counter(collected.left_out))
     own = sum(refused(call) for episode in episodes for call in store.calls(episode.id))
     return found, +(left_out - Counter(failed_call=own))
 

@@ -51,6 +51,7 @@ class StubResponder:
     plan: Plan | None = None
     scorers: Mapping[str, AnyScorer] = field(default_factory=dict)
     attribution: Attribution = field(default_factory=Attribution)
+    own: Mapping[str, Attribution] = field(default_factory=dict)
     provider_roles: Collection[str] = ()
     answers: Sequence[str] = ()
     manner: Manner = AS_IT_FITS
@@ -93,6 +94,7 @@ class StubResponder:
             plan=None if provided else self.plan,
             scorers={} if provided else self.scorers,
             attribution=self.attribution,
+            own=self.own,
             override=self.sampling,
         )
         answer = await inner.respond(call)

@@ -20,7 +20,7 @@ from cotune.integrations.profiling.spans import Trace
 from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
 from cotune.trainer.config.cluster import CPUS, ClusterConfig
-from cotune.trainer.config.learner import LearnerSettings, check_loss
+from cotune.trainer.config.learner import LearnerSettings, Method, check_losses
 from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import check_rows
 from cotune.trainer.learner.fsdp.worker import pack_rows
@@ -92,14 +92,21 @@ class FsdpLearner:
 
     @classmethod
     def open(
-        cls, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec, cluster: ClusterConfig
+        cls,
+        model: str,
+        policies: Policies,
+        settings: LearnerSettings,
+        loss: LossSpec,
+        cluster: ClusterConfig,
+        own: Mapping[str, Method] = {},
     ) -> FsdpLearner:
-        """Start the pools of `cluster` in this process's Ray and load `model` for every trained policy.
+        """Start the pools of `cluster` in this process's Ray and load `model` for every trained policy; those in `own`
+        are trained by methods of their own.
 
         Raises ConfigError for what does not fit into the cluster or cannot be trained, LearnerError when a worker
         fails.
         """
-        check_loss(loss)
+        check_losses(loss, *(method.loss for method in own.values()))
         specs = [spec for spec in policies.specs.values() if spec.trained]
         names = [spec.name for spec in specs]
         groups = [names] if cluster.pools == "shared" else [[name] for name in names]
@@ -109,7 +116,7 @@ class FsdpLearner:
         try:
             for started in starting:
                 started.result()
-            learner._all(lambda pool: pool.call("open", model, policies, settings, loss, list(pool.names)))
+            learner._all(lambda pool: pool.call("open", model, policies, settings, loss, list(pool.names), dict(own)))
         except BaseException:
             learner._close()
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.records.policies import Policies
-from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner.load import open_policy_models
+from cotune.trainer.config.learner import LearnerSettings, Method
+from cotune.trainer.learner.load import needing_untrained, open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.policy_model import PolicyModel
@@ -115,16 +115,26 @@ class FsdpWorker:
         backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._size, timeout=wait)
 
-    def open(self, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec, names: list[str]) -> None:
+    def open(
+        self,
+        model: str,
+        policies: Policies,
+        settings: LearnerSettings,
+        loss: LossSpec,
+        names: list[str],
+        own: Mapping[str, Method] = {},
+    ) -> None:
         """Load the policies in `names`, divide their weights, and build the optimizers."""
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         # Whole models stay in the memory of the CPU; only this rank's part goes to the device.
         whole = msgspec.structs.replace(settings, device="cpu")
-        opened = open_policy_models(model, policies, whole, reference=loss.needs_untrained, names=names)
+        opened = open_policy_models(
+            model, policies, whole, reference=needing_untrained(policies, loss, own), names=names
+        )
         shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.dtype)
-        self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup())
+        self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own)
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:
         return dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))

@@ -1,0 +1,170 @@
+"""The recipe of each policy: that of the run, or one of its own. Policies with the same recipe are compared and weighed
+together, others by themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from cotune.algorithms.advantages import AdvantageState
+from cotune.algorithms.collect import Collected, attributed
+from cotune.algorithms.prepare import Prepared, prepare
+from cotune.algorithms.recipes import Attribution, Recipe
+from cotune.algorithms.samples import Floats, Sample
+from cotune.errors import ConfigError
+
+
+class Recipes(msgspec.Struct, frozen=True, kw_only=True):
+    """`run` is the recipe of all policies but those in `own`; `roles` names the policy of each role of theirs."""
+
+    run: Recipe
+    own: Mapping[str, Recipe] = {}
+    roles: Mapping[str, str] = {}
+
+    def of(self, policy: str) -> Recipe:
+        """The recipe that a policy is trained by."""
+        return self.own.get(policy, self.run)
+
+    def of_role(self, role: str) -> Recipe:
+        """The recipe of the policy that plays a role, as the configuration has it."""
+        return self.of(self.roles.get(role, ""))
+
+    @property
+    def every(self) -> list[Recipe]:
+        """The different recipes, that of the run first."""
+        return [recipe for recipe, _ in self._parts]
+
+    @property
+    def names(self) -> str:
+        """The recipes by name, with the policies of those that are not the run's."""
+        first, *rest = self._parts
+        return ", ".join([f"recipe {first[0].name}", *(f"{r.name} for {', '.join(of)}" for r, of in rest)])
+
+    @property
+    def joins_calls(self) -> bool:
+        """Whether any takes rewards of other calls of an episode into those of a candidate."""
+        return any(recipe.joins_calls for recipe in self.every)
+
+    def attributions(self, players: Mapping[str, str]) -> dict[str, Attribution]:
+        """What the candidates of each role are compared by where that is not the run's; `players` are the policies by
+        role."""
+        return {role: self.own[name].attribution for role, name in players.items() if name in self.own}
+
+    def by_recipe(self, roles: Iterable[str]) -> list[tuple[Recipe, list[str]]]:
+        """The different recipes of `roles`, each with those that have it."""
+        found: list[tuple[Recipe, list[str]]] = []
+        for role in roles:
+            recipe = self.of_role(role)
+            part = next((own for other, own in found if other == recipe), None)
+            if part is None:
+                found.append((recipe, part := []))
+            part.append(role)
+        return found
+
+    def able(self, scorers: Iterable[str]) -> list[str] | None:
+        """The roles that can be trained, None for all: under a tree plan those with a scorer, and those whose policies
+        take no rewards."""
+        if self.run.plan != "tree" or not self.run.takes_rewards:
+            return None
+        return list(dict.fromkeys([*scorers, *(role for role in self.roles if not self.of_role(role).takes_rewards)]))
+
+    @property
+    def _parts(self) -> list[tuple[Recipe, list[str]]]:
+        """Each recipe with the policies that name it; that of the run has all others too."""
+        found: list[tuple[Recipe, list[str]]] = [(self.run, [])]
+        for name, recipe in self.own.items():
+            part = next((policies for other, policies in found if other == recipe), None)
+            if part is None:
+                found.append((recipe, part := []))
+            part.append(name)
+        return found
+
+    def split(self, samples: Sequence[Sample]) -> list[tuple[str, Recipe, list[int]]]:
+        """Samples by recipe: a name of the part ("" for that of the run), the recipe, and places in `samples`."""
+        number = {name: i for i, (_, policies) in enumerate(self._parts) for name in policies}
+        places: list[list[int]] = [[] for _ in self._parts]
+        for i, sample in enumerate(samples):
+            places[number.get(sample.policy.name, 0)].append(i)
+        return [
+            ("+".join(policies) if i else "", recipe, places[i]) for i, (recipe, policies) in enumerate(self._parts)
+        ]
+
+
+def check_together(recipes: Recipes) -> None:
+    """Raises ConfigError for a recipe that needs the advantages of the other roles, where these have another one."""
+    if len(recipes.every) > 1:
+        for recipe in recipes.every:
+            if recipe.shaping.opponent:
+                fault = "needs the advantages of the other roles, whose policies have another recipe"
+                raise ConfigError("policy.recipe", recipe.name, fault, "Give it to all policies: set `recipe` alone.")
+
+
+def attributed_each(collected: Collected, recipes: Recipes) -> Floats:
+    """[n] reward of each sample by its policy's recipe, with those of other calls that have a part in it."""
+    reward = np.full(len(collected.samples), np.nan)
+    for _, recipe, places in recipes.split(collected.samples):
+        own = [collected.samples[i] for i in places]
+        around = list(_around(collected.samples, own, recipe, collected.others))
+        part = msgspec.structs.replace(collected, samples=own, others=around)
+        reward[places] = attributed(part, recipe.attribution, recipe.key)
+    return reward
+
+
+def prepare_each(
+    samples: Sequence[Sample],
+    recipes: Recipes,
+    state: AdvantageState | None = None,
+    *,
+    consumed: Container[str] = (),
+    decays: Collection[str] = (),
+    frozen: Collection[str] = (),
+    others: Sequence[Sample] = (),
+) -> Prepared:
+    """`prepare` for the policies of each recipe by themselves, as if these were the only ones that are trained: with
+    two recipes each policy has the advantages of a run that trains it alone. What is returned is of all of them."""
+    found: list[Prepared] = []
+    state = state or AdvantageState()
+    for part, recipe, places in recipes.split(samples):
+        own = [samples[i] for i in places]
+        if not own and part:
+            continue
+        around = _around(samples, own, recipe, others)
+        prepared = prepare(
+            own, recipe, state, consumed=consumed, decays=decays, frozen=frozen, others=around, part=part
+        )
+        found.append(prepared)
+        state = prepared.state
+    if len(found) == 1:
+        return found[0]
+    rewarded = sum(one.rewarded for one in found)
+    return Prepared(
+        samples=tuple(sample for one in found for sample in one.samples),
+        advantages=np.concatenate([one.advantages for one in found]),
+        trained=tuple(sample for one in found for sample in one.trained),
+        groups=tuple(group for one in found for group in one.groups),
+        left_out=dict(sum((Counter(one.left_out) for one in found), Counter())),
+        roles={role: stats for one in found for role, stats in one.roles.items()},
+        reward=sum(one.reward * one.rewarded for one in found if one.reward is not None) / rewarded
+        if rewarded
+        else None,
+        rewarded=rewarded,
+        reached={name: how for one in found for name, how in one.reached.items()},
+        warnings=tuple(dict.fromkeys(text for one in found for text in one.warnings)),
+        state=state,
+    )
+
+
+def _around(
+    samples: Sequence[Sample], own: Sequence[Sample], recipe: Recipe, others: Sequence[Sample]
+) -> Sequence[Sample]:
+    """The chosen answers of other calls of the episodes of `own`, where the recipe takes their rewards in."""
+    if not recipe.joins_calls:
+        return ()
+    if len(own) == len(samples):
+        return others
+    mine, rollouts = {sample.id for sample in own}, {sample.rollout for sample in own}
+    among = [sample for sample in samples if sample.chosen and sample.id not in mine]
+    return [sample for sample in [*others, *among] if sample.rollout in rollouts]

@@ -1,0 +1,65 @@
+"""Steps in which a policy is trained, as text: ranges of steps, such as `1:20,40:`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Mapping
+
+from cotune.errors import ConfigError
+
+FIELD = "policy.train"
+
+
+@functools.lru_cache(256)
+def step_ranges(text: str) -> tuple[tuple[int, int | None], ...]:
+    """The ranges of `text` in order: first and last step, counted from 1, both included; None for a range without an
+    end. Raises ConfigError where it is no such list, a range is empty, or two overlap."""
+    found: list[tuple[int, int | None]] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})\s*:\s*(\d{1,9})?\s*", part, re.ASCII)
+        if match is None:
+            remedy = "Ranges of steps are written as FIRST:LAST or FIRST:, with commas between: 1:20,40:"
+            raise ConfigError(FIELD, text, f"has {part!r}, which is not a range of steps", remedy)
+        first, last = int(match[1]), int(match[2]) if match[2] else None
+        if first < 1:
+            raise ConfigError(FIELD, text, f"has {part.strip()!r}: steps count from 1", "Begin with step 1.")
+        if last is not None and last < first:
+            fault = f"has {part.strip()!r}, which is empty: its last step is before its first"
+            raise ConfigError(FIELD, text, fault, f"Write {last}:{first}, or leave it out.")
+        found.append((first, last))
+    found.sort(key=lambda range_: range_[0])
+    for (first, last), (following, _) in itertools.pairwise(found):
+        if last is None or following <= last:
+            fault = f"has ranges that overlap in step {following}"
+            raise ConfigError(FIELD, text, fault, f"End the range that begins with {first} before step {following}.")
+    return tuple(found)
+
+
+def within(text: str, step: int) -> bool:
+    """Whether `step`, counted from 0 as in the records, is in the ranges of `text`; every step is where it is empty."""
+    return not text or any(first <= step + 1 and (last is None or step < last) for first, last in step_ranges(text))
+
+
+def check_ranges(ranges: Mapping[str, str], steps: int) -> None:
+    """Raises ConfigError for ranges, by policy, that go beyond the `steps` of the run, and where some step trains no
+    policy at all. `ranges` has all policies that are trained; an empty text stands for every step."""
+    for text in filter(None, ranges.values()):
+        for first, last in step_ranges(text):
+            if (beyond := max(first, last or 0)) > steps:
+                fault = f"names step {beyond}, beyond the last step of the run"
+                raise ConfigError(FIELD, text, fault, f"The run has {steps} steps: raise `steps`, or end it there.")
+    if ranges and all(ranges.values()) and (idle := _first_idle(ranges.values(), steps)):
+        remedy = "Extend a range, or leave out `train` for one of the policies."
+        raise ConfigError(FIELD, dict(ranges), f"leaves step {idle} without a policy that is trained", remedy)
+
+
+def _first_idle(texts: Iterable[str], steps: int) -> int | None:
+    """The first step (from 1) that is in no range; None where each is in one."""
+    at = 1
+    for first, last in sorted((range_ for text in texts for range_ in step_ranges(text)), key=lambda range_: range_[0]):
+        if first > at:
+            break
+        at = steps + 1 if last is None else max(at, last + 1)
+    return at if at <= steps else None

@@ -1,0 +1,84 @@
+"""Settings of one policy: those of its [[policy]] table, and the run's where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from cotune.algorithms.from_records import FROM_RECORDS
+from cotune.errors import ConfigError, check_bounds
+from cotune.records.policies import LoraSpec, PolicyKind
+from cotune.records.step_ranges import check_ranges
+from cotune.storage.run_config import RunPolicy
+from cotune.trainer.config.learner import LearnerSettings
+
+
+class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[schedule] Learning rate over the run, as a factor on `learner.lr`."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """constant, or decay to zero at the last step: linear | cosine."""
+    warmup: int = 0
+    """Steps of linear warm-up."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "warmup", least=0, table="schedule.")
+
+
+class PolicyConfig(RunPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
+
+    kind: PolicyKind = "lora"
+    """lora | full | frozen (the untrained model) | provider (whatever the application uses today)."""
+    model: str = ""
+    """Folder, GGUF file or Hugging Face id of its base model; without a value the run's `model`."""
+    lora: LoraSpec = LoraSpec()
+    lr: float | None = None
+    """Without a value `learner.lr`."""
+    schedule: ScheduleConfig | None = None
+    """Without a value the run's `schedule`."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "lr", table="policy.")
+        check_bounds(self, "weight_decay", least=0, table="policy.")
+
+    @property
+    def trained(self) -> bool:
+        return self.kind in ("lora", "full")
+
+    @property
+    def of_training(self) -> Iterator[str]:
+        """Settings that are given and only mean something to a policy that is trained."""
+        for name in ("lr", "schedule", "weight_decay", "recipe", "overrides", "train"):
+            if getattr(self, name) not in (None, "", {}):
+                yield name
+
+
+class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one policy is trained with, by its own table or the run's."""
+
+    learner: LearnerSettings
+    """With its own rate and weight decay."""
+    schedule: ScheduleConfig
+
+
+def check_policies(policies: tuple[PolicyConfig, ...], recipe: str | None, steps: int) -> None:
+    """Raises ConfigError for settings of policies that mean nothing where they stand, and for bad ranges of steps."""
+    for one in policies:
+        if one.model and one.kind == "provider":
+            fault = f"is the base of {one.name}, which the provider answers"
+            raise ConfigError("policy.model", one.model, fault, 'Leave it out, or use kind = "frozen".')
+        for name in () if one.trained else one.of_training:
+            fault = f"has no effect: policy {one.name} is of kind {one.kind}, which is not trained"
+            raise ConfigError(f"policy.{name}", getattr(one, name), fault, 'Leave it out, or set kind = "lora".')
+        for name in ("recipe", "overrides", "train"):
+            value = getattr(one, name)
+            if recipe in FROM_RECORDS and value:
+                fault = f"cannot be used with recipe {recipe}, which learns from records"
+                raise ConfigError(f"policy.{name}", value, fault, f"Leave it out of policy {one.name}.")
+        if one.recipe in FROM_RECORDS:
+            fault = "learns from records, and so is the recipe of a whole run"
+            raise ConfigError("policy.recipe", one.recipe, fault, f"Set `recipe`, or another one for {one.name}.")
+    check_ranges({one.name: one.train for one in policies if one.trained}, steps)
