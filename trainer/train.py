@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from cotune.runtime.interrupts import stop_by
 from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import go_on
 from cotune.storage.judge_ledger import run_folder
-from cotune.storage.run_layout import is_withheld, relocated, without_values
+from cotune.storage.run_layout import is_withheld, known_workflow, relocated, without_values
 from cotune.trainer.config.policy import PolicyConfig
 from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
 from cotune.trainer.config.withheld import with_values, written
@@ -181,10 +180,8 @@ def _resumed_app(
     if isinstance(workflow, str) and known is not None and workflow.rpartition(":")[2] != known.rpartition(":")[2]:
         fault = f"is not the workflow that the run was started with, {known!r}"
         raise ConfigError("workflow", workflow, fault, "Start a new run for it.")
-    if workflow is None and known is not None:
-        source, _, name = known.rpartition(":")
-        workflow = f"{relocated(source, described, folder.path)}:{name}"
-        sys.path[:0] = [path for path in (described.get("folder"), str(Path.cwd())) if path and path not in sys.path]
+    if workflow is None:
+        workflow = known_workflow(described, folder.path)
     recorded = described["config"].get("recipe") in FROM_RECORDS
     if tasks is None and described["tasks"] is not None:
         tasks = relocated(described["tasks"], described, folder.path)

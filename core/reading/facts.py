@@ -79,7 +79,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
 
 def learned(run: OpenedRun) -> Learned | None:
     """None for a run that samples its answers itself."""
-    if run.config.recipe not in FROM_RECORDS:
+    if run.samples:
         return None
     answers: defaultdict[str, float] = defaultdict(float)
     tokens: defaultdict[str, float] = defaultdict(float)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from cotune.storage.file_lock import is_held
+from cotune.storage.run_layout import RunLayout
 from cotune.storage.typed_json import read_if_typed
 
 NOW = "now.json"
@@ -60,6 +61,6 @@ PHASES = {
 
 def read_now(run: Path) -> Now | None:
     """The phase of a run; None unless a process is training it."""
-    if not is_held(run / "lock"):
+    if not is_held(RunLayout(run).lock):
         return None
     return read_if_typed(run / NOW, Now)

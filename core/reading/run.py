@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.errors import CotuneError, RunError
 from cotune.reading.evaluations import StoredEvaluation, evaluation_files, read_evaluations
 from cotune.reading.headline import Headline, headline
@@ -30,7 +31,7 @@ from cotune.storage.run_layout import (
     without_values,
 )
 
-log = logging.getLogger("cotune.viewer")
+log = logging.getLogger("cotune")
 T = TypeVar("T")
 
 MOST_RUNS = 200
@@ -143,6 +144,11 @@ class OpenedRun:
         return self.about.config
 
     @property
+    def samples(self) -> bool:
+        """Whether its policies sample answers; the others learn from records."""
+        return self.config.recipe not in FROM_RECORDS
+
+    @property
     def planned(self) -> int | None:
         """The steps that the run is to make; None for records by themselves."""
         return self.config.steps if "steps" in (self.description.get("config") or {}) else None
@@ -159,7 +165,7 @@ class OpenedRun:
             return "failed"
         if self.planned is not None and lines and lines[-1]["step"] + 1 >= self.planned:
             return "finished"
-        if is_held(self.path / "lock"):
+        if is_held(RunLayout(self.path).lock):
             return "under way"
         return "finished" if end is not None and end.kind == "ended" else "stopped"
 

@@ -21,7 +21,6 @@ class Use(msgspec.Struct, kw_only=True):
     calls: int = 0
     failed: int = 0
     turns: int = 0
-    candidates: int = 0
     prompt: int = 0
     completion: int = 0
     seconds: float = 0.0
@@ -64,7 +63,7 @@ class Totals:
         self._until = until
 
 
-_SUMMED = ("calls", "failed", "turns", "candidates", "prompt", "completion", "seconds")
+_SUMMED = ("calls", "failed", "turns", "prompt", "completion", "seconds")
 
 
 def _add(use: Use, part: Use) -> None:

@@ -153,8 +153,12 @@ class Store(Protocol):
         ...
 
     def use(self, after: int, until: int) -> list[tuple[Any, ...]]:
-        """Of calls above one number of `newest` and up to another: role, model, calls, failed ones, turns, candidates,
-        tokens of prompts and of answers, seconds; roles in the order of their first calls."""
+        """Of calls above one number of `newest` and up to another: role, model, calls, failed ones, turns, tokens of
+        prompts and of answers, seconds; roles in the order of their first calls."""
+        ...
+
+    def candidates_by_role(self) -> dict[str, int]:
+        """How many candidates each role's calls have; all of their texts are read for it."""
         ...
 
     def failed_episodes(self) -> list[tuple[str, str | None, int]]:

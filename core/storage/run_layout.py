@@ -16,6 +16,7 @@ RUN/opponents/         weights of earlier versions that later steps may play aga
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -101,6 +102,7 @@ class RunLayout:
         self.metrics = self.path / "metrics.jsonl"
         self.abandoned = self.path / "abandoned.jsonl"
         self.end = self.path / "end.json"
+        self.lock = self.path / "lock"
         self.checkpoints = self.path / "checkpoints"
         self.profiles = self.path / "profile"
         self.latest = latest_in(self.checkpoints)
@@ -148,6 +150,16 @@ def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
         if moved is not None and moved.exists():
             return str(moved.resolve())
     return path
+
+
+def known_workflow(described: Mapping[str, Any], run: Path) -> str | None:
+    """The workflow that run.json names, where it is now; None where it names none. What its module imports is found as
+    when the run was started."""
+    if (known := described.get("workflow")) is None:
+        return None
+    sys.path[:0] = [path for path in (described.get("folder"), str(Path.cwd())) if path and path not in sys.path]
+    source, _, name = known.rpartition(":")
+    return f"{relocated(source, described, run)}:{name}"
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

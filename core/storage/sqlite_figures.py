@@ -100,12 +100,15 @@ class SqliteFigures:
 
     def use(self, after: int, until: int) -> list[Row]:
         return self.rows(
-            f"""SELECT role, {_MODEL}, count(*), sum(status != 'ok'), max(turn) + 1,
-                sum(json_array_length(iif(json_valid(candidates), candidates, '[]'))), sum(prompt_tokens),
+            f"""SELECT role, {_MODEL}, count(*), sum(status != 'ok'), max(turn) + 1, sum(prompt_tokens),
                 sum(completion_tokens), sum(iif(json_valid(body), json_extract(body, '$.latency'), 0))
             FROM calls WHERE rowid > ? AND rowid <= ? GROUP BY 1, 2 ORDER BY min(id)""",
             (after, until),
         )
+
+    def candidates_by_role(self) -> dict[str, int]:
+        count = "sum(json_array_length(iif(json_valid(candidates), candidates, '[]')))"
+        return {str(role): count for role, count in self.rows(f"SELECT role, {count} FROM calls GROUP BY role")}
 
     def failed_episodes(self) -> list[tuple[str, str | None, int]]:
         return self.rows(

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, error_line
 from cotune.integrations.cluster.temp_dir import owned_folder
 from cotune.integrations.versions import require
 
@@ -124,7 +124,7 @@ def _start(ray: Any, arguments: Mapping[str, Any]) -> None:
         raise ConfigError(
             "cluster",
             arguments["address"],
-            f"cannot be started or joined ({type(error).__name__}: {error})",
+            f"cannot be started or joined ({error_line(error)})",
             "Check the address, or look at the machine's load and memory.",
         ) from error
     finally:

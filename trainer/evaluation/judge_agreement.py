@@ -22,7 +22,7 @@ from cotune.records.structs import candidate_id
 from cotune.storage.judge_ledger import run_folder, totals_of
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import RunLayout, read_run
+from cotune.storage.run_layout import is_run, known_workflow, read_run_json
 from cotune.tables import grid
 from cotune.trainer.evaluation.labels import EXAMPLE, labelled, load_labels
 from cotune.trainer.evaluation.statistics import mean, shown
@@ -70,7 +70,11 @@ def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None)
     have labels. Raises ConfigError for labels that are broken, of unknown ids, or that leave nothing to compare.
     """
     given = load_labels(labels)
-    workflow = load_workflow(app or _trained(run))
+    app = app or (known_workflow(read_run_json(run), Path(run).absolute()) if is_run(run) else None)
+    if app is None:
+        fault = f"is missing: {run} does not say which workflow it recorded"
+        raise ConfigError("app", None, fault, "Pass --app app:solve.")
+    workflow = load_workflow(app)
     folder = Path(run).absolute() if Path(run).is_dir() else Path(run).absolute().parent
     before = totals_of(folder)
     with open_store(run, read_only=True) as store:
@@ -204,12 +208,3 @@ def verdict(found: Agreement) -> str:
     if found.accuracy.high < 0.5:
         return f"the judge prefers what people do not: {share} of {found.pairs} pairs alike"
     return f"not shown to agree more often than chance ({share}): take more labels, or another rubric"
-
-
-def _trained(run: str | Path) -> str:
-    described = read_run(run).workflow if RunLayout(run).run_json.is_file() else None
-    if described is None:
-        raise ConfigError(
-            "app", None, f"is missing: {run} does not say which workflow it recorded", "Pass --app app:solve."
-        )
-    return described

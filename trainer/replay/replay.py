@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -32,7 +31,7 @@ from cotune.sampling.responder import PolicyResponder
 from cotune.storage.checkpoints import newest_checkpoint
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import RunLayout, is_run, read_run_json, relocated
+from cotune.storage.run_layout import RunLayout, is_run, known_workflow, read_run_json
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
 from cotune.trainer.replay.options import ReplayOptions
 
@@ -209,17 +208,13 @@ class _Kept:
 
 def _workflow(run: Path, options: ReplayOptions) -> Workflow:
     described = read_run_json(run) if is_run(run) else {}
-    spec, config = options.workflow, described.get("config", {})
-    if spec is None and (known := described.get("workflow")):
-        source, _, name = known.rpartition(":")
-        spec = f"{relocated(source, described, run.absolute())}:{name}"
-        sys.path[:0] = [path for path in (described.get("folder"),) if path and path not in sys.path]
+    spec = options.workflow or known_workflow(described, run.absolute())
     if spec is None:
         remedy = "For example: cotune replay RUN --workflow app:solve --all"
         raise ConfigError(
             "workflow", None, "is missing, and the records do not say which application made them", remedy
         )
-    return load_workflow(spec).named_by(options.roles_by or config.get("roles_by"))
+    return load_workflow(spec).named_by(options.roles_by or described.get("config", {}).get("roles_by"))
 
 
 def _episodes(store: Store, options: ReplayOptions) -> list[Episode]:

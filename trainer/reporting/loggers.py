@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.errors import error_line
 from cotune.integrations.exchange.trackers.tracker import KEEP_FILES, Tool, Tracker
 from cotune.records.structs import Episode
 from cotune.storage.metrics_file import StepMetrics
@@ -113,7 +114,7 @@ class _Logger(threading.Thread):
                     log.warning(
                         "Logger %s failed: %r. The run continues; metrics.jsonl has its steps.", self.tool, error
                     )
-                self.fault = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                self.fault = error_line(error)[:300]
         try:
             if tracker is not None:
                 tracker.finish()
@@ -165,8 +166,7 @@ def send_export(run: Path, export: Path, say: Callable[[str], None]) -> None:
             finally:
                 tracker.finish()
         except Exception as error:  # noqa: BLE001  (whatever a tool raises)
-            why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            say(f"logger {tool}: the export was not stored there ({why})")
+            say(f"logger {tool}: the export was not stored there ({error_line(error)[:300]})")
         else:
             say(f"stored in {tool} as an artefact of the run")
 

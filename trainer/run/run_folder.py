@@ -31,9 +31,9 @@ class RunFolder(RunLayout):
     """A run folder opened for writing; `close` releases it. Its path is absolute: the application may change the
     current folder."""
 
-    def __init__(self, path: Path, lock: FileLock, *, own: bool = False) -> None:
+    def __init__(self, path: Path, *, own: bool = False) -> None:
         super().__init__(path)
-        self._lock = lock
+        self._lock = FileLock(self.lock, f"The run {path}")
         self._own = own
 
     @classmethod
@@ -46,7 +46,7 @@ class RunFolder(RunLayout):
         try:
             path.mkdir(parents=True, exist_ok=True)
             own = not any(path.iterdir())
-            folder = cls(path, FileLock(path / "lock", f"The run {path}"), own=own)
+            folder = cls(path, own=own)
         except OSError as error:
             raise RunError(
                 f"{path} cannot be made a run folder: {error.strerror or error}.", "Choose another --out."
@@ -81,7 +81,7 @@ class RunFolder(RunLayout):
         """Open an existing run for writing. Raises RunError when there is none or another process holds it."""
         read_config(path)
         path = Path(path).absolute()
-        return cls(path, FileLock(path / "lock", f"The run {path}"))
+        return cls(path)
 
     @property
     def described(self) -> dict[str, Any]:

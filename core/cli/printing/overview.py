@@ -82,8 +82,10 @@ def _overview(run: OpenedRun) -> Iterable[RenderableType]:
     calls = grid(
         "role", "calls>", "failed>", "turns>", "candidates>", "prompt>", "completion>", "seconds>", "mean reward"
     )
+    candidates = store.candidates_by_role()
     for role, use in Totals(run).by_role().items():
-        row = (role, use.calls, warn(use.failed), use.turns, use.candidates, f"{use.prompt:,}", f"{use.completion:,}")
+        tokens = (f"{use.prompt:,}", f"{use.completion:,}")
+        row = (role, use.calls, warn(use.failed), use.turns, candidates.get(role, 0), *tokens)
         calls.add_row(*cells((*row, f"{use.seconds / use.calls:.3f}")), scores(own.get(role, {})))
     yield calls
     counters, interrupted = store.counters(), len(list(store.unfinished()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -125,16 +126,16 @@ class Judge(Ranking):
         if len(entries) < 2:
             return [None] * len(entries)
         distinct = list(dict.fromkeys(entries))
-        seed, reason, passes = self.settings.seed, self.settings.reason, range(self.settings.passes)
-        questions = [
-            question(self.rubric, shared, distinct, what=kind, seed=seed, turn=turn, reason=reason) for turn in passes
-        ]
+        asked = functools.partial(
+            question, self.rubric, shared, distinct, what=kind, seed=self.settings.seed, reason=self.settings.reason
+        )
         if episode is not None and episode.offline:
-            return await self._made_up(shared, len(entries), questions[0], episode)
+            return await self._made_up(shared, len(entries), asked, episode)
         if len(distinct) == 1:
             return [{self.name: 0.5}] * len(entries)
         ask = self._ask(episode)
-        answers = await asyncio.gather(*(self._tiers(asked, ask) for asked in questions), return_exceptions=True)
+        passes = (self._tiers(asked(turn=turn), ask) for turn in range(self.settings.passes))
+        answers = await asyncio.gather(*passes, return_exceptions=True)
         places = [[i for i, entry in enumerate(entries) if entry == other] for other in distinct]
         ranked = []
         for tiers in answers:
@@ -200,11 +201,11 @@ class Judge(Ranking):
         return answer.candidates[answer.chosen].text
 
     async def _made_up(
-        self, shared: str, count: int, asked: Question, episode: LiveEpisode
+        self, shared: str, count: int, asked: Callable[[], Question], episode: LiveEpisode
     ) -> Sequence[Mapping[str, float] | None]:
         """Rewards in a dry run, which contacts nobody: the calls of a role are made, and their answers are ignored."""
         if self.role is not None:
-            await self._ask_role(episode, self._request(asked))
+            await self._ask_role(episode, self._request(asked()))
         order = random.Random(address(shared.encode())).sample(range(count), count)
         return [{self.name: value} for value in values([[i] for i in order])]
 

@@ -83,7 +83,8 @@ class VllmClient:
         try:
             return msgspec.json.decode(answer.content, type=kind)
         except msgspec.DecodeError as error:
-            raise SamplerError(f"{self.url} answered in another form: {error}.", "Read the server's log.") from None
+            remedy = "Check which server, or proxy, is at this address, and read its log."
+            raise SamplerError(f"{self.url}{path} answered in another form than vLLM: {error}.", remedy) from error
 
     async def aclose(self) -> None:
         await self._http.aclose()

@@ -143,11 +143,11 @@ class VllmTeacher:
                 try:
                     logprobs = await self._prompt_logprobs(server, ids)
                     break
-                except RequestRefused as error:
-                    self._failed = 0
-                    return error_line(error)
                 except SamplerError as error:
                     failure = error_line(error)
+                    if isinstance(error, RequestRefused) or isinstance(error.__cause__, msgspec.DecodeError):
+                        self._failed = 0  # it answers, and another try would get the same answer
+                        return failure
                     if "Timeout" in type(error.__cause__).__name__:  # of httpx
                         self._counts["timeouts"] += 1
             else:

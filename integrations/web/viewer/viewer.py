@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from cotune.integrations.web.viewer.rendering import HUES, render
-from cotune.reading.facts import learned
 from cotune.reading.groups import StepGroups, step_groups
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import Prices, Totals
@@ -88,7 +87,7 @@ class Viewer:
 
     def page(self, request: Request, template: str, run: OpenedRun | None = None, **values: Any) -> Response:
         """A page within the frame that all pages have."""
-        samples = run is None or learned(run) is None
+        samples = run is None or run.samples
         about = {
             "runs": self.runs,
             "run": run,

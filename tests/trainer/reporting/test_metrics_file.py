@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from cotune.storage.file_lock import FileLock
 from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.run.run_folder import RunFolder
 from tests.mutations import as_json, damaged, mutated
@@ -21,7 +20,7 @@ LINE = {"step": 0, "outcome": {"team": 0.5}, "left_out": {"flat": 3}, "calls": 6
 
 @pytest.fixture
 def folder(tmp_path: Path):
-    made = RunFolder(tmp_path, FileLock(tmp_path / "lock", "The run"))
+    made = RunFolder(tmp_path)
     yield made
     made.close()
 

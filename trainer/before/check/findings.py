@@ -234,7 +234,7 @@ def idle_findings(idle: Sequence[IdleCheck], calls: Sequence[CallRecord], known:
     teams = tuple(f"{part.of}/" for part in known if part.kind == "member")
     unlisted = dict.fromkeys(call.role for call in calls if call.role not in listed and not call.role.startswith(teams))
     if unlisted:
-        text = f"cotune knows {', '.join(unlisted)} only because they called; roles that did not call may be missing."
+        text = f"no framework lists {', '.join(unlisted)}: roles that did not call may be missing."
         yield Finding("note", "roles", text, _RARE)
 
 

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from cotune.errors import CotuneError
+from cotune.errors import CotuneError, error_line
 from cotune.integrations import versions
 from cotune.integrations.models.folder.folder import folder_sees_images, locate_model
 from cotune.tables import cells, grid, plural
@@ -138,7 +138,7 @@ def judge_memory(config: TrainConfig, machine: Machine, prompt: int) -> tuple[tu
         images = ", without passes over images" if folder_sees_images(folder) and not counted else ""
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, CotuneError) as error:
         # a model's own code may want values, which tensors without storage do not have
-        text = f"no forecast can be made ({type(error).__name__}: {error})"
+        text = f"no forecast can be made ({error_line(error)})"
         return (), Finding("warns", "memory", text, "Set learner.memory, which bounds the learner.")
     asked = f"{plural(policies, 'policy', 'policies')}, prompts of up to {prompt} tokens{images}"
     if missing := list(shortages(plan)):

@@ -110,7 +110,7 @@ def learner_memory(
 ) -> ProcessMemory:
     """The learner: weights, gradients and moments, and a pass. A publication's copy takes the place of the gradients,
     which are gone by then."""
-    from cotune.trainer.learner.memory.pass_size import CPU_SHARE, GPU_SHARE, LAYER_MARGIN
+    from cotune.trainer.learner.memory.pass_size import LAYER_MARGIN, usual_share
 
     settings, cluster = config.learner, config.cluster
     parts = cluster.learners if cluster.address else 1
@@ -126,9 +126,7 @@ def learner_memory(
     # the pass that the learner will choose in the memory that is left
     fixed = sum(libraries.values()) + weights + adapters + state + logits + size.pass_bytes
     bound = min(parse_size(settings.memory), free) if settings.memory else free
-    share = bound - fixed
-    if not settings.memory:
-        share = total * CPU_SHARE if device == "cpu" else GPU_SHARE * (free - fixed)
+    share = bound - fixed if settings.memory else usual_share(bound - fixed, total, device)
     tokens, checkpointed = pass_tokens(size, config, load, share)
     each = PEAK * size.token_bytes
     if checkpointed:

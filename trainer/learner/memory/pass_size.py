@@ -260,11 +260,17 @@ def _room(model: PolicyModel, settings: LearnerSettings, fixed: int) -> tuple[fl
         return room, room, f"learner.memory = {settings.memory!r}"
     if not cuda:
         free, total = machine_memory()
-        return min(total * CPU_SHARE, free - fixed), free - fixed, f"the {free / 2**30:.1f} GiB that are free"
+        room = free - fixed
+        return usual_share(room, total, "cpu"), room, f"the {free / 2**30:.1f} GiB that are free"
     free = int(torch.cuda.mem_get_info(model.device)[0])
     unused = int(torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device))
     room = free + unused - fixed
-    return room * GPU_SHARE, room, f"the {(free + unused) / 2**30:.1f} GiB that are free on the GPU"
+    return usual_share(room, 0, "cuda"), room, f"the {(free + unused) / 2**30:.1f} GiB that are free on the GPU"
+
+
+def usual_share(room: float, total: float, device: str) -> float:
+    """Bytes that a pass should take without `learner.memory`, of the `room` that is left in a machine's `total`."""
+    return min(total * CPU_SHARE, room) if device == "cpu" else room * GPU_SHARE
 
 
 def _logit_bytes(model: PolicyModel) -> int:

@@ -155,6 +155,13 @@ def test_a_server_that_dies_ends_the_update_soon(server: FakeServer, asked: Vllm
     assert len(server.asked) <= 3 * min(rows, 5), "three times each; two more rows may begin before three have failed"
 
 
+def test_an_answer_in_another_form_ends_the_update_at_once(server: FakeServer, asked: VllmTeacher) -> None:
+    server.answers["POST", "/v1/completions"] = (200, b"<html>a proxy</html>")
+    with pytest.raises(LearnerError, match=r"has scored none of 2 rows: .*/v1/completions answered in another form"):
+        asked.logprobs([row(5)] * 2)
+    assert len(server.asked) == 2 and "retried" not in asked.counters
+
+
 def test_a_server_that_hangs_is_a_matter_of_the_time_out(server: FakeServer, tokenizer: Any) -> None:
     opened = VllmTeacher(server.url, tokenizer, timeout=0.5, concurrency=2, retries=1)
     over = threading.Event()

@@ -61,6 +61,12 @@ def parts(process: Any) -> dict[str, float]:
     return {name: round(size / 1e9, 3) for name, size in process.parts.items()}
 
 
+def test_a_pass_takes_no_more_than_is_left_where_memory_is_short() -> None:
+    """A sixteenth of the machine is 16 GB; of the 5.5 GB that are free the learner itself leaves 0.5."""
+    plan = learner_memory(BILLION, asked(), LOAD, device="cpu", free=5.5e9, total=256e9)
+    assert plan.pass_tokens == 1016 and plan.bytes < plan.free
+
+
 def test_a_learner_of_two_adapters_in_numbers() -> None:
     plan = learner_memory(BILLION, asked(), LOAD, device="cpu", free=20e9, total=32e9)
     # 32 GB / 16 for activations: 2e9 / (1.3 * 2e6) = 769 tokens, fewer than a row: checkpointed passes, of
