@@ -71,7 +71,7 @@ def export_run(
         out,
         [replace(policy, stayed=_why_stayed(Path(run), policy)) for policy in policies],
         run=Path(run).resolve().name,
-        others=_untrained(run, model),
+        others=untrained_policy(run, model),
         merge=merge,
         gguf=gguf,
         background=read_background(Path(run), Path(evaluation) if evaluation else None),
@@ -311,7 +311,7 @@ def best_policies(run: str | Path, model: Moved = None) -> list[TrainedPolicy]:
     ]
 
 
-def _untrained(run: str | Path, moved: Moved) -> TrainedPolicy | None:
+def untrained_policy(run: str | Path, moved: Moved = None) -> TrainedPolicy | None:
     """The untrained model where it plays the roles that the run's policies do not."""
     described = read_run(run)
     if described.config.other_roles != "frozen" or described.model is None:

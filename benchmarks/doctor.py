@@ -110,7 +110,7 @@ def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
         config = configuration(model, layout, device="cpu", mini_batch=rows)
         size = measure_folder(Path(model), LORA if layout == "lora" else None, "float32")
         load = Workload(row=PROMPT + RESPONSE, sequences=sequences, policies=1, shared=PROMPT * (GROUP - 1) / GROUP)
-        for process, count in zip(processes(size, config, machine, load), (rows, sequences), strict=True):
+        for process, count in zip(processes({model: (size, load)}, config, machine), (rows, sequences), strict=True):
             real = measured(model, process.process, layout, count)
             name, ratio = f"{layout} {process.process}", process.bytes / real
             print(f"{name:16} {process.bytes / 1e9:12.2f} {real / 1e9:9.2f} {ratio:6.2f}", flush=True)

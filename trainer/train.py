@@ -152,10 +152,7 @@ def resume(
             folder.describe_as(now)
         check_tools(config.loggers)
         for model, policies in config.bases.items():
-            try:
-                locate_base(model)
-            except ConfigError as error:
-                raise error if model == config.model else of_policy(error, policies[0]) from None
+            locate_base(model, of="" if model == config.model else policies[0])
         flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
         stack.pop_all()
     split = split_again(listed, config, described)

@@ -42,9 +42,10 @@ def arguments(command: Parser) -> None:
 def run(a: argparse.Namespace) -> int:
     from cotune.trainer.before.check.dry_run import check
     from cotune.trainer.before.check.report import render
-    from cotune.trainer.config.train import load_config
+    from cotune.trainer.config.train import load_config, read_toml
 
-    config = load_config(a.config, {"model": "none", **fields_of(a), **settings(a.set)})
+    named = read_toml(a.config).get("model", "none")
+    config = load_config(a.config, {"model": named, **fields_of(a), **settings(a.set)})
     with printing_aside() if a.json else nullcontext(), progress() as say:
         report = check(
             a.workflow,

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, add_trust, fields_of, prices
+from cotune.cli.command import (
+    APP,
+    TASKS,
+    Parser,
+    add_fields,
+    add_moved,
+    add_repeated,
+    add_trust,
+    fields_of,
+    moved,
+    prices,
+)
 from cotune.terminal import tell, terminal
 
 EXAMPLE = "cotune eval app:solve --tasks held_out.jsonl --run runs/r1"
@@ -26,7 +37,8 @@ def arguments(command: Parser) -> None:
     )
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
-    options = ("model", "limit", "samples", "concurrency", "timeout", "out", "roles_by", "records")
+    add_moved(command, "run or export")
+    options = ("limit", "samples", "concurrency", "timeout", "out", "roles_by", "records")
     add_fields(command, *options, table=EvaluationOptions)
     add_trust(command)
 
@@ -36,7 +48,7 @@ def run(a: argparse.Namespace) -> int:
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.evaluation.report import render
 
-    settings = {"modes": tuple(a.modes.split(",")), "prices": prices(a.price), **fields_of(a)}
+    settings = {"modes": tuple(a.modes.split(",")), "prices": prices(a.price), "model": moved(a.model), **fields_of(a)}
     report = evaluate(a.run, a.workflow, a.tasks, **settings)
     terminal().print(render(report))
     if report.stored:

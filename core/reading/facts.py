@@ -26,6 +26,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     recipe: str
     plan: str
     model: str
+    bases: dict[str, str]
+    """The base models of policies that have another one than `model`, by policy."""
     workflow: str
     teacher: str
     steps: str
@@ -38,6 +40,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
 
 
+def further_bases(run: OpenedRun) -> dict[str, str]:
+    """The base models of policies that have another one than the run's own, by policy."""
+    own = run.description.get("model")
+    return {one.name: one.model for one in run.config.policy if one.model not in ("", own)}
+
+
 def facts(run: OpenedRun) -> Facts:
     """A run by its configuration, its metrics and its records."""
     config, lines, about = run.config, run.metrics, run.description
@@ -48,6 +56,7 @@ def facts(run: OpenedRun) -> Facts:
         recipe=config.recipe or usual.get(plan, ""),
         plan=plan,
         model=str(about.get("model") or about.get("config", {}).get("model") or ""),
+        bases=further_bases(run),
         workflow=str(about.get("workflow") or ""),
         teacher=config.distill.teacher,
         steps=f"{len(lines)} of {run.planned}" if run.planned else str(len(lines) or ""),

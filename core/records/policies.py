@@ -110,6 +110,11 @@ class Policies(msgspec.Struct, frozen=True):
             ) from None
 
 
+def models_said(bases: Mapping[str, Sequence[str]]) -> str:
+    """The base models of a run, in words."""
+    return f"the model{'s' if len(bases) > 1 else ''} {', '.join(bases)}"
+
+
 def swapped_roles(roles: Mapping[str, str], ring: Sequence[str], every: int, step: int) -> dict[str, str]:
     """The policy of each role with the roles of `ring` moved on: in step s (from 0) each has the policy of the one that
     is s // every places after it (CORY, arXiv 2410.06101: pioneer and observer exchange their models)."""

@@ -77,6 +77,8 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in records, metrics and the export."""
     roles: tuple[str, ...]
     """The roles that it plays."""
+    model: str = ""
+    """Folder, GGUF file or Hugging Face id of its base model; without a value the run's `model`."""
     recipe: str | None = None
     """A recipe of its own, with the run's plan and without the run's `overrides`; without a value the run's. Policies
     with one recipe are compared together, others by themselves."""
@@ -117,6 +119,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     prices: dict[str, tuple[float, float]] = {}
     """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy, for the costs
     that cotune eval shows."""
+    policy: tuple[RunPolicy, ...] = ()
+    """[[policy]] tables, instead of a layout."""
     plan: RunPlan = RunPlan()
     replay: RunReplay = RunReplay()
     routing: RunRouting = RunRouting()

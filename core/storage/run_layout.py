@@ -75,6 +75,10 @@ class RunDescription(msgspec.Struct, frozen=True):
     config: RunConfig = RunConfig()
     rollbacks: tuple[Rollback, ...] = ()
 
+    def base_of(self, policy: str) -> str | None:
+        """The base model of a policy, where it is not the run's `model`."""
+        return next((one.model for one in self.config.policy if one.name == policy and one.model), None)
+
 
 class _Described(RunDescription, frozen=True, kw_only=True):
     """Fields that every run.json has, typed."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from cotune.errors import RequestRefused
 from cotune.integrations.models.engine_sampler import CalledSampler
+from cotune.integrations.models.engines import EngineConfig, open_sampler
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplerInfo
 
@@ -61,3 +63,21 @@ class PolicySampler(CalledSampler):
             names = ", ".join(sorted(self._samplers))
             raise RequestRefused(f"{policy} has no engine; there are engines for {names}.", "Correct its name.")
         return sampler
+
+
+async def open_engines(bases: Mapping[str, Sequence[str]], config: Callable[[str], EngineConfig]) -> Sampler:
+    """An engine for each base model, the run's own first, as one sampler: `bases` names the policies of each, and the
+    first answers for all others. Raises as `open_sampler`."""
+    async with AsyncExitStack() as opened:  # closes those that run where a later one fails
+        engines: dict[str, Sampler] = {}
+        for model in bases:
+            engines[model] = await open_sampler(config(model))
+            opened.push_async_callback(engines[model].aclose)
+        opened.pop_all()
+    return per_base(engines, bases)
+
+
+def per_base(engines: Mapping[str, Sampler], bases: Mapping[str, Sequence[str]]) -> Sampler:
+    """One sampler over those of each base model, as `open_engines` has it."""
+    (_, rest), *others = engines.items()
+    return PolicySampler({name: engine for base, engine in others for name in bases[base]}, rest) if others else rest

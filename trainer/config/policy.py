@@ -32,8 +32,6 @@ class PolicyConfig(RunPolicy, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     kind: PolicyKind = "lora"
     """lora | full | frozen (the untrained model) | provider (whatever the application uses today)."""
-    model: str = ""
-    """Folder, GGUF file or Hugging Face id of its base model; without a value the run's `model`."""
     lora: LoraSpec = LoraSpec()
     lr: float | None = None
     """Without a value `learner.lr`."""

@@ -87,15 +87,16 @@ def evaluate(
                 raise ConfigError("out", str(out.path), f"already has {file.name}", "Name a new folder.")
     # Everything that can be wrong is checked before a model is loaded.
     evaluated = open_evaluated_policies(source, chosen.model)
-    evaluated.check_base()
+    evaluated.check_bases()
     trained = convert(read_config(source)) if of_run else None
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
     goal, note = _goal(trained, app, evaluated)
     prices = {**(trained.prices if trained else {}), **chosen.prices}
-    if base := prices.get(evaluated.model, prices.get(Path(evaluated.model).name)):
-        # The price of the base model is that of every policy without a price of its own.
-        policies = [policy.name for policy in evaluated.policies if policy.kind != "provider"]
-        prices = {**dict.fromkeys([UNTRAINED.name, *policies], base), **prices}
+    for model, policies in evaluated.bases.items():
+        # The price of a base model is that of each of its policies without a price of its own.
+        if base := prices.get(model, prices.get(Path(model).name)):
+            own = [UNTRAINED.name] if model == evaluated.model else []
+            prices = {**dict.fromkeys([*own, *policies], base), **prices}
     timeout = (trained.episode_timeout if trained else TIMEOUT) if chosen.timeout is None else chosen.timeout
     chosen = msgspec.structs.replace(chosen, prices=prices, timeout=timeout)
     recorded = read_recorded(chosen.records, held_out, prices, goal) if chosen.records is not None else None

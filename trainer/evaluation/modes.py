@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from cotune.adapters.bases import Moved
 from cotune.errors import ConfigError, check_bounds
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import UNSHAPED
@@ -42,8 +43,9 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Take only the first so many tasks."""
     samples: int = 1
     """Episodes of each task in every mode that is not greedy: pass@k for k up to it."""
-    model: str | None = None
-    """Folder or id of the base model, where it lies elsewhere than the run or export says."""
+    model: Moved = None
+    """Folder or id of the base model, where it lies elsewhere than the run or export says; of several a mapping of
+    those that were moved."""
     max_tokens: int | None = None
     """Most tokens of an answer where the application names no limit; without a value: as in training, 256 for an
     export, and in the modes `as_deployed` the model's context, as in `deployed`."""

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cotune.adapters.export import TrainedPolicy, latest_policies
+from cotune.adapters.bases import Moved
+from cotune.adapters.export import TrainedPolicy, latest_policies, untrained_policy
 from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import is_export, read_manifest
 from cotune.errors import AdapterError
-from cotune.integrations.models.chat.template import ChatTemplate
-from cotune.integrations.models.engines import EngineConfig, open_sampler
+from cotune.integrations.models.chat.formats import load_formats
+from cotune.integrations.models.engines import EngineConfig
 from cotune.integrations.models.folder.folder import locate_base
-from cotune.records.policies import OtherRoles, stand_in
+from cotune.integrations.models.per_policy import open_engines
+from cotune.records.policies import OtherRoles, Policies, PolicySpec, models_said, stand_in
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import fingerprint, publish_verified
 from cotune.sampling.responder import PolicyResponder
@@ -26,7 +28,8 @@ from cotune.storage.run_layout import read_run
 
 @dataclass(frozen=True)
 class EvaluatedPolicies:
-    """Policies with their weights, and the folder or Hugging Face id of the base `model`, which is their version 0.
+    """Policies with their weights. The base of each is its version 0, and `model` that of the run's own, by folder or
+    Hugging Face id.
 
     `other_roles` says what plays a role without a policy.
     """
@@ -55,13 +58,20 @@ class EvaluatedPolicies:
     def provider_roles(self) -> list[str]:
         return [role for policy in self.policies if policy.kind == "provider" for role in policy.roles]
 
-    def check_base(self) -> None:
-        """Raises ConfigError where the base model is not there, AdapterError where it is not that of the run."""
-        folder = locate_base(self.model)
-        if known := [policy for policy in self.policies if policy.trained_on]:
-            found = base_fingerprint(folder)
-            for policy in known:
-                policy.check_trained_on(self.model, found)
+    @property
+    def bases(self) -> dict[str, list[str]]:
+        """The base models, `model` first, and the policies of each."""
+        specs = {p.name: PolicySpec(name=p.name, kind=p.kind, model=p.model) for p in self.policies}
+        return Policies(specs, {}).bases(self.model)
+
+    def check_bases(self) -> None:
+        """Raises ConfigError where a base model is not there, AdapterError where it is not that of the run."""
+        for model, names in self.bases.items():
+            folder = locate_base(model, of="" if model == self.model else names[0])
+            if known := [policy for policy in self.policies if policy.name in names and policy.trained_on]:
+                found = base_fingerprint(folder)
+                for policy in known:
+                    policy.check_trained_on(model, found)
 
     @contextlib.asynccontextmanager
     async def responder(
@@ -71,9 +81,9 @@ class EvaluatedPolicies:
 
         `say` is told what takes time. Raises SyncError when a policy arrives altered.
         """
-        say(f"loading the model {self.model} ...")
-        chat = await asyncio.to_thread(ChatTemplate.load, self.model, self.tool_format)
-        sampler = await open_sampler(EngineConfig(model=self.model, threads=threads))
+        say(f"loading {models_said(self.bases)} ...")
+        chats = await asyncio.to_thread(load_formats, self.bases, self.tool_format)
+        sampler = await open_engines(self.bases, lambda model: EngineConfig(model=model, threads=threads))
         try:
             say("publishing the policies ...")
             for policy in self.policies:
@@ -83,8 +93,9 @@ class EvaluatedPolicies:
                     await publish_verified(sampler, ref, policy.weights, lora, fingerprint(policy.weights))
             yield PolicyResponder(
                 sampler,
-                chat,
+                chats.own,
                 self.roles,
+                chats=chats.others,
                 provider_roles=self.provider_roles,
                 others=stand_in(self.other_roles),
                 **options,
@@ -93,15 +104,16 @@ class EvaluatedPolicies:
             await sampler.aclose()
 
 
-def open_evaluated_policies(source: str | Path, model: str | None = None) -> EvaluatedPolicies:
+def open_evaluated_policies(source: str | Path, model: Moved = None) -> EvaluatedPolicies:
     """Read the newest checkpoint of a run, or an export (hashes checked).
 
-    `model` replaces the recorded path of the base model. Raises RunError, AdapterError.
+    `model` says where base models are now, if elsewhere. Raises RunError, AdapterError, ConfigError.
     """
-    folder, base = Path(source), model
+    folder = Path(source)
     if is_export(folder):
         manifest = read_manifest(folder)
         export = load_export(folder, model, untrained=True)
+        bases = {policy.name: str(engine.folder) for engine in export.engines for policy in engine.policies}
         base = str(export.engines[0].folder) if export.engines else None
         policies = [
             TrainedPolicy(
@@ -109,7 +121,7 @@ def open_evaluated_policies(source: str | Path, model: str | None = None) -> Eva
                 kind=policy.kind,
                 version=policy.version,
                 roles=[entry.role for entry in manifest.roles if entry.policy == policy.name],
-                model=policy.base.model if policy.base else None,
+                model=bases.get(policy.name),
                 weights=export.weights(policy),
                 lora=policy.lora,
             )
@@ -117,8 +129,8 @@ def open_evaluated_policies(source: str | Path, model: str | None = None) -> Eva
         ]
         other_roles, tool_format = manifest.other_roles, next((base.tool_format for base in manifest.bases), "auto")
     else:
-        policies = latest_policies(folder)
-        base = base or next((policy.model for policy in policies if policy.model), None)
+        policies, others = latest_policies(folder, model), untrained_policy(folder, model)
+        base = others.model if others else next((policy.model for policy in policies if policy.model), None)
         config = read_run(folder).config
         other_roles, tool_format = config.other_roles, config.tool_format
     if base is None:

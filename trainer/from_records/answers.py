@@ -10,7 +10,6 @@ import msgspec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError
 from cotune.integrations.models.chat.answers import encode_answer
-from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.reading.recorded_answers import RecordedAnswer, best_episodes, recorded_answers
 from cotune.records.images import holds_images
 from cotune.records.structs import Candidate, Episode, candidate_id
@@ -18,7 +17,7 @@ from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 from cotune.trainer.config.from_records import RecordsConfig
-from cotune.trainer.from_records.lessons import Recorded, pack
+from cotune.trainer.from_records.lessons import Reader, Readers, Recorded, pack
 
 _REDACTED = "{count} answers are of calls with redacted parts: what stands there instead is learned"
 _REWARDED = "Lower --min-reward, or give rewards with: cotune score RUN app:solve --write."
@@ -68,10 +67,8 @@ class Unwritten:
         return f"Role {role} learns nothing: all {lost} of its answers are left out ({why}). {_remedy(reasons)}"
 
 
-def read_answers(
-    store: Store, chat: ChatTemplate, settings: RecordsConfig, longest: int, on_failure: OnFailure = "lowest"
-) -> Recorded:
-    """The answers of a records file that `settings` ask for, as rows of at most `longest` tokens.
+def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_failure: OnFailure = "lowest") -> Recorded:
+    """The answers of a records file that `settings` ask for, as rows.
 
     Failed branches count in an answer's value as `on_failure` says. Held-out evaluations of a run and its first look at
     the application are not learned from. Raises RecordError where no answer is left.
@@ -86,7 +83,7 @@ def read_answers(
     unwritten = Unwritten()
     listed = recorded_answers(store, episodes, left_out, min_reward=settings.min_reward, on_failure=on_failure)
     for found in listed:
-        row = _row(chat, found, longest, noted)
+        row = _row(readers(found.call.role), found, noted)
         if isinstance(row, str):
             left_out[row] += 1
             unwritten.add(found.call.role, row, found.call.candidates[found.call.chosen or 0])
@@ -148,9 +145,9 @@ def learned_from(store: Store, left_out: Counter[str]) -> Iterator[Episode]:
             yield episode
 
 
-def _row(chat: ChatTemplate, found: RecordedAnswer, longest: int, noted: Counter[str]) -> TrainRow | str:
+def _row(reader: Reader, found: RecordedAnswer, noted: Counter[str]) -> TrainRow | str:
     """The row of an answer, or why there is none."""
-    call = found.call
+    call, chat = found.call, reader.chat
     assert call.chosen is not None
     candidate = call.candidates[call.chosen]
     if candidate.malformed or candidate.finish_reason == "length":
@@ -159,7 +156,7 @@ def _row(chat: ChatTemplate, found: RecordedAnswer, longest: int, noted: Counter
     encoded = encode_answer(chat, found.messages, tools, found.answer, options)
     if isinstance(encoded, str):
         return encoded
-    if len(encoded.prompt) + len(encoded.answer) > longest:
+    if len(encoded.prompt) + len(encoded.answer) > reader.longest:
         return "too_long"
     noted[_REASONING] += encoded.dropped_reasoning
     return TrainRow(

@@ -5,17 +5,30 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from cotune.algorithms.samples import TrainRow
+from cotune.integrations.models.chat.template import ChatTemplate
 
 FEWEST = 10
 """With fewer tasks than these none is held out."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[TrainRow]).decode
+
+
+class Reader(NamedTuple):
+    """How the answers of a role become rows: in the template of its policy's base, with at most `longest` tokens."""
+
+    chat: ChatTemplate
+    longest: int
+
+
+Readers = Callable[[str], Reader]
+"""The reader of each role."""
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 from cotune.trainer.from_records.answers import Unwritten, counts, learned_from
-from cotune.trainer.from_records.lessons import Recorded, pack
+from cotune.trainer.from_records.lessons import Reader, Readers, Recorded, pack
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
         return fmean(self.rewards)
 
 
-def read_pairs(store: Store, chat: ChatTemplate, longest: int, on_failure: OnFailure = "lowest") -> Recorded:
+def read_pairs(store: Store, readers: Readers, on_failure: OnFailure = "lowest") -> Recorded:
     """One pair for each prompt that has a better and a worse answer, as two rows: the best, then the worst.
 
     Answers belong together where role, task and prompt are the same: siblings of a tree, forks of a replay, first turns
@@ -52,7 +52,7 @@ def read_pairs(store: Store, chat: ChatTemplate, longest: int, on_failure: OnFai
         if len(answers) < 2 or not worst.worth < best.worth:
             left_out["only_answer" if len(answers) < 2 else "equal_rewards"] += len(answers)
             continue
-        pair = _rows(store, chat, best, worst, longest)
+        pair = _rows(store, readers(best.call.role), best, worst)
         if isinstance(pair, str):
             left_out[pair] += len(answers)
             for answer in answers:
@@ -121,9 +121,9 @@ def _distinct(answers: Iterable[_Answer]) -> list[_Answer]:
     return list(found.values())
 
 
-def _rows(store: Store, chat: ChatTemplate, best: _Answer, worst: _Answer, longest: int) -> list[TrainRow] | str:
+def _rows(store: Store, reader: Reader, best: _Answer, worst: _Answer) -> list[TrainRow] | str:
     """The rows of a pair, which have one prompt, or why there are none."""
-    found = []
+    found, chat = [], reader.chat
     for answer in (best, worst):
         ids = _sampled(store, chat, answer) or _encoded(store, chat, answer)
         if isinstance(ids, str):
@@ -137,7 +137,7 @@ def _rows(store: Store, chat: ChatTemplate, best: _Answer, worst: _Answer, longe
     prompt = found[0][0]
     if found[1][0] != prompt:
         return "other_prompt"
-    if len(prompt) + max(len(answer) for _, answer in found) > longest:
+    if len(prompt) + max(len(answer) for _, answer in found) > reader.longest:
         return "too_long"
     return [
         TrainRow(

@@ -16,8 +16,8 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RecordError, RunError
-from cotune.integrations.models.chat.template import ChatTemplate
-from cotune.integrations.models.folder.folder import loading, locate_model
+from cotune.integrations.models.chat.formats import load_templates
+from cotune.integrations.models.folder.folder import context_length, locate_model
 from cotune.records.policies import Policies
 from cotune.storage.open_store import open_store
 from cotune.storage.outcomes import failure_reward
@@ -25,7 +25,7 @@ from cotune.storage.protocol import Store
 from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.from_records.answers import counts, read_answers
-from cotune.trainer.from_records.lessons import Recorded, split, total
+from cotune.trainer.from_records.lessons import Reader, Recorded, split, total
 from cotune.trainer.from_records.objectives import Likelihood, Objective, PreferenceLearner
 from cotune.trainer.from_records.pairs import read_pairs
 from cotune.trainer.learner.protocol import Learner
@@ -123,19 +123,17 @@ async def open_records_run(
 
 
 def _read(config: TrainConfig, store: Store) -> Recorded:
-    chat = ChatTemplate.load(config.model, config.tool_format)
-    longest = _longest(config.model)
+    templates = load_templates(config.bases, config.tool_format)
+    by_base = {model: Reader(chat, context_length(locate_model(model))) for model, chat in templates.items()}
+    specs, on_failure = config.specs, failure_reward(config.on_failure)
+    by_role = {role: by_base[specs[p.name].model or config.model] for p in config.policy for role in p.roles}
+
+    def reader(role: str) -> Reader:
+        return by_role.get(role, by_base[config.model])
+
     if config.recipe == "dpo":
-        return read_pairs(store, chat, longest, failure_reward(config.on_failure))
-    return read_answers(store, chat, config.records, longest, failure_reward(config.on_failure))
-
-
-def _longest(model: str) -> int:
-    """Most tokens of a row: the model's context."""
-    from transformers import AutoConfig
-
-    found = AutoConfig.from_pretrained(str(locate_model(model)), **loading()).get_text_config()
-    return int(getattr(found, "max_position_embeddings", 1 << 20))
+        return read_pairs(store, reader, on_failure)
+    return read_answers(store, reader, config.records, on_failure)
 
 
 def _policies(config: TrainConfig, recorded: Recorded) -> Policies:

@@ -12,7 +12,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError
 from cotune.integrations.models.folder.folder import loading, loading_weights, reading
 from cotune.integrations.models.folder.kinds import auto_class, beside_language, language_prefix
-from cotune.records.policies import Policies, PolicySpec
+from cotune.records.policies import ALL_LINEAR, Policies, PolicySpec
 from cotune.trainer.config.learner import LearnerSettings, Method
 from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.memory.optimizer import quantization
@@ -115,13 +115,19 @@ def _freeze_sight(network: Any) -> Any:
 
 
 def _lora_config(spec: PolicySpec, network: Any) -> Any:
+    """Raises ConfigError for targets that the network has no layers for; of the default ones it needs some."""
     from peft import LoraConfig
 
-    lora = spec.lora
+    lora, names = spec.lora, [name for name, _ in network.named_modules()]
     if "lm_head" in lora.targets:
         raise ConfigError(
             "lora.targets", lora.targets, "names the output embedding, which stays as it is", "Remove lm_head."
         )
+    missing = [t for t in lora.targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if missing and (lora.targets != ALL_LINEAR or len(missing) == len(lora.targets)):
+        layers = dict.fromkeys(filter(None, (_linear(*named) for named in network.named_modules())))
+        fault = f"of policy {spec.name!r} are not layers of its base, {network.config.name_or_path}"
+        raise ConfigError("lora.targets", ", ".join(missing), fault, f"Choose from {', '.join(layers)}.")
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -130,6 +136,13 @@ def _lora_config(spec: PolicySpec, network: Any) -> Any:
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
+
+
+def _linear(name: str, module: Any) -> str:
+    """The last part of the name of a linear layer, none of an adapter's; empty for other modules."""
+    parts = name.split(".")
+    own = not any(part == "base_layer" or part.startswith("lora_") for part in parts)
+    return parts[-1] if own and type(module).__name__ in ("Linear", "Conv1D") else ""
 
 
 def _wrap(network: Any, spec: PolicySpec, adapter: str) -> Any:

@@ -45,7 +45,7 @@ from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimiz
 from cotune.trainer.learner.load import needing_untrained, open_policy_models
 from cotune.trainer.learner.loss import policy_loss, row_weights
 from cotune.trainer.learner.memory.optimizer import build_optimizer, check_hardware, learning_rate
-from cotune.trainer.learner.memory.pass_size import choose_pass_size, giving_back
+from cotune.trainer.learner.memory.pass_size import choose_pass_sizes, giving_back
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.mfu import model_utilization
 from cotune.trainer.learner.policy_model import PolicyModel
@@ -90,7 +90,7 @@ class LocalLearner:
         self._order = {name: torch.Generator().manual_seed(settings.seed) for name in policies}
         self._optimizers = {name: build_optimizer(of, methods[name].settings) for name, of in policies.items()}
         self._critic = Critic({name: (p.width, methods[name].loss) for name, p in policies.items()}, self._group)
-        self._passes = choose_pass_size(self._policies.values(), settings, self._group)
+        self._passes = choose_pass_sizes(self._policies.values(), settings, self._group)
         trainable, optimizers = {name: policy.parameters() for name, policy in policies.items()}, self._optimizers
         check_optimizers(trainable, optimizers)
         self._gradient_checks = {
@@ -113,7 +113,7 @@ class LocalLearner:
     def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
         """Raises GroupError for unusable rows, LearnerError for one that does not fit into memory."""
         check_rows(rows)
-        self._passes.check(rows)
+        self._passes[self._model(policy).spec.name].check(rows)
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
         """Train one policy. Raises as `check`, and LearnerError where nothing is trained.
@@ -151,18 +151,18 @@ class LocalLearner:
         known GPU `mfu`. Token means per role as `<role>/<metric>` where the rows are of several roles.
         """
         started = time.perf_counter()
-        model, (settings, loss) = self._model(policy), self._methods[policy]
+        model, (settings, loss), size = self._model(policy), self._methods[policy], self._passes[policy]
         with giving_back(model.device):
             # Rows into optimizer steps; which of them go through the model.
             rows = model.without_forced_tokens(rows)
             epochs = [mini_batches(rows, settings.mini_batch, self._order[policy]) for _ in range(settings.epochs)]
             tokens = UpdateTokens(rows, loss, advantages)
             passed = [loss.moves_alone or moves for moves in tokens.moves]
-            halved = self._passes.halved
+            halved = size.halved
 
             # log pi before the first step, which the loss's mask compares with the sampler's.
             before = partial(self._logprobs_before, model, tokens, epochs, passed)
-            tokens.compare(self._passes.fitting(before, lambda: None))
+            tokens.compare(size.fitting(before, lambda: None))
             found = {**tokens.masked_share(), "rows": float(sum(passed))}
             lengths = tokens.lengths.tolist()
             batches = [used for epoch in epochs for batch in epoch if (used := [i for i in batch if lengths[i]])]
@@ -177,8 +177,8 @@ class LocalLearner:
                 if not (any(passed[i] for i in batch) or settings.weight_decay):
                     continue  # idle
                 backward = partial(self._backward, update, batch)
-                losses[step] = self._passes.fitting(backward, self._optimizers[policy].zero_grad)
-                checkpointed += self._passes.checkpointed
+                losses[step] = size.fitting(backward, self._optimizers[policy].zero_grad)
+                checkpointed += size.checkpointed
                 with self._tracer.span("optimizer"):
                     norms[step] = self._step(policy, lr_scale, moves=any(tokens.moves[i] for i in batch))
             losses = self._group.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
@@ -199,10 +199,10 @@ class LocalLearner:
                 "skipped_steps": float(len(norms) - len(finite)),
                 "idle_steps": float(norms.count(0.0)) if settings.weight_decay == 0.0 else 0.0,
                 "weight_norm": total_norm(model.parameters().values()),
-                "pass_tokens": float(self._passes.tokens),
+                "pass_tokens": float(size.tokens),
                 "total_tokens": float(sum(len(tokens_of(rows[i])) for batch in batches for i in batch if passed[i])),
                 "unshared_rows": 0.0 if model.logprob_model.shares else found["rows"],
-                "halved_passes": float(self._passes.halved - halved),
+                "halved_passes": float(size.halved - halved),
                 "checkpointed_steps": float(checkpointed),
                 "lr": learning_rate(model, settings) * lr_scale,
                 "seconds": seconds,
@@ -213,7 +213,7 @@ class LocalLearner:
         with self._lock:
             check_rows(rows)
             model = self._model(policy)
-            found = self._passes.fitting(lambda: self._logprobs(model, rows, [range(len(rows))]), lambda: None)
+            found = self._passes[policy].fitting(lambda: self._logprobs(model, rows, [range(len(rows))]), lambda: None)
             return [part.numpy() for part in found.cpu().split(lengths_of(rows))]
 
     def states(self, policy: str, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
@@ -221,10 +221,10 @@ class LocalLearner:
         CPU. Of several ranks each has a part of the rows. Raises LearnerError for a row that fits into no memory."""
         with self._lock:
             check_rows(rows)
-            self._passes.check(rows)
+            self._passes[policy].check(rows)
             model, every = self._model(policy), [range(len(rows))]
             parts = partial(self._computed, model, rows, every, lambda part: model.states(part).cpu())
-            return self._passes.fitting(lambda: dict(parts()), lambda: None)
+            return self._passes[policy].fitting(lambda: dict(parts()), lambda: None)
 
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays: PEFT state-dict names for a LoRA, model parameter names else."""
@@ -294,8 +294,8 @@ class LocalLearner:
             made = micro_batches(rows, batch, budget, shared)
             return sum(pass_tokens([rows[i] for i in micro], shared) for micro in made)
 
-        model.logprob_model.checkpointing.on = self._passes.choose(longest, computed)
-        budget = self._passes.tokens
+        model.logprob_model.checkpointing.on = self._passes[model.spec.name].choose(longest, computed)
+        budget = self._passes[model.spec.name].tokens
         return passes(rows, batch, budget, shared=shared, rank=group.rank, size=group.size)
 
     def _logprobs_before(

@@ -171,7 +171,7 @@ async def _answering(
     if model is None or is_export(Path(model)) or is_run(model):
         evaluated, who = open_evaluated_policies(model or run), f"the policies of {model or run}"
         try:
-            evaluated.check_base()
+            evaluated.check_bases()
         except ConfigError as error:
             raise ConfigError(error.field, error.value, error.fault, _PUT_BACK) from None
         except AdapterError as error:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
-from collections.abc import Mapping, Sequence
 
 from cotune.errors import ConfigError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
 from cotune.integrations.models.engines import EngineConfig, EngineWeights, open_sampler
 from cotune.integrations.models.folder.folder import loading
-from cotune.integrations.models.per_policy import PolicySampler
+from cotune.integrations.models.per_policy import open_engines
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Sampler
 from cotune.trainer.config.cluster import CPUS, ClusterConfig
@@ -27,20 +25,7 @@ _OPEN = f"{open_sampler.__module__}:{open_sampler.__name__}"
 
 async def open_in_process(config: TrainConfig) -> Sampler:
     """The engines of a run without Ray, one for each base model. Raises ConfigError."""
-    async with contextlib.AsyncExitStack() as opened:  # closes those that run where a later one fails
-        engines: dict[str, Sampler] = {}
-        for model in config.bases:
-            engines[model] = await open_sampler(engine_config(config, model, first_weights(config)))
-            opened.push_async_callback(engines[model].aclose)
-        opened.pop_all()
-    return per_base(engines, config.bases)
-
-
-def per_base(engines: Mapping[str, Sampler], bases: Mapping[str, Sequence[str]]) -> Sampler:
-    """One sampler over those of each base model, the run's own first, which answers for all policies but those that
-    `bases` gives to others."""
-    (_, rest), *others = engines.items()
-    return PolicySampler({name: engine for base, engine in others for name in bases[base]}, rest) if others else rest
+    return await open_engines(config.bases, lambda model: engine_config(config, model, first_weights(config)))
 
 
 async def start_engines(config: TrainConfig, model: str, weights: EngineWeights) -> RaySampler:

@@ -12,7 +12,7 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.recording.chance import start_freezing
-from cotune.records.policies import Policies
+from cotune.records.policies import Policies, models_said
 from cotune.records.structs import Task
 from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.open_store import open_store
@@ -148,11 +148,15 @@ async def _open_teacher(config: TrainConfig, stack: contextlib.AsyncExitStack, s
     from cotune.trainer.learner.teacher import LocalTeacher, check_tokenizers, tokenizer_of
 
     name, asked = config.distill.teacher, config.distill
+    taught = [
+        m for m, names in config.bases.items() if not config.policy or any(config.specs[n].trained for n in names)
+    ]
     if asked.url:
         from cotune.integrations.models.vllm.teacher import VllmTeacher
 
         say(f"asking the teacher at {name} ...")
-        tokenizer = await asyncio.to_thread(tokenizer_of, str(locate_model(config.model)))
+        tokenizer = await asyncio.to_thread(tokenizer_of, str(locate_model(taught[0])))
+        await asyncio.to_thread(check_tokenizers, name, tokenizer, taught[1:])
         served = await asyncio.to_thread(
             VllmTeacher,
             asked.url,
@@ -164,7 +168,7 @@ async def _open_teacher(config: TrainConfig, stack: contextlib.AsyncExitStack, s
             say("its server takes adapters, so it scores one answer at a time: better start it without --enable-lora")
         return served
     say(f"loading the teacher {name} ...")
-    await asyncio.to_thread(check_tokenizers, name, config.model)
+    await asyncio.to_thread(check_tokenizers, name, await asyncio.to_thread(tokenizer_of, name), taught)
     return await asyncio.to_thread(LocalTeacher, name, config.learner)
 
 
@@ -172,8 +176,8 @@ async def _open_model(
     config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None, say: Callable[[str], None]
 ) -> tuple[Sampler, ChatFormats]:
     """The sampler and the chat formats: the sampler's process, or Ray, starts while this one imports torch."""
-    models = f"{'model' if len(config.bases) == 1 else 'models'} {', '.join(config.bases)}"
-    say(f"loading the {models} ..." if cluster is None else f"starting Ray ({config.cluster.address}) ...")
+    models = models_said(config.bases)
+    say(f"loading {models} ..." if cluster is None else f"starting Ray ({config.cluster.address}) ...")
     loading = asyncio.get_running_loop().run_in_executor(None, _load_chats, config)
     if cluster is not None:
         cluster.open_ray()

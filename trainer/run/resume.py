@@ -47,7 +47,7 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
     old, now = dict(leaves(before)), dict(leaves(msgspec.to_builtins(new)))
     found = {name: (old.get(name), now.get(name)) for name in {**old, **now} if old.get(name) != now.get(name)}
     for name, (was, value) in found.items():
-        if name == "policy" and [{**p, "model": ""} for p in was] == [{**p, "model": ""} for p in value]:
+        if name == "policy" and _without_models(was) == _without_models(value):
             continue
         if not any(name == field or name.startswith(f"{field}.") for field in MAY_CHANGE):
             raise ConfigError(
@@ -66,6 +66,10 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
     if lost := sorted(set(config.roles) - set(new.roles)):
         raise ConfigError("roles", list(new.roles), f"lacks {', '.join(lost)}, which the run has", "Name them too.")
     return new, found
+
+
+def _without_models(policies: Any) -> list[dict[str, Any]]:
+    return [{**policy, "model": ""} for policy in policies]
 
 
 def check_files(folder: RunFolder, done: int, config: TrainConfig) -> None:
@@ -117,19 +121,14 @@ def check_bases(folder: RunFolder, now: Held) -> None:
     described = folder.described
     held = described.get("held") or {}
     if "base" not in held:
-        digests = {"base": now.base, **({"bases": now.bases} if now.bases else {})}
-        folder.describe_as({**described, "held": {**held, **digests}})
+        more = {"bases": now.bases} if now.bases else {}
+        folder.describe_as({**described, "held": {**held, "base": now.base, **more}})
         return
     before = msgspec.convert(held, Held)
-    if other := other_parts(before.base, now.base):
-        raise RunError(
-            f"The base model is not the one that the run was started with: its {', '.join(other)} changed.",
-            "Put the old one back, name where it is with --model, or start a new run.",
-        )
-    for policy, digests in now.bases.items():
+    for policy, digests in {"": now.base, **now.bases}.items():
         if other := other_parts(before.of(policy), digests):
+            whose = f" of policy {policy!r}" if policy else ""
             raise RunError(
-                f"The base model of policy {policy!r} is not the one that the run was started with: its "
-                f"{', '.join(other)} changed.",
-                "Put the old one back, or start a new run.",
+                f"The base model{whose} is not the one that the run was started with: its {', '.join(other)} changed.",
+                "Put the old one back, name where it is with --model, or start a new run.",
             )

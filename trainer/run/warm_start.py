@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from cotune.adapters.bases import Moved
 from cotune.adapters.export import TrainedPolicy
 from cotune.adapters.fingerprint import other_parts
-from cotune.adapters.manifest import is_export
+from cotune.adapters.manifest import is_export, read_manifest
 from cotune.errors import ConfigError
 from cotune.records.policies import Policies, PolicySpec
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
@@ -47,7 +48,8 @@ async def warm_start(
     Returns the policies that took some, and what the user should know. Raises ConfigError where `source` has no policy
     for any of their roles, or one of another shape.
     """
-    found = await asyncio.to_thread(open_evaluated_policies, source, model)
+    bases = _bases_of(source, model, policies) if is_export(Path(source)) else None
+    found = await asyncio.to_thread(open_evaluated_policies, source, bases)
     there = {role: policy for policy in found.policies if policy.weights is not None for role in policy.roles}
     begun: list[str] = []
     notes: list[str] = []
@@ -71,6 +73,22 @@ async def warm_start(
         known = ", ".join(sorted(there)) or "none"
         raise ConfigError("init", source, f"has trained no role of this run; it has trained: {known}")
     return begun, notes
+
+
+def _bases_of(source: str, model: str, policies: Policies) -> Moved:
+    """The base models of an export as they are here, by the roles that have them; `model` is the run's own. Raises
+    ConfigError where one is of roles that have several here."""
+    manifest = read_manifest(Path(source))
+    recorded = {
+        entry.role: policy.base.model for entry in manifest.roles if (policy := manifest.policy(entry.role)).base
+    }
+    here: dict[str, str] = {}
+    for role, name in policies.learning.items():
+        base = policies.specs[name].model or model
+        if role in recorded and here.setdefault(recorded[role], base) != base:
+            fault = f"has {recorded[role]} for roles that have several base models here, {role} among them"
+            raise ConfigError("init", source, fault)
+    return here
 
 
 def _source_of(

@@ -11,7 +11,7 @@ from rich.text import Text
 from cotune.cli.printing.episode import episode_parts
 from cotune.cli.printing.groups import show_groups
 from cotune.errors import RecordError, RunError
-from cotune.reading.facts import Learned, Trouble, facts, learned, troubles
+from cotune.reading.facts import Learned, Trouble, facts, further_bases, learned, troubles
 from cotune.reading.headline import Headline
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import Totals
@@ -61,7 +61,9 @@ def _overview(run: OpenedRun) -> Iterable[RenderableType]:
     """Episodes by phase, calls by role, and troubles."""
     store = run.store
     wrong = [trouble for trouble in troubles(run, CAUSES) if trouble.kind != "last step"]
-    yield Text.assemble(("records ", "bold"), store.address, "\n", *_lines(wrong, "rollback", "episodes", "untrained"))
+    bases = [(f"{name} has the base model {model}\n", "") for name, model in further_bases(run).items()]
+    told = [*bases, *_lines(wrong, "rollback", "episodes", "untrained")]
+    yield Text.assemble(("records ", "bold"), store.address, "\n", *told)
     means: dict[str, dict[str, float | None]] = {}
     for phase, name, value, _ in store.outcome_means(run.config.on_failure):
         means.setdefault(phase, {})[name] = value

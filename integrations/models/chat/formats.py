@@ -16,18 +16,23 @@ from cotune.sampling.protocol import ChatFormats
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
-def load_formats(bases: Mapping[str, Sequence[str]], tools: str = AUTO) -> ChatFormats:
-    """The chat templates of base models, the run's own first, for the policies of each. Raises as `ChatTemplate.load`,
-    with the name of a policy that has another base."""
-    (own, _), *others = bases.items()
-    formats = ChatFormats(ChatTemplate.load(own, tools), {})
-    for model, policies in others:
+def load_templates(bases: Mapping[str, Sequence[str]], tools: str = AUTO) -> dict[str, ChatTemplate]:
+    """The chat template of each base model, the run's own first; `bases` names the policies of each. Raises as
+    `ChatTemplate.load`, with the policy that has another base than the run."""
+    templates: dict[str, ChatTemplate] = {}
+    for model, policies in bases.items():
         try:
-            chat = ChatTemplate.load(model, tools)
+            templates[model] = ChatTemplate.load(model, tools)
         except ConfigError as error:
-            raise of_policy(error, policies[0]) from None
-        formats = ChatFormats(formats.own, {**formats.others, **dict.fromkeys(policies, chat)})
-    return formats
+            raise (of_policy(error, policies[0]) if templates else error) from None
+    return templates
+
+
+def load_formats(bases: Mapping[str, Sequence[str]], tools: str = AUTO) -> ChatFormats:
+    """The chat format of each policy, by `load_templates`."""
+    (own, _), *others = bases.items()
+    templates = load_templates(bases, tools)
+    return ChatFormats(templates[own], {name: templates[model] for model, names in others for name in names})
 
 
 def load_light(bases: Mapping[str, Sequence[str]], tools: str = AUTO) -> ChatFormats:

@@ -58,11 +58,14 @@ def locate_model(model: str | Path) -> Path:
         raise ConfigError("model", str(model), fault, remedy) from None
 
 
-def locate_base(model: str | Path) -> Path:
-    """`locate_model` for the base of a run or an export, which may have been moved since."""
+def locate_base(model: str | Path, of: str = "") -> Path:
+    """`locate_model` for a base of a run or an export, which may have been moved since; `of` is the policy that has it
+    instead of the run's own."""
     try:
         return locate_model(model)
     except ConfigError as error:
+        if of:
+            raise of_policy(error, of) from None
         remedy = f"{error.remedy} If it was moved, give its place with --model."
         raise ConfigError("model", error.value, error.fault, remedy) from None
 
@@ -207,6 +210,15 @@ def write_merged(base: Path, weights: Weights, lora: LoraSpec, to: Path) -> Weig
             parameters[target].add_(torch.from_numpy(delta))
     _save(model, base, to)
     return {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+
+
+def context_length(model: str | Path) -> int:
+    """Most tokens that a model takes with its reply. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    with reading(model):
+        found = AutoConfig.from_pretrained(model, **loading()).get_text_config()
+    return int(getattr(found, "max_position_embeddings", 1 << 20))
 
 
 def folder_sees_images(folder: Path) -> bool:

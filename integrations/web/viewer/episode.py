@@ -98,7 +98,8 @@ def call_page(viewer: Viewer, request: Request) -> Response:
     steps = {id: step for id, step, *_ in run.store.call_times(record.episode)}
     (call,) = show_calls(run, [record], steps, groups, whole=True)
     coloured = "tokens" in request.query_params
-    model = str(run.description.get("model") or "")
+    own = run.about.base_of(record.policy.name) if record.policy else None
+    model = own or str(run.description.get("model") or "")
     return viewer.page(
         request,
         "call.html",

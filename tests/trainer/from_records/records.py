@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Task
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.from_records.lessons import Reader, Readers
 
 Messages = list[dict[str, Any]]
 
@@ -18,6 +20,11 @@ Messages = list[dict[str, Any]]
 def said(text: str, index: int = 0, **more: Any) -> Candidate:
     message = {"role": "assistant", "content": text, **more.pop("message", {})}
     return Candidate(index=index, text=text, message=message, **more)
+
+
+def reading(chat: ChatTemplate, longest: int = 256) -> Readers:
+    """One template for all roles."""
+    return lambda role: Reader(chat, longest)
 
 
 def asked(text: str) -> Messages:

@@ -21,7 +21,7 @@ from cotune.trainer.from_records.objectives import PreferenceLearner
 from cotune.trainer.from_records.pairs import read_pairs
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.conftest import Trainer
-from tests.trainer.from_records.records import asked, record, said, traced
+from tests.trainer.from_records.records import asked, reading, record, said, traced
 from tests.trainer.learner.learner_rows import FAST, change, make_rows, snapshot
 from tests.trainer.tiny_app import TASKS, application, converse, letters
 
@@ -32,7 +32,7 @@ def by_length(candidate: Any) -> dict[str, float]:
 
 def read(folder: Path, base: Path) -> Recorded:
     with SqliteStore.open(folder, read_only=True) as store:
-        return read_pairs(store, ChatTemplate.load(base), 256)
+        return read_pairs(store, reading(ChatTemplate.load(base)))
 
 
 def texts(found: Recorded, base: Path) -> list[tuple[str, str, str]]:

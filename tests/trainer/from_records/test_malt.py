@@ -27,7 +27,7 @@ from cotune.trainer.from_records.answers import read_answers
 from cotune.trainer.from_records.lessons import Recorded
 from cotune.trainer.from_records.pairs import read_pairs
 from tests.trainer.conftest import Trainer
-from tests.trainer.from_records.records import asked, said
+from tests.trainer.from_records.records import asked, reading, said
 from tests.trainer.tiny_app import application, ask
 
 ROLES = ("generator", "verifier", "refiner")
@@ -88,8 +88,8 @@ def letters_of(*names: str) -> list[str]:
 
 def test_sft_learns_the_answers_whose_value_is_above_a_half(recorded: Path, tiny_base: Path) -> None:
     with SqliteStore.open(recorded, read_only=True) as store:
-        found = read_answers(store, ChatTemplate.load(tiny_base), RecordsConfig(path="x", min_reward=0.51), 256)
-        high = read_answers(store, ChatTemplate.load(tiny_base), RecordsConfig(path="x", min_reward=0.6), 256)
+        found = read_answers(store, reading(ChatTemplate.load(tiny_base)), RecordsConfig(path="x", min_reward=0.51))
+        high = read_answers(store, reading(ChatTemplate.load(tiny_base)), RecordsConfig(path="x", min_reward=0.6))
     assert texts(found, tiny_base) == {
         "generator": letters_of("g0", "g2"),
         "verifier": letters_of("v0", "v2", "v4"),
@@ -113,8 +113,8 @@ def test_branches_that_failed_count_in_the_value_of_the_answer_before(
         store.flush()
         chat = ChatTemplate.load(tiny_base)
         settings = RecordsConfig(path="x", min_reward=0.5)
-        answers = texts(read_answers(store, chat, settings, 256, on_failure), tiny_base)
-        pairs = texts(read_pairs(store, chat, 256, on_failure), tiny_base)
+        answers = texts(read_answers(store, reading(chat), settings, on_failure), tiny_base)
+        pairs = texts(read_pairs(store, reading(chat), on_failure), tiny_base)
     assert answers["generator"] == [*learned, "t"]
     assert pairs["generator"] == (["i", "t"] if learned else ["t", "i"])
 
@@ -125,14 +125,14 @@ def test_dpo_takes_the_answer_of_an_episode_that_failed_for_the_worse(tmp_path: 
         play(store, "tuv", None)
         play(store, "wxy", None, blame="infrastructure")
         store.flush()
-        found = read_pairs(store, ChatTemplate.load(tiny_base), 256)
+        found = read_pairs(store, reading(ChatTemplate.load(tiny_base)))
     assert texts(found, tiny_base)["generator"] == ["i", "t"]
     assert found.left_out == {"no_reward": 3, "only_answer": 4}
 
 
 def test_dpo_pairs_siblings_by_their_values(recorded: Path, tiny_base: Path) -> None:
     with SqliteStore.open(recorded, read_only=True) as store:
-        found = read_pairs(store, ChatTemplate.load(tiny_base), 256)
+        found = read_pairs(store, reading(ChatTemplate.load(tiny_base)))
     pairs = texts(found, tiny_base)
     assert pairs["generator"] == letters_of("g2", "g1")
     assert pairs["verifier"] == letters_of("v2", "v1")

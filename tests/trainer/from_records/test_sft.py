@@ -32,7 +32,7 @@ from cotune.trainer.learner.memory.pass_size import PassSize
 from cotune.trainer.train import train
 from cotune.trainer.updates import update_policies
 from tests.trainer.conftest import Trainer
-from tests.trainer.from_records.records import asked, record, said, traced
+from tests.trainer.from_records.records import asked, reading, record, said, traced
 from tests.trainer.learner.learner_rows import FAST, change, make_rows
 from tests.trainer.tiny_app import application, build_base, converse
 
@@ -59,7 +59,7 @@ def rows_of(recorded: Recorded) -> list[TrainRow]:
 
 
 def read(store: SqliteStore, base: Path, longest: int = 256, **settings: Any) -> Recorded:
-    return read_answers(store, ChatTemplate.load(base), RecordsConfig(path="x", **settings), longest)
+    return read_answers(store, reading(ChatTemplate.load(base), longest), RecordsConfig(path="x", **settings))
 
 
 # What is learned

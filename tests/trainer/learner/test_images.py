@@ -37,6 +37,7 @@ from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import LogprobModel
 from tests.integrations.pictures import asks, picture
 from tests.integrations.seeing_models import build_rows_and_columns, build_seeing
+from tests.trainer.from_records.records import reading
 
 torch.set_num_threads(1)
 LORA = LoraSpec(rank=4, alpha=8.0)
@@ -257,7 +258,7 @@ def test_answers_on_record_are_learned_from_with_their_images(tmp_path, folder, 
         live.end("ok", rewards={"team": 1.0})
         store.flush()
         (episode,) = store.episodes()
-        rows = read_answers(store, chat, RecordsConfig(), 2048).of([episode.id], {"seer": "p"})["p"]
+        rows = read_answers(store, reading(chat, 2048), RecordsConfig()).of([episode.id], {"seer": "p"})["p"]
     assert [row.images for row in rows] == [(picture("red"),), (picture("blue"),), (picture("red"),)]
     assert rows[0].images[0] is rows[2].images[0]  # as many bytes as there are images
     assert rows[0].prompt_ids == rows[1].prompt_ids and rows[0].prompt_ids == tuple(

@@ -30,6 +30,7 @@ from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout
+from cotune.trainer.before.check.bases import NO_MODEL, base_findings, load_bases
 from cotune.trainer.before.check.findings import (
     connection_findings,
     fault_findings,
@@ -77,9 +78,10 @@ def check(
     """Run the first `limit` tasks with made-up answers, and report what training would see.
 
     `workflow`, `tasks`, `config` and `settings` are those of `train`. No model is loaded and no provider contacted;
-    with `model`, its tokenizer counts the prompts' tokens. A task runs again with other answers where one may have
-    failed it or could have led elsewhere, and twice at once. `answers` are texts for the made-up answers, without
-    `call_tools` no tool is called, `calls` and `timeout` (seconds) bound an episode, `say` is called before each run.
+    with `model`, or where policies have bases of their own, their tokenizers count the prompts' tokens. A task runs
+    again with other answers where one may have failed it or could have led elsewhere, and twice at once. `answers` are
+    texts for the made-up answers, without `call_tools` no tool is called, `calls` and `timeout` (seconds) bound an
+    episode, `say` is called before each run.
     Raises ConfigError for bad input.
 
     ```python
@@ -92,7 +94,7 @@ def check(
         if value <= 0:
             raise ConfigError(name, value, "must be a number above 0")
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
-    config = convert({"model": model or "none", **table, **settings})
+    config = convert({"model": NO_MODEL, **table, **({"model": model} if model else {}), **settings})
     with tempfile.TemporaryDirectory() as folder, open_store(RunLayout(folder).records) as store:
         with watched() as watch:
             say("loading the application ...")
@@ -100,13 +102,7 @@ def check(
             listed = as_tasks(tasks)[:limit]
             plan, recipes, why = config.resolve_plan(list(flow.scorers))
             able = recipes.able(flow.scorers)
-            chat = None
-            if model is not None:  # of a Hugging Face id no weights are fetched
-                from cotune.integrations.models.chat.template import ChatTemplate
-                from cotune.integrations.models.folder.folder import locate_model
-
-                found = locate_model(model) if Path(model).expanduser().exists() else model
-                chat = ChatTemplate.load(found, config.tool_format)
+            bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
             loaded = time.perf_counter()
 
             def stub(variant: int, manner: Manner) -> StubResponder:
@@ -161,8 +157,9 @@ def check(
         wrong = faults(flow, [one.shown.outcome for one in ran], seen, local, rare)
         findings = [*fault_findings(wrong, ran, watch, command), *twice_findings(ran, store), *findings]
         provided = {role.role for role in roles if role.kind == "provider"}
-        counts, unanswered = request_findings(chat, [call for call in seen if call.role not in provided], store)
-        findings += unanswered
+        templates = {role.role: bases.get(role.policy, bases.get("")) for role in roles if role.role not in provided}
+        counts, unanswered = request_findings(templates, [call for call in seen if call.role in templates], store)
+        findings += [*unanswered, *base_findings(templates)]
         if not groups and not any(finding.level in ("blocks", "undecided") for finding in findings):
             text = "the plan would form no group: nothing would be trained."
             findings.append(Finding("blocks", "groups", text, "See the candidates left out above."))

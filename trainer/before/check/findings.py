@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from cotune.episodes.episode import Outcome
 from cotune.errors import CotuneError, SamplerError
@@ -16,6 +15,7 @@ from cotune.records.structs import CallRecord
 from cotune.runtime.user_code import origin, phrase
 from cotune.storage.protocol import Store
 from cotune.tables import plural
+from cotune.trainer.before.check.bases import CheckedBase
 from cotune.trainer.before.check.causes import Made
 from cotune.trainer.before.check.report import IdleCheck
 from cotune.trainer.before.check.runs import Run, TaskRuns
@@ -239,10 +239,11 @@ def idle_findings(idle: Sequence[IdleCheck], calls: Sequence[CallRecord], known:
 
 
 def request_findings(
-    chat: Any, calls: Sequence[CallRecord], store: Store
+    bases: Mapping[str, CheckedBase | None], calls: Sequence[CallRecord], store: Store
 ) -> tuple[Mapping[str, int], Iterable[Finding]]:
-    """Tokens of each call's prompt with a model's chat template `chat`, and the calls that training would refuse: the
-    template cannot render them, no policy can read their content, or no sampler can enforce the form of their reply."""
+    """Tokens of each call's prompt in the chat template of its role's base, and the calls that training would refuse:
+    the template cannot render them, no policy can read their content, or no sampler can enforce the form of their
+    reply."""
     tokens: dict[str, int] = {}
     findings: dict[tuple[str, str], Finding] = {}
     for call in calls:
@@ -252,8 +253,8 @@ def request_findings(
             remedy = "Change the request, or give the role a policy of kind provider."
             findings[call.role, cause] = Finding("blocks", call.role, cause, remedy)
         try:
-            if chat is not None:
-                tokens[call.id] = len(chat.render(messages, tools))
+            if (base := bases.get(call.role)) is not None:
+                tokens[call.id] = len(base.chat.render(messages, tools))
             elif holds_images(messages):
                 images_of(messages)
             for message in messages:
@@ -261,9 +262,9 @@ def request_findings(
         except SamplerError as error:
             remedy = f"{error.remedy} Or give the role a policy of kind provider."
             findings[call.role, error.cause] = Finding("blocks", call.role, error.cause, remedy)
-    offered = dict.fromkeys(call.role for call in calls if call.tools)
-    if chat is not None and offered and not chat.shows_tools:
+    offered = [role for role in bases if any(call.tools for call in calls if call.role == role)]
+    if unshown := [role for role in offered if (base := bases[role]) is not None and not base.chat.shows_tools]:
         from cotune.integrations.models.chat.template import SHOW_TOOLS, UNSHOWN_TOOLS
 
-        findings["", ""] = Finding("warns", ", ".join(offered), UNSHOWN_TOOLS, SHOW_TOOLS)
+        findings["", ""] = Finding("warns", ", ".join(unshown), UNSHOWN_TOOLS, SHOW_TOOLS)
     return tokens, findings.values()

@@ -21,6 +21,7 @@ from cotune.trainer.before.doctor.memory import (
     remedies,
     render_memory,
     shortages,
+    trained_policies,
 )
 from cotune.trainer.before.findings import STYLES, Finding, blocking
 from cotune.trainer.config.cluster import CPUS, ClusterConfig, Demand
@@ -59,10 +60,14 @@ def examine(config: TrainConfig | None = None, *, prompt: int = PROMPT) -> Repor
     findings = list(judge_machine(machine, cluster))
     memory: tuple[ProcessMemory, ...] = ()
     if config is not None:
-        try:
-            findings.append(Finding("ok", "model", str(locate_model(config.model))))
-        except CotuneError as error:
-            findings.append(blocking(error, "model"))
+        for model, names in config.bases.items():
+            about = "model" if model == config.model else f"model of {', '.join(names)}"
+            try:
+                folder = locate_model(model)
+                size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+                findings.append(Finding("ok", about, f"{folder}, {size / 1e9:.2f} GB on disk"))
+            except CotuneError as error:
+                findings.append(blocking(error, about))
         if all(finding.level != "blocks" for finding in findings):
             memory, judged = judge_memory(config, machine, prompt)
             findings += [judged, *judge_precision(config, machine)]
@@ -76,7 +81,9 @@ def examine(config: TrainConfig | None = None, *, prompt: int = PROMPT) -> Repor
         except CotuneError as error:
             findings.append(blocking(error, "cluster"))
     if nodes and config is not None:
-        findings += judge_placement(nodes, cluster, policies=_policies(config), samplers=_samplers(config))
+        findings += judge_placement(
+            nodes, cluster, policies=trained_policies(config, config.specs), samplers=_samplers(config)
+        )
     return Report(machine, tuple(nodes), tuple(findings), memory)
 
 
@@ -130,12 +137,13 @@ def _needed(about: str, text: str, enough: bool, remedy: str) -> Finding:
 
 def judge_memory(config: TrainConfig, machine: Machine, prompt: int) -> tuple[tuple[ProcessMemory, ...], Finding]:
     """The memory of the processes of a run, and whether there is enough."""
-    policies = _policies(config)
+    policies = trained_policies(config, config.specs)
     try:
-        folder = locate_model(config.model)
-        plan = plan_memory(config, machine, folder, prompt=prompt, policies=policies)
+        folders = {model: locate_model(model) for model in config.bases}
+        plan = plan_memory(config, machine, folders, prompt=prompt)
         counted = any("images" in name for process in plan for name in process.parts)
-        images = ", without passes over images" if folder_sees_images(folder) and not counted else ""
+        seeing = any(map(folder_sees_images, folders.values()))
+        images = ", without passes over images" if seeing and not counted else ""
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, CotuneError) as error:
         # a model's own code may want values, which tensors without storage do not have
         text = f"no forecast can be made ({error_line(error)})"
@@ -191,19 +199,12 @@ def render(report: Report) -> Group:
     return Group(table, *([render_memory(report.memory)] if report.memory else ()))
 
 
-def _policies(config: TrainConfig) -> int:
-    """How many policies are trained, as far as the configuration tells."""
-    if config.policy:
-        return sum(policy.kind in ("lora", "full") for policy in config.policy)
-    return 1 if config.policies == "shared" else max(1, len(config.roles))
-
-
 def _samplers(config: TrainConfig) -> int:
     """Sets of engines: vLLM needs one for each policy of full weights."""
     if not config.cluster.kind.fixed:
         return 1
     if not config.policy:
-        return _policies(config) if config.policies == "full" else 1
+        return trained_policies(config, config.specs) if config.policies == "full" else 1
     kinds = [policy.kind for policy in config.policy]
     return kinds.count("full") + any(kind in ("lora", "frozen") for kind in kinds)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,10 @@ OPTIMIZERS = {"adamw": 8, "adamw8bit": 2}
 GRADIENT = 4
 LOGITS = 12
 """Bytes of a logit: three buffers in fp32."""
+
+
+WEIGHTS, STATE = HELD = ("weights", "gradients and optimizer")
+"""Parts of a learner that each of its bases adds to."""
 
 
 class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,24 +68,53 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_memory(
-    config: TrainConfig, machine: Machine, folder: Path, *, prompt: int, policies: int
+    config: TrainConfig, machine: Machine, folders: Mapping[str, Path], *, prompt: int
 ) -> tuple[ProcessMemory, ...]:
-    """The processes of a run whose longest prompt has `prompt` tokens. vLLM plans its own memory and has no line."""
+    """The processes of a run whose longest prompt has `prompt` tokens; `folders` are those of its base models. vLLM
+    plans its own memory and has no line."""
     candidates = 1 if config.plan.kind == "independent" else config.plan.k
     sequences = min(1024, config.concurrency * candidates)
-    load = Workload(row=prompt + config.sampling.max_tokens, sequences=sequences, policies=policies)
-    return processes(measure_folder(folder, _adapter(config), config.learner.dtype), config, machine, load)
+    row = prompt + config.sampling.max_tokens
+    bases = {
+        model: (
+            measure_folder(folders[model], _adapter(config, names), config.learner.dtype),
+            Workload(row=row, sequences=sequences, policies=trained_policies(config, names)),
+        )
+        for model, names in config.bases.items()
+    }
+    return processes(bases, config, machine)
 
 
-def processes(size: ModelSize, config: TrainConfig, machine: Machine, load: Workload) -> tuple[ProcessMemory, ...]:
-    """Learner and in-process sampler of a run on a machine."""
+def trained_policies(config: TrainConfig, names: Iterable[str]) -> int:
+    """How many of the policies of a base are trained, as far as the configuration tells."""
+    if config.policy:
+        return sum(config.specs[name].trained for name in names)
+    return 1 if config.policies == "shared" else max(1, len(config.roles))
+
+
+def processes(
+    bases: Mapping[str, tuple[ModelSize, Workload]], config: TrainConfig, machine: Machine
+) -> tuple[ProcessMemory, ...]:
+    """Learner and in-process samplers of a run on a machine: the learner holds each base that a policy trains, a
+    sampler one."""
     cluster = config.cluster
     device, free, total = _device(machine, learns_on_gpu(config, machine), " of a learner" if cluster.address else "")
-    plan = [learner_memory(size, config, load, device=device, free=free, total=total)]
+    trained = [(size, load) for size, load in bases.values() if load.policies]
+    place = partial(learner_memory, config=config, device=device, free=free, total=total)
+    alone = [place(size=size, load=load) for size, load in trained]
+    held = {part: sum(one.parts[part] for one in alone) for part in HELD}
+    others = [sum(held.values()) - sum(one.parts[part] for part in HELD) for one in alone]
+    beside = [place(size=size, load=load, taken=rest) for (size, load), rest in zip(trained, others, strict=True)]
+    # one policy is updated after the other, so only the largest pass counts
+    largest = max(beside, key=lambda one: one.bytes - sum(one.parts[part] for part in HELD))
+    plan = [msgspec.structs.replace(largest, parts={**largest.parts, **held})]
     if cluster.sampled_by == "transformers":
         on_gpu = bool(machine.gpus) and (not cluster.address or cluster.gpus_per_engine > 0)
         device, free, total = _device(machine, on_gpu, " of an engine" if cluster.address else "")
-        plan.append(sampler_memory(size, config, load, device=device, free=free, total=total))
+        for model, (size, load) in bases.items():
+            sampler = sampler_memory(size, config, load, device=device, free=free, total=total)
+            of = f" of {Path(model).name}" if len(bases) > 1 else ""
+            plan.append(msgspec.structs.replace(sampler, process=f"sampler{of}"))
     return tuple(plan)
 
 
@@ -97,19 +131,19 @@ def learns_on_gpu(config: TrainConfig, machine: Machine) -> bool:
     return there and (not config.cluster.address or config.cluster.gpus_per_learner > 0)
 
 
-def _adapter(config: TrainConfig) -> LoraSpec | None:
-    """The shape of the run's adapters; None where all weights are trained."""
+def _adapter(config: TrainConfig, names: Collection[str]) -> LoraSpec | None:
+    """The shape of the adapters of a base, which has these policies; None where all weights are trained."""
     if not config.policy:
         return None if config.policies == "full" else config.lora
-    kinds = {policy.kind: policy for policy in config.policy}
+    kinds = {policy.kind: policy for policy in config.policy if policy.name in names}
     return None if "full" in kinds else kinds["lora"].lora if "lora" in kinds else config.lora
 
 
 def learner_memory(
-    size: ModelSize, config: TrainConfig, load: Workload, *, device: str, free: float, total: float
+    size: ModelSize, config: TrainConfig, load: Workload, *, device: str, free: float, total: float, taken: float = 0.0
 ) -> ProcessMemory:
-    """The learner: weights, gradients and moments, and a pass. A publication's copy takes the place of the gradients,
-    which are gone by then."""
+    """The learner of one base: weights, gradients and moments, and a pass; `taken` are bytes of other bases beside it.
+    A publication's copy takes the place of the gradients, which are gone by then."""
     from cotune.trainer.learner.memory.pass_size import LAYER_MARGIN, usual_share
 
     settings, cluster = config.learner, config.cluster
@@ -124,7 +158,7 @@ def learner_memory(
     libraries = _libraries("learner", device)
 
     # the pass that the learner will choose in the memory that is left
-    fixed = sum(libraries.values()) + weights + adapters + state + logits + size.pass_bytes
+    fixed = taken + sum(libraries.values()) + weights + adapters + state + logits + size.pass_bytes
     bound = min(parse_size(settings.memory), free) if settings.memory else free
     share = bound - fixed if settings.memory else usual_share(bound - fixed, total, device)
     tokens, checkpointed = pass_tokens(size, config, load, share)
@@ -141,8 +175,8 @@ def learner_memory(
         pass_tokens=tokens,
         parts={
             **libraries,
-            "weights": weights + adapters,
-            "gradients and optimizer": state,
+            WEIGHTS: weights + adapters,
+            STATE: state,
             name: tokens * each + size.pass_bytes + logits,
             **({"all weights, for a pass": whole} if size.sees and parts > 1 else {}),
             **_image_parts(size, device),
@@ -157,7 +191,7 @@ def sampler_memory(
     each = 4 if device == "cpu" else 2
     trained = size.adapter or size.parameters
     published = load.policies * (1 + config.ahead) * trained * each
-    published += trained * (8 + each)  # one arrives, is read and copied
+    published += trained * (8 + each) if load.policies else 0  # one arrives, is read and copied
     cache = load.sequences * ((load.row + 64) * size.cache_values * each + size.vocabulary * LOGITS)
     kept = config.sampling.prefix_bytes()
     return ProcessMemory(
@@ -233,7 +267,8 @@ def shortages(plan: Sequence[ProcessMemory]) -> Iterator[str]:
 
 def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
     """Settings to change where it does not fit: of the largest part first."""
-    settings, lora = config.learner, _adapter(config) is not None
+    settings = config.learner
+    lora = all(_adapter(config, names) is not None for names in config.bases.values())
     gpu = any(process.device != "cpu" for process in plan)
     found = []
     for _, name, process in sorted(

@@ -147,44 +147,50 @@ def giving_back(device: torch.device) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-def choose_pass_size(policies: Iterable[PolicyModel], settings: LearnerSettings, group: ProcessGroup) -> PassSize:
-    """Passes as the settings ask for and as fit into the memory there is.
+def choose_pass_sizes(
+    policies: Iterable[PolicyModel], settings: LearnerSettings, group: ProcessGroup
+) -> dict[str, PassSize]:
+    """Passes of each policy as the settings ask for and as fit into the memory there is; policies of one network have
+    one `PassSize`.
 
     For "auto" a power of two; a number stands, unless `memory` has room for less. Raises ConfigError for a `memory` in
     which not even a small pass fits.
     """
     models = list(policies)
-    networks = list({id(model.network): model for model in models}.values())
-    if models[0].device.type == "cpu" and any(_is_large(model) for model in networks):
+    networks = {id(model.network): model for model in models}
+    if models[0].device.type == "cpu" and any(_is_large(model) for model in networks.values()):
         _give_memory_back()
-    asked = settings.activation_checkpointing
-    possible = bool(asked) and all(model.logprob_model.checkpointing.possible for model in networks)
-    per_token = {False: max(plain_bytes(model) for model in networks)}
-    if possible:
-        per_token[True] = max(checkpointed_bytes(model) for model in networks)
     to_come = sum(p.numel() for model in models for p in model.parameters().values()) * OPTIMIZER_BYTES // group.size
-    fixed = to_come + max(_logit_bytes(model) for model in networks)
+    fixed = to_come + max(_logit_bytes(model) for model in networks.values())
     room, limit, where = _room(models[0], settings, fixed)
-    least = min(per_token.values())
-    if settings.memory and room < LEAST * least:
-        needed = (parse_size(settings.memory) - room + LEAST * least) / 2**30
-        fault = f"is too little: this model takes at least {needed:.1f}GiB in this process"
-        raise ConfigError("learner.memory", settings.memory, fault, "Raise it, or use a smaller model.")
 
     def agreed(tokens: float) -> int:
         return -int(group.max(torch.tensor([-int(tokens)], device=models[0].device)).item())
 
-    fits = {kind: agreed(room / each) for kind, each in per_token.items()}
-    sizes = {kind: _pass_tokens(settings, fit) for kind, fit in fits.items()}
-    return PassSize(
-        sizes[False],
-        alone=group.size == 1,
-        checkpointed=sizes.get(True, 0),
-        always=asked is True,
-        single=fits[False],
-        most=agreed(limit / least),
-        where=where,
-    )
+    def of_network(model: PolicyModel) -> PassSize:
+        asked = settings.activation_checkpointing
+        per_token = {False: plain_bytes(model)}
+        if asked and model.logprob_model.checkpointing.possible:
+            per_token[True] = checkpointed_bytes(model)
+        least = min(per_token.values())
+        if settings.memory and room < LEAST * least:
+            needed = (parse_size(settings.memory) - room + LEAST * least) / 2**30
+            fault = f"is too little: this model takes at least {needed:.1f}GiB in this process"
+            raise ConfigError("learner.memory", settings.memory, fault, "Raise it, or use a smaller model.")
+        fits = {kind: agreed(room / each) for kind, each in per_token.items()}
+        sizes = {kind: _pass_tokens(settings, fit) for kind, fit in fits.items()}
+        return PassSize(
+            sizes[False],
+            alone=group.size == 1,
+            checkpointed=sizes.get(True, 0),
+            always=asked is True,
+            single=fits[False],
+            most=agreed(limit / least),
+            where=where,
+        )
+
+    sizes = {network: of_network(model) for network, model in networks.items()}
+    return {model.spec.name: sizes[id(model.network)] for model in models}
 
 
 def _pass_tokens(settings: LearnerSettings, fit: int) -> int:

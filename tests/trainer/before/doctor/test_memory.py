@@ -79,6 +79,24 @@ def test_a_learner_of_two_adapters_in_numbers() -> None:
     }
 
 
+def test_two_bases_are_counted_once_each() -> None:
+    machine = msgspec.structs.replace(MACHINE, gpus=(), memory_gb=32.0, free_memory_gb=20.0)
+    large = msgspec.structs.replace(BILLION, parameters=2 * 10**9, token_bytes=3e6, checkpointed_bytes=2e5)
+    frozen = msgspec.structs.replace(LOAD, policies=0)
+    learner, *samplers = processes({"a": (BILLION, LOAD), "b": (large, LOAD), "c": (large, frozen)}, asked(), machine)
+    # c, which no policy trains, is not in the learner. The passes of b, of 2000 tokens as
+    # 2 GiB / (1.3 * 2e5 + 2 * 3e6 / 20) = 3834, take 2000 * (1.05 * 2e5 + 2 * 3e6 / 20) bytes: less than those of a.
+    assert parts(learner) == {
+        "python and libraries": 0.6,
+        "weights": 12.16,  # 4.08 and 8.08
+        "gradients and optimizer": 0.4,
+        "a pass of 4000 tokens, checkpointed": 1.297,
+    }
+    assert [one.process for one in samplers] == ["sampler of a", "sampler of b", "sampler of c"]
+    assert [parts(one)["weights"] for one in samplers] == [4.0, 8.0, 8.0]
+    assert [parts(one)["published versions"] for one in samplers] == [0.2, 0.2, 0.0]
+
+
 def test_a_learner_of_all_weights_in_numbers() -> None:
     size = msgspec.structs.replace(BILLION, adapter=0)
     config = asked(policies="full", learner={"micro_batch_tokens": 2048})
@@ -155,8 +173,8 @@ def test_a_gpu_that_is_too_small(tiny_base: Path) -> None:
 def test_on_a_cluster_engine_and_learner_have_a_gpu_each() -> None:
     machine = msgspec.structs.replace(MACHINE, gpus=(Gpu(name="small", memory_gb=12.0, free_gb=12.0),))
     cluster = {"address": "local", "engine": "transformers", "gpus_per_engine": 1, "gpus_per_learner": 1}
-    alone = processes(BILLION, asked(), machine, LOAD)
-    apart = processes(BILLION, asked(cluster=cluster), machine, LOAD)
+    alone = processes({"a": (BILLION, LOAD)}, asked(), machine)
+    apart = processes({"a": (BILLION, LOAD)}, asked(cluster=cluster), machine)
     assert [process.device for process in apart] == ["small of a learner", "small of an engine"]
     assert sum(process.bytes for process in alone) > alone[0].free > max(process.bytes for process in alone)
     assert [text.split(" ")[0] for text in shortages(alone)] == ["small"]

@@ -1,0 +1,47 @@
+"""The base models of a dry run: their chat templates, and how those differ. No weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from cotune.integrations.models.chat.formats import load_templates
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.folder.folder import context_length, locate_model
+from cotune.trainer.before.findings import Finding
+from cotune.trainer.config.train import TrainConfig
+
+NO_MODEL = "none"
+"""`model` of a dry run that names none."""
+
+
+class CheckedBase(NamedTuple):
+    model: str
+    chat: ChatTemplate
+
+
+def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
+    """The base of each policy by name, and under "" the run's own, which others have; nothing for NO_MODEL. Of a
+    Hugging Face id no weights are fetched. Raises ConfigError."""
+    named = {model: names for model, names in config.bases.items() if model != NO_MODEL}
+    places = {m: str(locate_model(m)) if Path(m).expanduser().exists() else m for m in named}
+    templates = load_templates({places[model]: names for model, names in named.items()}, config.tool_format)
+    found: dict[str, CheckedBase] = {}
+    for model, names in named.items():
+        base = CheckedBase(places[model], templates[places[model]])
+        found |= dict.fromkeys(names, base) | ({"": base} if model == config.model else {})
+    return found
+
+
+def base_findings(bases: Mapping[str, CheckedBase | None]) -> Iterator[Finding]:
+    """What differs between the bases of roles, a line for each."""
+    roles: dict[CheckedBase, list[str]] = {}
+    for role, base in bases.items():
+        if base is not None:
+            roles.setdefault(base, []).append(role)
+    for (model, chat), names in roles.items() if len(roles) > 1 else ():
+        text = f"base {model}: {len(chat.tokenizer)} tokens, context {context_length(model)}, "
+        text += f"its template shows {'' if chat.shows_tools else 'no '}tools, "
+        text += f"it sees {'' if chat.image_tokens else 'no '}images."
+        yield Finding("note", ", ".join(names), text)
