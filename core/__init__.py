@@ -12,6 +12,7 @@ from cotune.lazy_names import opener
 from cotune.recording.chance import freezers
 from cotune.recording.context import role
 from cotune.replay.tools import recorded
+from cotune.sampling.scoring import Feedback
 
 if TYPE_CHECKING:
     from cotune.adapters.deployed import deployed
@@ -42,6 +43,7 @@ else:
 
 __all__ = [
     "CotuneError",
+    "Feedback",
     "Judge",
     "Outage",
     "check",

@@ -21,7 +21,7 @@ from cotune.records.structs import Episode, Task
 from cotune.runtime.default_threads import grow_threads
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible, watched
 from cotune.runtime.user_code import Stopped, in_thread, origin, phrase, setting, user_code
-from cotune.sampling.scoring import components
+from cotune.sampling.scoring import components, parted
 from cotune.user_objects import remedy_of
 
 activators: list[Callable[[], None]] = []
@@ -107,10 +107,12 @@ async def run_episode(
         async with asyncio.timeout(options.timeout) as limit:
             with watched(limit, options.timeout):
                 value = await _run(workflow, task, live)
+        source = f"The workflow {workflow.name!r}"
+        value, text = parted(value, source)
         if live.fatal is not None:
             raise live.fatal
         nothing = value is None and workflow.compares
-        rewards, metrics = outcome_of({} if nothing else value, f"The workflow {workflow.name!r}", some=not nothing)
+        rewards, metrics = outcome_of({} if nothing else value, source, some=not nothing)
     except asyncio.CancelledError as error:
         task_here = asyncio.current_task()
         if task_here is None or not task_here.cancelling():
@@ -127,7 +129,8 @@ async def run_episode(
         return _failed(live, error)
     except Exception as error:  # noqa: BLE001
         return _failed(live, _raised(workflow, error))
-    return Outcome(live.end("ok", rewards=rewards, metrics=metrics), rewards, None, live, _unknown(value))
+    episode = live.end("ok", rewards=rewards, metrics=metrics, feedback=text)
+    return Outcome(episode, rewards, None, live, _unknown(value))
 
 
 def live_episode(

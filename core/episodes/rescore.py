@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +11,14 @@ from itertools import islice
 from cotune.episodes.workflows import Workflow
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.episodes import finished_call, outcomes_of
-from cotune.records.structs import CallRecord, Episode, RewardRecord, Task, candidate_id
-from cotune.sampling.scoring import score
+from cotune.recording.redaction import Redaction
+from cotune.recording.rewards import reward_records
+from cotune.records.structs import CallRecord, Episode, Task, candidate_id
+from cotune.sampling.scoring import Scored, score
 from cotune.storage.protocol import Store
 
-Scored = Mapping[str, dict[str, float] | WorkflowError]
-"""By candidate id, its rewards or why it has none."""
+ByTarget = Mapping[str, Scored | WorkflowError]
+"""By candidate or episode id, its rewards or why it has none."""
 AT_ONCE = 64
 """Calls that are scored at the same time."""
 CHUNK = 256
@@ -43,10 +44,10 @@ class Rescored:
     have: Counter[str] = field(default_factory=Counter)
     """Candidates that had, and have, each component."""
 
-    def add(self, ids: Sequence[str], old: Mapping[str, Mapping[str, float]], new: Scored) -> None:
+    def add(self, ids: Sequence[str], old: Mapping[str, Mapping[str, float]], new: ByTarget) -> None:
         """Count a group."""
         self.groups += 1
-        now = {one: rewards for one in ids if isinstance(rewards := new.get(one), dict) and rewards}
+        now = {one: found.rewards for one in ids if isinstance(found := new.get(one), Scored) and found.rewards}
         self.candidates += len(now)
         self.failed += len(ids) - len(now)
         for one, rewards in now.items():
@@ -84,7 +85,7 @@ async def rescore(
     while chunk := list(islice(answered, CHUNK)):
         scored = await score_calls(workflow, store, chunk)
         groups = [(call.role, [candidate_id(call.id, c.index) for c in call.candidates]) for call, _ in chunk]
-        _take(found, store, groups, scored, write=write)
+        _take(found, store, groups, scored, workflow.redaction, write=write)
     if role is None and workflow.episode_judge is not None:
         for together in _steps(episodes):
             outcomes = await outcomes_of(workflow.episode_judge, store, together)
@@ -92,15 +93,16 @@ async def rescore(
             for episode in together:
                 if episode.id in outcomes:
                     tasks.setdefault(episode.task.id, []).append(episode.id)
-            _take(found, store, [(EPISODES, ids) for ids in tasks.values()], outcomes, write=write)
+            of_tasks = [(EPISODES, ids) for ids in tasks.values()]
+            _take(found, store, of_tasks, outcomes, workflow.redaction, write=write)
     return found
 
 
-async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[CallRecord, Task]]) -> Scored:
+async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[CallRecord, Task]]) -> ByTarget:
     """Rewards of all candidates of those calls that were answered and whose role has a scorer."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def one(call: CallRecord, task: Task) -> Scored:
+    async def one(call: CallRecord, task: Task) -> ByTarget:
         targets = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
         async with gate:
             try:
@@ -142,16 +144,21 @@ def _steps(episodes: Iterable[Episode]) -> Iterator[list[Episode]]:
 
 
 def _take(
-    found: Rescoring, store: Store, groups: Iterable[tuple[str, Sequence[str]]], scored: Scored, *, write: bool
+    found: Rescoring,
+    store: Store,
+    groups: Iterable[tuple[str, Sequence[str]]],
+    scored: ByTarget,
+    redaction: Redaction | None,
+    *,
+    write: bool,
 ) -> None:
     old = store.rewards(scored)
     for role, ids in groups:
         found.roles.setdefault(role, Rescored()).add(ids, old, scored)
     found.errors.update(str(error) for error in scored.values() if isinstance(error, WorkflowError))
     if write:
-        now = time.time()
-        new = {target: rewards for target, rewards in scored.items() if isinstance(rewards, dict)}
-        store.write([RewardRecord(target, name, x, now) for target, named in new.items() for name, x in named.items()])
+        new = ((target, one) for target, one in scored.items() if isinstance(one, Scored))
+        store.write([record for target, one in new for record in reward_records(target, *one, redaction)])
 
 
 def _best(ids: Sequence[str], rewards: Mapping[str, Mapping[str, float]]) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Token
@@ -22,11 +21,12 @@ from cotune.recording.call_records import CallerContext
 from cotune.recording.context import carry_context, current_episode
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.redaction import Redactor, check_redactor
+from cotune.recording.rewards import reward_records
 from cotune.recording.roles import RolesFunction, roles_function
-from cotune.records.structs import CallRecord, CallStatus, Message, Record, RewardRecord, Task
+from cotune.records.structs import CallRecord, CallStatus, FeedbackRecord, Message, Record, RewardRecord, Task
 from cotune.records.tasks import as_task
 from cotune.runtime.last_flush import flush_at_signals, forget
-from cotune.sampling.scoring import components
+from cotune.sampling.scoring import Feedback, components, parted
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RECORDS
@@ -113,21 +113,27 @@ class Trace:
             return read.rewards([self.id]).get(self.id, {})
 
     @property
+    def feedback(self) -> Mapping[str, str]:
+        """Texts beside them, by the name of the reward."""
+        with self._reading() as read:
+            return read.feedback([self.id]).get(self.id, {})
+
+    @property
     def warnings(self) -> Mapping[str, int]:
         """What could not be recorded, or not exactly, by kind."""
         return dict(self._episode().warnings)
 
-    def reward(self, value: float | None = None, /, **named: float) -> None:
-        """Give the episode a reward: a number (`team`) or named numbers, also after the block.
+    def reward(self, value: float | Feedback | None = None, /, **named: float) -> None:
+        """Give the episode a reward: a number (`team`) or named numbers, also after the block, and a text beside them
+        by `cotune.Feedback`.
 
         The last one of a name wins. Raises WorkflowError unless each is a finite number.
         """
-        given = {**({} if value is None else {"team": value}), **named}
-        sink, live = self._sink, self._episode()
+        source, sink, live = "The reward of a trace", self._sink, self._episode()
+        value, text = parted(value, source)
+        given = {**({} if value is None else value if isinstance(value, Mapping) else {"team": value}), **named}
         assert sink is not None
-        now = time.time()
-        found = components(given, "The reward of a trace")
-        sink.write([RewardRecord(live.id, key, number, now) for key, number in found.items()])
+        sink.write(reward_records(live.id, components(given, source), text, live.redaction))
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -239,6 +245,7 @@ class MemoryRecords:
         self._calls: list[CallRecord] = []
         self._messages: dict[str, Any] = {}
         self._rewards: dict[str, dict[str, float]] = {}
+        self._feedback: dict[str, dict[str, str]] = {}
 
     def write(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -248,6 +255,9 @@ class MemoryRecords:
                 self._messages[record.id] = record.body
             elif isinstance(record, RewardRecord):
                 self._rewards.setdefault(record.target, {})[record.name] = record.value
+                self._feedback.get(record.target, {}).pop(record.name, None)  # it belonged to the reward before
+            elif isinstance(record, FeedbackRecord):
+                self._feedback.setdefault(record.target, {})[record.name] = record.text
 
     def calls(self, episode_id: str) -> list[CallRecord]:
         return sorted(self._calls, key=lambda call: call.step)
@@ -257,6 +267,9 @@ class MemoryRecords:
 
     def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
         return {target: dict(self._rewards.get(target, {})) for target in targets}
+
+    def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
+        return {target: dict(self._feedback.get(target, {})) for target in targets}
 
     def reading(self) -> AbstractContextManager[MemoryRecords]:
         return contextlib.nullcontext(self)

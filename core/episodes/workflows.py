@@ -11,13 +11,13 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 from cotune.errors import WorkflowError
 from cotune.judging.episodes import EpisodeJudge
 from cotune.recording.context import current_episode
-from cotune.recording.redaction import Redactor, check_redactor, load_redactor
+from cotune.recording.redaction import Redaction, Redactor, check_redactor, load_redactor
 from cotune.recording.roles import CALLER, MODEL, RolesFunction, roles_function
 from cotune.runtime.user_code import setting
-from cotune.sampling.scoring import LONGEST, AnyScorer, GroupScorer, OfGroup, OfOne, Reward, Scorer
+from cotune.sampling.scoring import LONGEST, AnyScorer, Feedback, GroupScorer, OfGroup, OfOne, Reward, Scorer
 from cotune.user_objects import load_object, takes
 
-Outcome = Reward | Mapping[str, float | None] | Awaitable[Reward | Mapping[str, float | None]]
+Outcome = Reward | Feedback | Mapping[str, float | None] | Awaitable[Reward | Feedback | Mapping[str, float | None]]
 P = ParamSpec("P")
 R = TypeVar("R", bound=Outcome)
 R_co = TypeVar("R_co", bound=Outcome, covariant=True)
@@ -54,6 +54,11 @@ class Workflow:
     def compares(self) -> bool:
         """Whether rewards come from comparisons, so that an episode may end with none of its own."""
         return self.episode_judge is not None or any(isinstance(scorer, OfGroup) for scorer in self.scorers.values())
+
+    @property
+    def redaction(self) -> Redaction | None:
+        """What goes into the records outside of an episode passes it first; None where nothing has to."""
+        return Redaction(self.redactors, self.keep_token_ids) if self.redactors else None
 
     def judge(self, fn: JudgeT) -> JudgeT:
         """Decorate a function that sees the finished episodes of one task together, `(episodes, task)`, and returns the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,8 +12,10 @@ import msgspec
 from cotune.algorithms.collect import is_outcome
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.shown import shown_message, shown_messages
-from cotune.records.structs import CallRecord, Candidate, Episode, RewardRecord, Task
-from cotune.sampling.scoring import Reward, compare
+from cotune.recording.redaction import Redaction
+from cotune.recording.rewards import reward_records
+from cotune.records.structs import CallRecord, Candidate, Episode, Task
+from cotune.sampling.scoring import Rewards, Scored, compare
 from cotune.storage.protocol import Store
 
 
@@ -62,7 +63,7 @@ class FinishedEpisode(msgspec.Struct, frozen=True, kw_only=True):
         return "\n\n".join(lines) or "(nothing was said)"
 
 
-EpisodeJudge = Callable[[Sequence[FinishedEpisode], Any], Sequence[Reward | None] | Awaitable[Sequence[Reward | None]]]
+EpisodeJudge = Callable[[Sequence[FinishedEpisode], Any], Rewards | Awaitable[Rewards]]
 """`(episodes, task)` -> the outcome of each episode, in their order, or None for one that gets none."""
 
 
@@ -73,11 +74,11 @@ class Ranking:
     name: str
 
 
-Opinion = Sequence[dict[str, float] | WorkflowError]
-"""The outcome of each episode of a task, empty for one that gets none, or why the judge could not say."""
+Opinion = Sequence[Scored | WorkflowError]
+"""The outcome of each episode of a task, without rewards for one that gets none, or why the judge could not say."""
 AskJudge = Callable[[EpisodeJudge, Sequence[FinishedEpisode], Task], Awaitable[Opinion]]
-Outcomes = Mapping[str, dict[str, float] | WorkflowError]
-"""Rewards of episodes by id, or why there are none."""
+Outcomes = Mapping[str, Scored | WorkflowError]
+"""Rewards of episodes by id, with the text beside them, or why there are none."""
 
 JUDGING = "judge"
 """Phase of the episodes in which a judge that is a role of the run has compared others."""
@@ -113,24 +114,28 @@ def finished_call(store: Store, call: CallRecord, task: Task) -> FinishedCall:
 
 
 async def judge_episodes(
-    judge: EpisodeJudge, store: Store, episodes: Iterable[Episode], ask: AskJudge = ask_judge
+    judge: EpisodeJudge,
+    store: Store,
+    episodes: Iterable[Episode],
+    ask: AskJudge = ask_judge,
+    redaction: Redaction | None = None,
 ) -> Mapping[str, int]:
-    """Ask for the outcomes of the episodes that ended well, those of a task together, and store them.
+    """Ask for the outcomes of the episodes that ended well, those of a task together, and store them. What the judge
+    says of them is redacted.
 
     Returns the number of episodes that got none, by the error, where there was one. Raises that error where it is of
     all of them, unless the judge is a role of the run (`ask`), which may have to learn to judge.
     """
     outcomes = await outcomes_of(judge, store, episodes, ask)
-    keep_outcomes(store, outcomes)
+    keep_outcomes(store, outcomes, redaction)
     return refusals(outcomes, ask)
 
 
-def keep_outcomes(store: Store, outcomes: Outcomes) -> None:
+def keep_outcomes(store: Store, outcomes: Outcomes, redaction: Redaction | None = None) -> None:
     """Store the outcomes that were given."""
-    now = time.time()
     for episode_id, outcome in outcomes.items():
         if not isinstance(outcome, WorkflowError):
-            store.write([RewardRecord(episode_id, name, value, now) for name, value in outcome.items()])
+            store.write(reward_records(episode_id, *outcome, redaction))
     store.flush()
 
 
@@ -170,10 +175,9 @@ async def _outcomes(judge: EpisodeJudge, store: Store, ended: Sequence[Episode],
     return {episode.id: outcome for episode, outcome in zip(together, found, strict=True)}
 
 
-def _above(
-    outcome: dict[str, float] | WorkflowError, name: str, others: int, failed: int
-) -> dict[str, float] | WorkflowError:
+def _above(outcome: Scored | WorkflowError, name: str, others: int, failed: int) -> Scored | WorkflowError:
     """The outcome with its rank, a share of `others`, as one of those and the `failed`, which it is better than."""
-    if isinstance(outcome, WorkflowError) or not failed or (others and name not in outcome):
+    if isinstance(outcome, WorkflowError) or not failed or (others and name not in outcome.rewards):
         return outcome
-    return {**outcome, name: (outcome.get(name, 0.0) * others + failed) / (others + failed)}
+    rank = (outcome.rewards.get(name, 0.0) * others + failed) / (others + failed)
+    return outcome._replace(rewards={**outcome.rewards, name: rank})

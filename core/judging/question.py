@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,6 +26,14 @@ AGAIN = "This cannot be used: {fault}. Answer with the JSON object alone."
 
 class Unusable(ValueError):
     """The fault of a judge's answer."""
+
+
+class Verdict(NamedTuple):
+    """What a judge answered: numbers of the entries that it ranks, best first, equal ones together, and why; the reason
+    is empty where it gave none."""
+
+    tiers: list[list[int]]
+    reason: str = ""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,9 +62,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         }
         return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
 
-    def tiers(self, text: str) -> list[list[int]]:
-        """Numbers of the entries that the answer `text` ranks, best first, equal ones together. Raises Unusable."""
-        ranking = next((found["ranking"] for found in _objects(text) if "ranking" in found), None)
+    def verdict(self, text: str) -> Verdict:
+        """What the answer `text` says. Raises Unusable."""
+        answer = next((found for found in _objects(text) if "ranking" in found), {})
+        ranking, reason = answer.get("ranking"), answer.get("reason")
         if not isinstance(ranking, list):
             raise Unusable("it has no JSON object with a ranking")
         tiers = [[tier] if isinstance(tier, str) else tier for tier in ranking]
@@ -65,12 +74,18 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         if sorted(label for tier in tiers for label in tier) != sorted(self.labels):
             raise Unusable("its ranking does not have each letter once")
         number = dict(zip(self.labels, self.order, strict=True))
-        return [[number[label] for label in tier] for tier in tiers if tier]
+        ranked = [[number[label] for label in tier] for tier in tiers if tier]
+        return Verdict(ranked, reason.strip() if isinstance(reason, str) else "")
 
-    def answer(self, tiers: Sequence[Sequence[int]]) -> str:
-        """The answer with these tiers alone: a reason may quote text that a redactor keeps out of records."""
+    def answer(self, verdict: Verdict) -> str:
+        """An answer that says the same, and nothing else."""
         label = dict(zip(self.order, self.labels, strict=True))
-        return canonical({"ranking": [[label[number] for number in tier] for tier in tiers]}).decode()
+        ranking = [[label[number] for number in tier] for tier in verdict.tiers]
+        return canonical({"reason": verdict.reason, "ranking": ranking}).decode()
+
+    def feedback(self, verdict: Verdict, entry: int) -> str:
+        """The reason, which speaks of all entries by their letters, for the entry with this number; empty without."""
+        return verdict.reason and f"This is {self.labels[self.order.index(entry)]}. {verdict.reason}"
 
 
 def question(

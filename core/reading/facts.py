@@ -137,6 +137,8 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
     counters = store.counters()
     for name, text in (("lost", "records were lost"), ("refused", "late rewards were refused")):
         found += [Trouble("records", f"{n:,} {text}", n)] if (n := counters[name]) else []
+    if cut := store.cut_feedback():
+        found.append(Trouble("records", f"{plural(cut, 'text')} beside rewards were too long: their middle is cut", 0))
     found += [Trouble("rollback", back.text, 0, {"status": "abandoned"}) for back in run.about.rollbacks]
     for role, status, n in store.failed_calls() if of_calls else ():
         found.append(Trouble("calls", f"{plural(n, 'call')} of {role}: {status}", n))

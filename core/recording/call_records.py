@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from cotune.recording.redaction import RedactedCall, Redaction
+from cotune.recording.rewards import reward_records
 from cotune.records.answers import Answer
 from cotune.records.ids import address, canonical, message_id, new_id, pack_ids, path_digest, unpack_ids
-from cotune.records.structs import CallRecord, CallStatus, Message, Record, RewardRecord, Segment, Usage, candidate_id
+from cotune.records.structs import CallRecord, CallStatus, Message, Record, Segment, Usage, candidate_id
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _SHORT = 512
@@ -225,11 +226,10 @@ class CallRecords:
                 for _ in range(forgotten):
                     self._warn("forgotten_output", _FORGOTTEN)
         records.append(_call(call, redacted, status, names, tools, sampling, prompt))
-        now = time.time()
-        for i, components in enumerate(redacted.answer.rewards if redacted.answer else ()):
-            target = candidate_id(call.id, i)
-            for name, value in components.items():
-                records.append(RewardRecord(target, name, value, now))
+        texts = answer.feedback if answer else ()
+        for i, components in enumerate(answer.rewards if answer else ()):
+            text = texts[i] if texts else ""
+            records += reward_records(candidate_id(call.id, i), components, text, self._redaction)
         return records
 
     def not_recorded(self, call: PendingCall, broken: Exception) -> list[Record]:

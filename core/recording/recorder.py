@@ -26,6 +26,7 @@ from cotune.recording.app_parts import Parts
 from cotune.recording.call_records import CallerContext, CallRecords, PendingCall, SentMessage
 from cotune.recording.chance import KEPT, Chance
 from cotune.recording.redaction import Redaction, Redactor
+from cotune.recording.rewards import reward_records
 from cotune.recording.roles import RolesFunction, named, warn_of_shared
 from cotune.recording.tape import Tape, tool_at_work
 from cotune.records.answers import Answer, well_formed
@@ -37,7 +38,6 @@ from cotune.records.structs import (
     EpisodeStatus,
     Fork,
     Record,
-    RewardRecord,
     Task,
 )
 from cotune.runtime.forks import survives_fork
@@ -286,10 +286,14 @@ class LiveEpisode:
         *,
         rewards: Mapping[str, float] | None = None,
         metrics: Mapping[str, float] | None = None,
+        feedback: str = "",
         error: str | None = None,
         blame: Blame | None = None,
     ) -> Episode:
-        """Record the end of the episode with its team rewards. Calls still open are recorded as cancelled."""
+        """Record the end of the episode with its team rewards and the text beside them.
+
+        Calls still open are recorded as cancelled.
+        """
         self.stop()
         with self._idle:
             self._idle.wait_for(lambda: not self._ending)
@@ -317,8 +321,7 @@ class LiveEpisode:
             chance=chance.id if chance else None,
             threads=tuple(sorted(self._threads)),
         )
-        now = time.time()
-        self._write([*bodies, *(RewardRecord(self.id, k, v, now) for k, v in (rewards or {}).items()), record])
+        self._write([*bodies, *reward_records(self.id, rewards or {}, feedback, self.redaction), record])
         return record
 
     def _end(

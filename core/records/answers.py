@@ -30,8 +30,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What answered a call: all candidates, which one goes on, and how it came about.
 
     `rewards[i]` are the components of candidate i, from before the selection; empty where no scorer ran, or
-    where it failed (`error`). `sampling` holds the parameters that were really used, the seed included. `replayed` is
-    the recorded call whose answer this is, said again.
+    where it failed (`error`); `feedback[i]` is the text beside them. `sampling` holds the parameters that were really
+    used, the seed included. `replayed` is the recorded call whose answer this is, said again.
     """
 
     candidates: tuple[Candidate, ...]
@@ -40,6 +40,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     policy: PolicyRef | None = None
     usage: Usage = Usage()
     rewards: tuple[Mapping[str, float], ...] = ()
+    feedback: tuple[str, ...] = ()
     sampling: Mapping[str, Any] = {}
     error: str | None = None
     replayed: str | None = None

@@ -209,7 +209,21 @@ class RewardRecord(msgspec.Struct, frozen=True, gc=False, tag="reward"):
     at: float = 0.0
 
 
-Record = Message | Segment | CallRecord | Episode | RewardRecord
+class FeedbackRecord(msgspec.Struct, frozen=True, gc=False, tag="feedback"):
+    """Text beside the reward component `name` of `target`: why it is what it is.
+
+    It belongs to the reward that was written with it, at the same time: one that replaces that reward takes it away.
+    `name` may be that of a reward that nobody gave. `cut` are the characters that were left out of its middle.
+    """
+
+    target: str
+    name: str
+    text: str
+    at: float = 0.0
+    cut: int = 0
+
+
+Record = Message | Segment | CallRecord | Episode | RewardRecord | FeedbackRecord
 
 
 def candidate_id(call_id: str, index: int) -> str:

@@ -25,7 +25,7 @@ from cotune.records.structs import Candidate, PolicyRef, Usage
 from cotune.runtime.bounded_cache import INLINE, bytes_of
 from cotune.sampling.protocol import NEVER, UNSHAPED, ChatFormat, Completion, Sampler, SamplingParams
 from cotune.sampling.request_params import asks_logprobs, fixes_form, request_params, template_options, tools_shown
-from cotune.sampling.scoring import AnyScorer, score
+from cotune.sampling.scoring import AnyScorer, Scored, score
 from cotune.sampling.shown_tokens import shown_tokens
 
 
@@ -95,7 +95,8 @@ class PolicyResponder:
         reading = call, prompt, params, completions
         candidates = await asyncio.to_thread(self.read, *reading) if self.reads_aside else self.read(*reading)
         # 3. Reward all of them, and choose the one that the application gets.
-        rewards, failure = await self._rewards(call, candidates)
+        scored, failure = await self._score(call, candidates)
+        rewards = tuple([one.rewards for one in scored])
         lengths = [Length(len(c.token_ids), params.max_tokens, c.finish_reason == "length") for c in candidates]
         compared = attribute_siblings(rewards, call.role, self.own.get(call.role, self.attribution), lengths)
         # Of the parameters, images are recorded by their hash, and what most requests leave out only where it is asked.
@@ -111,6 +112,7 @@ class PolicyResponder:
             policy=policy,
             usage=Usage(len(prompt), sum([length.tokens for length in lengths])),
             rewards=rewards,
+            feedback=tuple([one.text for one in scored]),
             sampling=sampling,
             error=failure,
         )
@@ -218,10 +220,8 @@ class PolicyResponder:
             candidates.append(candidate)
         return tuple(candidates)
 
-    async def _rewards(
-        self, call: LiveCall, candidates: tuple[Candidate, ...]
-    ) -> tuple[tuple[Mapping[str, float], ...], str | None]:
-        """The rewards of the role's scorer, and what is wrong with them."""
+    async def _score(self, call: LiveCall, candidates: tuple[Candidate, ...]) -> tuple[tuple[Scored, ...], str | None]:
+        """What the role's scorer gave the candidates, and what is wrong with it."""
         scorer = self.scorers.get(call.role)
         if scorer is None:
             return (), None
@@ -229,20 +229,20 @@ class PolicyResponder:
         began = time.time()
         scored = await score(scorer, candidates, call, call.role)
         self.scoring.append((began, time.time()))
-        rewards: list[Mapping[str, float]] = []
+        given: list[Scored] = []
         errors: Counter[str] = Counter()
         for result in scored:
             if isinstance(result, WorkflowError):
                 errors[str(result)] += 1
-                result = {}
-            rewards.append(result)
+                result = Scored({})
+            given.append(result)
         self.scorer_errors.update(errors)
         if not errors:
-            return tuple(rewards), None
+            return tuple(given), None
         first, count = next(iter(errors)), errors.total()
         if count == len(scored):
             return (), first
-        return tuple(rewards), f"{count} of {len(scored)} candidates have no reward: {first}"
+        return tuple(given), f"{count} of {len(scored)} candidates have no reward: {first}"
 
 
 def choose(rewards: Sequence[float] | Floats, select: Select, seed: int) -> int:

@@ -8,7 +8,9 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from cotune.algorithms.attribution import LARGEST
 from cotune.errors import WorkflowError, error_text
@@ -19,6 +21,28 @@ from cotune.runtime.user_code import Stopped, origin, pooled_thread, setting, us
 
 Reward = float | Mapping[str, float]
 """What a scorer or a workflow returns: a number or a bool, or named numbers."""
+
+
+class Feedback(msgspec.Struct, frozen=True):
+    """A reward and the reason for it in words. A scorer, a workflow or a judge may return it in place of a reward.
+
+    `reward` is whatever it could return without a text. The text is recorded and shown beside the reward, cut in the
+    middle where it has more than 4,000 characters. It is part of no prompt, unless the method that trains uses it.
+
+    ```python
+    return cotune.Feedback(passed / total, "test_empty failed: IndexError in line 3")
+    ```
+    """
+
+    reward: Reward | Mapping[str, float | None] | None
+    text: str
+
+
+class Scored(NamedTuple):
+    """Named reward components, none where nobody gave any, and the text beside them."""
+
+    rewards: dict[str, float]
+    text: str = ""
 
 
 class Call(Protocol):
@@ -65,9 +89,10 @@ class Call(Protocol):
         ...
 
 
-Scorer = Callable[[Candidate, Call, Any], Reward | Awaitable[Reward]]
+Scorer = Callable[[Candidate, Call, Any], Reward | Feedback | Awaitable[Reward | Feedback]]
 """`(candidate, call, task)` -> reward, sync or async; `task` is the workflow's input, as `call.task.input`."""
-GroupScorer = Callable[[Sequence[Candidate], Call, Any], Sequence[Reward | None] | Awaitable[Sequence[Reward | None]]]
+Rewards = Sequence[Reward | Feedback | None]
+GroupScorer = Callable[[Sequence[Candidate], Call, Any], Rewards | Awaitable[Rewards]]
 """`(candidates, call, task)` -> a reward for each candidate, in their order, or None for one that gets none."""
 
 
@@ -134,11 +159,23 @@ def components(value: Any, source: str, name: str = "local", *, may_be_unknown: 
     return named
 
 
+def parted(value: Any, source: str) -> tuple[Any, str]:
+    """What a scorer or workflow returned, and the text beside it. Raises WorkflowError for feedback without a str."""
+    if not isinstance(value, Feedback):
+        return value, ""
+    if not isinstance(value.text, str):
+        raise WorkflowError(
+            f"{source} returned Feedback with text of type {type(value.text).__name__}, which is not a str.",
+            'Return Feedback(reward, text) with a str; "" says nothing.',
+        )
+    return value.reward, value.text
+
+
 async def score(
     scorer: AnyScorer, candidates: Sequence[Candidate], call: Call, role: str
-) -> tuple[dict[str, float] | WorkflowError, ...]:
-    """Components of every candidate, or why the scorer could not say: it raised, or returned no reward. They are empty
-    for a candidate that a group's scorer gave None.
+) -> tuple[Scored | WorkflowError, ...]:
+    """Components of every candidate with the text beside them, or why the scorer could not say: it raised, or returned
+    no reward. They are empty for a candidate that a group's scorer gave None.
 
     A sync scorer runs in a pooled thread, so that it never blocks the loop. The scorer's own LLM calls are not part of
     the episode.
@@ -165,7 +202,7 @@ async def compare(
     task_id: str,
     name: str = "local",
     timeout: float | None = None,
-) -> tuple[dict[str, float] | WorkflowError, ...]:
+) -> tuple[Scored | WorkflowError, ...]:
     """Components of `items` that a function sees together, as `score` has them; `fn` takes them and what `about` is."""
     with setting(current_episode, None), setting(user_code, f"{source} on task {task_id!r}"):
         found = await _called(fn, (tuple(items), *about), timeout, source)
@@ -178,7 +215,7 @@ async def compare(
         wrong = f"{source} returned {len(values)} rewards for {len(items)}."
     if wrong:
         values = [WorkflowError(wrong, "Return a list with one reward for each, in their order.")] * len(items)
-    return tuple({} if value is None else _components(value, source, name) for value in values)
+    return tuple(_components(value, source, name, some=False) for value in values)
 
 
 async def _called(fn: Callable[..., Any], args: Sequence[Any], timeout: float | None, source: str) -> Any:
@@ -202,13 +239,15 @@ async def _called(fn: Callable[..., Any], args: Sequence[Any], timeout: float | 
         return late
 
 
-def _components(value: Any, source: str, name: str = "local") -> dict[str, float] | WorkflowError:
-    """Components of what a scorer returned, or what is wrong with what it returned or raised."""
+def _components(value: Any, source: str, name: str = "local", *, some: bool = True) -> Scored | WorkflowError:
+    """Components of what a scorer returned, or what is wrong with what it returned or raised. Without `some` it may
+    have returned None."""
     if isinstance(value, BaseException) and not isinstance(value, Exception):
         raise value
     try:
         if not isinstance(value, Exception):
-            return components(value, source, name)
+            reward, text = parted(value, source)
+            return Scored({} if reward is None and not some else components(reward, source, name), text)
     except WorkflowError as error:
         return error
     if isinstance(value, WorkflowError):

@@ -84,6 +84,10 @@ class Store(Protocol):
         """Target -> component name -> value (last write wins)."""
         ...
 
+    def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
+        """Target -> name of the reward -> the text beside it. A text goes with its reward when that is replaced."""
+        ...
+
     def unfinished(self) -> Iterator[str]:
         """Ids of episodes that have calls but no end: interrupted by a crash."""
         ...
@@ -138,6 +142,10 @@ class Store(Protocol):
         ...
 
     # Counts
+
+    def cut_feedback(self) -> int:
+        """Texts beside rewards that were too long and are not whole."""
+        ...
 
     def counts(self) -> tuple[int, int, int]:
         """Episodes, those of them that are abandoned, and calls."""

@@ -16,13 +16,22 @@ from cotune.errors import RecordError
 from cotune.json_values import plain
 from cotune.records.ids import pack_ids, unpack_ids
 from cotune.records.images import split_images
-from cotune.records.structs import CallRecord, Candidate, Episode, Message, Record, RewardRecord, ShownToken
+from cotune.records.structs import (
+    CallRecord,
+    Candidate,
+    Episode,
+    FeedbackRecord,
+    Message,
+    Record,
+    RewardRecord,
+    ShownToken,
+)
 from cotune.storage.outcomes import metric
 
 Row = tuple[Any, ...]
 Timed = TypeVar("Timed", CallRecord, Episode)
 
-VERSION = 2
+VERSION = 3
 """`user_version` of a records file; raised when the schema changes."""
 
 APPLICATION = 0x636F7475
@@ -46,6 +55,8 @@ CREATE TABLE episodes (
 CREATE INDEX episodes_by_step ON episodes (phase, training_step);
 CREATE INDEX episodes_by_task ON episodes (task);
 CREATE TABLE rewards (target TEXT, name TEXT, value REAL, at REAL, PRIMARY KEY (target, name)) WITHOUT ROWID;
+CREATE TABLE feedback (
+    target TEXT, name TEXT, text TEXT, at REAL, cut INTEGER, PRIMARY KEY (target, name)) WITHOUT ROWID;
 CREATE TABLE consumed (
     target TEXT PRIMARY KEY, training_step INTEGER NOT NULL, is_group INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -67,12 +78,13 @@ COLUMNS = {
     "token_ids, logprobs",
     "episodes": "id, task, phase, training_step, status, body, metrics",
     "rewards": "target, name, value, at",
+    "feedback": "target, name, text, at, cut",
     "consumed": "target, training_step, is_group",
     "counters": "name, value",
 }
 """Columns of each table, which a file has unless it is damaged."""
 
-WIDTHS = {"images": 3, "messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4}
+WIDTHS = {"images": 3, "messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4, "feedback": 5}
 """Columns of each table that records are written to."""
 
 
@@ -102,6 +114,7 @@ CONFLICTS = {
     "episodes": "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body "
     "WHERE excluded.status IN ('cancelled', 'abandoned')",
     "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at",
+    "feedback": "ON CONFLICT (target, name) DO UPDATE SET text = excluded.text, at = excluded.at, cut = excluded.cut",
 }
 
 
@@ -121,6 +134,9 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
         elif isinstance(record, RewardRecord):
             table, row = "rewards", (record.target, record.name, float(record.value), record.at)
             size += 300
+        elif isinstance(record, FeedbackRecord):
+            table, row = "feedback", (record.target, record.name, record.text, record.at, record.cut)
+            size += 300 + len(record.text)
         elif isinstance(record, Episode):
             table, row = "episodes", _episode_row(record)
             size += 1000 + len(row[5])

@@ -82,6 +82,9 @@ class SqliteFigures:
 
     # Counts
 
+    def cut_feedback(self) -> int:
+        return int(self.rows("SELECT count(*) FROM feedback WHERE cut > 0")[0][0])
+
     def counts(self) -> tuple[int, int, int]:
         abandoned = "(SELECT count(*) FROM episodes WHERE status = 'abandoned')"
         return self.rows(f"SELECT (SELECT count(*) FROM episodes), {abandoned}, (SELECT count(*) FROM calls)")[0]

@@ -211,6 +211,16 @@ class SqliteStore(SqliteFigures):
                     found.setdefault(target, {})[name] = number
         return found
 
+    def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
+        texts: dict[str, dict[str, str]] = {target: {} for target in targets}
+        for some in in_parts(texts):
+            sql = f"""SELECT target, name, text FROM feedback LEFT JOIN rewards USING (target, name)
+                WHERE target IN ({",".join("?" * len(some))}) AND coalesce(rewards.at, feedback.at) = feedback.at"""
+            for target, name, value in self.rows(sql, some):
+                for text in self._read(_text, (name, value)):
+                    texts.setdefault(target, {})[name] = text
+        return texts
+
     def unfinished(self) -> Iterator[str]:
         sql = """SELECT DISTINCT episode FROM calls
                  WHERE episode NOT IN (SELECT id FROM episodes) ORDER BY episode"""
@@ -338,6 +348,12 @@ def _reward(name: Any, value: Any) -> float:
     if not isinstance(name, str) or isinstance(value, str | bytes):
         raise TypeError("a reward is a number with a name")
     return float("nan") if value is None else value
+
+
+def _text(name: Any, value: Any) -> str:
+    if not isinstance(name, str) or not isinstance(value, str):
+        raise TypeError("feedback is a text with a name")
+    return value
 
 
 def _connect_reader(path: Path) -> sqlite3.Connection:

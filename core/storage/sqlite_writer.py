@@ -310,9 +310,10 @@ class Writer:
         """Insert rows; return how many could not be stored, and how many rewards were refused."""
         lost = refused = 0
         for table, values in tables.items():
-            if table == "rewards" and values and self._any_closed:
-                admitted = self._admit(values)
-                refused = (len(values) - len(admitted)) // WIDTHS[table]
+            if table in ("rewards", "feedback") and values and self._any_closed:
+                admitted = self._admit(values, WIDTHS[table])
+                if table == "rewards":
+                    refused = (len(values) - len(admitted)) // WIDTHS[table]
                 values = admitted
             lost += self._insert(table, values)
         return lost, refused
@@ -345,9 +346,9 @@ class Writer:
                 self._report("records cannot be stored", error)
         return lost
 
-    def _admit(self, values: list[Any]) -> list[Any]:
-        """Rewards whose target, and the call it is a candidate of, are still open."""
-        rows = [values[at : at + WIDTHS["rewards"]] for at in range(0, len(values), WIDTHS["rewards"])]
+    def _admit(self, values: list[Any], width: int) -> list[Any]:
+        """Rows of rewards, or of their texts, whose target, and the call it is a candidate of, are still open."""
+        rows = [values[at : at + width] for at in range(0, len(values), width)]
         names = {name for target, *_ in rows for name in (target, target.rpartition(".")[0])}
         closed = {
             name

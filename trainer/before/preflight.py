@@ -91,7 +91,7 @@ async def preflight(
     notes: list[str] = []
     if judge is not None:
         bench = Bench(workflow=workflow, store=store, responder=responder, timeout=config.episode_timeout)
-        errors = await judge_episodes(judge, store, episodes, bench.ask)
+        errors = await judge_episodes(judge, store, episodes, bench.ask, workflow.redaction)
         notes = [f"the judge gave {count} episodes no outcome: {text}" for text, count in errors.items()]
     calls = [call for one in (*episodes, *(bench.episodes if judge else ())) for call in store.calls(one.id)]
     rewards = rewards_by_role(store, calls)

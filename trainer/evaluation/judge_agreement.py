@@ -19,6 +19,7 @@ from cotune.errors import ConfigError, WorkflowError
 from cotune.intervals import LEVEL, Interval, Z, wilson
 from cotune.judging.episodes import outcomes_of
 from cotune.records.structs import candidate_id
+from cotune.sampling.scoring import Scored
 from cotune.storage.judge_ledger import run_folder, totals_of
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
@@ -162,7 +163,8 @@ async def _compared(
         groups.setdefault((EPISODES, episode.task.id), []).append(episode.id)
     compared = []
     for (role, _), members in groups.items():
-        known = {one: sum(given.values()) for one in members if isinstance(given := scored.get(one), dict) and given}
+        given = {one: found.rewards for one in members if isinstance(found := scored.get(one), Scored)}
+        known = {one: sum(rewards.values()) for one, rewards in given.items() if rewards}
         left_out.update(str(e) for one in members if isinstance(e := scored.get(one), WorkflowError))
         if len(members) < 2:
             left_out["alone in its group"] += 1

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 
 from cotune.judging.episodes import AskJudge, EpisodeJudge, Outcomes, ask_judge, keep_outcomes, outcomes_of, refusals
+from cotune.recording.redaction import Redaction
 from cotune.records.structs import Episode
 from cotune.storage.protocol import Store
 
@@ -17,8 +18,15 @@ class JudgedStep:
     Leaving it cancels what is under way.
     """
 
-    def __init__(self, judge: EpisodeJudge | None, store: Store, ask: AskJudge = ask_judge) -> None:
+    def __init__(
+        self,
+        judge: EpisodeJudge | None,
+        store: Store,
+        ask: AskJudge = ask_judge,
+        redaction: Redaction | None = None,
+    ) -> None:
         self._judge = judge
+        self._redaction = redaction
         self._ask = ask
         self._store = store
         self._expected: dict[str, int] = {}
@@ -66,5 +74,5 @@ class JudgedStep:
     async def _outcomes(self, together: list[Episode]) -> Outcomes:
         await asyncio.to_thread(self._store.flush)
         outcomes = await outcomes_of(self._judge, self._store, together, self._ask)
-        await asyncio.to_thread(keep_outcomes, self._store, outcomes)
+        await asyncio.to_thread(keep_outcomes, self._store, outcomes, self._redaction)
         return outcomes

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -17,8 +16,10 @@ from cotune.errors import WorkflowError
 from cotune.judging.episodes import JUDGING, AskJudge, EpisodeJudge, FinishedEpisode, Opinion, ask_judge
 from cotune.recording.context import current_episode, judging
 from cotune.recording.recorder import Responder
-from cotune.records.structs import Episode, RewardRecord, Task, candidate_id
+from cotune.recording.rewards import reward_records
+from cotune.records.structs import Episode, Task, candidate_id
 from cotune.runtime.user_code import setting
+from cotune.sampling.scoring import Scored
 from cotune.storage.protocol import Store
 
 
@@ -89,20 +90,25 @@ class Bench:
         """Give an episode of judging the mean of its answers' own rewards."""
         answered = [call for call in self.store.calls(episode.id) if call.chosen is not None]
         given = self.store.rewards(candidate_id(call.id, call.chosen or 0) for call in answered)
-        names = sorted({name for rewards in given.values() for name in rewards})
-        means = {name: fmean(rewards[name] for rewards in given.values() if name in rewards) for name in names}
-        self.store.write([RewardRecord(episode.id, name, value, time.time()) for name, value in means.items()])
+        self.store.write(reward_records(episode.id, _means(given.values())))
         self.store.flush()
 
 
 def _mean(opinions: Sequence[Opinion]) -> Opinion:
-    """For each episode the mean of what those attempts say that say something; an error where none does."""
+    """For each episode the mean of what those attempts say that say something, and their reasons; an error where none
+    does."""
     return [_mean_of(said) for said in zip(*opinions, strict=True)]
 
 
-def _mean_of(said: Sequence[Mapping[str, float] | WorkflowError]) -> dict[str, float] | WorkflowError:
-    found = [rewards for rewards in said if not isinstance(rewards, WorkflowError)]
-    if not found:
+def _mean_of(said: Sequence[Scored | WorkflowError]) -> Scored | WorkflowError:
+    opinions = [one for one in said if not isinstance(one, WorkflowError)]
+    if not opinions:
         return next(error for error in said if isinstance(error, WorkflowError))
-    names = sorted({name for rewards in found for name in rewards})
-    return {name: fmean(rewards[name] for rewards in found if name in rewards) for name in names}
+    text = "\n".join(dict.fromkeys(one.text for one in opinions if one.text))
+    return Scored(_means([one.rewards for one in opinions]), text)
+
+
+def _means(given: Collection[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each component over those that have it."""
+    names = sorted({name for rewards in given for name in rewards})
+    return {name: fmean(rewards[name] for rewards in given if name in rewards) for name in names}

@@ -112,7 +112,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> list[Episo
     policies = run.served(step)
     responder = answering(run, run.plan, policies).responder(run.sampler, run.chats, run.workflow)
     bench = _bench(run, step, responder)
-    async with JudgedStep(run.workflow.episode_judge, run.store, bench.ask) as judged:
+    async with JudgedStep(run.workflow.episode_judge, run.store, bench.ask, run.workflow.redaction) as judged:
 
         def ended(episode: Episode) -> None:
             progress.episode(episode)

@@ -21,12 +21,13 @@ def line(value: Any) -> str:
 def episodes_as_json(store: Store, filters: EpisodeFilters, limit: int) -> Iterator[str]:
     """The latest episodes, the newest last, each with its rewards."""
     ids = store.episode_ids(filters, limit)[::-1]
-    rewards = store.rewards(ids)
+    rewards, feedback = store.rewards(ids), store.feedback(ids)
     for id in ids:
+        given = {"rewards": rewards[id], "feedback": feedback[id]}
         try:
-            yield line({**msgspec.to_builtins(store.episode(id)), "rewards": rewards[id]})
+            yield line({**msgspec.to_builtins(store.episode(id)), **given})
         except RecordError:
-            yield line({"id": id, "status": "broken row", "rewards": rewards[id]})
+            yield line({"id": id, "status": "broken row", **given})
 
 
 def episode_as_json(store: Store, id: str) -> str:
@@ -38,18 +39,21 @@ def episode_as_json(store: Store, id: str) -> str:
         if not calls:
             raise
         about = {"id": id, "status": "unfinished"}
-    return line({**about, "rewards": store.rewards([id])[id], "calls": [_call(store, call) for call in calls]})
+    given = {"rewards": store.rewards([id])[id], "feedback": store.feedback([id])[id]}
+    return line({**about, **given, "calls": [_call(store, call) for call in calls]})
 
 
 def _call(store: Store, call: CallRecord) -> dict[str, Any]:
-    rewards = store.rewards(candidate_id(call.id, c.index) for c in call.candidates)
+    ids = [candidate_id(call.id, c.index) for c in call.candidates]
+    rewards, feedback = store.rewards(ids), store.feedback(ids)
     candidates = [
         {
             **msgspec.to_builtins(msgspec.structs.replace(c, token_ids=(), logprobs=(), shown=None)),
             "tokens": len(c.token_ids),
-            "rewards": rewards[candidate_id(call.id, c.index)],
+            "rewards": rewards[id],
+            "feedback": feedback[id],
         }
-        for c in call.candidates
+        for id, c in zip(ids, call.candidates, strict=True)
     ]
     for candidate in candidates:
         del candidate["token_ids"], candidate["logprobs"], candidate["shown"]

@@ -46,6 +46,8 @@ def _cause(store: Store, id: str, calls: Sequence[CallRecord], full: bool) -> st
 def episode_tree(store: Store, id: str, calls: Sequence[CallRecord], full: bool = False) -> Tree:
     """One episode: every call below the call whose output it read; a chain of calls stays on one level."""
     root = Tree(_episode_line(store, id, calls), guide_style=QUIET)
+    for text in _feedback(store.feedback([id])[id], full):
+        root.add(text)
     known = {call.id: call for call in calls}
     below: dict[str | None, list[CallRecord]] = {}
     for call in calls:
@@ -117,11 +119,12 @@ def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
         yield _short(Text(f"retried after {attempt}", style=QUIET))
     if call.error:
         yield Text(call.error, style=BAD) if full else _short(Text(first_line(call.error), style=BAD))
-    rewards = store.rewards(candidate_id(call.id, c.index) for c in call.candidates)
-    for candidate in call.candidates:
+    ids = [candidate_id(call.id, c.index) for c in call.candidates]
+    rewards, feedback = store.rewards(ids), store.feedback(ids)
+    for target, candidate in zip(ids, call.candidates, strict=True):
         chosen = candidate.index == call.chosen
         line = Text("> " if chosen else "  ", style=GOOD)
-        line.append_text(scores(rewards[candidate_id(call.id, candidate.index)]))
+        line.append_text(scores(rewards[target]))
         said = _whole(candidate.message) if full else answer_line(candidate)
         if len(line) > 2:
             line.append("  " if len(line) < _REWARDS else "\n  ")
@@ -129,6 +132,13 @@ def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
             line.append("[cut at the length limit] ", style=BAD)
         line.append(said, style="" if chosen else QUIET)
         yield _line(line, full)
+        yield from _feedback(feedback[target], full)
+
+
+def _feedback(texts: Mapping[str, str], full: bool) -> Iterable[Text]:
+    """The texts beside the rewards of an episode or a candidate."""
+    for name, text in texts.items():
+        yield _line(Text(f"  {name}: {text if full else snippet(text)}", style=QUIET), full)
 
 
 def _whole(message: Any) -> str:

@@ -13,15 +13,16 @@ from typing import Any, overload
 from cotune.errors import ConfigError, JudgeError, SamplerError
 from cotune.integrations.apps.openai.judge_endpoint import Endpoint, JudgeSettings, Passing
 from cotune.judging.episodes import FinishedEpisode, Ranking
-from cotune.judging.question import AGAIN, Question, Unusable, question, values
+from cotune.judging.question import AGAIN, Question, Unusable, Verdict, question, values
 from cotune.judging.shown import shown_message, shown_messages, shown_tools
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import judging
 from cotune.recording.model_calls import ask_async
 from cotune.recording.recorder import LiveCall, LiveEpisode
+from cotune.recording.redaction import Redaction
 from cotune.records.ids import address, canonical
 from cotune.records.structs import Candidate
-from cotune.sampling.scoring import Call
+from cotune.sampling.scoring import Call, Feedback
 from cotune.storage.judge_ledger import Ledger, run_folder
 
 log = logging.getLogger("cotune")
@@ -107,13 +108,12 @@ class Judge(Ranking):
         return f"The judge {self.model or self.role}"
 
     @overload
-    async def __call__(
-        self, of: Sequence[Candidate], call: Call, task: Any, /
-    ) -> Sequence[Mapping[str, float] | None]: ...
+    async def __call__(self, of: Sequence[Candidate], call: Call, task: Any, /) -> Sequence[Feedback | None]: ...
     @overload
-    async def __call__(self, of: Sequence[FinishedEpisode], task: Any, /) -> Sequence[Mapping[str, float] | None]: ...
-    async def __call__(self, of: Sequence[Any], *about: Any) -> Sequence[Mapping[str, float] | None]:
-        """Rewards of candidates of a call, or of episodes of a task; none for a single one. Raises JudgeError."""
+    async def __call__(self, of: Sequence[FinishedEpisode], task: Any, /) -> Sequence[Feedback | None]: ...
+    async def __call__(self, of: Sequence[Any], *about: Any) -> Sequence[Feedback | None]:
+        """Rewards of candidates of a call, or of episodes of a task, with the reasons; none for a single one. Raises
+        JudgeError."""
         episode: LiveEpisode | None
         if len(about) == 2:
             call = about[0]
@@ -132,20 +132,24 @@ class Judge(Ranking):
         if episode is not None and episode.offline:
             return await self._made_up(shared, len(entries), asked, episode)
         if len(distinct) == 1:
-            return [{self.name: 0.5}] * len(entries)
-        ask = self._ask(episode)
-        passes = (self._tiers(asked(turn=turn), ask) for turn in range(self.settings.passes))
-        answers = await asyncio.gather(*passes, return_exceptions=True)
-        places = [[i for i, entry in enumerate(entries) if entry == other] for other in distinct]
-        ranked = []
-        for tiers in answers:
-            if isinstance(tiers, BaseException):
+            return [Feedback({self.name: 0.5}, "")] * len(entries)
+        ask, redaction = self._ask(episode), None if episode is None else episode.redaction
+        questions = [asked(turn=turn) for turn in range(self.settings.passes)]
+        passes = (self._verdict(one, ask, redaction) for one in questions)
+        verdicts = await asyncio.gather(*passes, return_exceptions=True)
+        numbers = [distinct.index(entry) for entry in entries]
+        ranked, reasons = [], []
+        for one, verdict in zip(questions, verdicts, strict=True):
+            if isinstance(verdict, BaseException):
                 self._ledger.count(self.key, "dropped")
-                raise tiers
-            ranked.append(values([[i for entry in tier for i in places[entry]] for tier in tiers]))
-        return [{self.name: sum(of) / self.settings.passes} for of in zip(*ranked, strict=True)]
+                raise verdict
+            ranked.append(values([[i for i, n in enumerate(numbers) if n in tier] for tier in verdict.tiers]))
+            reasons.append([one.feedback(verdict, number) for number in numbers])
+        means = (sum(of) / self.settings.passes for of in zip(*ranked, strict=True))
+        texts = ("\n".join(filter(None, of)) for of in zip(*reasons, strict=True))
+        return [Feedback({self.name: mean}, text) for mean, text in zip(means, texts, strict=True)]
 
-    async def _tiers(self, asked: Question, ask: Ask) -> list[list[int]]:
+    async def _verdict(self, asked: Question, ask: Ask, redaction: Redaction | None) -> Verdict:
         """The judge's answer to a question, which may be one that it gave before. Raises JudgeError."""
         ledger = self._ledger
         body = self._request(asked)
@@ -153,14 +157,14 @@ class Judge(Ranking):
         kept = ledger.answer(key) if self.role is None else None
         if kept is not None:
             ledger.count(self.key, "cached")
-            return asked.tiers(kept)
+            return asked.verdict(kept)
         fault = ""
         for attempt in range(2):
             if attempt:
                 ledger.count(self.key, "asked_again")
             try:
                 text = await ask(body)
-                tiers = asked.tiers(text)
+                verdict = asked.verdict(text)
             except Passing as error:
                 fault = str(error)
             except Unusable as error:
@@ -169,8 +173,11 @@ class Judge(Ranking):
                 body["messages"] = [*asked.messages, {"role": "assistant", "content": text}, correction]
             else:
                 if self.role is None:
-                    ledger.keep(key, self.key, asked.answer(tiers))
-                return tiers
+                    stored = verdict
+                    if redaction is not None:  # the reason may quote what a redactor keeps out of records
+                        stored = verdict._replace(reason=str(redaction.content("feedback", verdict.reason)))
+                    ledger.keep(key, self.key, asked.answer(stored))
+                return verdict
         raise JudgeError(f"{self} was asked twice in vain: {fault}.", "See docs/how-to/judges.md.")
 
     def _ask(self, episode: LiveEpisode | None) -> Ask:
@@ -202,12 +209,12 @@ class Judge(Ranking):
 
     async def _made_up(
         self, shared: str, count: int, asked: Callable[[], Question], episode: LiveEpisode
-    ) -> Sequence[Mapping[str, float] | None]:
+    ) -> Sequence[Feedback | None]:
         """Rewards in a dry run, which contacts nobody: the calls of a role are made, and their answers are ignored."""
         if self.role is not None:
             await self._ask_role(episode, self._request(asked()))
         order = random.Random(address(shared.encode())).sample(range(count), count)
-        return [{self.name: value} for value in values([[i] for i in order])]
+        return [Feedback({self.name: value}, "") for value in values([[i] for i in order])]
 
     def _request(self, asked: Question) -> dict[str, Any]:
         form = asked.response_format(reason=self.settings.reason) if self.settings.structured else None

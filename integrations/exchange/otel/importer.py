@@ -27,6 +27,7 @@ from cotune.integrations.exchange.otel.messages import decoded
 from cotune.integrations.exchange.otel.spans import Span
 from cotune.recording.call_records import CallerContext, CallRecords, PendingCall
 from cotune.recording.recorder import Places, Sink
+from cotune.recording.rewards import feedback_record
 from cotune.records.answers import Answer
 from cotune.records.ids import ulid
 from cotune.records.structs import (
@@ -35,6 +36,7 @@ from cotune.records.structs import (
     Candidate,
     Episode,
     EpisodeStatus,
+    FeedbackRecord,
     PolicyRef,
     Record,
     RewardRecord,
@@ -131,7 +133,7 @@ class _Reading:
         self.calls = 0
         self.places = Places()
         self.made = CallRecords(None, nullcontext(), lambda kind, text: left_out.update([kind]))
-        self.rewards: list[RewardRecord] = []
+        self.rewards: list[RewardRecord | FeedbackRecord] = []
 
     def records(self) -> list[Record]:
         """Messages before the calls that refer to them, the episode last."""
@@ -242,15 +244,20 @@ class _Reading:
 
     def _rewards(self, span: Span, target: str) -> None:
         for event in span.events:
-            name, value = (event.attributes.get(key) for key in (names.EVALUATION_NAME, names.EVALUATION_VALUE))
+            asked = (names.EVALUATION_NAME, names.EVALUATION_VALUE, names.EVALUATION_EXPLANATION)
+            name, value, text = map(event.attributes.get, asked)
             if event.name != names.EVALUATION:
-                continue
-            if name is None or not isinstance(value, int | float):
-                self.left_out["evaluation_without_score"] += 1
                 continue
             index = event.attributes.get(names.CANDIDATE)
             own = target if target == self.id else candidate_id(target, whole(index))
-            self.rewards.append(RewardRecord(own, str(name), float(value), event.at / 1e9))
+            scored, explained = isinstance(value, int | float), isinstance(text, str) and text.strip()
+            if name is None or not (scored or explained):
+                self.left_out["evaluation_without_score"] += 1
+                continue
+            if scored:
+                self.rewards.append(RewardRecord(own, str(name), float(value), event.at / 1e9))
+            if explained:
+                self.rewards.append(feedback_record(own, str(name), text, event.at / 1e9))
 
 
 def _ulid(span: Span) -> str:

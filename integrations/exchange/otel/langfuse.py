@@ -52,6 +52,8 @@ class Observations:
                 attributes = {names.EVALUATION_NAME: score.get("name")}
                 if isinstance(score.get("value"), int | float):
                     attributes[names.EVALUATION_VALUE] = float(score["value"])
+                if isinstance(score.get("comment"), str):
+                    attributes[names.EVALUATION_EXPLANATION] = score["comment"]
                 event = SpanEvent(names.EVALUATION, nanoseconds(score.get("timestamp")), attributes)
                 self._scores.setdefault(str(field(score, "observationId") or id), []).append(event)
             return True

@@ -48,6 +48,7 @@ TOOL_RESULT = "gen_ai.tool.call.result"
 EVALUATION = "gen_ai.evaluation.result"
 EVALUATION_NAME = "gen_ai.evaluation.name"
 EVALUATION_VALUE = "gen_ai.evaluation.score.value"
+EVALUATION_EXPLANATION = "gen_ai.evaluation.explanation"
 
 ERROR_TYPE = "error.type"
 

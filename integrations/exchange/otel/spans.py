@@ -80,6 +80,7 @@ class _Episode:
         }
         targets = [candidate_id(call.id, c.index) for call in self.calls for c in call.candidates]
         self.rewards = store.rewards([episode.id, *targets])
+        self.feedback = store.feedback([episode.id, *targets]) if detail.content else {}
         self.root = _span_id(episode.id, "workflow")
 
     def spans(self) -> Iterator[Span]:
@@ -132,13 +133,13 @@ class _Episode:
             start,
             end,
             attributes,
-            events=tuple(_evaluations(self.rewards.get(episode.id) or {}, end)),
+            events=tuple(self._evaluations(episode.id, end)),
             failed=self._error(episode.status, episode.error),
         )
 
     def _chat(self, call: CallRecord) -> Span:
         ids = {candidate.index: candidate_id(call.id, candidate.index) for candidate in call.candidates}
-        events = [_evaluations(self.rewards.get(id) or {}, _end(call), index) for index, id in ids.items()]
+        events = [self._evaluations(id, _end(call), index) for index, id in ids.items()]
         return self._span(
             _span_id(call.id, "chat"),
             _span_id(call.id, "agent"),
@@ -237,6 +238,19 @@ class _Episode:
                     return later, message
         return None
 
+    def _evaluations(self, target: str, at: int, candidate: int | None = None) -> Iterator[SpanEvent]:
+        """The rewards of an episode or a candidate, and the texts beside them."""
+        rewards, texts = self.rewards.get(target) or {}, self.feedback.get(target) or {}
+        for name in dict.fromkeys([*rewards, *texts]):
+            attributes = {
+                names.EVALUATION_NAME: name,
+                names.EVALUATION_VALUE: rewards.get(name),
+                names.EVALUATION_EXPLANATION: texts.get(name),
+                names.CANDIDATE: candidate,
+            }
+            known = {key: value for key, value in attributes.items() if value is not None}
+            yield SpanEvent(names.EVALUATION, at, known)
+
     def _error(self, status: str, error: str | None) -> str | None:
         """An error's text may quote messages, so it goes along with them only."""
         if status == "ok":
@@ -262,14 +276,6 @@ def _request(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     asked = params.get("response_format")
     if isinstance(asked, Mapping):
         yield names.OUTPUT_TYPE, "json" if str(asked.get("type")).startswith("json") else "text"
-
-
-def _evaluations(rewards: Mapping[str, float], at: int, candidate: int | None = None) -> Iterator[SpanEvent]:
-    for name, value in rewards.items():
-        attributes = {names.EVALUATION_NAME: name, names.EVALUATION_VALUE: value}
-        yield SpanEvent(
-            names.EVALUATION, at, attributes if candidate is None else {**attributes, names.CANDIDATE: candidate}
-        )
 
 
 def _nanoseconds(seconds: float) -> int:

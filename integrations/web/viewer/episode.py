@@ -27,14 +27,15 @@ QUOTED = 8
 
 
 class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate: its message, named rewards, advantage (None where it was not trained on; of `idle` ones it
-    is 0, so that they teach nothing), and whether it was chosen."""
+    """A candidate: its message, named rewards and the texts beside them, and whether it was chosen. `advantage` is None
+    where it was not trained on; of `idle` ones it is 0, so that they teach nothing."""
 
     id: str
     index: int
     message: ShownMessage
     chosen: bool
     rewards: Mapping[str, float]
+    feedback: Mapping[str, str]
     advantage: float | None
     idle: bool
     tokens: int
@@ -76,6 +77,7 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
         id=id,
         episode=episode,
         outcome=run.store.rewards([id])[id],
+        feedback=run.store.feedback([id])[id],
         timeline=timeline(with_reads(timed, shown)),
         hues=hues(run, *(call.role for call in timed), *(call.record.role for call in shown)),
         calls=shown,
@@ -135,7 +137,8 @@ def show_calls(
     whole: bool = False,
 ) -> list[ShownCall]:
     """Calls as they are shown. `steps` are those of the episode's calls by id; `whole` keeps prompts whole."""
-    rewards = run.store.rewards(candidate_id(call.id, c.index) for call in calls for c in call.candidates)
+    targets = [candidate_id(call.id, c.index) for call in calls for c in call.candidates]
+    rewards, feedback = run.store.rewards(targets), run.store.feedback(targets)
     found = []
     answers: dict[str, int] = {}
     for call in calls:
@@ -154,8 +157,8 @@ def show_calls(
                 new=new,
                 tools=call.tools or "",
                 candidates=tuple(
-                    _candidate(call, c, rewards.get(candidate_id(call.id, c.index), {}), groups)
-                    for c in call.candidates
+                    _candidate(c, id, c.index == call.chosen, rewards[id], feedback[id], groups)
+                    for id, c in zip(members, call.candidates, strict=True)
                 ),
                 group=group,
             )
@@ -189,9 +192,13 @@ def message(run: OpenedRun, id: str) -> ShownMessage:
 
 
 def _candidate(
-    call: CallRecord, candidate: Candidate, rewards: Mapping[str, float], groups: StepGroups | None
+    candidate: Candidate,
+    id: str,
+    chosen: bool,
+    rewards: Mapping[str, float],
+    feedback: Mapping[str, str],
+    groups: StepGroups | None,
 ) -> ShownCandidate:
-    id = candidate_id(call.id, candidate.index)
     body: Any = candidate.message
     if candidate.text and not body.get("content"):
         body = {**body, "content": candidate.text}
@@ -199,8 +206,9 @@ def _candidate(
         id=id,
         index=candidate.index,
         message=shown({"role": "assistant", **body}),
-        chosen=candidate.index == call.chosen,
+        chosen=chosen,
         rewards=rewards,
+        feedback=feedback,
         advantage=groups.advantages.get(id) if groups else None,
         idle=groups is not None and id in groups.idle,
         tokens=len(candidate.token_ids),

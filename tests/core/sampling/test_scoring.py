@@ -15,7 +15,7 @@ from cotune.errors import WorkflowError
 from cotune.recording.context import current_episode
 from cotune.records.structs import Candidate, Task
 from cotune.runtime import user_code
-from cotune.sampling.scoring import OfGroup, OfOne, components, score
+from cotune.sampling.scoring import Feedback, OfGroup, OfOne, Scored, components, score
 
 CANDIDATES = [Candidate(index=i, text=text, message={}) for i, text in enumerate(("a", "bb"))]
 CALL = SimpleNamespace(task=Task(id="t", input={"goal": 2}))
@@ -26,7 +26,9 @@ def first_line(fn):
 
 
 def scored(scorer):
-    return asyncio.run(score(scorer, CANDIDATES, CALL, "writer"))
+    """What the scorer gave each candidate: its rewards, or the error."""
+    found = asyncio.run(score(scorer, CANDIDATES, CALL, "writer"))
+    return tuple(one if isinstance(one, WorkflowError) else one.rewards for one in found)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_async_scorers_overlap():
 
         return await asyncio.wait_for(score(scorer, CANDIDATES, CALL, "writer"), 5)
 
-    assert asyncio.run(main()) == ({"team": 0.0}, {"team": 1.0})
+    assert asyncio.run(main()) == (Scored({"team": 0.0}), Scored({"team": 1.0}))
 
 
 def test_an_async_scorer_behind_a_plain_function_is_awaited():
@@ -110,7 +112,7 @@ def test_calls_of_a_scorer_are_not_part_of_the_episode(is_async):
         finally:
             current_episode.reset(token)
 
-    assert asyncio.run(main()) == ({"local": 1.0}, {"local": 1.0})
+    assert asyncio.run(main()) == (Scored({"local": 1.0}), Scored({"local": 1.0}))
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -330,5 +332,62 @@ def test_waiting_for_a_thread_is_not_the_scorers_time(monkeypatch):
     async def main():
         return await asyncio.gather(*(score(OfOne(scorer, 2.0), CANDIDATES, CALL, "writer") for _ in range(4)))
 
-    assert asyncio.run(main()) == [({"local": 1.0}, {"local": 1.0})] * 4, "2.4 seconds in all, one after the other"
+    both = (Scored({"local": 1.0}), Scored({"local": 1.0}))
+    assert asyncio.run(main()) == [both] * 4, "2.4 seconds in all, one after the other"
+
     assert most == [1]
+
+
+NOTED = [Feedback(0.25, "  names no source\n"), Feedback({"form": 1, "right": True}, "")]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "group", "async group"])
+def test_a_scorer_may_say_why(kind):
+    def sync(candidate, call, task):
+        return NOTED[candidate.index]
+
+    async def asynchronous(candidate, call, task):
+        return NOTED[candidate.index]
+
+    def group(candidates, call, task):
+        return iter([NOTED[0], Feedback(None, "too long to judge")])
+
+    async def async_group(candidates, call, task):
+        return group(candidates, call, task)
+
+    scorers = {"sync": sync, "async": asynchronous, "group": OfGroup(group), "async group": OfGroup(async_group)}
+    second = Scored({}, "too long to judge") if "group" in kind else Scored({"form": 1.0, "right": 1.0}, "")
+    found = asyncio.run(score(scorers[kind], CANDIDATES, CALL, "writer"))
+    assert found == (Scored({"local": 0.25}, "  names no source\n"), second)
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        (Feedback(1.0, 3), "returned Feedback with text of type int, which is not a str."),
+        (Feedback(1.0, None), "returned Feedback with text of type NoneType, which is not a str."),
+        (Feedback(float("nan"), "why"), "returned local = nan."),
+        (Feedback(None, "why"), "returned local = None, which is not a number."),
+        (Feedback({}, "why"), "returned an empty dict."),
+        (Feedback(Feedback(1.0, "a"), "b"), "returned local = Feedback(reward=1.0, text='a'), which is not a number."),
+        ({"team": Feedback(1.0, "a")}, "returned team = Feedback(reward=1.0, text='a'), which is not a number."),
+    ],
+)
+def test_feedback_that_is_none(value, cause):
+    for error in scored(lambda candidate, call, task: value):
+        assert error.cause == f"The scorer of role 'writer' {cause}" and error.remedy
+
+
+def test_feedback_of_a_scorer_that_hangs_or_fails_for_one_candidate():
+    def scorer(candidate, call, task):
+        if candidate.text == "a":
+            raise ValueError("no network")
+        return Feedback(1.0, "fine")
+
+    async def hangs(candidate, call, task):
+        await asyncio.sleep(60 if candidate.text == "a" else 0)
+        return Feedback(1.0, "fine")
+
+    for one in (scorer, OfOne(hangs, 0.2)):
+        lost, kept = asyncio.run(score(one, CANDIDATES, CALL, "writer"))
+        assert isinstance(lost, WorkflowError) and kept == Scored({"local": 1.0}, "fine")

@@ -30,6 +30,7 @@ COLUMNS = {
     "calls": ("episode", "step", "turn", "status", "prompt", "body", "candidates", "token_ids", "logprobs"),
     "episodes": ("task", "phase", "training_step", "status", "body", "metrics"),
     "rewards": ("value",),
+    "feedback": ("text", "at", "cut"),
 }
 ODD = [None, 0, -1, 2**40, 1.5, "", "x", "{", "[]", "{}", "null", b"", b"\xff\xfe", b"\x00" * 7, "\ud83d", float("inf")]
 
@@ -60,6 +61,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
                         prompt_ids=(1, number, step),
                         policy=PolicyRef("p"),
                         rewards=({"local": 0.0}, {"local": 1.0}),
+                        feedback=("why", ""),
                     )
                 )
             live.end("ok", rewards={"team": 1.0}, metrics={"success": 1.0})
@@ -78,7 +80,7 @@ def changed(rng: random.Random, file: Path) -> None:
     for _ in range(rng.choice((1, 1, 2, 3))):
         table = rng.choice(list(COLUMNS))
         column = rng.choice(COLUMNS[table])
-        name = "target" if table == "rewards" else "rowid"
+        name = "target" if table in ("rewards", "feedback") else "rowid"
         key, value = rng.choice(db.execute(f"SELECT {name}, {column} FROM {table}").fetchall())
         odd = rng.choice(ODD)
         if column in ("body", "candidates", "metrics") and rng.random() < 0.7:

@@ -15,6 +15,7 @@ from cotune.records.structs import (
     CallRecord,
     Candidate,
     Episode,
+    FeedbackRecord,
     Message,
     PolicyRef,
     RewardRecord,
@@ -213,6 +214,36 @@ def test_last_reward_of_a_name_wins(store):
         "E1": {"team": -1.0},
         "C9.0": {},
     }
+
+
+def test_feedback_goes_with_its_reward(store):
+    store.write([RewardRecord("C1.0", "local", 0.0, 1.0), FeedbackRecord("C1.0", "local", "too long", 1.0)])
+    store.write([FeedbackRecord("C1.1", "local", "no reward", 1.0), RewardRecord("C1.0", "judge", 1.0, 2.0)])
+    store.write([FeedbackRecord("C1.2", "local", "half", 1.0, 40)])
+    store.flush()
+    assert store.feedback(["C1.0", "C1.1", "C9.0"]) == {
+        "C1.0": {"local": "too long"},
+        "C1.1": {"local": "no reward"},
+        "C9.0": {},
+    }
+    assert store.cut_feedback() == 1
+    store.write([RewardRecord("C1.0", "local", 0.5, 3.0), RewardRecord("C1.1", "local", 0.5, 3.0)])
+    store.flush()
+    assert store.feedback(["C1.0", "C1.1"]) == {"C1.0": {}, "C1.1": {}}
+    store.write([RewardRecord("C1.0", "local", 0.75, 4.0), FeedbackRecord("C1.0", "local", "better", 4.0)])
+    store.flush()
+    assert store.feedback(["C1.0"]) == {"C1.0": {"local": "better"}}
+
+
+def test_feedback_of_a_consumed_group_stays(store):
+    first = [RewardRecord("C1.0", "local", 0.0, 1.0), FeedbackRecord("C1.0", "local", "first", 1.0)]
+    store.write([call("E1", "C1"), *first])
+    store.flush()
+    store.consume({"C1": ["C1.0"]}, 0)
+    store.write([RewardRecord("C1.0", "local", 1.0, 2.0), FeedbackRecord("C1.0", "local", "late", 2.0)])
+    store.flush()
+    assert (store.rewards(["C1.0"]), store.refused) == ({"C1.0": {"local": 0.0}}, 1)
+    assert store.feedback(["C1.0"]) == {"C1.0": {"local": "first"}}
 
 
 def test_reward_may_be_nan(store):

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from cotune.records.ids import pack_ids
-from cotune.records.structs import CallRecord, Candidate, Episode, Message, Record, RewardRecord, Segment, Task
+from cotune.records.structs import (
+    CallRecord,
+    Candidate,
+    Episode,
+    FeedbackRecord,
+    Message,
+    Record,
+    RewardRecord,
+    Segment,
+    Task,
+)
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.rollout.wire import pack, unpack
 
@@ -26,6 +36,7 @@ def records(value: Any) -> list[Record]:
             id="c", episode="e", role="r", step=0, turn=0, prompt="s", params={"a": value}, candidates=(candidate,)
         ),
         RewardRecord("c.0", "local", 0.5, 1.0),
+        FeedbackRecord("c.0", "local", "half of it is right", 1.0, 12),
         Episode(id="e", task=Task(id="t", input={"v": value}), workflow="w"),
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 
 import cotune
 from cotune.errors import ConfigError, JudgeError
+from cotune.recording.call_records import CallerContext
+from cotune.recording.recorder import LiveEpisode, Nowhere
+from cotune.recording.redaction import each_text
 from cotune.records.structs import Candidate, Task
 from cotune.storage.judge_ledger import FILE, Ledger, run_folder
 from cotune.types import JudgeSettings
@@ -53,8 +57,13 @@ def in_two(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "settings": JudgeSettings(**rest)}
 
 
+def told(made: cotune.Judge, candidates: Any = EIGHT, call: Any = CALL) -> Any:
+    return asyncio.run(made(candidates, call, call.task.input))
+
+
 def ask(made: cotune.Judge, candidates: Any = EIGHT) -> Any:
-    return asyncio.run(made(candidates, CALL, CALL.task.input))
+    """The rewards that a judge gives."""
+    return [one and one.reward for one in told(made, candidates)]
 
 
 def totals(folder: Path) -> dict[str, float]:
@@ -72,12 +81,39 @@ def test_eight_siblings_are_one_request_and_a_second_run_makes_none(server: Prov
     }  # fmt: skip
 
 
-def test_nothing_of_what_the_judge_says_is_kept_but_its_ranking(server: Provider, tmp_path: Path) -> None:
-    server.reply = lambda body, number: says('{"reason": "xxx beats x", "ranking": [["B", "A"], ["C"]]}')
-    found = ask(judge(server), EIGHT[:3])
-    assert ask(judge(server), EIGHT[:3]) == found and len(server.requests) == 1
+def test_the_reason_is_told_of_each_answer_by_its_letter_and_kept(server: Provider, tmp_path: Path) -> None:
+    server.reply = lambda body, number: says('{"reason": " xxx beats x ", "ranking": [["B", "A"], ["C"]], "more": 1}')
+    found = told(judge(server), EIGHT[:3])
+    letters = {text: label for label, text in entries(server.requests[0]).items()}
+    assert [one.text for one in found] == [f"This is {letters[c.text]}. xxx beats x" for c in EIGHT[:3]]
+    assert told(judge(server), EIGHT[:3]) == found and len(server.requests) == 1
     kept = sqlite3.connect(tmp_path / FILE).execute("SELECT text FROM answers").fetchall()
-    assert kept == [('{"ranking":[["B","A"],["C"]]}',)]
+    assert kept == [('{"ranking":[["B","A"],["C"]],"reason":"xxx beats x"}',)]
+
+
+@pytest.mark.parametrize("reason", ["", '"reason": "  ", ', '"reason": ["a"], ', '"reason": null, '])
+def test_without_a_reason_there_is_no_text(server: Provider, reason: str) -> None:
+    server.reply = lambda body, number: says(f'{{{reason}"ranking": [["B", "A"], ["C"]]}}')
+    assert {one.text for one in told(judge(server), EIGHT[:3])} == {""}
+
+
+def test_each_pass_has_its_reason(server: Provider) -> None:
+    server.reply = lambda body, number: says(
+        f'{{"reason": "pass {number}", "ranking": [{", ".join(f"[{chr(34)}{label}{chr(34)}]" for label in "ABC")}]}}'
+    )
+    first, *_ = told(judge(server, passes=2, concurrency=1), EIGHT[:3])
+    assert re.fullmatch(r"This is [ABC]\. pass \d\nThis is [ABC]\. pass \d", first.text)
+
+
+def test_a_reason_is_kept_as_the_redactors_of_the_application_leave_it(server: Provider, tmp_path: Path) -> None:
+    server.reply = lambda body, number: says('{"reason": "card 1234 is named", "ranking": [["B", "A"], ["C"]]}')
+    hide = each_text(lambda text: text.replace("1234", "[card]"))
+    episode = LiveEpisode(Nowhere(), CALL.task, workflow="w", redactors=[hide])
+    call = episode.start(CallerContext("writer", "test"), {"messages": CALL.messages})
+    first, *_ = told(judge(server), EIGHT[:3], call)
+    assert first.text.endswith("card 1234 is named"), "the recorder redacts what it stores"
+    ((kept,),) = sqlite3.connect(tmp_path / FILE).execute("SELECT text FROM answers").fetchall()
+    assert "1234" not in kept and "card [card] is named" in kept
 
 
 def test_what_the_judge_is_shown(server: Provider) -> None:

@@ -1,0 +1,37 @@
+"""Rewards as records, with the text beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from cotune.recording.redaction import Redaction
+from cotune.records.answers import clean
+from cotune.records.structs import FeedbackRecord, RewardRecord
+
+LONGEST_FEEDBACK = 4000
+"""Characters of a text that are kept: half of them from its beginning and half from its end, as the error of a test or
+of a compiler may stand at either."""
+
+
+def reward_records(
+    target: str, rewards: Mapping[str, float], text: str = "", redaction: Redaction | None = None
+) -> list[RewardRecord | FeedbackRecord]:
+    """The rewards of an episode or a candidate, given now, and the text beside them, unless it is blank."""
+    now = time.time()
+    records: list[RewardRecord | FeedbackRecord] = [RewardRecord(target, *named, now) for named in rewards.items()]
+    if text := text.strip():
+        if redaction is not None:  # before it is cut: a half of what a redactor looks for could pass it
+            text = str(redaction.content("feedback", text))
+        name = next(iter(rewards), "local" if "." in target else "team")
+        records.append(feedback_record(target, name, text, now))
+    return records
+
+
+def feedback_record(target: str, name: str, text: str, at: float) -> FeedbackRecord:
+    """The text beside a reward that is given at the same time, without its middle where it is too long."""
+    text = str(clean(text))
+    half, cut = LONGEST_FEEDBACK // 2, max(0, len(text) - LONGEST_FEEDBACK)
+    if cut:
+        text = f"{text[:half]}\n[... {cut:,} characters cut ...]\n{text[-half:]}"
+    return FeedbackRecord(target, name, text, at, cut)
