@@ -119,8 +119,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     prices: dict[str, tuple[float, float]] = {}
     """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy, for the costs
     that cotune eval shows."""
-    policy: tuple[RunPolicy, ...] = ()
-    """[[policy]] tables, instead of a layout."""
     plan: RunPlan = RunPlan()
     replay: RunReplay = RunReplay()
     routing: RunRouting = RunRouting()

@@ -77,7 +77,8 @@ class RunDescription(msgspec.Struct, frozen=True):
 
     def base_of(self, policy: str) -> str | None:
         """The base model of a policy, where it is not the run's `model`."""
-        return next((one.model for one in self.config.policy if one.name == policy and one.model), None)
+        own = self.config.own_of(policy)
+        return own.model or None if own is not None else None
 
 
 class _Described(RunDescription, frozen=True, kw_only=True):

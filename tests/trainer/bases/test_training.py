@@ -14,6 +14,8 @@ from cotune.adapters.export import export_run, latest_policies
 from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.reading.facts import facts
+from cotune.reading.run import OpenedRun
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.trainer.evaluation.evaluate import evaluate
@@ -77,7 +79,11 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def test_each_policy_has_the_tokens_of_its_base(
-    module_trainer: Trainer, trained: Path, formats: dict[str, ChatTemplate], capsys: pytest.CaptureFixture[str]
+    module_trainer: Trainer,
+    trained: Path,
+    other_base: Path,
+    formats: dict[str, ChatTemplate],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with open_store(trained, read_only=True) as store:
         answered = check_prompts(store, formats)
@@ -87,7 +93,10 @@ def test_each_policy_has_the_tokens_of_its_base(
         assert all(of["sampler_gap_max"] < 1e-4 for of in line["policies"].values())
         assert line["held_out"]["reward/first"] is not None
     assert main(["show", str(trained)]) == 0
-    assert "two has the base model " in capsys.readouterr().out
+    assert f"two has the base model {other_base}" in " ".join(capsys.readouterr().out.split())
+    with OpenedRun(trained) as opened:
+        assert opened.about.base_of("two") == str(other_base) and opened.about.base_of("one") is None
+        assert facts(opened).bases == {"two": str(other_base)}
 
 
 def sampled(run: Path) -> dict[tuple[Any, ...], Any]:
