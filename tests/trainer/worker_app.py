@@ -21,6 +21,15 @@ solve = application(first=letters, second=judge)
 """Two roles, both scored."""
 
 
+def even(candidate: Any, call: Any, task: Mapping[str, str]) -> float:
+    """A reward that answers in any vocabulary can have."""
+    return sum(token % 2 == 0 for token in candidate.token_ids) / 4
+
+
+parity = application(first=even, second=even)
+"""Two roles, both scored, whatever their models write."""
+
+
 async def _late(task: Mapping[str, str]) -> float:
     said = await ask("first", f"say {task['letter']}")
     if task["id"] == "late":

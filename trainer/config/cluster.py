@@ -36,9 +36,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     transformers (the default without Ray) | module:function (an async function that opens a `Sampler` of your own,
     called with model and engine_args)."""
     engine_url: str = ""
-    """Address of the server of engine = "vllm-url", such as http://10.0.0.5:8000. Its key is read from VLLM_API_KEY."""
+    """Address of the server of engine = "vllm-url", such as http://10.0.0.5:8000; with several base models one for
+    each, separated by commas, in any order. The key is read from VLLM_API_KEY."""
     engines: int = 1
-    """Engines that sample, in all or of each policy that trains all weights."""
+    """Engines that sample: of each base model, and with vLLM of each policy that trains all weights."""
     gpus_per_engine: int = 0
     """GPUs of one engine; above 1 it is tensor parallel. 0: the CPU build of vLLM."""
     engine_timeout: float = 60.0
@@ -87,7 +88,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if self.engine_url:
                 raise ConfigError("cluster.engine_url", self.engine_url, 'needs cluster.engine = "vllm-url"')
             return
-        if not self.engine_url.startswith(("http://", "https://")):
+        if not all(url.startswith(("http://", "https://")) for url in self.engine_urls or ("",)):
             raise ConfigError(
                 "cluster.engine_url", self.engine_url, "is not the address of a vLLM server: http://HOST:PORT"
             )
@@ -124,6 +125,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def sampled_by(self) -> str:
         """The name of the engine."""
         return self.engine or ("vllm" if self.address else "transformers")
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """The addresses that `engine_url` names."""
+        return tuple(url.strip() for url in self.engine_url.split(",") if url.strip())
 
     @property
     def kind(self) -> Engine:

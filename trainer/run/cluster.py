@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.cluster.runtime import open_ray
-from cotune.integrations.models.engines import EngineWeights
 from cotune.integrations.models.folder.folder import locate_model
-from cotune.integrations.models.per_policy import PolicySampler
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Sampler
 from cotune.tables import plural
@@ -23,7 +21,15 @@ from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from cotune.trainer.rollout.workers import RolloutWorkers
-from cotune.trainer.run.engines import first_weights, owners, policy_count, start_engines
+from cotune.trainer.run.engines import (
+    EngineSet,
+    engine_sets,
+    first_sets,
+    joined,
+    policy_count,
+    server_urls,
+    start_engines,
+)
 
 SPARE_CPUS = 16
 """What a local Ray gives out beyond what the run's parts ask for, so that pools of further policies find room."""
@@ -49,6 +55,8 @@ class Cluster:
         self._settings: ClusterConfig = config.cluster
         self._learner: FsdpLearner | None = None
         self._open_policies: set[str] = set()
+        self._engines: list[tuple[EngineSet, Sampler]] = []
+        self._urls: dict[str, str] = {}
 
     def open_ray(self) -> None:
         """Start or join Ray; blocks. Raises ConfigError."""
@@ -61,27 +69,42 @@ class Cluster:
         self._stack.enter_context(open_ray(settings.address, num_cpus=cpus, env=settings.env))
 
     async def open_sampler(self) -> Sampler:
-        """Start engines on the base model. Raises ConfigError, EngineLost."""
-        return await self._start(first_weights(self._config))
+        """Start the engines that are known to be needed before the roles are. Raises ConfigError, EngineLost."""
+        self._urls = await server_urls(self._config)
+        return await self._with_engines(first_sets(self._config))
 
-    async def complete(self, policies: Policies, first: Sampler) -> Sampler:
-        """The sampler for all policies: `first`, and more engines where several policies have full weights.
+    async def complete(self, policies: Policies) -> Sampler:
+        """The sampler for all policies: more engines are started where these need some. Raises ConfigError,
+        EngineLost."""
+        return await self._with_engines(engine_sets(self._config, policies))
 
-        Raises ConfigError, EngineLost.
-        """
-        full, rest = owners(self._config, policies)
-        if len(full) + rest <= 1:
-            return first
-        if first_weights(self._config) == "full":
-            own = {full[0]: first} | {name: await self._start("full", name) for name in full[1:]}
-            return PolicySampler(own, await self._start("full", "the untrained model") if rest else None)
-        return PolicySampler({name: await self._start("full", name) for name in full}, first)
+    async def _with_engines(self, sets: Sequence[EngineSet]) -> Sampler:
+        """A sampler over engines for each set: those that were started for the same base and weights, or new ones."""
+        free = list(self._engines)
 
-    async def _start(self, weights: EngineWeights, whose: str = "") -> Sampler:
+        def started(one: EngineSet) -> Sampler | None:
+            same = next((old for old in free if (old[0].model, old[0].weights) == (one.model, one.weights)), None)
+            if same is None:
+                return None
+            free.remove(same)
+            return same[1]
+
+        samplers = [started(one) for one in sets]
+        missing = [one for one, sampler in zip(sets, samplers, strict=True) if sampler is None]
+        results = await asyncio.gather(*map(self._start, missing), return_exceptions=True)
+        new: list[Sampler] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            new.append(result)
+        self._engines = [(one, sampler or new.pop(0)) for one, sampler in zip(sets, samplers, strict=True)]
+        return joined(self._config, self._engines)
+
+    async def _start(self, one: EngineSet) -> Sampler:
         settings = self._settings
         engines = plural(settings.engines, f"{settings.sampled_by} engine")
-        self._say(f"starting {engines}{f' for {whose}' if whose else ''} on Ray ({settings.address})")
-        sampler = await start_engines(self._config, str(locate_model(self._config.model)), weights)
+        self._say(f"starting {engines} for {one} on Ray ({settings.address})")
+        sampler = await start_engines(self._config, one, self._urls.get(one.model, ""))
         self._stack.push_async_callback(sampler.aclose)
         return sampler
 
@@ -108,9 +131,9 @@ class Cluster:
     async def reopen_learner(self, policies: Policies, loss: LossSpec, own: Mapping[str, Method]) -> FsdpLearner:
         """Learners for these policies in place of the present or lost ones. Raises RunError where some policies are new
         and the engines have no room for them."""
-        full, _ = owners(self._config, policies)
-        trained = sum(spec.trained for spec in policies.specs.values())
-        crowded = full or (self._settings.kind.fixed and trained > policy_count(self._config))
+        trained = sum(spec.trained and spec.model is None for spec in policies.specs.values())
+        full = any(one.weights == "full" for one in engine_sets(self._config, policies))
+        crowded = full or (self._settings.kind.fixed and trained > policy_count(self._config, self._config.model))
         if crowded and policies.specs.keys() - self._open_policies:
             raise RunError(
                 f"The engines of this run have no room for the policies of roles that were first seen now; all "

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+from collections.abc import Sequence
+
+import msgspec
 
 from cotune.errors import ConfigError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
 from cotune.integrations.models.engines import EngineConfig, EngineWeights, open_sampler
-from cotune.integrations.models.folder.folder import loading
-from cotune.integrations.models.per_policy import open_engines
-from cotune.records.policies import Policies
+from cotune.integrations.models.folder.folder import loading, locate_model
+from cotune.integrations.models.per_policy import PolicySampler, open_engines
+from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Sampler
+from cotune.tables import plural
 from cotune.trainer.config.cluster import CPUS, ClusterConfig
 from cotune.trainer.config.train import TrainConfig
 
@@ -23,44 +27,83 @@ _ROUTER = "cotune.trainer.run.engines:open_router"
 _OPEN = f"{open_sampler.__module__}:{open_sampler.__name__}"
 
 
+class EngineSet(msgspec.Struct, frozen=True):
+    """Engines that serve the same: adapters and untrained policies on one base `model`, or the full weights of one
+    policy, where an engine holds no more."""
+
+    model: str
+    weights: EngineWeights = "lora"
+    policies: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.policies[0] if self.weights == "full" and self.policies else self.model
+
+
+def engine_sets(config: TrainConfig, policies: Policies) -> list[EngineSet]:
+    """What the engines of a run serve, on the run's own model first. Raises ConfigError where they cannot."""
+    cluster = config.cluster
+    sets: list[EngineSet] = []
+    for model, names in policies.bases(config.model).items():
+        full = [name for name in names if cluster.kind.fixed and policies.specs[name].kind == "full"]
+        rest = tuple(name for name in names if name not in full)
+        sets += [EngineSet(model, "full", (name,)) for name in full]
+        sets += [EngineSet(model, "lora", rest)] if rest or not full else []
+    fault = f"cannot be used here: {', '.join(str(one) for one in sets)} need engines of their own"
+    if len(sets) > 1 and cluster.colocate:
+        raise ConfigError("cluster.colocate", True, fault, "Leave it out: a GPU takes one engine beside its learner.")
+    if len(sets) > len(policies.bases(config.model)) and not cluster.address:
+        raise ConfigError("cluster.engine", cluster.engine, fault, 'Set cluster.address = "local".')
+    return sets
+
+
+def first_sets(config: TrainConfig) -> list[EngineSet]:
+    """`engine_sets` as far as they are known before the roles, and so the policies of a layout."""
+    if config.policy:
+        return engine_sets(config, Policies(config.specs, {}))
+    return [EngineSet(config.model, "full" if config.policies == "full" and config.cluster.kind.fixed else "lora")]
+
+
+def joined(config: TrainConfig, engines: Sequence[tuple[EngineSet, Sampler]]) -> Sampler:
+    """One sampler over those of all sets. Policies that none of them names are answered on the run's own model."""
+    if len(engines) == 1:
+        return engines[0][1]
+    own = [(one.weights, sampler) for one, sampler in engines if one.model == config.model]
+    rest = next((sampler for weights, sampler in own if weights == "lora"), own[0][1])
+    return PolicySampler({name: sampler for one, sampler in engines for name in one.policies}, rest)
+
+
 async def open_in_process(config: TrainConfig) -> Sampler:
     """The engines of a run without Ray, one for each base model. Raises ConfigError."""
-    return await open_engines(config.bases, lambda model: engine_config(config, model, first_weights(config)))
+    urls = await server_urls(config)
+    sets = {one.model: one for one in first_sets(config)}
+    return await open_engines(config.bases, lambda model: engine_config(config, sets[model], urls.get(model, "")))
 
 
-async def start_engines(config: TrainConfig, model: str, weights: EngineWeights) -> RaySampler:
-    """Start a router's actor, which starts its engines; returns when enough of them serve.
+async def start_engines(config: TrainConfig, one: EngineSet, url: str = "") -> RaySampler:
+    """Start a router's actor, which starts the engines of a set; returns when enough of them serve.
 
     Raises ConfigError, EngineLost.
     """
-    vocabulary = await asyncio.to_thread(_vocabulary, model)
-    cluster = config.cluster
-    arguments = {"cluster": cluster, "engine": engine_config(config, model, weights), "vocabulary": vocabulary}
-    return await start_sampler(_ROUTER, arguments, num_cpus=0, env=cluster.env)
+    engine = engine_config(config, one, url)
+    engine = msgspec.structs.replace(engine, model=str(locate_model(one.model)))
+    vocabulary = await asyncio.to_thread(_vocabulary, engine.model)
+    arguments = {"cluster": config.cluster, "engine": engine, "vocabulary": vocabulary}
+    return await start_sampler(_ROUTER, arguments, num_cpus=0, env=config.cluster.env)
 
 
-def first_weights(config: TrainConfig) -> EngineWeights:
-    """What the engines serve that are started before the roles, and so the policies of a layout, are known."""
-    kinds = {policy.kind for policy in config.policy} if config.policy else {config.policies}
-    return "full" if "full" in kinds and not kinds & {"lora", "shared"} else "lora"
+async def server_urls(config: TrainConfig) -> dict[str, str]:
+    """The address of the server of each base model; of one alone it is checked as it is opened. Raises ConfigError."""
+    urls, bases = config.cluster.engine_urls, list(config.bases)
+    if not urls:
+        return {}
+    if len(urls) != len(bases):
+        fault = f"names {plural(len(urls), 'server')} for {plural(len(bases), 'base model')}: {', '.join(bases)}"
+        raise ConfigError("cluster.engine_url", config.cluster.engine_url, fault, "Name one for each.")
+    if len(urls) == 1:
+        return {bases[0]: urls[0]}
+    from cotune.integrations.models.vllm.http import find_servers
 
-
-def owners(config: TrainConfig, policies: Policies) -> tuple[list[str], bool]:
-    """Policies that need engines of their own, as an engine may hold the full weights of one only; and whether others
-    are left. Raises ConfigError where engines cannot serve them."""
-    cluster = config.cluster
-    if not cluster.kind.fixed:
-        return [], True
-    kinds = {spec.name: spec.kind for spec in policies.specs.values()}
-    full = [name for name, kind in kinds.items() if kind == "full"]
-    rest = any(kind in ("lora", "frozen") for kind in kinds.values())
-    if len(full) + rest > 1:
-        fault = f"cannot be used here: {', '.join(full)} need engines of their own"
-        if cluster.colocate:
-            raise ConfigError("cluster.colocate", True, fault)
-        if not cluster.address:
-            raise ConfigError("cluster.engine", cluster.engine, fault, 'Set cluster.address = "local".')
-    return full, rest
+    return await find_servers(urls, bases, os.environ.get("VLLM_API_KEY"))
 
 
 async def open_router(cluster: ClusterConfig, engine: EngineConfig, vocabulary: int) -> RoutedSampler:
@@ -71,29 +114,29 @@ async def open_router(cluster: ClusterConfig, engine: EngineConfig, vocabulary: 
     )
 
 
-def engine_config(config: TrainConfig, model: str, weights: EngineWeights) -> EngineConfig:
+def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineConfig:
     """What an engine of this run is opened with. Raises ConfigError for weights that it cannot serve."""
     cluster, engine = config.cluster, config.cluster.kind
     kinds: list[str] = [p.kind for p in config.policy] or [config.policies]
     if engine.adapters_only and "full" in kinds:
         fault = f"cannot be sampled by {cluster.sampled_by}: it takes adapters only"
         raise ConfigError("policies", "full", fault)
-    if engine.fixed and weights == "full" and config.ahead:
+    if engine.fixed and one.weights == "full" and config.ahead:
         fault = f"cannot be used if {cluster.sampled_by} serves full weights: it holds one version only"
         remedy = 'Train adapters (--policies lora), or set cluster.engine = "transformers".'
         raise ConfigError("mode", config.mode, fault, remedy)
-    specs = [p.lora for p in config.policy if p.kind == "lora"] or [config.lora]
+    specs = [spec.lora for spec in _adapters(config, one.model)] or [config.lora]
     return EngineConfig(
-        model=model,
+        model=one.model,
         engine=cluster.sampled_by,
         arguments=cluster.engine_args,
-        url=cluster.engine_url,
+        url=url,
         api_key=os.environ.get("VLLM_API_KEY") if engine.by_url else None,
         gpus=cluster.gpus_per_engine,
         threads=config.sampling.threads,
         prefix_cache=config.sampling.prefix_bytes(),
-        weights=weights,
-        policies=policy_count(config),
+        weights=one.weights,
+        policies=policy_count(config, one.model),
         staleness=config.ahead,
         max_lora_rank=max(spec.rank for spec in specs),
         sleeps=cluster.colocate,
@@ -101,11 +144,16 @@ def engine_config(config: TrainConfig, model: str, weights: EngineWeights) -> En
     )
 
 
-def policy_count(config: TrainConfig) -> int:
-    """How many adapters are trained, as far as the configuration tells; else a few."""
+def policy_count(config: TrainConfig, model: str) -> int:
+    """How many adapters of a base are trained, as far as the configuration tells; else a few."""
     if config.policy:
-        return max(1, sum(p.kind == "lora" for p in config.policy))
+        return max(1, len(_adapters(config, model)))
     return 1 if config.policies == "shared" else max(len(config.roles), POLICIES)
+
+
+def _adapters(config: TrainConfig, model: str) -> list[PolicySpec]:
+    """The adapters on a base that [[policy]] tables name."""
+    return [spec for spec in config.specs.values() if spec.kind == "lora" and (spec.model or config.model) == model]
 
 
 def _vocabulary(model: str) -> int:

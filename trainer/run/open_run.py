@@ -25,7 +25,7 @@ from cotune.trainer.rollout.app_source import import_path
 from cotune.trainer.rollout.forks import expected_budget
 from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
-from cotune.trainer.run.engines import open_in_process, owners
+from cotune.trainer.run.engines import engine_sets, open_in_process
 from cotune.trainer.run.methods import bounded_loss, own_methods
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
@@ -76,7 +76,7 @@ async def open_run(
         loss = bounded_loss(recipes.run.loss, config.sampling.max_tokens)
         own = own_methods(config, recipes)
         loading = f"loading the weights to train: {', '.join(policies.trained)} ..."
-        owners(config, policies)
+        engine_sets(config, policies)  # refuses what engines cannot serve
         runner: EpisodeRunner
         learner: Learner
         if cluster is None:
@@ -84,7 +84,7 @@ async def open_run(
             learner = await asyncio.to_thread(_local_learner, config, policies, loss, own)
             runner = LocalRunner(workflow, sampler, chats)
         else:
-            sampler = await cluster.complete(policies, sampler)
+            sampler = await cluster.complete(policies)
             say(loading)
             runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler, own)
 

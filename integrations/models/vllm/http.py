@@ -14,6 +14,7 @@ import msgspec
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.models.engine_sampler import LoopSampler
+from cotune.integrations.models.folder.folder import locate_model
 from cotune.integrations.models.folder.meta_model import ModelSkeleton
 from cotune.integrations.models.served_versions import BASE, Version
 from cotune.integrations.models.vllm.adapters import SharedFolders, read_weights, write_shared
@@ -82,7 +83,7 @@ class VllmHttpSampler(LoopSampler):
         client = self._client
         bases = [card for card in await client.open() if card.parent is None]
         base = next((card for card in bases if card.max_model_len), None)
-        if base is None or not self._is(model, base):
+        if base is None or not _is(model, base):
             raise ConfigError(
                 "model",
                 model,
@@ -104,10 +105,6 @@ class VllmHttpSampler(LoopSampler):
                 "does not report the log-probabilities it sampled from",
                 "Start it with --logprobs-mode processed_logprobs.",
             )
-
-    def _is(self, model: str, card: Card) -> bool:
-        """Whether a card is the run's model: by name, or by the folder where both see it."""
-        return model in (card.id, card.root) or Path(card.root or "").resolve() == self._skeleton.folder
 
     async def _load_base(self, rank: int) -> None:
         """The base is asked for as an adapter that changes nothing: on CPUs, vLLM gives requests without one whatever
@@ -178,6 +175,33 @@ class VllmHttpSampler(LoopSampler):
                 log.warning("%s is left in the server: %s", name, error)
         await self._client.aclose()
         self._folders.close()
+
+
+def _is(model: str, card: Card) -> bool:
+    """Whether a card is the run's model: by name, or by the folder where both see it."""
+    return model in (card.id, card.root) or Path(card.root or "").resolve() == locate_model(model)
+
+
+async def find_servers(urls: Sequence[str], models: Sequence[str], api_key: str | None) -> dict[str, str]:
+    """The address of the server of each base model, as the servers tell what they serve.
+
+    Raises ConfigError where a model has none, and as `VllmHttpSampler.open`.
+    """
+    served: dict[str, list[Card]] = {}
+    for url in urls:
+        client = VllmClient(url, "cluster.engine_url", api_key)
+        try:
+            served[url] = [card for card in await client.open() if card.parent is None]
+        finally:
+            await client.aclose()
+    found = {m: u for m in models for u, cards in served.items() if any(_is(m, card) for card in cards)}
+    for model in models:
+        if model not in found:
+            there = "; ".join(f"{url} serves {', '.join(card.id for card in cards)}" for url, cards in served.items())
+            fault = f"names no server of the base model {model}: {there}"
+            remedy = "Serve it, under its folder's path or by --served-model-name."
+            raise ConfigError("cluster.engine_url", ", ".join(urls), fault, remedy)
+    return found
 
 
 def _top(told: _Logprobs, most: int) -> list[TopTokens]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from cotune.integrations.models.engines import ENGINES
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import policies_for
 from cotune.sampling.protocol import Sampler
-from cotune.trainer.config.train import convert
-from cotune.trainer.run.engines import engine_config, owners
+from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.run.engines import EngineSet, engine_config, engine_sets, first_sets, server_urls
 from cotune.user_objects import load_object
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, letters
@@ -45,7 +46,7 @@ def test_every_engine_is_where_its_row_says(engine: str) -> None:
 )
 def test_the_engine_of_a_run(address: str, engine: str, expected: str) -> None:
     config = convert({"model": "m", "cluster": {"address": address, "engine": engine}})
-    found = engine_config(config, "m", "lora")
+    found = engine_config(config, EngineSet("m"))
     assert (found.engine, found.alone) == (expected, address != "none")
 
 
@@ -73,11 +74,58 @@ def test_an_engine_that_cannot_be_is_refused(settings: dict[str, Any], message: 
 def test_weights_that_an_engine_cannot_serve_are_refused(settings: dict[str, Any], message: str) -> None:
     config = convert({"model": "m", "policies": "full", "mode": "async", "cluster": settings})
     with pytest.raises(ConfigError, match=message):
-        engine_config(config, "m", "full")
+        engine_config(config, EngineSet("m", "full"))
 
 
 def test_policies_with_full_weights_need_an_engine_each() -> None:
     """Which one that is opened in this process cannot be."""
     config = convert({"model": "m", "policies": "full", "cluster": {"address": "none", "engine": "vllm"}})
     with pytest.raises(ConfigError, match="first, second need engines of their own"):
-        owners(config, policies_for("full", ["first", "second"], config.lora))
+        engine_sets(config, policies_for("full", ["first", "second"], config.lora))
+
+
+TEAM: list[dict[str, Any]] = [
+    {"name": "one", "roles": ["a"], "lora": {"rank": 4}},
+    {"name": "two", "roles": ["b"], "model": "n", "lora": {"rank": 8}},
+    {"name": "three", "roles": ["c"], "model": "n", "kind": "frozen"},
+    {"name": "four", "roles": ["d"], "model": "n", "kind": "full"},
+    {"name": "five", "roles": ["e"], "kind": "provider"},
+]
+
+
+def team(**cluster: Any) -> TrainConfig:
+    return convert({"model": "m", "policy": TEAM, "cluster": cluster})
+
+
+def test_each_base_has_engines_and_in_vllm_each_policy_of_full_weights() -> None:
+    config = team(engine="transformers")
+    assert first_sets(config) == [EngineSet("m", "lora", ("one",)), EngineSet("n", "lora", ("two", "three", "four"))]
+    config = team(address="local")
+    assert first_sets(config) == [
+        EngineSet("m", "lora", ("one",)),
+        EngineSet("n", "full", ("four",)),
+        EngineSet("n", "lora", ("two", "three")),
+    ]
+    assert [str(one) for one in first_sets(config)] == ["m", "four", "n"]
+    ranks = [
+        (engine_config(config, one).max_lora_rank, engine_config(config, one).policies) for one in first_sets(config)
+    ]
+    assert ranks == [(4, 1), (8, 1), (8, 1)]
+
+
+def test_one_engine_beside_a_learner_has_one_base() -> None:
+    settings: dict[str, Any] = {"model": "m", "policy": TEAM[:2], "cluster": {"address": "local", "colocate": True}}
+    with pytest.raises(
+        ConfigError, match=r"cluster.colocate = True cannot be used here: m, n need engines of their own"
+    ):
+        first_sets(convert(settings))
+
+
+def test_each_base_needs_a_server() -> None:
+    with pytest.raises(ConfigError, match=r"'http://h:1' names 1 server for 2 base models: m, n. Name one for each."):
+        config = convert(
+            {"model": "m", "policy": TEAM[:2], "cluster": {"engine": "vllm-url", "engine_url": "http://h:1"}}
+        )
+        asyncio.run(server_urls(config))
+    with pytest.raises(ConfigError, match="is not the address of a vLLM server"):
+        team(engine="vllm-url", engine_url="http://h:1,h:2")

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from cotune.errors import CotuneError, error_line
+from cotune.errors import ConfigError, CotuneError, error_line
 from cotune.integrations import versions
 from cotune.integrations.models.folder.folder import folder_sees_images, locate_model
 from cotune.tables import cells, grid, plural
@@ -26,6 +26,7 @@ from cotune.trainer.before.doctor.memory import (
 from cotune.trainer.before.findings import STYLES, Finding, blocking
 from cotune.trainer.config.cluster import CPUS, ClusterConfig, Demand
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.run.engines import first_sets
 
 PROMPT = 512
 """Tokens of the longest prompt, unless given."""
@@ -81,9 +82,11 @@ def examine(config: TrainConfig | None = None, *, prompt: int = PROMPT) -> Repor
         except CotuneError as error:
             findings.append(blocking(error, "cluster"))
     if nodes and config is not None:
-        findings += judge_placement(
-            nodes, cluster, policies=trained_policies(config, config.specs), samplers=_samplers(config)
-        )
+        try:
+            trained = trained_policies(config, config.specs)
+            findings += judge_placement(nodes, cluster, policies=trained, samplers=_samplers(config))
+        except ConfigError as error:
+            findings.append(blocking(error, "engines"))
     return Report(machine, tuple(nodes), tuple(findings), memory)
 
 
@@ -200,13 +203,9 @@ def render(report: Report) -> Group:
 
 
 def _samplers(config: TrainConfig) -> int:
-    """Sets of engines: vLLM needs one for each policy of full weights."""
-    if not config.cluster.kind.fixed:
-        return 1
-    if not config.policy:
-        return trained_policies(config, config.specs) if config.policies == "full" else 1
-    kinds = [policy.kind for policy in config.policy]
-    return kinds.count("full") + any(kind in ("lora", "frozen") for kind in kinds)
+    """Sets of engines: one for each base model, and in vLLM for each policy of full weights."""
+    sets = first_sets(config)
+    return trained_policies(config, config.specs) if sets[0].weights == "full" and not config.policy else len(sets)
 
 
 def _packages(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]:

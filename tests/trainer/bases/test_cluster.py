@@ -1,0 +1,50 @@
+"""Two base models on Ray: engines and learners for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotune.adapters.export import latest_policies
+from cotune.sampling.protocol import fingerprint
+from tests.integrations import tiny_models
+from tests.trainer import worker_app
+from tests.trainer.conftest import Trainer
+from tests.trainer.tiny_run import audit
+
+pytestmark = pytest.mark.slow
+
+CLUSTER = {"address": "local", "engine": "transformers", "learners": 2}
+SETTINGS: dict[str, Any] = {"plan": {"k": 4}, "learner": {"lr": 5e-3, "mini_batch": 8}, "team_weight": 0.0}
+
+
+@pytest.fixture(scope="session")
+def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other") / "base"
+    tiny_models.build("llama", folder)
+    return folder
+
+
+@pytest.mark.parametrize("pools", ["shared", "per_policy"])
+def test_a_run_on_ray_trains_what_one_process_does(
+    ray_runtime: str, trainer: Trainer, other_base: Path, pools: str
+) -> None:
+    policy = [{"name": "one", "roles": ["first"]}, {"name": "two", "roles": ["second"], "model": str(other_base)}]
+    learners = 1 if pools == "per_policy" else 2
+    cluster = {**CLUSTER, "pools": pools, "learners": learners}
+    assert trainer(worker_app.parity, steps=1, policy=policy, cluster=cluster, **SETTINGS).finished
+    assert trainer.resume(worker_app.parity, steps=2).finished
+    assert trainer.said.count("starting 1 transformers engine for") == 2
+    here = Trainer(trainer.folder / "here", trainer.base)
+    here.folder.mkdir()
+    assert here(worker_app.parity, steps=2, policy=policy, **SETTINGS).finished
+    for line, same in zip(trainer.metrics(), here.metrics(), strict=True):
+        assert line["rows"] == same["rows"]
+        for name, found in line["policies"].items():
+            assert found["sampler_gap_max"] < 1e-4
+            assert found["loss"] == pytest.approx(same["policies"][name]["loss"], abs=1e-4)
+    assert audit(trainer.folder / "run", 2) == (0, 0, 0)
+    one, two = latest_policies(trainer.folder / "run")
+    assert one.version == two.version == 2 and fingerprint(one.weights or {}) != fingerprint(two.weights or {})
