@@ -27,19 +27,13 @@ def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("pools", ["shared", "per_policy"])
-def test_a_run_on_ray_trains_what_one_process_does(
-    ray_runtime: str, trainer: Trainer, other_base: Path, pools: str
-) -> None:
+def test_a_run_on_ray_trains_what_one_process_does(ray_runtime: str, trainer: Trainer, other_base: Path) -> None:
     policy = [{"name": "one", "roles": ["first"]}, {"name": "two", "roles": ["second"], "model": str(other_base)}]
-    learners = 1 if pools == "per_policy" else 2
-    cluster = {**CLUSTER, "pools": pools, "learners": learners}
-    assert trainer(worker_app.parity, steps=1, policy=policy, cluster=cluster, **SETTINGS).finished
-    assert trainer.resume(worker_app.parity, steps=2).finished
+    assert trainer(worker_app.parity, policy=policy, cluster=CLUSTER, **SETTINGS).finished
     assert trainer.said.count("starting 1 transformers engine for") == 2
     here = Trainer(trainer.folder / "here", trainer.base)
     here.folder.mkdir()
-    assert here(worker_app.parity, steps=2, policy=policy, **SETTINGS).finished
+    assert here(worker_app.parity, policy=policy, **SETTINGS).finished
     for line, same in zip(trainer.metrics(), here.metrics(), strict=True):
         assert line["rows"] == same["rows"]
         for name, found in line["policies"].items():

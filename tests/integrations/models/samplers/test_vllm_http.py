@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.models.vllm import client
-from cotune.integrations.models.vllm.http import VllmHttpSampler
+from cotune.integrations.models.vllm.http import VllmHttpSampler, find_servers
 from cotune.integrations.versions import UnsupportedVersion
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
@@ -209,3 +210,23 @@ def test_a_connection_that_the_server_may_be_closing_is_not_used_again(
         await sampler.aclose()
 
     asyncio.run(scenario())
+
+
+def test_each_base_model_is_found_at_the_server_that_has_it(
+    server: FakeServer, contract_model: Path, tmp_path: Path
+) -> None:
+    second = tmp_path / "second"
+    second.mkdir()
+    (second / "config.json").write_text("{}")
+    other = FakeServer(second)
+    try:
+        models, urls = [str(second), str(contract_model)], [server.url, other.url]
+        found = asyncio.run(find_servers(urls, models, None))
+        assert found == {str(second): other.url, str(contract_model): server.url}
+        other.answers["GET", "/v1/models"] = (200, {"data": [{"id": "third", "max_model_len": 64}]})
+        there = f"names no server of the base model {second}: {server.url} serves base; {other.url} serves third"
+        with pytest.raises(ConfigError, match=re.escape(there)):
+            asyncio.run(find_servers(urls, models, None))
+    finally:
+        other.http.shutdown()
+        other.http.server_close()
