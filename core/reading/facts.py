@@ -110,7 +110,7 @@ class Trouble(msgspec.Struct, frozen=True):
     """Something that went wrong, and how often; 0 for a remark. `kind` says where it is from, `query` leads to its
     episodes, and `more` is the rest of an error."""
 
-    kind: Literal["episodes", "records", "calls", "rollback", "untrained", "last step"]
+    kind: Literal["episodes", "records", "cut", "calls", "rollback", "untrained", "last step"]
     text: str
     count: int = 0
     query: dict[str, str] = {}
@@ -138,7 +138,8 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
     for name, text in (("lost", "records were lost"), ("refused", "late rewards were refused")):
         found += [Trouble("records", f"{n:,} {text}", n)] if (n := counters[name]) else []
     if cut := store.cut_feedback():
-        found.append(Trouble("records", f"{plural(cut, 'text')} beside rewards were too long: their middle is cut", 0))
+        ends = "was too long, and its middle is cut" if cut == 1 else "were too long, and their middles are cut"
+        found.append(Trouble("cut", f"{plural(cut, 'text')} beside rewards {ends}"))
     found += [Trouble("rollback", back.text, 0, {"status": "abandoned"}) for back in run.about.rollbacks]
     for role, status, n in store.failed_calls() if of_calls else ():
         found.append(Trouble("calls", f"{plural(n, 'call')} of {role}: {status}", n))

@@ -23,14 +23,18 @@ from cotune.integrations.web.http.bodies import aside
 from cotune.integrations.web.http.requests import RequestError
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Sink
+from cotune.recording.redaction import Redaction
+from cotune.recording.rewards import reward_records
 from cotune.records.ids import message_id
-from cotune.records.structs import Episode, RewardRecord, Task
+from cotune.records.structs import Episode, Task
 
 log = logging.getLogger("cotune.gateway")
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 Rewards = Annotated[dict[Name, float | bool], msgspec.Meta(max_length=1000)]
 """Named numbers; true is 1, and false 0."""
+Text = Annotated[str, msgspec.Meta(max_length=1_000_000)]
+"""Why the rewards are what they are."""
 IMPLICIT_SECONDS = 600.0
 """How long an implicit episode takes new calls; then the next one does, so that a gateway that runs for weeks stays
 small."""
@@ -56,6 +60,7 @@ class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of POST /cotune/episodes/{id}/end."""
 
     rewards: Rewards = {}
+    feedback: Text = ""
     metrics: Rewards = {}
     status: Literal["ok", "error", "cancelled"] = "ok"
     error: Annotated[str, msgspec.Meta(max_length=10_000)] | None = None
@@ -131,12 +136,14 @@ class Episodes:
         self._count(episode, given)
         return record
 
-    def reward(self, target: str, rewards: Mapping[str, float]) -> None:
-        """Record rewards of an episode or a candidate, before or after the end of its episode."""
+    def reward(self, target: str, rewards: Mapping[str, float], feedback: str = "") -> None:
+        """Record rewards of an episode or a candidate and the text beside them, before or after the end of its
+        episode."""
         if self.sink is None:
             raise RequestError(404, "The workflow that runs here rewards its episodes itself.", code="not_recording")
-        now = time.time()
-        self.sink.write([RewardRecord(target, name, float(value), now) for name, value in rewards.items()])
+        redaction = Redaction(self.config.redactors) if self.config.redactors else None
+        numbers = {name: float(value) for name, value in rewards.items()}
+        self.sink.write(reward_records(target, numbers, feedback, redaction))
         self.counts["rewards"] += len(rewards)
 
     async def exchange(
@@ -292,7 +299,7 @@ def task_of(value: Any) -> Task:
 
 def _end(episode: LiveEpisode, given: EndEpisode) -> Episode:
     rewards, metrics = ({name: float(x) for name, x in some.items()} for some in (given.rewards, given.metrics))
-    return episode.end(given.status, rewards=rewards, metrics=metrics, error=given.error)
+    return episode.end(given.status, rewards=rewards, metrics=metrics, feedback=given.feedback, error=given.error)
 
 
 def _unwanted(call: LiveCall) -> None:

@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cotune.errors import CotuneError, RecordError, WorkflowError
 from cotune.integrations.web.gateway.address import address_of
-from cotune.integrations.web.gateway.episodes import EndEpisode, Episodes, OpenEpisode, Rewards, task_of
+from cotune.integrations.web.gateway.episodes import EndEpisode, Episodes, OpenEpisode, Rewards, Text, task_of
 from cotune.integrations.web.gateway.proxy import KEYS, Proxy
 from cotune.integrations.web.gateway.settings import GatewayConfig
 from cotune.integrations.web.http.bodies import aside, decoded
@@ -201,6 +201,7 @@ class GiveRewards(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     target: str
     rewards: Annotated[Rewards, msgspec.Meta(min_length=1)]
+    feedback: Text = ""
 
 
 def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store | None, limits: Limits) -> Starlette:
@@ -226,7 +227,7 @@ def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store |
     async def reward(request: Request) -> Response:
         given = await body(request, GiveRewards)
         await _check_target(given.target, episodes, store)
-        episodes.reward(given.target, given.rewards)
+        episodes.reward(given.target, given.rewards, given.feedback)
         return json_response({"target": given.target, "rewards": given.rewards})
 
     async def health(request: Request) -> Response:

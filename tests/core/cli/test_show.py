@@ -4,9 +4,11 @@ import io
 import json
 import re
 
+import msgspec
 import pytest
 from rich.console import Console
 
+from cotune.cli.printing.as_json import episode_as_json
 from cotune.cli.printing.overview import show_run
 from cotune.errors import RecordError, RunError
 from cotune.recording.call_records import CallerContext
@@ -169,6 +171,35 @@ def test_an_error_takes_one_line_and_many_rewards_leave_room_for_the_answer(tmp_
     assert lines[9].startswith("[cut at the length limit] an answer an answer") and lines[9].endswith("…")
     assert "│ Traceback:" in shown(tmp_path, episode=live.id, full=True)
     assert shown(tmp_path)[1] == "1 episode of trace failed: ValueError: no plan"
+
+
+def test_texts_beside_rewards_stand_below_what_they_are_about(tmp_path):
+    store = SqliteStore.open(tmp_path)
+    live = LiveEpisode(store, Task(id="t", input=1), workflow="w", phase="trace")
+    why = "names no source\nand is " + "very " * 40 + "long"
+    answer = tree_answer((0.25, 1.0), "go ", chosen=1)
+    ask(live, "writer", "write").finish(msgspec.structs.replace(answer, feedback=(why, "[b]fine[/b]")))
+    live.end("ok", rewards={"team": 0.5}, feedback="half right")
+    store.close()
+    lines = shown(tmp_path, episode=live.id)
+    assert lines[2] == "├── team: half right"
+    at = lines.index("├── local 0.25 go 0")
+    assert lines[at + 1].startswith("├── local: names no source and is very very") and lines[at + 1].endswith("…")
+    assert lines[at + 2 :] == ["├── > local 1 go 1", "└── local: [b]fine[/b]"]
+    whole = "\n".join(shown(tmp_path, episode=live.id, full=True))
+    assert "local: names no source\n" in whole and "very long" in " ".join(whole.split())
+    with SqliteStore.open(tmp_path, read_only=True) as store:
+        told = json.loads(episode_as_json(store, live.id))
+    assert told["feedback"] == {"team": "half right"}
+    assert [c["feedback"] for c in told["calls"][0]["candidates"]] == [{"local": why}, {"local": "[b]fine[/b]"}]
+
+
+def test_a_text_that_was_cut_is_counted(tmp_path):
+    store = SqliteStore.open(tmp_path)
+    live = LiveEpisode(store, Task(id="t", input=1), workflow="w", phase="trace")
+    live.end("ok", rewards={"team": 0.5}, feedback="x" * 5000)
+    store.close()
+    assert "1 text beside rewards was too long, and its middle is cut" in shown(tmp_path)
 
 
 def test_where_nothing_fits_there_is_no_empty_table(run, tmp_path):

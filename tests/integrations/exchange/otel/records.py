@@ -45,6 +45,7 @@ def record(folder: Path) -> SqliteStore:
             policy=PolicyRef("writer", 3),
             usage=Usage(6, 2),
             rewards=({"local": 0.0}, {"local": 1.0}),
+            feedback=(f"not what {SECRET} says", ""),
         )
     )
     judged = {"role": "user", "content": "Good?"}
@@ -56,7 +57,7 @@ def record(folder: Path) -> SqliteStore:
     third.finish(Answer(candidates=(said(0, "yes", (), finish="length"),), usage=Usage(11, 1)))
     fourth = live.start(CallerContext("critic", "autogen"), {"model": "other", "messages": [judged]})
     fourth.fail("timeout", f"APITimeoutError while reading {SECRET}")
-    live.end("ok", rewards={"team": 0.5}, metrics={"success": 1.0})
+    live.end("ok", rewards={"team": 0.5}, feedback=f"half of {SECRET}", metrics={"success": 1.0})
     store.flush()
     return store
 
@@ -76,7 +77,8 @@ def seen(store: SqliteStore) -> list[Any]:
     found = []
     for episode in store.episodes():
         names = [f"{call.id}.{c.index}" for call in store.calls(episode.id) for c in call.candidates]
-        rewards = store.rewards([episode.id, *names])
+        rewards, texts = store.rewards([episode.id, *names]), store.feedback([episode.id, *names])
+        found.append({name: dict(values) for name, values in texts.items() if values})
         found.append((episode.task, episode.workflow, episode.phase, episode.rollout, episode.status, episode.metrics))
         found.append({name: dict(values) for name, values in rewards.items() if values})
         for call in store.calls(episode.id):

@@ -96,6 +96,17 @@ def test_rewards_are_evaluations(store: SqliteStore) -> None:
     ]
 
 
+def test_texts_beside_rewards_are_explanations_where_content_is_asked_for(store: SqliteStore) -> None:
+    (episode,) = store.episodes()
+    spans = episode_spans(store, episode, Detail(content=True))
+    assert [event.attributes.get(names.EVALUATION_EXPLANATION) for event in (*spans[0].events, *spans[5].events)] == [
+        f"half of {SECRET}",
+        f"not what {SECRET} says",
+        None,
+    ]
+    assert not any(names.EVALUATION_EXPLANATION in e.attributes for span in spans_of(store) for e in span.events)
+
+
 def test_neither_content_nor_tokens_go_along_unasked(store: SqliteStore, tmp_path: Path) -> None:
     export_file(store, tmp_path / "plain.jsonl")
     plain = (tmp_path / "plain.jsonl").read_text()

@@ -39,6 +39,7 @@ class Read:
             self.asked = [[store.message(name) for name in call.messages] for call in self.calls]
             targets = [target for e in self.episodes for target in (e.id, *(f"{c.id}.0" for c in store.calls(e.id)))]
             self.rewards = {target: dict(found) for target, found in store.rewards(targets).items() if found}
+            self.feedback = {target: dict(found) for target, found in store.feedback(targets).items() if found}
 
 
 def phoenix(id: int, parent: int | None, kind: str, name: str, attributes: dict[str, Any], **more: Any) -> Any:
@@ -185,7 +186,7 @@ SCORES = [
     {"id": "s1", "traceId": "trace-1", "name": "correct", "value": 1, "dataType": "BOOLEAN", "stringValue": "True",
      "timestamp": "2026-11-01T13:00:00.000Z"},
     {"id": "s2", "traceId": "trace-1", "observationId": "answer", "name": "tone", "value": 0.5, "dataType": "NUMERIC",
-     "timestamp": "2026-11-01T13:00:00.000Z"},
+     "comment": "a little dry", "timestamp": "2026-11-01T13:00:00.000Z"},
     {"id": "s3", "traceId": "trace-1", "name": "kind", "value": "polite", "dataType": "CATEGORICAL",
      "timestamp": "2026-11-01T13:00:00.000Z"},
 ]  # fmt: skip
@@ -213,6 +214,7 @@ def check_langfuse(read: Read, *, workflow: str, task: Any, rewards: bool) -> No
     assert answer.candidates[0].text == "Sunny." and answer.usage.completion_tokens == 2
     given = {episode.id: {"correct": 1.0}, f"{answer.id}.0": {"tone": 0.5}}
     assert read.rewards == (given if rewards else {})
+    assert read.feedback == ({f"{answer.id}.0": {"tone": "a little dry"}} if rewards else {})
     assert read.made.without_tokens == 2
     assert read.made.left_out == {
         "span:span": 1,

@@ -183,17 +183,22 @@ def test_compressed_bodies_both_ways(gate: Bench) -> None:
 def test_late_rewards_of_an_episode_and_a_candidate(gate: Bench) -> None:
     opened = gate.open()
     ask(gate.client(opened["base_url"]))
-    gate.end(opened["id"], rewards={"team": 0.0})
+    gate.end(opened["id"], rewards={"team": 0.0}, feedback="wrong sum")
     (call,) = gate.calls(opened["id"])
 
     def reward(target: str, value: Any = 1.0) -> httpx.Response:
-        return httpx.post(f"{gate.url}/cotune/rewards", json={"target": target, "rewards": {"late": value}})
+        late = {"target": target, "rewards": {"late": value}, "feedback": "right after all"}
+        return httpx.post(f"{gate.url}/cotune/rewards", json=late)
 
     assert reward(opened["id"]).status_code == reward(f"{call.id}.0").status_code == 200
     assert (reward(f"{call.id}.1").status_code, reward("x").status_code) == (404, 400)
     gate.store.flush()
     found = gate.store.rewards([opened["id"], f"{call.id}.0"])
     assert found == {opened["id"]: {"team": 0.0, "late": 1.0}, f"{call.id}.0": {"late": 1.0}}
+    assert gate.store.feedback([opened["id"], f"{call.id}.0"]) == {
+        opened["id"]: {"team": "wrong sum", "late": "right after all"},
+        f"{call.id}.0": {"late": "right after all"},
+    }
 
 
 def test_an_episode_ends_once(gate: Bench) -> None:

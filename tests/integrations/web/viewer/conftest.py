@@ -15,7 +15,16 @@ from selenium import webdriver
 
 from benchmarks.viewer import browser as open_browser
 from cotune.integrations.web.viewer.server import viewing
-from cotune.records.structs import CallRecord, Candidate, Episode, Message, RewardRecord, Task, candidate_id
+from cotune.records.structs import (
+    CallRecord,
+    Candidate,
+    Episode,
+    FeedbackRecord,
+    Message,
+    RewardRecord,
+    Task,
+    candidate_id,
+)
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.train import train
 from tests.trainer.tiny_app import TASKS, application, ask, build_base, letters
@@ -92,6 +101,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 ),
                 RewardRecord(candidate_id("call1", 0), SCRIPT, 1.0),
                 RewardRecord("episode1", SCRIPT, 1.0),
+                FeedbackRecord("episode1", SCRIPT, f"why {SCRIPT}"),
+                FeedbackRecord(candidate_id("call1", 0), SCRIPT, f"{SCRIPT}\x1b[2J"),
                 Episode(
                     id="episode1",
                     task=Task(id=SCRIPT, input=SCRIPT),
