@@ -62,11 +62,13 @@ def build_base(
     batch: int = 96,
     lr: float = 3e-3,
     report: Callable[[int, float], None] = lambda step, loss: None,
+    **size: int,
 ) -> None:
-    """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed and demonstrations."""
+    """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed and demonstrations.
+    `size` as in `build_model`."""
     torch.set_num_threads(1)
     tokenizer = words if isinstance(words, PreTrainedTokenizerFast) else word_tokenizer(words)
-    model = build_model(tokenizer, seed)
+    model = build_model(tokenizer, seed, **size)
     warm_up(model, _tokenized(tokenizer, demonstrations), rng, steps=steps, batch=batch, lr=lr, report=report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -117,14 +119,12 @@ def build_by_command(build: Callable[..., None], steps: int) -> None:
     print(f"base model saved in {options.out}")
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 of 0.3M parameters."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, **size: int) -> Qwen3ForCausalLM:
+    """An untrained Qwen3 of 0.3M parameters, or of another `size`: fields of its configuration."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
+        **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, **size},
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

@@ -123,12 +123,13 @@ def build(
     count: int = DEMONSTRATIONS,
     words: Iterable[str] = (),
     report: Callable[[int, float], None] = lambda step, loss: None,
+    **size: int,
 ) -> None:
     """Build, warm up and save a base model as a Hugging Face folder; the same for the same seed. `words` are those that
-    the demonstrations hold beyond the game's own."""
+    the demonstrations hold beyond the game's own; `size` as in `build_model`."""
     rng = random.Random(f"demonstrations {seed}")
     shown = [demonstrators[i % len(demonstrators)](rng) for i in range(count)]
-    build_base(folder, [*WORDS, *words], shown, rng, seed=seed, steps=steps, batch=BATCH, lr=LR, report=report)
+    build_base(folder, [*WORDS, *words], shown, rng, seed=seed, steps=steps, batch=BATCH, lr=LR, report=report, **size)
 
 
 if __name__ == "__main__":
