@@ -26,7 +26,7 @@ from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.apps.openai.chat_request import ChatRequest
 from cotune.integrations.apps.openai.forms import CHAT, encoded
-from cotune.integrations.web.http.bodies import aside, decoded
+from cotune.integrations.web.http.bodies import read_json
 from cotune.integrations.web.http.limits import BodyLimits
 from cotune.integrations.web.http.requests import (
     Access,
@@ -34,7 +34,6 @@ from cotune.integrations.web.http.requests import (
     RequestError,
     application,
     json_response,
-    read_body,
     refusal,
     unless_gone,
 )
@@ -264,9 +263,7 @@ class ChatEndpoint:
         return self.local.others
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.access.check(scope)
-        raw = await read_body(scope, receive, self.limits.max_body)
-        request = await aside(len(raw), lambda: decoded(raw, ChatRequest, self.limits.max_values))
+        request = await read_json(scope, receive, self.access, ChatRequest, self.limits)
         try:
             content, kind = await unless_gone(receive, functools.partial(self._answer, request))
         except ClientGone:

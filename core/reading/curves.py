@@ -89,7 +89,8 @@ def _chart(lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: A
     series = [
         Series(label=label, run=run.name, values=[found.get(step) for step in steps]) for label, run, found in known
     ]
-    return Chart(id=_id(about["section"], about["title"]), steps=steps, series=series, **about)
+    name = f"{about['section']} {about['title']}".lower().replace("/", " ").replace(",", "")
+    return Chart(id="-".join(name.split()), steps=steps, series=series, **about)
 
 
 def _label(runs: Sequence[OpenedRun], run: OpenedRun, name: str) -> str:
@@ -192,7 +193,3 @@ def _numbers(by_step: Mapping[int, Any]) -> dict[int, float]:
         for step, value in by_step.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }
-
-
-def _id(section: str, title: str) -> str:
-    return "-".join(f"{section} {title}".lower().replace("/", " ").replace(",", "").split())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.recipes import USUAL
 from cotune.reading.causes import causes, shortened
 from cotune.reading.headline import SINGLE
@@ -50,7 +49,10 @@ def facts(run: OpenedRun) -> Facts:
     """A run by its configuration, its metrics and its records."""
     config, lines, about = run.config, run.metrics, run.description
     episodes, abandoned, calls = run.store.counts()
-    plan = "" if config.recipe in FROM_RECORDS else config.plan.kind or _plan_of(lines)
+    plan = config.plan.kind if run.samples else ""
+    if run.samples and not plan and lines and "path" in lines[-1]:
+        # none was configured, and only under `tree` is a path chosen among candidates
+        plan = "independent" if lines[-1]["path"] == SINGLE else "tree"
     usual: dict[str, str] = {str(kind): recipe for kind, recipe in USUAL.items()}
     return Facts(
         recipe=config.recipe or usual.get(plan, ""),
@@ -67,13 +69,6 @@ def facts(run: OpenedRun) -> Facts:
         abandoned=abandoned,
         calls=calls,
     )
-
-
-def _plan_of(lines: list[dict[str, Any]]) -> str:
-    """The plan where none was configured: only under `tree` was a path chosen among candidates."""
-    if not lines or "path" not in lines[-1]:
-        return ""
-    return "independent" if lines[-1]["path"] == SINGLE else "tree"
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):

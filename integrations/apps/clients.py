@@ -17,6 +17,11 @@ from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 
 
+def json_schema(model: Any) -> dict[str, Any]:
+    """A pydantic model as the `response_format` of a chat request."""
+    return {"type": "json_schema", "json_schema": {"name": model.__name__, "schema": model.model_json_schema()}}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Client:
     """How the models of one framework are called. The functions take the arguments of the method, the model

@@ -67,7 +67,8 @@ def _steps(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
     table = grid("step>", *(f"{title}>" for title in heads))
     for place, line in enumerate(lines):
         row: list[Any] = [line["step"] + 1, *([warn(failed[place])] if any(failed) else [])]
-        row += [_cell(values[place], title in _SHARES) for title, values in columns.items()]
+        values = ((column[place], title in _SHARES) for title, column in columns.items())
+        row += ["" if value is None else figure(value, percent) for value, percent in values]
         row += [line.get("rows", 0), *([out[place]] if any(out) else [])]
         table.add_row(*cells((*row, f"{sum(line.get('seconds', {}).values()):.1f}")))
     yield table
@@ -84,7 +85,3 @@ def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]
     single = [line["outcome"] if line.get("path", SINGLE) == SINGLE else {} for line in lines]
     names = sorted({name for outcome in single for name in outcome}, key=lambda name: (name != "success", name))
     return found | {f"{name} in training": [outcome.get(name) for outcome in single] for name in names[:2]}
-
-
-def _cell(value: float | None, percent: bool = False) -> str:
-    return "" if value is None else figure(value, percent)

@@ -21,16 +21,15 @@ from cotune.recording.recorder import LiveEpisode
 def install() -> None:
     """Hook agents, those there are and those to come."""
     BaseChatAgent._model_client = ClientAttribute()  # type: ignore[attr-defined]
-    each_subclass(BaseChatAgent, _wrap_agent)
 
+    def scope(agent: Any, messages: Any, *args: Any, **options: Any) -> AutogenScope:
+        return open_scope(agent, agent.name, received=tuple(messages))
 
-def _wrap_agent(cls: type) -> None:
-    for name in ("on_messages", "on_messages_stream"):
-        replace_method(cls, name, in_scope(_scope, _has_answered))
+    def wrap(cls: type) -> None:
+        for name in ("on_messages", "on_messages_stream"):
+            replace_method(cls, name, in_scope(scope, _has_answered))
 
-
-def _scope(agent: Any, messages: Any, *args: Any, **options: Any) -> AutogenScope:
-    return open_scope(agent, agent.name, received=tuple(messages))
+    each_subclass(BaseChatAgent, wrap)
 
 
 def _has_answered(episode: LiveEpisode, scope: AutogenScope, item: Any, args: Sequence[Any], options: Any) -> None:

@@ -15,6 +15,7 @@ from autogen_core.models import (
     UserMessage,
 )
 
+from cotune.integrations.apps.clients import json_schema
 from cotune.json_values import plain_json
 from cotune.records.answers import Answer, counts
 from cotune.records.structs import Candidate
@@ -24,14 +25,14 @@ _FINISH = {"stop": "stop", "length": "length", "content_filter": "content_filter
 
 def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """What a model client was called with, as the body of a chat request."""
-    choice = options.get("tool_choice", "auto")
+    choice, form = options.get("tool_choice", "auto"), options.get("json_output") or None
     tools = [tool if isinstance(tool, Mapping) else tool.schema for tool in options.get("tools") or ()]
     body = {
         "model": _model(client),
         "messages": [part for message in messages for part in _message(message)],
         "tools": [{"type": "function", "function": dict(schema)} for schema in tools],
         "tool_choice": choice if isinstance(choice, str) else {"type": "function", "function": {"name": choice.name}},
-        "response_format": _response_format(options.get("json_output")),
+        "response_format": {"type": "json_object"} if form is True else form and json_schema(form),
         "stream": options.get("stream"),
         **(options.get("extra_create_args") or {}),
     }
@@ -122,14 +123,6 @@ def _message(message: Any) -> Iterator[dict[str, Any]]:
 
 def _call(call: FunctionCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _response_format(wanted: Any) -> dict[str, Any] | None:
-    if not wanted:
-        return None
-    if wanted is True:
-        return {"type": "json_object"}
-    return {"type": "json_schema", "json_schema": {"name": wanted.__name__, "schema": wanted.model_json_schema()}}
 
 
 def _model(client: Any) -> str:

@@ -72,11 +72,6 @@ def _past_cache(name: str) -> Any:
     return wrapper
 
 
-def _answer_of(returned: Any) -> Answer:
-    """The answer of `create`, or in the parts of `create_stream`. Raises ValueError where there is none."""
-    return answer_of_result(returned[-1] if isinstance(returned, list) and returned else returned)
-
-
 def _parts(call: LiveCall, found: Answer) -> Iterator[Any]:
     result = result_of(found)
     if isinstance(result.content, str) and result.content:
@@ -93,7 +88,8 @@ def _asking(call: LiveCall, options: Mapping[str, Any]) -> asyncio.Future[Answer
 _CLIENT = Client(
     request=lambda client, /, messages, *args, **options: request_of(client, messages, options),
     reply=lambda call, found, /, *args, **options: result_of(found),
-    answer=_answer_of,
+    # what `create` returned, or the parts of `create_stream`
+    answer=lambda made: answer_of_result(made[-1] if isinstance(made, list) and made else made),
     parts=_parts,
     begun=lambda parts: part_of([part for part in parts if isinstance(part, str)]),
     ends=lambda part: isinstance(part, CreateResult),

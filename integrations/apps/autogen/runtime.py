@@ -51,7 +51,10 @@ def install() -> None:
     require_hooks("autogen-core", SingleThreadedAgentRuntime, "send_message", "publish_message")
     require_hooks("autogen-core", BaseTool, "run_json")
     require_hooks("autogen-core", BaseStreamTool, "run_json_stream")
-    logging.getLogger(BaseAgent.__module__.partition(".")[0]).addFilter(_is_news)
+    # without the cancellations that `_marked` marks
+    logging.getLogger(BaseAgent.__module__.partition(".")[0]).addFilter(
+        lambda record: not getattr(record.exc_info[1] if record.exc_info else None, _STOPPED, False)
+    )
     BaseAgent._model_client = ClientAttribute()  # type: ignore[attr-defined]
     replace_method(BaseAgent, "on_message", _on_message)
     replace_method(SingleThreadedAgentRuntime, "send_message", _sent)
@@ -107,11 +110,6 @@ def _marked(episode: LiveEpisode) -> Iterator[None]:
         if episode.interrupted:
             error.__dict__[_STOPPED] = True
         raise
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    return not getattr(error, _STOPPED, False)
 
 
 def _tool_scope(tool: Any, *args: Any, **options: Any) -> AutogenScope:

@@ -52,8 +52,15 @@ def install() -> None:
         _scoped(Agent, name, lambda agent, given: agent_scope(agent))
         _scoped(LiteAgent, name, lambda agent, given: agent_scope(agent))
     for name in ("_execute_core", "_aexecute_core"):
-        _scoped(Task, name, _task_scope)
-    _scoped(RuntimeFlow, "_execute_method", _method_scope)
+        _scoped(
+            Task, name, lambda task, given: agent_scope(at, task) if (at := given.get("agent") or task.agent) else None
+        )
+    # The agent executor and the memory are flows too, but not the application's.
+    _scoped(
+        RuntimeFlow,
+        "_execute_method",
+        lambda flow, given: None if type(flow).is_crewai_internal else flow_scope(flow, str(given["method_name"])),
+    )
     BaseAgent.copy = _copy(BaseAgent.copy)  # type: ignore[method-assign, assignment]
     for module in (sys.modules[name] for name in _GUARDED):
         module.process_guardrail = inside(  # type: ignore[attr-defined]
@@ -137,16 +144,6 @@ def _report_parts(parts: Parts, scope: CrewScope) -> None:
     if scope.agent is None and scope.flow is not None:
         name = type(scope.flow).__name__
         parts.add(Part(str(method), "method", name, str(method)) for method in scope.flow._methods)
-
-
-def _task_scope(task: Any, given: dict[str, Any]) -> CrewScope | None:
-    agent = given.get("agent") or task.agent
-    return None if agent is None else agent_scope(agent, task)
-
-
-def _method_scope(flow: Any, given: dict[str, Any]) -> CrewScope | None:
-    """The agent executor and the memory are flows too, but not the application's."""
-    return None if type(flow).is_crewai_internal else flow_scope(flow, str(given["method_name"]))
 
 
 def _copy(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from cotune.integrations.apps.clients import json_schema
 from cotune.json_values import plain_json
 from cotune.records.answers import MALFORMED, Answer
 from cotune.records.structs import Candidate, Usage
@@ -27,7 +28,7 @@ def request_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
         "tools": [plain_json(tool) for tool in asked.get("tools") or ()],
         "stream": bool(model._effective_stream()),
         "stop": list(model.stop_sequences) or None,
-        "response_format": _schema(asked.get("response_model")),
+        "response_format": json_schema(form) if (form := asked.get("response_model")) is not None else None,
         **{name: getattr(model, name, None) for name in _OPTIONS},
     }
     return {key: value for key, value in body.items() if value is not None}
@@ -104,9 +105,3 @@ def _tool_call(index: int, value: Any) -> dict[str, Any]:
         "type": "function",
         "function": {"name": str(name), "arguments": arguments},
     }
-
-
-def _schema(model: Any) -> dict[str, Any] | None:
-    if model is None:
-        return None
-    return {"type": "json_schema", "json_schema": {"name": model.__name__, "schema": model.model_json_schema()}}

@@ -44,7 +44,11 @@ def install() -> None:
     invoke = next((name for name in _INVOKE if hasattr(tool_execution, name)), _INVOKE[-1])
     require_hooks(NAME, tool_execution, invoke)
     run_loop.get_model = _get_model(run_loop.get_model)
-    setattr(tool_execution, invoke, _invoked(getattr(tool_execution, invoke)))
+
+    def tool_scope(*, function_tool: Any, context: Any, **_: Any) -> AbstractContextManager[None]:
+        return entered(ToolScope(getattr(context, "agent", None), function_tool.name))
+
+    setattr(tool_execution, invoke, inside(getattr(tool_execution, invoke), tool_scope))
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:
@@ -98,13 +102,6 @@ def _report_parts(parts: Parts, agent: Any) -> None:
     parts.enter(name)
     others = [str(getattr(other, "agent_name", None) or _name(other)) for other in getattr(agent, "handoffs", ())]
     parts.add(Part(other, "agent", name, other) for other in others)
-
-
-def _invoked(original: Any) -> Any:
-    def context(*, function_tool: Any, context: Any, **_: Any) -> AbstractContextManager[None]:
-        return entered(ToolScope(getattr(context, "agent", None), function_tool.name))
-
-    return inside(original, context)
 
 
 def _caller(agent: Any) -> CallerContext:

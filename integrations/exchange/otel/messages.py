@@ -75,7 +75,8 @@ def from_parts(message: Mapping[str, Any], left_out: Counter[str]) -> list[dict[
             left_out[f"part.{kind}"] += 1
     if results and not texts and not calls:
         return results
-    made: dict[str, Any] = {"role": role, "content": _content(texts)}
+    plain = len(texts) == 1 and texts[0]["type"] == "text"
+    made: dict[str, Any] = {"role": role, "content": texts[0]["text"] if plain else texts or None}
     if reasoning:
         made["reasoning_content"] = "\n".join(reasoning)
     if calls:
@@ -159,9 +160,3 @@ def _parts(message: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         content = message.get("content")
         parts = [] if content is None else content if isinstance(content, list) else [{"type": "text", "text": content}]
     return [part if isinstance(part, Mapping) else {"type": "text", "content": str(part)} for part in parts]
-
-
-def _content(parts: list[dict[str, Any]]) -> Any:
-    if not parts:
-        return None
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts

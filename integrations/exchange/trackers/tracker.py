@@ -82,7 +82,9 @@ class Tracker:
         if self._tool == "wandb":
             self._made.log_table(name, columns=list(columns), data=[list(row) for row in rows])
         elif self._tool == "tensorboard":
-            self._made.log({name: _markdown([columns, ["---"] * len(columns), *rows])}, step=step)
+            lines = ([str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows)
+            table = "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines))
+            self._made.log({name: table}, step=step)
         elif self._tool == "mlflow":
             import mlflow
 
@@ -105,8 +107,3 @@ class Tracker:
     def finish(self) -> None:
         """End the run's part that was logged here."""
         self._made.finish()
-
-
-def _markdown(rows: Sequence[Sequence[Any]]) -> str:
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

@@ -149,7 +149,10 @@ class ChatTemplate:
         known = EarlierIds(earlier, self._replies.decode, parse, self.end_token_ids)
         kept, rest = known.longest(text)
         if len(kept) < len(known.paths[0]):
-            spelled = self._spelled(messages, tools, options, known, text)
+            spelled = None
+            # A template that refuses a call without its mark, and messages of another form than OpenAI's.
+            with contextlib.suppress(SamplerError, TypeError, AttributeError):
+                spelled = known.spelled(messages, lambda chat: self._template(chat, tools, options), text)
             if spelled is not None and len(other := known.longest(spelled)[0]) > len(kept):
                 self.counts["respelled"] += 1
                 kept, rest = other, known.longest(spelled)[1]
@@ -164,14 +167,6 @@ class ChatTemplate:
     ) -> str:
         """A conversation as the template writes it, ready for a reply with `generation`. Raises SamplerError."""
         return self._template(messages, tools, options or {}, generation=generation)
-
-    def _spelled(
-        self, messages: Messages, tools: Tools | None, options: Options, known: EarlierIds, canonical: str
-    ) -> str | None:
-        # A template that refuses a call without its mark, and messages of another form than OpenAI's.
-        with contextlib.suppress(SamplerError, TypeError, AttributeError):
-            return known.spelled(messages, lambda chat: self._template(chat, tools, options), canonical)
-        return None
 
     def open_grammars(self) -> None:
         """Do now what the first request with a fixed form or log-probabilities would have all others wait for."""

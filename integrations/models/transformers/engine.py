@@ -109,7 +109,9 @@ class DecodingEngine:
         deeds: dict[str, Callable[..., Any]] = {
             "publish": self._publish,
             "retire": self._retire,
-            "info": self._info,
+            "info": lambda: SamplerInfo(
+                name="transformers", max_model_len=self.max_model_len, served=self._versions.served()
+            ),
             "begin_trace": self._tracer.begin,
             "end_trace": lambda: [self._tracer.end()],
         }
@@ -247,9 +249,6 @@ class DecodingEngine:
         else:
             self._batches.remove(batch)
             del self._waiting[batch]
-
-    def _info(self) -> SamplerInfo:
-        return SamplerInfo(name="transformers", max_model_len=self.max_model_len, served=self._versions.served())
 
     def _flush(self) -> None:
         if self._replies:

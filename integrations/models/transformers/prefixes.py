@@ -84,8 +84,11 @@ class PrefixCache:
             self.bytes += node.bytes
             path.append(node)
         self._touch(path)
-        while self.bytes > self.limit:
-            self._evict()
+        while self.bytes > self.limit:  # the least recently used goes first
+            node, _ = self._used.popitem(last=False)
+            assert node.parent is not None and not node.children
+            del node.parent.children[node.tokens[0]]
+            self.bytes -= node.bytes
 
     def drop(self, key: Hashable) -> None:
         """Forget one tree."""
@@ -127,12 +130,6 @@ class PrefixCache:
     def _touch(self, path: Sequence[_Node]) -> None:
         for node in reversed(path):
             self._used.move_to_end(node)
-
-    def _evict(self) -> None:
-        node, _ = self._used.popitem(last=False)
-        assert node.parent is not None and not node.children
-        del node.parent.children[node.tokens[0]]
-        self.bytes -= node.bytes
 
 
 def common(one: Ids, other: Ids) -> int:

@@ -67,7 +67,8 @@ def write_shared(folders: SharedFolders, name: str, policy: PolicyRef, weights: 
         if lora is None:
             model_folder.write_tensors(folder, weights)
         else:
-            modules = tuple({_module(key) for key in weights})
+            # `q_proj` of `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`
+            modules = tuple({key.split(".lora_")[0].rsplit(".", 1)[-1] for key in weights})
             model_folder.write_adapter(folder, weights, msgspec.structs.replace(lora, targets=modules), "")
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -80,11 +81,6 @@ def read_weights(folder: Path) -> Weights:
     from safetensors.numpy import load_file
 
     return load_file(folder / model_folder.ADAPTER_FILE)
-
-
-def _module(name: str) -> str:
-    """`q_proj` of `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`."""
-    return name.split(".lora_")[0].rsplit(".", 1)[-1]
 
 
 def _free(folder: Path) -> int:

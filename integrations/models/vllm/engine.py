@@ -271,10 +271,21 @@ class VllmSampler(LoopSampler):
                 f"The engine serves {others[0]}: vLLM holds the full weights of one policy at a time.",
                 "Open an engine for each policy that is trained in full.",
             )
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
         folder = await asyncio.to_thread(write_shared, self._folders, str(policy), policy, weights, None)
         try:
-            await self._drained()
-            await self._replace(folder)
+            # refuse the version that is served, the base at first, and wait until nobody uses it
+            self._replaced |= {version.policy for version in self._versions.all()}
+            old = self._versions.clear()
+            while any(version.running for version in old):
+                await asyncio.sleep(0.01)
+            await self._llm.pause_generation(mode="wait", clear_cache=True)
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(folder)}))
+            await self._llm.finish_weight_update()
+            await self._llm.reset_prefix_cache()
+            await self._llm.resume_generation()
             return Version(policy, _same(await self._ask("cotune_weights")))
         except Exception as error:
             lost = SamplerError(
@@ -284,23 +295,6 @@ class VllmSampler(LoopSampler):
             raise lost from error
         finally:
             self._folders.remove(str(policy))
-
-    async def _drained(self) -> None:
-        """Refuse the version that is served, the base at first, and wait until nobody uses it."""
-        self._replaced |= {version.policy for version in self._versions.all()}
-        old = self._versions.clear()
-        while any(version.running for version in old):
-            await asyncio.sleep(0.01)
-
-    async def _replace(self, folder: Path) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._llm.pause_generation(mode="wait", clear_cache=True)
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(folder)}))
-        await self._llm.finish_weight_update()
-        await self._llm.reset_prefix_cache()
-        await self._llm.resume_generation()
 
     async def _sleep(self) -> None:
         if not self._sleeps:

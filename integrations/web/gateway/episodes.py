@@ -157,7 +157,11 @@ class Episodes:
         place = self._session(*session) if session and self.sink is not None else self._place(who)
         if place is None:
             return None
-        call = await aside(size, functools.partial(_started, place.live, who, form, asked), _unwanted)
+        call = await aside(
+            size,
+            functools.partial(_started, place.live, who, form, asked),
+            lambda call: call.fail("cancelled", "the request ended before its call had started"),
+        )
         exchange = Exchange(call, form, asked, size, self.config.limits, functools.partial(self._ended, place))
         if place.live.id not in self.open:  # it has ended meanwhile, and the call with it
             await exchange.fail("cancelled", "the episode ended before the call did")
@@ -300,10 +304,6 @@ def task_of(value: Any) -> Task:
 def _end(episode: LiveEpisode, given: EndEpisode) -> Episode:
     rewards, metrics = ({name: float(x) for name, x in some.items()} for some in (given.rewards, given.metrics))
     return episode.end(given.status, rewards=rewards, metrics=metrics, feedback=given.feedback, error=given.error)
-
-
-def _unwanted(call: LiveCall) -> None:
-    call.fail("cancelled", "the request ended before its call had started")
 
 
 def _started(episode: LiveEpisode, who: Identity, form: Form, asked: dict[str, Any]) -> LiveCall:

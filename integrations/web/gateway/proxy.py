@@ -173,12 +173,6 @@ class Proxy:
             assert task is not None
             passage.exchange.call.cancel = functools.partial(loop.call_soon_threadsafe, task.cancel)
 
-    async def _answer(self, passage: _Passage, headers: CIMultiDict[str], raw: bytes) -> None:
-        exchange = passage.exchange
-        played = exchange is not None and exchange.call.episode.responder is not None and await self._played(passage)
-        if not played:
-            await self._forward(passage, headers, raw)
-
     async def _played(self, passage: _Passage) -> bool:
         """Answer by the episode's policies; False where its provider answers the role."""
         exchange = passage.exchange
@@ -202,9 +196,11 @@ class Proxy:
         await passage.body(content, more=False)
         return True
 
-    async def _forward(self, passage: _Passage, headers: CIMultiDict[str], raw: bytes) -> None:
-        """Pass the request on and its answer back, byte by byte as it arrives."""
+    async def _answer(self, passage: _Passage, headers: CIMultiDict[str], raw: bytes) -> None:
+        """Have a policy of the episode answer, else pass the request on and its answer back, byte by byte."""
         scope, address, exchange = passage.scope, passage.address, passage.exchange
+        if exchange is not None and exchange.call.episode.responder is not None and await self._played(passage):
+            return
         upstream, method, query = self._provider(scope, address), scope["method"], scope["query_string"]
         async with upstream.send(method, address.tail, query, headers, raw) as reply:
             fields = forwarded(((name.lower(), value) for name, value in reply.raw_headers), ())

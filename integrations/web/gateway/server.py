@@ -33,14 +33,13 @@ from cotune.integrations.web.gateway.address import address_of
 from cotune.integrations.web.gateway.episodes import EndEpisode, Episodes, OpenEpisode, Rewards, Text, task_of
 from cotune.integrations.web.gateway.proxy import KEYS, Proxy
 from cotune.integrations.web.gateway.settings import GatewayConfig
-from cotune.integrations.web.http.bodies import aside, decoded
+from cotune.integrations.web.http.bodies import read_json
 from cotune.integrations.web.http.limits import Limits
 from cotune.integrations.web.http.requests import (
     Access,
     RequestError,
     application,
     json_response,
-    read_body,
     refusal,
 )
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
@@ -208,9 +207,7 @@ def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store |
     """The Starlette application for all that is not an OpenAI interface."""
 
     async def body(request: Request, kind: type[T]) -> T:
-        access.check(request.scope)
-        raw = await read_body(request.scope, request.receive, limits.max_body)
-        return await aside(len(raw), lambda: decoded(raw, kind, limits.max_values))
+        return await read_json(request.scope, request.receive, access, kind, limits)
 
     async def open_(request: Request) -> Response:
         given = await body(request, OpenEpisode)

@@ -64,7 +64,9 @@ class Upstream:
         """`key` is sent where a client sent the gateway's own token as its key. Opens connections when used."""
         self.url = url.rstrip("/")
         self._key = key
-        self._proxy = _proxy_for(self.url)
+        # found once: aiohttp would ask a thread for every request
+        parts = urlsplit(self.url)
+        self._proxy = None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
         self._session: aiohttp.ClientSession | None = None
 
     @contextlib.asynccontextmanager
@@ -148,11 +150,3 @@ def forwarded(headers: Iterable[tuple[bytes, bytes]], dropped: Iterable[bytes]) 
         if not _CONTROL.search(value):
             kept.append((name, value))
     return kept
-
-
-def _proxy_for(url: str) -> str | None:
-    """The proxy that the environment names for a URL, found once: aiohttp would ask a thread for every request."""
-    parts = urlsplit(url)
-    if proxy_bypass(parts.netloc):
-        return None
-    return getproxies().get(parts.scheme)

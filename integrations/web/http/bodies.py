@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
+from starlette.types import Receive, Scope
 
-from cotune.integrations.web.http.requests import RequestError, decode_body
+from cotune.integrations.web.http.limits import BodyLimits
+from cotune.integrations.web.http.requests import Access, RequestError, decode_body, read_body
 from cotune.runtime.bounded_cache import INLINE
 
 T = TypeVar("T")
@@ -38,6 +40,13 @@ async def aside(size: int, work: Callable[[], T], unwanted: Callable[[T], object
     except asyncio.CancelledError:
         begun.add_done_callback(left)
         raise
+
+
+async def read_json(scope: Scope, receive: Receive, access: Access, kind: type[T], limits: BodyLimits) -> T:
+    """The JSON body of a request that `access` lets in, as `kind`. Raises RequestError."""
+    access.check(scope)
+    raw = await read_body(scope, receive, limits.max_body)
+    return await aside(len(raw), lambda: decoded(raw, kind, limits.max_values))
 
 
 def decoded(raw: bytes, kind: type[T], values: int) -> T:

@@ -84,7 +84,8 @@ class Access:
         self.check_local(scope)
         if self._token is None or any(self.given(scope, name) for name in self._headers):
             return
-        names = " or ".join(map(_shown, self._headers))
+        bearer = {b"authorization": "Bearer "}
+        names = " or ".join(f"{name.decode().title()}: {bearer.get(name, '')}TOKEN" for name in self._headers)
         raise RequestError(401, f"This server needs its token: send it as {names}.", code="invalid_api_key")
 
     def check_local(self, scope: Scope) -> None:
@@ -120,11 +121,6 @@ def is_loopback(place: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
-
-
-def _shown(name: bytes) -> str:
-    scheme = "Bearer " if name == b"authorization" else ""
-    return f"{name.decode().title()}: {scheme}TOKEN"
 
 
 def header(scope: Scope, name: bytes) -> bytes:
@@ -165,7 +161,13 @@ async def unless_gone(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
     """Await `work()` in this task; when the client goes away first it is cancelled, and ClientGone raised."""
     answering = asyncio.current_task()
     assert answering is not None
-    watch = asyncio.create_task(_cancel_when_gone(receive, answering))
+
+    async def cancel_when_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        answering.cancel()
+
+    watch = asyncio.create_task(cancel_when_gone())
     try:
         return await work()
     except asyncio.CancelledError:
@@ -186,15 +188,6 @@ def _too_large(limit: int) -> RequestError:
     )
 
 
-async def _cancel_when_gone(receive: Receive, answering: asyncio.Task[Any]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    answering.cancel()
-
-
-_CODES = {404: "not_found", 405: "method_not_allowed"}
-
-
 def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON response."""
     return Response(json_bytes(body), status, headers, media_type="application/json")
@@ -207,25 +200,17 @@ def refusal(error: RequestError) -> Response:
 
 def application(routes: Sequence[Route]) -> Starlette:
     """A Starlette application that answers with errors in OpenAI form, and guesses no paths."""
-    handlers: Any = {RequestError: _refuse, HTTPException: _http_error, Exception: _server_error}
+    handlers: Any = dict.fromkeys((RequestError, HTTPException, Exception), _refuse)
     made = Starlette(routes=routes, exception_handlers=handlers)
     made.router.redirect_slashes = False
     return made
 
 
-async def _refuse(request: Request, error: RequestError) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        text = f"{error.detail}: {request.method} {request.url.path}."
+        error = RequestError(error.status_code, text, code=code, headers=error.headers)
+    elif not isinstance(error, RequestError):
+        error = RequestError(500, f"The server failed: {type(error).__name__}.", code="internal_error")
     return refusal(error)
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    refused = RequestError(
-        error.status_code,
-        f"{error.detail}: {request.method} {request.url.path}.",
-        code=_CODES.get(error.status_code),
-    )
-    return json_response(refused.body(), error.status_code, error.headers)
-
-
-async def _server_error(request: Request, error: Exception) -> Response:
-    refused = RequestError(500, f"The server failed: {type(error).__name__}.", code="internal_error")
-    return json_response(refused.body(), 500)

@@ -94,10 +94,10 @@ def running(
         shown = f"[{host}]" if ":" in host else host
         yield RunningServer(f"http://{shown}:{bound}", bound, ready.result()[1], ended)
     finally:
-        if ready.done():
-            _stop(ready)
-        else:
+        if not ready.done():
             given_up.set_result(None)
+        elif ready.exception() is None:
+            ready.result()[0].should_exit = True
         ended.wait()
         listener.close()
 
@@ -152,11 +152,6 @@ async def _serve(
             timeout_graceful_shutdown=GRACE,
         )
         await _Server(config, lambda server: ready.set_result((server, opened))).serve(sockets=[listener])
-
-
-def _stop(ready: Future[tuple[uvicorn.Server, Any]]) -> None:
-    if ready.exception() is None:
-        ready.result()[0].should_exit = True
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -182,7 +182,8 @@ def judge_placement(
     rooms = [[float("inf") if local else node.free_cpus, node.free_gpus] for node in nodes]
     for demand in sorted(demands, key=lambda d: -d.gpus):
         placed = sum(_place(demand, rooms) for _ in range(demand.count))
-        text = f"{demand.count} x {_each(demand)}"
+        gpus = f" and {demand.gpus:g} GPU{'s' if demand.gpus > 1 else ''}" if demand.gpus else ""
+        text = f"{demand.count} x {demand.part} with {CPUS:g} core{gpus}"
         if placed == demand.count:
             yield Finding("ok", f"{demand.part}s", text)
         else:
@@ -227,8 +228,3 @@ def _place(demand: Demand, rooms: list[list[float]]) -> bool:
             room[1] -= demand.gpus
             return True
     return False
-
-
-def _each(demand: Demand) -> str:
-    gpus = f" and {demand.gpus:g} GPU{'s' if demand.gpus > 1 else ''}" if demand.gpus else ""
-    return f"{demand.part} with {CPUS:g} core{gpus}"

@@ -76,7 +76,9 @@ class _Maker:
             if schema.get(word):
                 return self.value(self._alternative(schema[word], above), depth + 1, above)
         if schema.get("allOf"):
-            return _merged([self.value(part, depth + 1, above) for part in schema["allOf"]])
+            values = [self.value(part, depth + 1, above) for part in schema["allOf"]]
+            merged = all(isinstance(value, dict) for value in values)
+            return {name: item for value in values for name, item in value.items()} if merged else values[0]
         return self._of_type(_type(schema), schema, depth, above)
 
     def _choice(self, choices: Sequence[Any]) -> Any:
@@ -170,16 +172,12 @@ class _Maker:
         if given:
             return given[self.variant % len(given)]
         name = self.inside.rpartition(" ")[2]
-        described = f"{schema.get('description') or ''} {_line_on(name, self.about)}"
+        # the line of the description that begins with the property, as docstrings have it
+        line = re.search(rf"^[ \t*:-]*(?:param )?{re.escape(name)}\b[^\n]*", self.about, re.M) if name else None
+        described = f"{schema.get('description') or ''} {line[0] if line else ''}"
         fit = fitting(name, described, self.variant, self.manner.text)
         text = fit if fit is not None and least <= len(fit) <= most else chr(ord("a") + self.variant % 26)
         return self.manner.put(text, self.variant, plain=text != fit).ljust(least, text[0])
-
-
-def _line_on(name: str, text: str) -> str:
-    """The line of a text that begins with a property, as docstrings have it."""
-    found = re.search(rf"^[ \t*:-]*(?:param )?{re.escape(name)}\b[^\n]*", text, re.M) if name else None
-    return found[0] if found else ""
 
 
 def _returns(schema: Any, above: tuple[str, ...]) -> bool:
@@ -193,12 +191,6 @@ def _type(schema: Mapping[str, Any]) -> str:
     if kind is None:
         kind = "object" if "properties" in schema else "array" if "items" in schema else "string"
     return str(kind)
-
-
-def _merged(values: Sequence[Any]) -> Any:
-    if not all(isinstance(value, dict) for value in values):
-        return values[0]
-    return {name: value for part in values for name, value in part.items()}
 
 
 def _resolve(reference: str, root: Any) -> Any:

@@ -85,7 +85,9 @@ def asked_json(
         (one for one in reversed(shown) if isinstance(one, dict) and isinstance(one.get("properties"), dict)), None
     )
     sketched = _ALTERNATIVES.sub(lambda found: json.dumps("|".join(re.findall('"([^"\n]*)"', found[0]))), text)
-    sketched = _SKETCHED.sub(_as_type, _REMARK.sub("", sketched))
+    sketched = _SKETCHED.sub(
+        lambda found: json.dumps({_TYPE: found.lastgroup, "description": found[0]}), _REMARK.sub("", sketched)
+    )
     if schema is None and (sketches := list(_objects(sketched))) not in ([], shown):
         schema = _schema_of(sketches[-1])
     if schema is not None:
@@ -96,10 +98,6 @@ def asked_json(
         schema = {"type": "object", "properties": {key: lists.get(key, {}) for key in keys}, "required": keys}
         return json.dumps(example(schema, variant, names=offered, manner=manner))
     return json.dumps(example(_schema_of(shown[-1]), variant, names=offered, manner=manner)) if shown else None
-
-
-def _as_type(found: re.Match[str]) -> str:
-    return json.dumps({_TYPE: found.lastgroup, "description": found[0]})
 
 
 def _schema_of(sketch: Any) -> Any:
