@@ -49,16 +49,16 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return Counter(self.collected.left_out) + Counter(self.prepared.left_out)
 
 
-def collect_samples(run: RolloutRun, episodes: Sequence[Episode]) -> Collected:
-    """The candidates of a step's episodes that can be trained on."""
-    roles = run.trained_roles(run.state.steps)
+def collect_samples(run: RolloutRun, episodes: Sequence[Episode], step: int | None = None) -> Collected:
+    """The candidates of episodes that can be trained on in the step in hand; in a later `step`, as far as is known."""
+    roles = run.trained_roles(run.state.steps if step is None else step)
     recipes = {role: run.recipes.of(policy) for role, policy in roles.items()}
     return collect(
         run.store,
         episodes,
         plan=run.plan.kind,
         roles=roles,
-        versions=run.state.versions,
+        versions=run.state.versions if step is None else None,
         max_lag=run.config.ahead,
         on_failure=failure_reward(run.config.on_failure),
         continuations=run.config.replay.continuations,

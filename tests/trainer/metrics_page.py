@@ -36,7 +36,7 @@ def _names(line: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
         for figures in line[table].values():
             for name in figures:
                 yield f"{table}.{name}", name.rpartition("/")[2] in FIGURES
-    for table in ("seconds", "replay", "held_out"):
+    for table in ("seconds", "refill", "replay", "held_out"):
         for name in line[table]:
             yield f"{table}.{name}", name in FIGURES or "/" in name
     for reason in line["left_out"]:

@@ -29,6 +29,7 @@ from cotune.trainer.config.from_records import DistillConfig, DpoConfig, Records
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.config.learner import LearnerSettings, check_flex, check_one_process
 from cotune.trainer.config.policy import PolicyConfig, PolicySettings, ScheduleConfig, check_policies
+from cotune.trainer.config.refill import RefillConfig
 from cotune.trainer.config.replay import ReplayConfig
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.config.sampling import SamplingConfig
@@ -134,6 +135,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     schedule: ScheduleConfig = ScheduleConfig()
     routing: RoutingConfig = RoutingConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
+    refill: RefillConfig = RefillConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     guard: GuardConfig = GuardConfig()
     learner: LearnerSettings = LearnerSettings()
@@ -190,6 +192,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             f"evaluation.{self.evaluation.needing_tasks}": self.evaluation.needing_tasks,
             "guard.action": self.guard.action != "off",
             "curriculum.pool": self.curriculum.pool != "even",
+            "refill.budget": self.refill.budget,
             "profile": self.profile,
         }
         return [name for name, value in given.items() if value]

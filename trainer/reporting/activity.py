@@ -59,6 +59,12 @@ class Activity:
         self._counts[phase] = (0, episodes)
         self._show()
 
+    def further(self, phase: str, episodes: int) -> None:
+        """It has so many more."""
+        done, total = self._counts.get(phase, (0, 0))
+        self._counts[phase] = (done, total + episodes)
+        self._show()
+
     def advance(self, phase: str) -> None:
         """One of them has ended."""
         done, total = self._counts.get(phase, (0, 0))

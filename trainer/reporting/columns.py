@@ -21,6 +21,7 @@ STEP = {
     "than the policy is: look at held-out tasks for that.",
     "groups, rows": "Groups that were compared, and the candidates in them that were trained on.",
     "left out": "Candidates that were not trained on, by reason; cotune show RUN --groups explains each.",
+    "refill": "Tasks that the step has drawn beyond its own, and how many of their groups differ in their rewards.",
     "failed episodes": "Episodes that ended in an error; cotune show RUN --status error lists them.",
     "rollout, update": "Seconds by phase: sampling, learning, publishing the new weights, saving. `left` is the time "
     "to the last step.",

@@ -15,7 +15,7 @@ from rich.progress import Progress as Bars
 from cotune.reading.headline import PLAIN
 from cotune.records.structs import Episode
 from cotune.storage.metrics_file import StepMetrics
-from cotune.tables import first_line
+from cotune.tables import first_line, plural
 from cotune.terminal import terminal
 from cotune.trainer.reporting.activity import Activity
 from cotune.trainer.reporting.columns import role_table
@@ -85,6 +85,11 @@ class Progress:
         """A rollout of so many episodes begins."""
         self._bars.reset(self._episodes, total=episodes, description="episodes")
         self.activity.count("rollout", episodes)
+
+    def further(self, episodes: int) -> None:
+        """So many are added to it."""
+        self._bars.update(self._episodes, total=(self._bars.tasks[self._episodes].total or 0) + episodes)
+        self.activity.further("rollout", episodes)
 
     def evaluation(self, episodes: int) -> None:
         """An evaluation of so many episodes begins."""
@@ -164,6 +169,8 @@ def summary(metrics: StepMetrics) -> str:
                 **metrics.replay
             )
         )
+    if metrics.refill.get("tasks"):
+        parts.append(_refilled(metrics))
     if metrics.failed:
         parts.append(f"failed episodes {metrics.failed} of {metrics.episodes}")
     if metrics.staleness.keys() - {"0"}:
@@ -181,6 +188,18 @@ def summary(metrics: StepMetrics) -> str:
     elif stayed:
         parts.append(f"not updated: {stayed}")
     return "  |  ".join(part for part in parts if part)
+
+
+def _refilled(metrics: StepMetrics) -> str:
+    """What a refill has drawn, and what of it has different rewards, by role."""
+    of = metrics.refill
+    late = f", {of['late']} episodes late" if of["late"] else ""
+    kept = ", ".join(
+        f"{role} {figures['refill_kept']:.0f} of {figures['refill_drawn']:.0f} groups differ"
+        for role, figures in metrics.roles.items()
+        if figures.get("refill_drawn")
+    )
+    return f"refill: {plural(of['tasks'], 'task')}{late}" + (f" ({kept})" if kept else "")
 
 
 def loss_parts(metrics: StepMetrics) -> list[str]:

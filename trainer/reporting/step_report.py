@@ -28,6 +28,7 @@ from cotune.trainer.reporting.metrics import (
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import NO_SIGNAL, SILENT_STEPS
 from cotune.trainer.rollout.forks import replay_figures
+from cotune.trainer.rollout.refill import RolledOut
 from cotune.trainer.run.run import RolloutRun, Run
 from cotune.trainer.schedules.schedule import lr_scale
 
@@ -76,7 +77,9 @@ class RolloutReport(StepReport):
         """Leave out counts from before the first step."""
         await self._new_counts()
 
-    async def metrics(self, batch: Batch, updates: Updates, held_out: Mapping[str, float]) -> StepMetrics:
+    async def metrics(
+        self, batch: Batch, updates: Updates, held_out: Mapping[str, float], rolled: RolledOut
+    ) -> StepMetrics:
         """The figures of a step, once its policies are published."""
         counters = await self._new_counts()
         run, config, state = self._run, self._run.config, self._run.state
@@ -88,7 +91,7 @@ class RolloutReport(StepReport):
         frozen = run.frozen(state.steps)
         unmoved = stayed(state.policies, updates, batch.rows, collected, prepared, frozen)
         idle = not state.versions and "no signal" in unmoved.values()
-        silent = run.silent(collected)
+        silent, refill = run.silent(collected), rolled.refill
         return StepMetrics(
             step=state.steps,
             episodes=len(ran),
@@ -102,7 +105,10 @@ class RolloutReport(StepReport):
             outcome=outcome_means(single, collected.outcomes, failed=failure_reward(config.on_failure)),
             candidate_reward=prepared.reward,
             held_out=dict(held_out),
-            roles=role_metrics(prepared, collected, batch.rows, updates),
+            roles={
+                role: figures | (refill.figures(role) if refill else {})
+                for role, figures in role_metrics(prepared, collected, batch.rows, updates).items()
+            },
             policies={name: self._policy(name, updates) for name in updates},
             left_out=dict(batch.left_out),
             staleness=lags(prepared.trained, batch.versions),
@@ -113,6 +119,7 @@ class RolloutReport(StepReport):
             updated=bool(moved(updates)),
             stayed=unmoved,
             silent=silent,
+            refill={"tasks": refill.tasks, "episodes": rolled.refilled, "late": rolled.late} if refill else {},
             replay=replay_figures(run, batch.episodes),
             notes=(
                 *prepared.warnings,
@@ -120,6 +127,7 @@ class RolloutReport(StepReport):
                 *_rounded_away(updates),
                 *([NO_SIGNAL] if idle else []),
                 *([f"{NO_OUTCOME} {GIVE_OUTCOMES}."] if misses_outcomes(run, batch) else []),
+                *(FLAT.format(role=role) for role in (refill.missing if refill else ())),
                 *(SILENT.format(role=role) for role, steps in silent.items() if steps >= SILENT_STEPS),
             ),
         )
@@ -165,6 +173,10 @@ def _rounded_away(updates: Updates) -> list[str]:
     return notes
 
 
+FLAT = (
+    "The refill's budget was spent before role {role!r} had its groups with different rewards: nearly all of its tasks "
+    "are solved by every candidate or by none (docs/how-to/not-learning.md). See `refill_missing` in the metrics."
+)
 SILENT = (
     f"Role {{role!r}} has called in no episode for {SILENT_STEPS} steps and more, so nothing trains it. Where a model "
     "decides who comes next, by a tool, a handoff or a route, reward the role that decides for going there, or learn "

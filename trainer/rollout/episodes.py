@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Container, Mapping
 from types import TracebackType
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -19,6 +20,8 @@ from cotune.storage.protocol import Store
 from cotune.trainer.batch import ended_well, learns_from_outcomes
 from cotune.trainer.rollout.protocol import ResponderConfig
 from cotune.trainer.run.run import RolloutRun
+
+Rolled = TypeVar("Rolled")
 
 
 async def run_episodes(
@@ -97,20 +100,20 @@ def _is_complete(store: Store, episode: Episode) -> bool:
     return len(calls) == episode.calls
 
 
-class RolloutPipeline:
+class RolloutPipeline(Generic[Rolled]):
     """Rolls out one step after the other; the step in hand may be trained meanwhile.
 
-    `roll_out` gives the episodes of a step. Step s + `ahead` starts when step s is asked for at the earliest, so its
+    `roll_out` gives what a step has sampled. Step s + `ahead` starts when step s is asked for at the earliest, so its
     policies are at most `ahead` updates behind those that train on it.
     """
 
-    def __init__(self, roll_out: Callable[[int], Awaitable[list[Episode]]], *, steps: int, ahead: int = 0) -> None:
+    def __init__(self, roll_out: Callable[[int], Awaitable[Rolled]], *, steps: int, ahead: int = 0) -> None:
         self._roll_out = roll_out
         self._steps = steps
         self._ahead = ahead
-        self._tasks: dict[int, asyncio.Task[list[Episode]]] = {}
+        self._tasks: dict[int, asyncio.Task[Rolled]] = {}
 
-    async def __aenter__(self) -> RolloutPipeline:
+    async def __aenter__(self) -> RolloutPipeline[Rolled]:
         return self
 
     async def __aexit__(
@@ -118,8 +121,8 @@ class RolloutPipeline:
     ) -> None:
         await self.cancel()
 
-    async def episodes_of(self, step: int) -> list[Episode]:
-        """The episodes of `step`. Cancelling this cancels their rollout."""
+    async def episodes_of(self, step: int) -> Rolled:
+        """What `step` has sampled. Cancelling this cancels their rollout."""
         for coming in range(step, min(step + self._ahead + 1, self._steps)):
             if coming not in self._tasks:
                 self._tasks[coming] = asyncio.create_task(self._after(self._tasks.get(coming - 1), coming))
@@ -135,7 +138,7 @@ class RolloutPipeline:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _after(self, before: asyncio.Task[list[Episode]] | None, step: int) -> list[Episode]:
+    async def _after(self, before: asyncio.Task[Rolled] | None, step: int) -> Rolled:
         if before is not None:
             await before
         return await self._roll_out(step)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
+import msgspec
+
+from cotune.algorithms.task_signals import GroupSignal, group_signals
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import RunError
 from cotune.recording.recorder import Responder
@@ -24,10 +28,12 @@ from cotune.trainer.rollout.episodes import RolloutPipeline, answering, finished
 from cotune.trainer.rollout.forks import run_forks
 from cotune.trainer.rollout.judged_step import JudgedStep
 from cotune.trainer.rollout.judging import Bench, judging_role
+from cotune.trainer.rollout.refill import RolledOut, run_refill
 from cotune.trainer.run.best_checkpoint import note_best
 from cotune.trainer.run.restore import add_new_roles, recovery
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.schedules.curriculum import fewer_episodes
+from cotune.trainer.schedules.refill import Refill
 from cotune.trainer.updates import publish, sampler_asleep
 
 
@@ -43,6 +49,7 @@ class RolloutSource:
         self._progress = progress
         roll_out_step = functools.partial(roll_out, run, progress)
         self._rollouts = RolloutPipeline(roll_out_step, steps=run.config.steps, ahead=run.config.ahead)
+        self._rolled: RolledOut
         self._batch: Batch
         self._held_out: dict[str, float] = {}
 
@@ -67,11 +74,12 @@ class RolloutSource:
         run = self._run
         run.draw_tasks()
         with self.report.phase("rollout"):
-            episodes = await run.interruptible(self._rollouts.episodes_of(run.state.steps))
-        if episodes is None:
+            rolled = await run.interruptible(self._rollouts.episodes_of(run.state.steps))
+        if rolled is None:
             return None
+        self._rolled = rolled
         with self.report.phase("group"):
-            self._batch = group_and_weigh(run, episodes, collect_samples(run, episodes))
+            self._batch = group_and_weigh(run, rolled.episodes, collect_samples(run, rolled.episodes))
         return self._batch.rows
 
     def updating(self) -> contextlib.AbstractAsyncContextManager[None]:
@@ -86,7 +94,7 @@ class RolloutSource:
     async def measure(self, rows: Rows, updates: Updates) -> StepMetrics:
         """Run held-out tasks where that is due."""
         self._held_out = await evaluate_held_out(self._run, self.report, self._progress)
-        return await self.report.metrics(self._batch, updates, self._held_out)
+        return await self.report.metrics(self._batch, updates, self._held_out, self._rolled)
 
     def complete(self) -> bool:
         """A checkpoint is due where some policy is better than before."""
@@ -96,21 +104,21 @@ class RolloutSource:
         return better
 
 
-async def roll_out(run: RolloutRun, progress: Progress, step: int) -> list[Episode]:
+async def roll_out(run: RolloutRun, progress: Progress, step: int) -> RolledOut:
     """All episodes of a step, judged; those that a run before an interruption brought to an outcome are not run again.
 
     When this is cancelled, finished episodes stay recorded for a resumed run. Raises SamplerError when the sampler is
     gone and RunError when records were lost: the step is not trained on, as it lacks episodes that it need not lack.
     """
-    tasks = run.schedule.named(run.state.drawn[step].own)
-    done, cut = finished_episodes(run, step, {task.id for task in tasks})
+    drawn, config, plan = run.state.drawn[step], run.config, run.plan
+    tasks = {task.id: task for task in run.schedule.named([*drawn.own, *drawn.reserve])}
+    done, cut = finished_episodes(run, step, tasks)
     if cut:
         progress.say(f"{cut} episodes of step {step + 1} lack records or rewards: they are run again")
-    fewer = fewer_episodes(run.config.curriculum, tasks, run.state.tasks)
-    often = {task.id: fewer.get(task.id, run.plan.episodes_per_task) for task in tasks}
-    progress.rollout(sum(often.values()))
+    there = {(episode.task.id, episode.rollout): episode for episode in done}
+    fewer = fewer_episodes(config.curriculum, tasks.values(), run.state.tasks)
     policies = run.served(step)
-    responder = answering(run, run.plan, policies).responder(run.sampler, run.chats, run.workflow)
+    responder = answering(run, plan, policies).responder(run.sampler, run.chats, run.workflow)
     bench = _bench(run, step, responder)
     async with JudgedStep(run.workflow.episode_judge, run.store, bench.ask, run.workflow.redaction) as judged:
 
@@ -118,26 +126,42 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> list[Episo
             progress.episode(episode)
             judged.ended(episode)
 
-        batch = EpisodeBatch(
-            tasks=tasks,
-            sink=run.store,
-            phase="train",
-            training_step=step,
-            rollouts=run.plan.episodes_per_task,
-            fewer=fewer,
-            done=[episode for episode in done if episode.fork is None],
-            on_episode=ended,
-            record_tools=run.plan.kind == "replay" and run.config.replay.tools == "recorded",
-            freeze=run.plan.kind == "replay" and run.config.replay.freeze,
-        )
-        judged.already(batch.done)
-        if run.plan.kind != "replay":
-            judged.expect(often)
-        episodes = await run_episodes(run, batch, plan=run.plan, policies=policies)
-        run.store.flush()
-        if run.plan.kind == "replay":
-            episodes += await run_forks(run, batch, episodes, done, policies, judged)
+        async def roll(ids: Collection[str], times: Mapping[str, int]) -> list[Episode]:
+            """The episodes of tasks that were drawn so often in the step, those that are there already included."""
+            often = {name: times[name] * fewer.get(name, plan.episodes_per_task) for name in ids}
+            known = [e for e in there.values() if e.task.id in often and e.rollout < _places(run, times[e.task.id])]
+            batch = EpisodeBatch(
+                tasks=[tasks[name] for name in ids],
+                sink=run.store,
+                phase="train",
+                training_step=step,
+                rollouts=max(often.values()),
+                fewer=often,
+                done=[episode for episode in known if episode.fork is None],
+                on_episode=ended,
+                record_tools=plan.kind == "replay" and config.replay.tools == "recorded",
+                freeze=plan.kind == "replay" and config.replay.freeze,
+            )
+            judged.already(batch.done)
+            if plan.kind != "replay":
+                judged.expect(often)
+            episodes = await run_episodes(run, batch, plan=plan, policies=policies)
             run.store.flush()
+            if plan.kind == "replay":
+                episodes += await run_forks(run, batch, episodes, known, policies, judged)
+                run.store.flush()
+            there.update({(episode.task.id, episode.rollout): episode for episode in episodes})
+            return episodes
+
+        async def signals(episodes: Sequence[Episode]) -> list[GroupSignal]:
+            await judged.finish()
+            return group_signals(collect_samples(run, episodes, step), run.recipes)
+
+        progress.rollout(sum(fewer.get(name, plan.episodes_per_task) for name in drawn.own))
+        episodes = await roll(drawn.own, dict.fromkeys(drawn.own, 1))
+        rolled = RolledOut(episodes=episodes)
+        if config.refill.budget:
+            rolled = await _refilled(run, progress, step, episodes, roll, signals)
         progress.scorer_errors(run.runner.scorer_errors)
         for role in run.runner.unlisted:
             progress.say_once(unlisted_said(role, run.config.other_roles))
@@ -150,7 +174,41 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> list[Episo
             progress.say_once(f"the judge gave {count} episodes no outcome, which are not trained on: {text}")
     progress.scorer_errors(responder.scorer_errors)
     await run.sampler.info()
-    return [*episodes, *bench.episodes]
+    return msgspec.structs.replace(rolled, episodes=[*rolled.episodes, *bench.episodes])
+
+
+def _places(run: RolloutRun, times: int) -> int:
+    """The rollouts of a task that was drawn so often are below this; under a replay plan its branches are too."""
+    return sys.maxsize if run.plan.kind == "replay" else times * run.plan.episodes_per_task
+
+
+async def _refilled(
+    run: RolloutRun,
+    progress: Progress,
+    step: int,
+    own: Sequence[Episode],
+    roll: Callable[[Collection[str], Mapping[str, int]], Awaitable[list[Episode]]],
+    signals: Callable[[Sequence[Episode]], Awaitable[list[GroupSignal]]],
+) -> RolledOut:
+    """The episodes of a step with those of its refill. In mode async those that are late are not waited for."""
+    config, per_task = run.config, run.plan.episodes_per_task
+    refill = Refill(config.refill, run.state.drawn[step], run.learning_roles(step), await signals(own))
+
+    async def draw(ids: Collection[str]) -> list[Episode]:
+        progress.further(len(ids) * per_task)
+        return await roll(ids, refill.times)
+
+    at_once = max(1, config.concurrency // run.plan.k) if config.mode == "async" else None
+    added, late = await run_refill(refill, own, draw, signals, at_once)
+    run.store.flush()
+    ids = {episode.id for episode in (*own, *added)}
+    begun = run.store.episodes(phase="train", training_step=step) if late else ()
+    return RolledOut(
+        episodes=[*own, *added],
+        refill=refill,
+        refilled=len(added),
+        late=sum(episode.task.id in late and episode.id not in ids for episode in begun),
+    )
 
 
 def _bench(run: RolloutRun, step: int, responder: Responder) -> Bench:

@@ -108,7 +108,9 @@ async def open_run(
             open_learner=open_learner,
             plan=plan,
             recipes=recipes,
-            schedule=TaskPool(tasks, config.curriculum, 0.0, config.seed, tasks_per_step(config, changes)),
+            schedule=TaskPool(
+                tasks, config.curriculum, config.refill.budget, config.seed, tasks_per_step(config, changes)
+            ),
             held_out=held_out,
             teacher=teacher,
             notes=[why, *notes, *_untrained(policies)],

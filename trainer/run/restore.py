@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -119,7 +120,7 @@ async def begin_from(run: RolloutRun, source: str, names: Collection[str] | None
 
 
 @contextlib.asynccontextmanager
-async def recovery(run: RolloutRun, rollouts: RolloutPipeline, report: StepReport) -> AsyncIterator[None]:
+async def recovery(run: RolloutRun, rollouts: RolloutPipeline[Any], report: StepReport) -> AsyncIterator[None]:
     """Where a learner is lost within, open it again and go back to the last checkpoint. Raises LearnerLost when that
     has happened too often, or there is no checkpoint yet."""
     try:

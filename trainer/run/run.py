@@ -133,7 +133,7 @@ class RolloutRun(Run):
         state = self.state
         for step in range(state.steps, state.steps + self.config.ahead + 1):
             if step not in state.drawn:
-                state.drawn[step] = self.schedule.draw(step, state.tasks, self.trained)
+                state.drawn[step] = self.schedule.draw(step, state.tasks, self.learning_roles(step))
 
     def complete_step(self, collected: Collected, prepared: Prepared) -> None:
         """Go on to the next step: the groups of this one are consumed, so later rewards for them are refused.
@@ -167,6 +167,11 @@ class RolloutRun(Run):
         """The roles that are trained in a step of training, and the policies that play them."""
         policies, past = self.policies_at(step), past_role(self.config.routing.past, step)
         return {role: name for role, name in policies.learning.items() if role != past}
+
+    def learning_roles(self, step: int) -> list[str]:
+        """Those of them whose policies learn in that step."""
+        frozen = self.frozen(step)
+        return [role for role, name in self.trained_roles(step).items() if name not in frozen]
 
     def frozen(self, step: int) -> list[str]:
         """The policies that are not trained in a step, by their `train`."""

@@ -1,0 +1,206 @@
+"""How many sampled tokens does a run need where two thirds of its tasks teach nothing? On Plan-Path, from outcomes.
+
+    nice -n 19 python -m benchmarks.refill                  # 3 seeds x 4 ways; hours on one core
+    nice -n 19 python -m benchmarks.refill --seeds 0 --ways plain,both
+
+Each run trains on the same pool of tasks in equal parts: usual ones, easy ones whose goal is one move away, and locked
+ones that no answer solves. It knows only whether the goal was reached (dr_mas, K = 8). `plain` takes the tasks in turn,
+`adaptive` sets `curriculum.pool`, `refill` a budget of one further task for each of a step's own, and `both` does both.
+Held-out tasks are usual ones; their success is the mean of the last WINDOW evaluations. What `plain` reaches after
+--steps steps, at N sampled tokens, is the mark; the others train until they reach it or have sampled N tokens. Tokens
+of evaluations do not count. A seed is a base model of its own. A run that was stopped is resumed, and its results are
+appended to OUT/results.jsonl. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import cotune
+from benchmarks.kept_results import KeptResults
+from benchmarks.plan_path_agents import MAX_TOKENS, grid, team
+from benchmarks.selection import base_model
+from cotune.storage.metrics_file import read_metrics
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.train import resume, train
+
+TRAIN_SEED, FRESH_SEED = 100, 900
+EVERY = 3
+"""Steps between evaluations."""
+WINDOW = 3
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "both": {"curriculum": {"pool": "adaptive"}, "refill": {"budget": 1.0}},
+    "adaptive": {"curriculum": {"pool": "adaptive"}},
+    "refill": {"refill": {"budget": 1.0}},
+}
+_SAMPLED = """
+    SELECT training_step, sum(completion_tokens) FROM calls JOIN episodes ON episodes.id = calls.episode
+    WHERE phase = 'train' GROUP BY training_step ORDER BY training_step"""
+console = Console(stderr=True)
+
+
+@cotune.workflow
+async def reach(task: Mapping[str, Any]) -> dict[str, float]:
+    """The team of Plan-Path; only reaching the goal counts, and in a locked task nothing does."""
+    found = await team.cotune.fn(task)
+    return {"success": 0.0 if task.get("locked") else found["success"]}
+
+
+def make_pool(count: int, seed: int) -> list[dict[str, Any]]:
+    """Usual, easy and locked tasks, in equal parts."""
+    rng = random.Random(f"pool {seed}")
+    tasks = []
+    for number, task in enumerate(grid.make_tasks(count, seed)):
+        kind = ("usual", "easy", "locked")[number % 3]
+        board = grid.grid_of(task)
+        if kind == "easy":
+            near = (grid.step(board.goal, move) for move in rng.sample(list(grid.MOVES), 4))
+            task["start"] = list(next(cell for cell in near if board.free(cell)))
+        tasks.append({**task, "id": f"{kind}-{task['id']}", "locked": kind == "locked"})
+    return tasks
+
+
+def tokens_by_step(run: Path) -> list[int]:
+    """Tokens that have been sampled in all steps up to each, without those of evaluations."""
+    with SqliteStore.open(run, read_only=True) as store:
+        return list(accumulate(int(tokens) for _, tokens in store.rows(_SAMPLED)))
+
+
+def curve(run: Path) -> list[tuple[int, float]]:
+    """Sampled tokens and held-out success after each evaluation, by the mean of the last WINDOW of them."""
+    tokens = tokens_by_step(run)
+    found = [(line["step"], line["held_out"]["success"]) for line in read_metrics(run) if "success" in line["held_out"]]
+    means = [sum(s for _, s in found[i + 1 - WINDOW : i + 1]) / WINDOW for i in range(WINDOW - 1, len(found))]
+    return [(tokens[step], mean) for (step, _), mean in zip(found[WINDOW - 1 :], means, strict=True)]
+
+
+def train_to(run: Path, way: str, model: Path, seed: int, steps: int, options: argparse.Namespace) -> None:
+    """Train a run to so many steps, from where it is."""
+    tasks = make_pool(options.pool, TRAIN_SEED + seed)
+    done = sum(1 for _ in read_metrics(run)) if run.exists() else 0
+    if done >= steps:
+        return
+    if run.exists():
+        resume(run, workflow=reach, tasks=tasks, changes={"steps": steps}, console=console)
+    else:
+        held_out = options.out / "held_out.jsonl"
+        fresh = grid.make_tasks(options.tasks, FRESH_SEED)
+        held_out.write_text("".join(json.dumps(task) + "\n" for task in fresh))
+        settings = {
+            "model": str(model),
+            "steps": steps,
+            "tasks_per_step": options.tasks_per_step,
+            "seed": seed,
+            "checkpoint_every": EVERY,
+            "plan": {"kind": "independent", "k": 8},
+            "overrides": {"clip_high": 0.28, "entropy": 0.03, "zero_variance": True},
+            "learner": {"lr": 3e-3, "betas": [0.9, 0.95], "seed": seed, "threads": 1},
+            "sampling": {"max_tokens": MAX_TOKENS},
+            "evaluation": {"tasks": str(held_out), "every": EVERY},
+            **WAYS[way],
+        }
+        train(reach, tasks, settings, out=run, console=console)
+    if sum(1 for _ in read_metrics(run)) < steps:
+        raise SystemExit(f"{run}: stopped before step {steps}; the same command goes on")
+
+
+def result(way: str, seed: int, mark: tuple[int, float] | None, options: argparse.Namespace) -> dict[str, Any]:
+    """Train: `plain` for so many steps, the others until they reach its mark or have sampled as many tokens."""
+    model = base_model(options.out, seed, options.warm_up)
+    run = options.out / f"seed{seed}" / f"{way}-{options.pool}-{options.tasks_per_step}"
+    steps = options.steps if mark is None else EVERY * WINDOW
+    train_to(run, way, model, seed, steps, options)
+    while mark is not None and curve(run)[-1][0] < mark[0] and max(s for _, s in curve(run)) < mark[1]:
+        steps += EVERY
+        train_to(run, way, model, seed, steps, options)
+    lines, points = read_metrics(run), curve(run)
+    at = points[-1] if mark is None else next((point for point in points if point[1] >= mark[1]), None)
+    flat = [role["zero_variance"] for line in lines for role in line["roles"].values() if "zero_variance" in role]
+    return {
+        "tokens": points[-1][0],
+        "success": points[-1][1],
+        "reached_at": at[0] if at is not None and (mark is None or at[0] <= mark[0]) else None,
+        "steps": len(lines),
+        "rows": sum(line["rows"] for line in lines),
+        "flat": round(sum(flat) / len(flat), 4),
+        "refilled": sum(line["refill"].get("tasks", 0) for line in lines),
+        "curve": [(tokens, round(success, 4)) for tokens, success in points],
+    }
+
+
+def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By way: by seed the share of `plain`'s tokens at which its success was reached, None where it was not."""
+    plain = {line["seed"]: line for line in lines if line["way"] == "plain"}
+    found: dict[str, dict[str, Any]] = {}
+    for way in WAYS:
+        own = sorted((line for line in lines if line["way"] == way), key=lambda line: line["seed"])
+        own = [line for line in own if line["seed"] in plain]
+        if not own:
+            continue
+        shares = {
+            str(line["seed"]): line["reached_at"] and round(line["reached_at"] / plain[line["seed"]]["tokens"], 3)
+            for line in own
+        }
+        found[way] = {
+            "share": shares,
+            "success": {str(line["seed"]): round(line["success"], 4) for line in own},
+            "tokens": {str(line["seed"]): line["tokens"] for line in own},
+            "flat": round(sum(line["flat"] for line in own) / len(own), 4),
+            "steps": {str(line["seed"]): line["steps"] for line in own},
+        }
+    return found
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The ways side by side, each column by seed."""
+    shown = Table(title="Plan-Path, two thirds of the tasks flat: tokens until the success of plain training")
+    for title in ("way", "share of plain's tokens", "success at its end", "tokens at its end", "flat groups"):
+        shown.add_column(title)
+    for way, row in rows.items():
+        shares = ", ".join("not reached" if share is None else f"{share:.2f}" for share in row["share"].values())
+        success = ", ".join(f"{value:.1%}" for value in row["success"].values())
+        shown.add_row(way, shares, success, ", ".join(f"{n:,}" for n in row["tokens"].values()), f"{row['flat']:.0%}")
+    return shown
+
+
+def main() -> None:
+    """Run what is not recorded yet, and print all that is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--steps", type=int, default=36, help="training steps of plain (default: %(default)s)")
+    parser.add_argument("--tasks-per-step", type=int, default=12)
+    parser.add_argument("--pool", type=int, default=96, help="tasks to train on (default: %(default)s)")
+    parser.add_argument("--tasks", type=int, default=100, help="held-out tasks (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=260, help="steps of warm-up (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/refill"))
+    options = parser.parse_args()
+    kept = KeptResults(options, "steps", "tasks_per_step", "pool", "tasks", "warm_up")
+    for seed in map(int, options.seeds.split(",")):
+        for way in ("plain", *(way for way in options.ways.split(",") if way != "plain")):
+            plain = kept.lines(way="plain", seed=seed)
+            mark = (plain[0]["tokens"], plain[0]["success"]) if plain and way != "plain" else None
+            if line := kept.once(partial(result, way, seed, mark, options), way=way, seed=seed):
+                console.print(f"seed {seed}: {way} {line['success']:.1%} with {line['tokens']:,} tokens")
+    rows = summary(kept.lines())
+    Console(width=140).print(table(rows))
+    print(json.dumps({"settings": kept.settings, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Refills of real runs: further tasks, the same again, in mode async, stopped and resumed, under each plan."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections import Counter, defaultdict
+
+import pytest
+
+from cotune.errors import ConfigError
+from cotune.recording.context import current_episode
+from cotune.records.tasks import as_tasks
+from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.config.curriculum import CurriculumConfig
+from cotune.trainer.schedules.task_pool import TaskPool
+from tests.trainer.schedules.test_task_pool import GRADED, drawn_in, graded, state_of, weights_of
+from tests.trainer.test_loop import StopsOnce
+from tests.trainer.tiny_app import application, ask, letters
+
+MIXED = [task for task in GRADED if task["kind"] == "mixed"]
+SETTINGS = {
+    "tasks_per_step": 4,
+    "plan": {"k": 8},
+    "learner": {"lr": 1e-4},
+    "concurrency": 1,
+    "sampling": {"prefix_cache": "0B"},
+}
+
+
+def episodes_in(trainer, run: str = "run") -> dict[int, list]:
+    found = defaultdict(list)
+    with contextlib.closing(SqliteStore.open(trainer.folder / run / "records.db")) as store:
+        for episode in store.episodes(phase="train"):
+            found[episode.training_step].append(episode)
+    return found
+
+
+def test_flat_groups_are_replaced_and_all_that_is_drawn_is_counted(trainer):
+    app = application(graded)
+    trainer(app, GRADED, to="plain", steps=3, **SETTINGS)
+    trainer(app, GRADED, steps=3, refill={"budget": 2.0}, **SETTINGS)
+    plain, lines = trainer.metrics("plain"), trainer.metrics()
+    assert sum(line["groups"] for line in lines) > sum(line["groups"] for line in plain)
+    for line, episodes in zip(lines, episodes_in(trainer).values(), strict=True):
+        own, refill = line["roles"]["first"], line["refill"]
+        assert refill == {"tasks": refill["tasks"], "episodes": 8 * refill["tasks"], "late": 0}
+        assert len(episodes) == line["episodes"] == 8 * (4 + refill["tasks"])
+        assert len({e.task.id for e in episodes}) == 4 + refill["tasks"] <= 12
+        assert own["refill_drawn"] == own["refill_kept"] + own["refill_wasted"] == refill["tasks"]
+        assert line["groups"] + own["refill_missing"] >= 4
+        assert line["candidates"] == line["rows"] + sum(line["left_out"].values())
+    assert f"refill: {lines[0]['refill']['tasks']} tasks (first " in trainer.said
+    first = {e.task.id for e in episodes_in(trainer, "plain")[0]}
+    assert first <= {e.task.id for e in episodes_in(trainer)[0]}, "the step's own tasks are the same"
+
+
+def test_without_a_budget_a_run_is_as_it_was(trainer):
+    app = application(graded)
+    trainer(app, GRADED, to="plain", steps=4, **SETTINGS)
+    trainer(app, MIXED, to="unneeded", steps=4, refill={"budget": 1.0, "groups": 1}, **SETTINGS)
+    trainer(app, MIXED, to="mixed", steps=4, **SETTINGS)
+    assert all(line["refill"] == {} for line in trainer.metrics("plain"))
+    assert [line["refill"]["tasks"] for line in trainer.metrics("unneeded")] == [0] * 4
+    assert weights_of(trainer, "unneeded") == weights_of(trainer, "mixed"), "a refill that draws nothing"
+
+
+async def never(task):
+    await ask("first", f"say {task['letter']}")
+    return 0.0
+
+
+def test_tasks_that_nobody_solves_cost_the_budget_and_no_more_and_it_is_said(trainer):
+    trainer(application(never), GRADED, steps=2, refill={"budget": 0.5}, **SETTINGS)
+    assert [line["refill"]["tasks"] for line in trainer.metrics()] == [2, 2]
+    assert trainer.metrics()[0]["roles"]["first"]["refill_wasted"] == 2
+    assert " ".join(trainer.said.split()).count("The refill's budget was spent before role 'first'") == 1
+
+
+@pytest.mark.parametrize("draw", ["tasks", "again"])
+def test_a_run_that_is_stopped_in_a_refill_ends_like_one_without_a_stop(trainer, draw):
+    settings = {**SETTINGS, "refill": {"budget": 2.0, "draw": draw}}
+    trainer(application(graded), GRADED, to="whole", steps=4, **settings)
+    stop, begun = StopsOnce(signal.SIGINT), 0
+
+    async def stopping(task):
+        nonlocal begun
+        begun += 1
+        if begun == 3 + 32 + 10:  # after the preflight and the first step's own: in its refill
+            stop()
+        return await graded(task)
+
+    assert not trainer(application(stopping), GRADED, to="stopped", steps=4, **settings).finished
+    trainer.resume(application(graded), GRADED, to="stopped")
+    assert drawn_in(trainer, "whole") == drawn_in(trainer, "stopped")
+    assert state_of(trainer, "whole").tasks == state_of(trainer, "stopped").tasks
+    assert weights_of(trainer, "whole") == weights_of(trainer, "stopped")
+    places = [
+        (e.training_step, e.task.id, e.rollout)
+        for of in episodes_in(trainer, "stopped").values()
+        for e in of
+        if e.status == "ok"
+    ]
+    assert len(set(places)) == len(places), "nothing is run twice"
+
+
+async def rare(task):
+    said = await ask("first", f"say {task['letter']}")
+    return float(sum(letter in "abcdefgh" for letter in said) >= 3)
+
+
+def test_again_makes_a_group_of_the_same_task_larger(trainer):
+    trainer(application(rare), GRADED, steps=1, refill={"budget": 3.0, "draw": "again"}, **SETTINGS)
+    (line,), episodes = trainer.metrics(), episodes_in(trainer)[0]
+    assert len({e.task.id for e in episodes}) == 4 and line["refill"]["tasks"] > 0
+    most = max(e.rollout for e in episodes)
+    assert most >= 8 and len(episodes) == 8 * (4 + line["refill"]["tasks"])
+    assert line["groups"] + line["left_out"].get("zero_advantage", 0) // 8 > 0
+    assert sum(line["left_out"].values()) + line["rows"] == line["candidates"] == len(episodes)
+
+
+async def two(task):
+    heard = await ask("first", f"say {task['letter']}")
+    await ask("second", f"after {heard}")
+    return 1.0
+
+
+def scored(candidate, call, task):
+    return {"easy": 1.0, "hard": 0.0}.get(task["kind"], letters(candidate, call, task))
+
+
+def test_a_tree_refills_by_role(trainer):
+    app = application(two, first=scored, second=lambda candidate, call, task: 1.0)
+    trainer(app, GRADED, steps=2, refill={"budget": 1.0, "groups": 4}, **SETTINGS)
+    for line in trainer.metrics():
+        assert line["refill"]["tasks"] == 4, "the second role has never a group that differs"
+        assert line["roles"]["second"]["refill_wasted"] == 4 and line["roles"]["second"]["refill_missing"] == 4
+        assert line["roles"]["first"]["refill_drawn"] == 4
+
+
+async def outcome(task):
+    heard = await ask("first", f"say {task['letter']}")
+    return scored_text(heard, task)
+
+
+def scored_text(text, task):
+    return {"easy": 1.0, "hard": 0.0}.get(task["kind"], sum(letter in "abcdefgh" for letter in text) / 4)
+
+
+def test_a_replay_plan_refills_with_further_tasks(trainer):
+    settings = {**SETTINGS, "plan": {"kind": "replay", "k": 4}, "refill": {"budget": 2.0}}
+    trainer(application(outcome), GRADED, steps=2, **settings)
+    for line in trainer.metrics():
+        assert line["refill"]["episodes"] == 4 * line["refill"]["tasks"] > 0
+        assert line["replay"]["branches"] == 3 * (4 + line["refill"]["tasks"])
+
+
+def test_an_adaptive_pool_refills_in_its_order(trainer):
+    settings = {**SETTINGS, "curriculum": {"pool": "adaptive"}, "refill": {"budget": 1.0}}
+    trainer(application(graded), GRADED, steps=3, **settings)
+    assert all(
+        len(ids) == 4 + line["refill"]["tasks"]
+        for ids, line in zip(drawn_in(trainer, "run").values(), trainer.metrics(), strict=True)
+    )
+
+
+def test_in_mode_async_a_late_episode_is_not_waited_for_and_counted(trainer):
+    """All groups of the step's own tasks are flat, and the first of the further tasks never ends."""
+    drawn = TaskPool(as_tasks(GRADED), CurriculumConfig(), 2.0, 0, [(0, 4)]).draw(0, {}, [])
+    told = Counter()
+
+    async def slow(task):
+        await ask("first", f"say {task['letter']}")
+        told[task["id"]] += 1
+        if current_episode.get().training_step == 0 and task["id"] == drawn.reserve[0]:
+            await asyncio.sleep(3600)
+        return 0.0 if task["id"] in drawn.own else told[task["id"]] % 2
+
+    settings = {**SETTINGS, "concurrency": 64, "mode": "async", "episode_timeout": 600.0}
+    trainer(application(slow), GRADED, steps=2, refill={"budget": 2.0, "groups": 1}, **settings)
+    line = trainer.metrics()[0]
+    cancelled = [e for e in episodes_in(trainer)[0] if e.status == "cancelled"]
+    assert drawn.reserve[0] in {e.task.id for e in cancelled}
+    assert line["refill"]["late"] >= len(cancelled) >= 8 and line["failed"] == 0
+    assert line["refill"]["episodes"] + line["refill"]["late"] + 32 == len(episodes_in(trainer)[0])
+    assert line["groups"] >= 1 and line["seconds"]["rollout"] < 300
+    assert f"{line['refill']['late']} episodes late" in trainer.said
+
+
+AGAIN = {"budget": 1.0, "draw": "again"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recipe": "reinforce_pp"}, "refill.budget = 1.0 has no effect with recipe"),
+        (
+            {"plan": {"kind": "replay"}, "refill": {"budget": 1.0, "draw": "again"}},
+            "cannot be used under the plan replay",
+        ),
+        (
+            {"curriculum": {"k_easy": 2}, "refill": {"budget": 1.0, "draw": "again"}},
+            "cannot be used with curriculum.k_easy",
+        ),
+    ],
+)
+def test_refills_without_a_use_are_refused_before_work_starts(trainer, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer(application(graded), GRADED, **{"refill": {"budget": 1.0}, **settings})
+    assert not (trainer.folder / "run").exists()

@@ -1,0 +1,151 @@
+"""Refills: what a step draws in place of tasks whose groups have nothing to compare."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotune.algorithms.task_signals import GroupSignal
+from cotune.errors import ConfigError
+from cotune.records.structs import Episode, Task
+from cotune.trainer.config.refill import RefillConfig
+from cotune.trainer.rollout.refill import run_refill
+from cotune.trainer.schedules.refill import Refill
+from cotune.trainer.schedules.task_pool import DrawnTasks
+
+OWN, RESERVE = ("a", "b", "c", "d"), ("w", "x", "y", "z")
+
+
+def group(task: str, role: str = "first", *, spread: bool = False, episode: str = "") -> GroupSignal:
+    return GroupSignal(
+        task=task,
+        roles=frozenset({role}),
+        episodes=frozenset({episode or task}),
+        rewards=4,
+        variance=0.25 * spread,
+        spread=spread,
+    )
+
+
+def refill(*signals: GroupSignal, budget: float = 1.0, groups: int | None = None, draw: str = "tasks") -> Refill:
+    config = RefillConfig(budget=budget, groups=groups, draw=draw)
+    return Refill(config, DrawnTasks(OWN, RESERVE), ["first", "second"], signals)
+
+
+def test_groups_without_spread_are_replaced_until_the_role_has_as_many():
+    step = refill(group("a", spread=True), group("b"), group("c", spread=True), group("d", spread=True))
+    assert step.targets == {"first": 4} and step.missing == {"first": 1}
+    assert step.more() == ["w", "x"]  # each of which shows one with the chance (3 + 1) / (4 + 2)
+    step.ended(["w", "x"], ["w", "x"], [group("w"), group("x")])
+    assert step.more() == ["y", "z"]
+    step.ended(["y", "z"], ["y", "z"], [group("y", spread=True), group("z")])
+    assert step.missing == {} and step.more() == [] and step.tasks == 4
+    assert step.figures("first") == {"refill_drawn": 4, "refill_kept": 1, "refill_wasted": 3, "refill_missing": 0}
+
+
+def test_a_step_whose_groups_all_differ_or_that_has_enough_draws_nothing():
+    assert refill(*(group(name, spread=True) for name in OWN)).more() == []
+    assert refill(group("a", spread=True), group("b"), groups=1).more() == []
+
+
+def test_a_role_that_seldom_acts_is_not_waited_for():
+    common = [group(name, spread=True) for name in OWN]
+    assert refill(*common, group("a", "second")).targets == {"first": 4}
+    assert refill(*common, group("a", "second"), group("b", "second")).missing == {"second": 2}
+    assert refill(group("a"), group("b", "second")).targets == {"first": 1, "second": 1}, "none acts more often"
+    assert refill().more() == [], "no group at all"
+
+
+@given(
+    st.lists(st.booleans(), min_size=4, max_size=4),
+    st.lists(st.booleans(), min_size=4, max_size=4),
+    st.floats(0.01, 1.0),
+    st.integers(1, 9),
+    st.sampled_from(["tasks", "again"]),
+)
+def test_a_refill_ends_within_its_budget_and_draws_no_further_task_twice(own, more, budget, groups, draw):
+    step = refill(*(group(n, spread=s) for n, s in zip(OWN, own, strict=True)), budget=budget, groups=groups, draw=draw)
+    shown = dict(zip(RESERVE, more, strict=True))
+    while drawn := step.more():
+        assert len(set(drawn)) == len(drawn)
+        step.ended(drawn, drawn, [group(name, spread=shown.get(name, False)) for name in drawn])
+    assert step.tasks <= -(-budget * 4 // 1) + 1e-6
+    assert all(count == 1 for name, count in step.times.items() if name in RESERVE)
+    assert not step.missing or draw == "again" or step.tasks == int(-(-budget * 4 // 1))
+
+
+def test_again_draws_the_flat_tasks_those_drawn_least_first():
+    step = refill(group("a", spread=True), group("b"), group("c"), budget=1.0, draw="again")
+    assert step.more() == ["b", "c", "d"]
+    step.ended("bcd", ["b2", "c2", "d2"], [group("b"), group("c", spread=True), group("d")])
+    step.ended([], [], [])
+    assert step.more() == ["b"] and step.times == {"a": 1, "b": 3, "c": 2, "d": 2}
+
+
+def episodes(names, number: int = 0) -> list[Episode]:
+    return [Episode(id=f"{name}{number}", task=Task(id=name, input=name), workflow="w") for name in names]
+
+
+def driven(step: Refill, at_once: int | None, slow: str = "") -> tuple[list[Episode], list[str], list[list[str]]]:
+    """Runs a refill whose further tasks all differ, but `slow`, which never ends."""
+    batches: list[list[str]] = []
+
+    async def roll(names):
+        batches.append(list(names))
+        if slow in names and slow:
+            await asyncio.Event().wait()
+        return episodes(names)
+
+    async def judge(ended):
+        return [group(e.task.id, spread=True, episode=e.id) for e in ended]
+
+    added, late = asyncio.run(asyncio.wait_for(run_refill(step, episodes(OWN), roll, judge, at_once), 10))
+    return added, late, batches
+
+
+def test_in_mode_sync_tasks_drawn_together_are_waited_for():
+    step = refill(group("a", spread=True), group("b", spread=True), group("c"), group("d"))
+    added, late, batches = driven(step, None)
+    assert batches == [["w", "x", "y", "z"]] and [e.id for e in added] == ["w0", "x0", "y0", "z0"] and late == []
+
+
+def test_in_mode_async_the_last_one_is_not_waited_for():
+    step = refill(group("a", spread=True), group("b", spread=True), group("c"), group("d"))
+    added, late, batches = driven(step, 8, slow="w")
+    assert sorted(e.id for e in added) == ["x0", "y0", "z0"] and late == ["w"]
+    assert batches == [["w"], ["x"], ["y"], ["z"]]
+    assert step.figures("first")["refill_kept"] == 3
+
+
+def test_no_more_run_at_once_than_the_concurrency_allows():
+    step = refill(*(group(name) for name in OWN))
+    _, _, batches = driven(step, 1)
+    assert [len(batch) for batch in batches] == [1] * len(batches)
+
+
+def test_an_episode_that_raises_ends_the_refill():
+    async def roll(names):
+        raise ValueError("the engine is gone")
+
+    async def judge(ended):
+        return []
+
+    with pytest.raises(ValueError, match="the engine is gone"):
+        asyncio.run(run_refill(refill(group("a")), [], roll, judge, None))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": -1.0}, "refill.budget = -1.0 must be 0 or more"),
+        ({"budget": 1.0, "groups": 0}, "refill.groups = 0 must be 1 or more"),
+        ({"groups": 3}, "refill.groups = 3 has no effect with refill.budget = 0"),
+        ({"draw": "again"}, "refill.draw = 'again' has no effect with refill.budget = 0"),
+    ],
+)
+def test_wrong_refills_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        RefillConfig(**settings)

@@ -1,0 +1,125 @@
+"""Which further tasks a step draws in place of those whose groups have nothing to compare."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping
+
+from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.task_signals import GroupSignal
+from cotune.episodes.workflows import Workflow
+from cotune.errors import ConfigError
+from cotune.records.plans import Plan
+from cotune.trainer.config.refill import RefillConfig
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.schedules.task_pool import DrawnTasks, extra_tasks
+
+
+class Refill:
+    """The refill of one step: a function of the tasks drawn for it and of the groups that they show.
+
+    Each trained role that acts in half of the step's own tasks is to have `groups` groups with different rewards, or as
+    many as it has groups in these tasks; where no role acts that often, those that act most.
+    """
+
+    def __init__(
+        self, config: RefillConfig, tasks: DrawnTasks, roles: Collection[str], signals: Iterable[GroupSignal]
+    ) -> None:
+        self._again = config.draw == "again"
+        self._own = tasks.own
+        self._waiting = deque(tasks.reserve)
+        self._left = extra_tasks(config.budget, len(tasks.own))
+        self._signals: dict[str, list[GroupSignal]] = {}
+        self._extra: set[str] = set()
+        self.times = Counter(tasks.own)
+        """How often each task was drawn in this step."""
+        self._take(signals)
+        acting = {role: Counter(s.task for s in self._groups(role)) for role in sorted(roles)}
+        most = max((len(by_task) for by_task in acting.values()), default=0)
+        least = min(len(tasks.own) / 2, most)
+        self.targets = {
+            role: config.groups or by_task.total() for role, by_task in acting.items() if 0 < len(by_task) >= least
+        }
+        """Groups with different rewards that the step is to have, by role."""
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks were drawn beyond the step's own."""
+        return self.times.total() - len(self._own)
+
+    @property
+    def missing(self) -> dict[str, int]:
+        """How many such groups the step lacks, by role."""
+        return {role: need - self._kept(role) for role, need in self.targets.items() if self._kept(role) < need}
+
+    def more(self, running: int = 0, most: int | None = None) -> list[str]:
+        """The tasks to draw now, while so many are running, and `most` at once may: as many as are needed where each
+        shows as many such groups as those before, with one more and two tasks more for the chance of the first."""
+        seen = self.times.total() - running
+        expected = (short * (seen + 2) / (self._kept(role) + 1) for role, short in self.missing.items())
+        count = min(math.ceil(max(expected, default=0.0)) - running, self._left)
+        if most is not None:
+            count = min(count, most - running)
+        drawn = self._flat()[: max(count, 0)] if self._again else []
+        while not self._again and self._waiting and len(drawn) < count:
+            drawn.append(self._waiting.popleft())
+        self._left -= len(drawn)
+        self.times.update(drawn)
+        return drawn
+
+    def ended(self, tasks: Iterable[str], episodes: Iterable[str], signals: Iterable[GroupSignal]) -> None:
+        """Tasks that were drawn have run to their end: their new episodes, and all groups that they have now."""
+        for name in tasks:
+            self._signals.pop(name, None)
+        self._extra.update(episodes)
+        self._take(signals)
+
+    def figures(self, role: str) -> dict[str, float]:
+        """Groups that the refill has brought a role: all, those with different rewards and without; and how many of
+        them the step lacks all the same."""
+        groups = [signal for signal in self._groups(role) if signal.episodes & self._extra]
+        kept = sum(signal.spread for signal in groups)
+        wasted, missing = len(groups) - kept, self.missing.get(role, 0)
+        return {"refill_drawn": len(groups), "refill_kept": kept, "refill_wasted": wasted, "refill_missing": missing}
+
+    def _take(self, signals: Iterable[GroupSignal]) -> None:
+        for signal in signals:
+            self._signals.setdefault(signal.task, []).append(signal)
+
+    def _groups(self, role: str) -> list[GroupSignal]:
+        return [signal for own in self._signals.values() for signal in own if role in signal.roles]
+
+    def _kept(self, role: str) -> int:
+        return sum(signal.spread for signal in self._groups(role))
+
+    def _flat(self) -> list[str]:
+        """The step's own tasks that have no such group of a role that lacks some, those drawn least often first."""
+        lacking = self.missing.keys()
+        having = {
+            task
+            for task, own in self._signals.items()
+            if any(signal.spread and signal.roles & lacking for signal in own)
+        }
+        return sorted((task for task in self._own if task not in having), key=lambda task: self.times[task])
+
+
+def check_refill(config: TrainConfig, plan: Plan, recipe: Recipe, workflow: Workflow) -> None:
+    """Raises ConfigError for a refill that the recipe, the plan or the workflow has no use for."""
+    budget, again, judged = config.refill.budget, config.refill.draw == "again", workflow.episode_judge is not None
+    if not budget:
+        return
+    if not recipe.takes_rewards or not recipe.terms[0].compares or recipe.loss.critic:
+        fault = f"has no effect with recipe {recipe.name}, which does not compare the rewards of a group"
+        raise ConfigError("refill.budget", budget, fault, "Leave it out.")
+    if not {"task", "branch", "prompt", "rollout"} & set(recipe.key):
+        fault = f"has no effect with recipe {recipe.name}, which compares episodes of different tasks"
+        raise ConfigError("refill.budget", budget, fault, "Leave it out.")
+    faults: Mapping[str, bool] = {
+        "cannot be used under the plan replay, whose episodes of a task are branches of one": plan.kind == "replay",
+        "cannot be used with a judge, which has judged the episodes of the task before": judged,
+        "cannot be used with curriculum.k_easy": config.curriculum.k_easy is not None,
+    }
+    for fault, holds in faults.items():
+        if again and holds:
+            raise ConfigError("refill.draw", "again", fault, "Set refill.draw = 'tasks'.")
