@@ -15,12 +15,12 @@ from cotune.errors import GroupError
 from cotune.judging.episodes import JUDGING
 from cotune.records.structs import Episode
 from cotune.storage.outcomes import failure_reward
-from cotune.trainer.privileged import with_privileged
+from cotune.trainer.privileged import with_hints, with_privileged
 from cotune.trainer.run.run import RolloutRun
 
 UNEVENTFUL = (
     "no_signal", "zero_variance", "zero_advantage", "mean_out_of_range", "group_of_one", "truncated", "consumed",
-    "opponent_failed", "frozen_step",
+    "opponent_failed", "frozen_step", "no_hint",
 )  # fmt: skip
 """Reasons to leave out sound candidates: a step with such candidates alone makes no update."""
 FAULTLESS = ("untrained_role", "not_chosen", "not_forked", "chose_fork")
@@ -72,6 +72,7 @@ def collect_samples(run: RolloutRun, episodes: Sequence[Episode], step: int | No
 def group_and_weigh(run: RolloutRun, episodes: Sequence[Episode], collected: Collected) -> Batch:
     """Samples in groups, with advantages, as rows by policy. Raises GroupError where faults have left nothing."""
     config, policies = run.config, run.policies_at(run.state.steps)
+    collected, hints = with_hints(collected, episodes, run.recipes, run.store, run.chats)
     prepared = prepare_each(
         collected.samples,
         run.recipes,
@@ -85,10 +86,10 @@ def group_and_weigh(run: RolloutRun, episodes: Sequence[Episode], collected: Col
     own = train_rows(prepared, collected, run.store, lambda policy: run.recipes.of(policy).loss.entropy_by)
     for role, its_rows in own.items():
         rows.setdefault(policies.of(role).name, []).extend(its_rows)
-    seen = {
-        name: with_privileged(of, episodes, run.chats.of(name), run.recipes.of(name).loss.critic_sees)
-        for name, of in rows.items()
-    }
+    seen = {}
+    for name, of in rows.items():
+        hinted = [msgspec.structs.replace(row, hinted=hints[row.id]) if row.id in hints else row for row in of]
+        seen[name] = with_privileged(hinted, episodes, run.chats.of(name), run.recipes.of(name).loss.critic_sees)
     batch = Batch(
         episodes=episodes,
         collected=collected,

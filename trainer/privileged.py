@@ -1,23 +1,48 @@
-"""What a critic sees beyond the policy: text of the task that the application does not show."""
+"""What a critic or a teacher sees beyond the policy: text that the application does not show."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from cotune.algorithms.samples import TrainRow
-from cotune.errors import ConfigError
-from cotune.records.structs import Episode, Task
-from cotune.sampling.protocol import ChatFormat
+from cotune.algorithms.collect import Collected
+from cotune.algorithms.own import own_function
+from cotune.algorithms.policy_recipes import Recipes
+from cotune.algorithms.recipes import FEEDBACK
+from cotune.algorithms.samples import Sample, TrainRow
+from cotune.errors import ConfigError, GroupError, error_text
+from cotune.judging.episodes import finished_call
+from cotune.records.structs import Episode, Task, candidate_id
+from cotune.runtime.user_code import origin
+from cotune.sampling.protocol import ChatFormat, ChatFormats
+from cotune.sampling.request_params import template_options, tools_shown
+from cotune.storage.protocol import Store
+
+NO_FEEDBACK = (
+    "No candidate of this step has a text that teacher_sees asks for. For feedback, return "
+    "cotune.Feedback(reward, text) from the scorers or the workflow."
+)
 
 
-def check_privileged(field: str, tasks: Sequence[Task]) -> None:
-    """Raises ConfigError where the critic is to see a field that a task lacks."""
-    if field:
-        for task in tasks:
-            _text(task, field)
+class Hints(NamedTuple):
+    """The candidates whose teacher has something to see, and the prompts that it reads, by candidate."""
+
+    collected: Collected
+    prompts: Mapping[str, tuple[int, ...]]
+
+
+def check_privileged(recipes: Recipes, tasks: Sequence[Task]) -> None:
+    """Raises ConfigError where a critic or a teacher is to see a field that a task lacks."""
+    for loss in (recipe.loss for recipe in recipes.every):
+        fields = {"critic_sees": loss.critic_sees}
+        if loss.teacher_sees != FEEDBACK and ":" not in loss.teacher_sees:
+            fields["teacher_sees"] = loss.teacher_sees
+        for setting, field in fields.items():
+            for task in tasks if field else ():
+                _text(task, field, setting)
 
 
 def with_privileged(
@@ -30,9 +55,72 @@ def with_privileged(
     return [msgspec.structs.replace(row, privileged=seen[row.trajectory]) for row in rows]
 
 
-def _text(task: Task, field: str) -> str:
+def with_hints(
+    collected: Collected, episodes: Sequence[Episode], recipes: Recipes, store: Store, chats: ChatFormats
+) -> Hints:
+    """What the teachers of policies with `teacher_sees` read in place of the policies' prompts. A candidate without a
+    text to see is left out, counted as `no_hint`. Raises GroupError for a function that fails."""
+    sees = {name: recipes.of(name).loss.teacher_sees for name in {one.policy.name for one in collected.samples}}
+    taught = [sample for sample in collected.samples if sees[sample.policy.name]]
+    if not taught:
+        return Hints(collected, {})
+    tasks = {episode.id: episode.task for episode in episodes}
+    texts = store.feedback([place for sample in taught for place in (sample.id, sample.rollout)])
+    prompts: dict[str, tuple[int, ...]] = {}
+    for sample in taught:
+        call = finished_call(store, collected.calls[sample.call], tasks[sample.rollout])
+        spec = sees[sample.policy.name]
+        found: str | list[dict[str, Any]] = ""
+        if spec == FEEDBACK:
+            about = [text for place in (sample.id, sample.rollout) for text in texts.get(place, {}).values()]
+            found = "\n".join(["Feedback on an earlier answer to this:", *about]) if about else ""
+        elif ":" in spec:
+            found = _said(spec, sample, call)
+        else:
+            found = f"{spec}: {_text(call.task, spec, 'teacher_sees')}"
+        if not found or collected.calls[sample.call].sampling.get("images"):
+            continue
+        messages = with_text(call.messages, found) if isinstance(found, str) else found
+        chat, options = chats.of(sample.policy.name), template_options(call.params) or None
+        prompts[sample.id] = tuple(chat.render(messages, tools_shown(call.params, call.tools), options=options))
+    kept = [sample for sample in collected.samples if not sees[sample.policy.name] or sample.id in prompts]
+    left_out = Counter(collected.left_out) + Counter(no_hint=len(collected.samples) - len(kept))
+    return Hints(msgspec.structs.replace(collected, samples=kept, left_out=dict(left_out)), prompts)
+
+
+def with_text(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The messages with `text` at the end of the last one of a user; a message of its own where there is none."""
+    shown = [dict(message) for message in messages]
+    last = next((message for message in reversed(shown) if message.get("role") == "user"), None)
+    if last is None:
+        return [*shown, {"role": "user", "content": text}]
+    content = last.get("content")
+    if isinstance(content, list):
+        last["content"] = [*content, {"type": "text", "text": text}]
+    else:
+        last["content"] = f"{content}\n\n{text}" if content else text
+    return shown
+
+
+def _said(spec: str, sample: Sample, call: Any) -> str | list[dict[str, Any]]:
+    """What a function of the user's own gives a teacher to see of a candidate; empty for nothing."""
+    function = own_function("teacher_sees", spec)
+    candidate = next(one for one in call.candidates if candidate_id(call.id, one.index) == sample.id)
+    try:
+        found = function(candidate, call, call.task.input)
+    except Exception as error:
+        raise GroupError(f"{spec} raised {error_text(error)}{origin(error)}.", "Correct the function.") from error
+    if found is None or isinstance(found, str):
+        return found or ""
+    if isinstance(found, Sequence) and all(isinstance(message, Mapping) for message in found):
+        return [dict(message) for message in found]
+    said = f"{spec} returned {type(found).__name__}, which is neither a text nor a list of messages."
+    raise GroupError(said, "Return a text, a list of messages in OpenAI form, or None.")
+
+
+def _text(task: Task, field: str, setting: str = "critic_sees") -> str:
     found: Any = task.input.get(field) if isinstance(task.input, Mapping) else None
     if not isinstance(found, str) or not found:
-        remedy = "Give every task a text there, or leave critic_sees out."
-        raise ConfigError("critic_sees", field, f"is not text in every task; task {task.id} has {found!r}", remedy)
+        remedy = f"Give every task a text there, or leave {setting} out."
+        raise ConfigError(setting, field, f"is not text in every task; task {task.id} has {found!r}", remedy)
     return found

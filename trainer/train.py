@@ -84,7 +84,7 @@ def train(
         check_curriculum(chosen.curriculum, plan, listed)
         for recipe in recipes.every:
             check_refill(chosen, plan, recipe, flow)
-            check_privileged(recipe.loss.critic_sees, listed)
+        check_privileged(recipes, listed)
     chosen = _with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     if chosen.learner.needing_gpu and not chosen.cluster.address:  # there the learners' machines count
@@ -209,11 +209,14 @@ def _with_whole_paths(config: TrainConfig) -> TrainConfig:
 
     def of(policy: PolicyConfig) -> PolicyConfig:
         try:
-            return replace(policy, model=policy.model and located(policy.model))
+            return replace(policy, model=policy.model and located(policy.model), teacher=there(policy.teacher))
         except ConfigError as error:
             raise of_policy(error, policy.name) from None
 
-    replace, held_out, teacher = msgspec.structs.replace, config.evaluation.tasks, config.distill.teacher
+    def there(teacher: str) -> str:
+        return whole(teacher) if Path(teacher).expanduser().is_dir() else teacher
+
+    replace, held_out = msgspec.structs.replace, config.evaluation.tasks
     return replace(
         config,
         model=located(config.model),
@@ -221,7 +224,7 @@ def _with_whole_paths(config: TrainConfig) -> TrainConfig:
         init=whole(config.init),
         records=replace(config.records, path=whole(config.records.path)),
         evaluation=replace(config.evaluation, tasks=held_out if held_out == NO_TASKS else whole(held_out)),
-        distill=replace(config.distill, teacher=whole(teacher) if Path(teacher).expanduser().is_dir() else teacher),
+        distill=replace(config.distill, teacher=there(config.distill.teacher)),
     )
 
 

@@ -75,7 +75,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
 def goal_of(recipe: Recipe | None, on_failure: str, roles: Collection[str] | None = None) -> Goal:
     """What a run with this recipe goes by; the plain sum without one, and where it learns from a teacher."""
     failed = failure_reward(on_failure)
-    if recipe is None or recipe.loss.kl_to == "teacher":
+    if recipe is None or not recipe.takes_rewards:
         return Goal(on_failure=failed)
     how = recipe.attribution
     return Goal(attribution=how, key=recipe.key, on_failure=failed, roles=roles, by_seat=recipe.by_seat)

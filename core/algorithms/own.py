@@ -15,7 +15,11 @@ from cotune.errors import ConfigError, GroupError, error_text
 from cotune.runtime.user_code import origin
 from cotune.user_objects import load_object, takes
 
-ARGUMENTS: Mapping[str, tuple[str, ...]] = {"advantage": ("samples", "rewards"), "token_loss": ("tokens",)}
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "advantage": ("samples", "rewards"),
+    "token_loss": ("tokens",),
+    "teacher_sees": ("candidate", "call", "task"),
+}
 """What the function of each setting is called with."""
 
 
@@ -38,6 +42,8 @@ def check_own(recipe: Recipe) -> None:
             own_function("advantage", term.advantage)
     if recipe.loss.token_loss:
         own_function("token_loss", recipe.loss.token_loss)
+    if ":" in recipe.loss.teacher_sees:
+        own_function("teacher_sees", recipe.loss.teacher_sees)
 
 
 def own_advantages(spec: str, samples: Sequence[Sample], reward: Floats, group: Codes) -> Floats:

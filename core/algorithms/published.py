@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Recipe, Shaping, Term
+from cotune.algorithms.recipes import FEEDBACK, Attribution, Filters, LossSpec, Recipe, Shaping, Term
 
 _TERMINAL = Attribution(horizon="terminal")
 _BY_SEAT = Attribution(horizon="terminal", seats=True)
@@ -299,6 +299,21 @@ PUBLISHED = (
         as it is within each task. PPO's token clip 0.2.
         """,
         terms=(_REPLACE(_ROLLOUT, scale_key=("policy",), ddof=0),),
+    ),
+    Recipe(
+        name="self_distill",
+        about="""Self-distillation from feedback: SDPO (arXiv 2601.20802), and SDFT (arXiv 2601.19897) with a
+        demonstration in its place.
+
+        The policy that reads what was said of its answer teaches the one that does not:
+        A_t = log pi(y_t | x, f, y_<t) - log pi_old(y_t | x, y_<t), f the text beside the reward (`teacher_sees`). Minus
+        A_t is the one-sample estimate of token t of sum over t of KL(pi(. | x, y_<t) || pi(. | x, f, y_<t)), without a
+        gradient through the second, which has the weights from before the update. SDPO takes the KL over the
+        vocabulary, and both papers a slowly moving teacher. Rewards count for nothing, and an answer of which nothing
+        is said is left out.
+        """,
+        terms=(Term(key=("task",), attribution=_TERMINAL, baseline="none", scale="none", weight=0.0),),
+        loss=LossSpec(kl=1.0, kl_in="reward", kl_to="self", teacher_sees=FEEDBACK),
     ),
     Recipe(
         name="self_redteam",

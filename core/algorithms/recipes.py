@@ -22,7 +22,7 @@ Ratio = Literal["none", "token", "sequence"]
 ClipStyle = Literal["ppo", "cispo", "none"]
 Aggregation = Literal["token_mean", "sequence_mean", "trajectory_mean", "constant"]
 KlIn = Literal["loss", "reward"]
-KlTo = Literal["untrained", "teacher"]
+KlTo = Literal["untrained", "teacher", "self"]
 Mask = Literal["none", "token", "sequence", "geometric"]
 
 MASK_BOUNDS: Mapping[Mask, tuple[float, float]] = {
@@ -34,6 +34,9 @@ MASK_BOUNDS: Mapping[Mask, tuple[float, float]] = {
 
 USUAL: Mapping[PlanKind, str] = {"tree": "at_grpo", "independent": "dr_mas", "replay": "c3"}
 """The recipe of each plan where none is named."""
+
+FEEDBACK = "feedback"
+"""`teacher_sees` of the texts that stand beside rewards."""
 
 PROMPT_KEY = ("task", "role", "turn", "branch")
 """Key under which all members share one prompt: the siblings of one call."""
@@ -190,10 +193,14 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     None leaves the weight out. `mask` rejects what lies outside [`mask_low`, `mask_high`] of that quotient: a `token`
     by its own, a whole response by the product (`sequence`) or the mean (`geometric`) of its tokens'. Rejected tokens
     carry no gradient and leave the denominators. Bounds that are not given are those of `MASK_BOUNDS`.
-    `kl` is beta of the KL penalty to the untrained policy, or to a teacher that scores the samples (`kl_to`): k3 of
-    each token in the loss, or its k1 in the `reward` (`kl_in`), taken from the token's advantage: A - beta (log pi_old
-    - log pi_ref). `entropy` is the weight of the entropy bonus, times the component `entropy_by` of the episode's
-    outcome where one is named and there.
+    `kl` is beta of the KL penalty to the untrained policy, to a `teacher` that scores the samples, or to the policy
+    `self` that sees more (`kl_to`): k3 of each token in the loss, or its k1 in the `reward` (`kl_in`), taken from the
+    token's advantage: A - beta (log pi_old - log pi_ref). `teacher_sees` is what a teacher reads and the policy does
+    not, at the end of the last user message: a field of each task, a text; `feedback`, the texts beside the rewards of
+    the candidate and its episode (`cotune.Feedback`); or `module:function`, called with (candidate, call, task), which
+    returns a text, or a list of messages in place of all, or None. Candidates without one are left out as `no_hint`.
+    `entropy` is the weight of the entropy bonus, times the component `entropy_by` of the episode's outcome where one is
+    named and there.
     `critic`: a value head judges each token, and GAE (`gae_gamma`, `gae_lambda`) gives the tokens their advantages,
     normalised over the update; the term's own is then the reward, without baseline and scale. `critic_lr` is the value
     head's. `critic_sees` names a field of each task, a text, that the critic reads before the prompt.
@@ -215,6 +222,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     kl: float = 0.0
     kl_in: KlIn = "loss"
     kl_to: KlTo = "untrained"
+    teacher_sees: str = ""
     entropy: float = 0.0
     entropy_by: str = ""
     critic: bool = False
@@ -244,6 +252,10 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
         check_bounds(self, "constant_length", least=1)
         sees = self.critic_sees
         _require(self.critic or not sees, "critic_sees", sees, "needs a critic", "Set critic = true too.")
+        sees, taught = self.teacher_sees, self.kl_to != "untrained"
+        _require(taught or not sees, "teacher_sees", sees, "needs a teacher", "Use recipe distill or self_distill.")
+        alone = "needs teacher_sees: the policy would teach itself what it says anyway"
+        _require(self.kl_to != "self" or bool(sees), "kl_to", self.kl_to, alone, "Set teacher_sees = feedback.")
         clip = self.dual_clip
         _require(clip is None or clip > 1.0, "dual_clip", clip, "must be a number above 1")
         for name, bound in (("mask_low", self.mask_low), ("mask_high", self.mask_high)):
@@ -330,5 +342,5 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_rewards(self) -> bool:
-        """Whether candidates need a reward: not where a teacher alone says what is learned."""
-        return self.loss.kl_to != "teacher"
+        """Whether candidates need a reward: not where a teacher, or the policy itself as one, says what is learned."""
+        return self.loss.kl_to == "untrained"

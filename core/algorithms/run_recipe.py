@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.algorithms.collect import Collected, collect
 from cotune.algorithms.groups import Group, build_groups
 from cotune.algorithms.policy_recipes import Recipes, attributed_each, prepare_each
 from cotune.algorithms.prepare import Prepared
-from cotune.algorithms.recipes import USUAL, Recipe
+from cotune.algorithms.recipes import USUAL, KlTo, Recipe
 from cotune.algorithms.samples import Floats
 from cotune.errors import ConfigError, GroupError, RunError
 from cotune.records.plans import PlanKind
@@ -25,7 +25,7 @@ from cotune.records.structs import Episode
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
 from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
-from cotune.storage.run_config import RunConfig
+from cotune.storage.run_config import RunConfig, RunPolicy
 from cotune.storage.run_layout import RunLayout, is_run, read_run
 
 
@@ -159,6 +159,22 @@ def policy_recipes(config: RunConfig, plan: PlanKind) -> Recipes:
     }
     roles = {role: one.name for one in config.policy if one.name in own for role in one.roles}
     return Recipes(run=resolved(usual, config.overrides), own=own, roles=roles)
+
+
+def learns_from(config: RunConfig, own: RunPolicy | None = None) -> KlTo:
+    """Whom a policy learns from, that of a [[policy]] table or any other one: a "teacher", its "self", or rewards alone
+    ("untrained"), whatever the plan."""
+    name = own.recipe if own is not None and own.recipe else config.recipe
+    settings = {**({} if own is not None and own.recipe else config.overrides), **(own.overrides if own else {})}
+    usual = RECIPES[name].loss.kl_to if name is not None and name in RECIPES else "untrained"
+    found: KlTo = settings.get("kl_to", usual)
+    return found
+
+
+def all_taught(config: RunConfig) -> bool:
+    """Whether every policy learns from a teacher or itself, so that rewards count for nothing."""
+    found = [learns_from(config, own) for own in config.policy] or [learns_from(config)]
+    return "untrained" not in found
 
 
 def _plan_of(store: Store) -> PlanKind:

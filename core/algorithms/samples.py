@@ -91,8 +91,9 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     `loss_mask`, one per response token, is false for tokens that do not count: they carry no gradient and are in no
     denominator and no metric. Empty: all count. `reference` is a teacher's log-probability of each response token.
     `trajectory` names what the row is a part of: its episode. `exploration` multiplies the weight of the entropy bonus.
-    Under a critic `advantage` is the reward, and `privileged` are token ids that it reads before the prompt. `images`
-    are the encoded bytes of the prompt's images, in order.
+    Under a critic `advantage` is the reward, and `privileged` are token ids that it reads before the prompt. `hinted`
+    are those of the prompt that a teacher reads in place of the policy's, empty for the same one. `images` are the
+    encoded bytes of the prompt's images, in order.
     """
 
     id: str
@@ -110,4 +111,5 @@ class TrainRow(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: str = ""
     exploration: float = 1.0
     privileged: tuple[int, ...] = ()
+    hinted: tuple[int, ...] = ()
     images: tuple[bytes, ...] = ()

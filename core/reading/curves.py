@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from cotune.algorithms.run_recipe import all_taught
 from cotune.reading.evaluations import IN_TRAINING
-from cotune.reading.headline import DISTILL, SINGLE
+from cotune.reading.headline import SINGLE
 from cotune.reading.metrics import registry
 from cotune.reading.run import OpenedRun
 
@@ -45,7 +46,7 @@ _MOST_LEFT_OUT = 6
 
 def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
     """All charts that some of these runs have figures for."""
-    taught = all(run.config.recipe == DISTILL for run in runs)
+    taught = all(all_taught(run.config) for run in runs)
     found = [
         _held_out(runs, "success", "Success on held-out tasks", True),
         _held_out(runs, "reward", "Reward on held-out tasks", False),

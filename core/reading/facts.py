@@ -60,7 +60,7 @@ def facts(run: OpenedRun) -> Facts:
         model=str(about.get("model") or about.get("config", {}).get("model") or ""),
         bases=further_bases(run),
         workflow=str(about.get("workflow") or ""),
-        teacher=config.distill.teacher,
+        teacher=", ".join(dict.fromkeys(filter(None, [config.distill.teacher, *(p.teacher for p in config.policy)]))),
         steps=f"{len(lines)} of {run.planned}" if run.planned else str(len(lines) or ""),
         seconds=sum(sum(line["seconds"].values()) for line in lines),
         judge_cost=sum(line["counters"].get("judge.cost", 0.0) for line in lines),

@@ -19,8 +19,6 @@ from cotune.storage.protocol import Store
 Kind = Literal["held_out", "role", "loss", "training", "selected", "recorded"]
 Line = Mapping[str, Any]
 
-DISTILL = "distill"
-"""The recipe whose roles learn from a teacher; their rewards count for nothing."""
 SINGLE = "single samples"
 """The `path` of a step whose episodes are played as the policies play them."""
 PLAYED = (("trained", "base"), ("as_deployed", "base_as_deployed"), ("greedy", "base_greedy"))
@@ -68,14 +66,13 @@ def headline(
     store: Store | None = None,
     on_failure: str = "lowest",
     *,
-    recipe: str | None = None,
+    taught: bool = False,
 ) -> Headline:
     """The headline from the lines of metrics.jsonl, the run's evaluations (oldest first) and its records, whose failed
-    episodes count as `on_failure` says."""
+    episodes count as `on_failure` says. Where all policies are `taught`, rewards count for nothing."""
     newest = next((found for found in reversed(evaluations) if compared_modes(found)), None)
     held_out = [*_evaluated(newest)] if newest else [*_held_out_lines(lines)]
     held_out += _against_untrained(lines)
-    taught = recipe == DISTILL
     distances = _by_role(lines, "kl", "loss", "distance of {} from the teacher", _DISTANCE) if taught else ()
     found = [*held_out, *_losses(lines), *distances, *role_rewards(lines, trained=not taught), *_outcomes(lines)]
     if not found and store is not None:

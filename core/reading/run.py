@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from cotune.algorithms.from_records import FROM_RECORDS
+from cotune.algorithms.run_recipe import all_taught
 from cotune.errors import CotuneError, RunError
 from cotune.reading.evaluations import StoredEvaluation, evaluation_files, read_evaluations
 from cotune.reading.headline import Headline, headline
@@ -117,7 +118,7 @@ class OpenedRun:
 
     def headline_with(self, evaluations: list[StoredEvaluation]) -> Headline:
         """The figures of the run with other evaluations than its own."""
-        return headline(self.metrics, evaluations, self.store, self.config.on_failure, recipe=self.config.recipe)
+        return headline(self.metrics, evaluations, self.store, self.config.on_failure, taught=all_taught(self.config))
 
     @property
     def now(self) -> Now | None:

@@ -86,6 +86,8 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Single settings of its recipe, beside the run's where it has the run's recipe."""
     weight_decay: float | None = None
     """Without a value `learner.weight_decay`."""
+    teacher: str = ""
+    """Its teacher with recipe distill, as `distill.teacher`, which it is without a value."""
     train: str = ""
     """Steps in which it is trained, as ranges that count from 1, both ends included: 1:20,40: (without a value all). In
     the other steps its roles are sampled as they are, and their candidates are counted as `frozen_step`; its

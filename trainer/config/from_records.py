@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 
 import msgspec
 
@@ -46,37 +45,6 @@ class DpoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class DistillConfig(RunDistill, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[distill] Recipe distill: a teacher scores what the policies sample."""
-
-    def __post_init__(self) -> None:
-        if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", self.teacher):
-            raise ConfigError("distill.teacher", self.teacher, "is an address without http:// or https://")
-
-    @property
-    def url(self) -> str:
-        """The server that is the teacher; "" where it is a model in this process."""
-        return self.teacher if self.teacher.startswith(("http://", "https://")) else ""
-
-
-def check_distill(recipe: str | None, distill: DistillConfig, temperature: float) -> None:
-    """Raises ConfigError for a teacher without its recipe, or the reverse, and for a server under another sampling
-    `temperature` than it scores at."""
-    if bool(distill.teacher) != (recipe == "distill"):
-        if distill.teacher:
-            raise ConfigError(
-                "recipe", recipe, "has no use for distill.teacher", "Use --recipe distill, or leave the teacher out."
-            )
-        raise ConfigError(
-            "distill.teacher",
-            "",
-            "is missing: recipe distill needs a model folder, Hugging Face id or a vLLM server's address",
-        )
-    if distill.url and temperature != 1.0:
-        raise ConfigError(
-            "sampling.temperature",
-            temperature,
-            "cannot be used with a teacher by its address: vLLM scores at temperature 1 alone",
-            "Or name the teacher's model folder, to load it in this process.",
-        )
 
 
 def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSettings) -> None:

@@ -49,7 +49,7 @@ class PolicyConfig(RunPolicy, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def of_training(self) -> Iterator[str]:
         """Settings that are given and only mean something to a policy that is trained."""
-        for name in ("lr", "schedule", "weight_decay", "recipe", "overrides", "train"):
+        for name in ("lr", "schedule", "weight_decay", "recipe", "overrides", "train", "teacher"):
             if getattr(self, name) not in (None, "", {}):
                 yield name
 
@@ -60,6 +60,8 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     learner: LearnerSettings
     """With its own rate and weight decay."""
     schedule: ScheduleConfig
+    teacher: str = ""
+    """Of a policy that learns from one; "" for others."""
 
 
 def check_policies(policies: tuple[PolicyConfig, ...], recipe: str | None, steps: int) -> None:
@@ -71,7 +73,7 @@ def check_policies(policies: tuple[PolicyConfig, ...], recipe: str | None, steps
         for name in () if one.trained else one.of_training:
             fault = f"has no effect: policy {one.name} is of kind {one.kind}, which is not trained"
             raise ConfigError(f"policy.{name}", getattr(one, name), fault, 'Leave it out, or set kind = "lora".')
-        for name in ("recipe", "overrides", "train"):
+        for name in ("recipe", "overrides", "train", "teacher"):
             value = getattr(one, name)
             if recipe in FROM_RECORDS and value:
                 fault = f"cannot be used with recipe {recipe}, which learns from records"

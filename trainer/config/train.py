@@ -25,7 +25,7 @@ from cotune.storage.run_config import RunConfig, RunPlan
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.config.faults import PAGE, fault
-from cotune.trainer.config.from_records import DistillConfig, DpoConfig, RecordsConfig, check_distill, check_records
+from cotune.trainer.config.from_records import DistillConfig, DpoConfig, RecordsConfig, check_records
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.config.learner import LearnerSettings, check_flex, check_one_process
 from cotune.trainer.config.policy import PolicyConfig, PolicySettings, ScheduleConfig, check_policies
@@ -33,6 +33,7 @@ from cotune.trainer.config.refill import RefillConfig
 from cotune.trainer.config.replay import ReplayConfig
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.config.sampling import SamplingConfig
+from cotune.trainer.config.teachers import check_teachers, teacher_of
 
 Layout = Literal["shared", "lora", "full"]
 NO_TASKS = "none"
@@ -153,7 +154,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
             raise ConfigError("mode", self.mode, "must be sync if cluster.colocate is true")
-        check_distill(self.recipe, self.distill, self.sampling.temperature)
+        check_teachers(self)
         check_records(self.recipe, self.records, self.learner)
         check_one_process(self.learner, self.cluster.address, {p.kind for p in self.policy} or {self.policies})
         if self.cluster.address:
@@ -205,11 +206,12 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def settings_of(self, policy: str) -> PolicySettings:
         """What a policy is trained with: what its [[policy]] table says, else what the run says."""
         own = next((one for one in self.policy if one.name == policy), None)
+        teacher = teacher_of(self, own)
         if own is None:
-            return PolicySettings(learner=self.learner, schedule=self.schedule)
+            return PolicySettings(learner=self.learner, schedule=self.schedule, teacher=teacher)
         lr = self.learner.lr if own.lr is None else own.lr
         learner = msgspec.structs.replace(self.learner, lr=lr, weight_decay=self.decay_of(policy))
-        return PolicySettings(learner=learner, schedule=own.schedule or self.schedule)
+        return PolicySettings(learner=learner, schedule=own.schedule or self.schedule, teacher=teacher)
 
     def resolve_plan(self, scorers: Sequence[str]) -> tuple[Plan, Recipes, str]:
         """Plan and recipes, with a sentence that says why. Raises ConfigError for a tree plan without a scorer, for

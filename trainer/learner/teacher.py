@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,12 +45,13 @@ class LocalTeacher:
         return [found[i] for i in range(len(rows))]
 
 
-def check_tokenizers(teacher: str, tokenizer: Any, models: Iterable[str]) -> None:
-    """Raises ConfigError unless all models have the tokens of the teacher's `tokenizer` under the same ids."""
-    for model in models:
+def check_tokenizers(teacher: str, tokenizer: Any, models: Mapping[str, str]) -> None:
+    """Raises ConfigError unless all models have the tokens of the teacher's `tokenizer` under the same ids. Each of
+    `models` has the field that names its teacher."""
+    for model, field in models.items():
         if tokenizer_of(model).get_vocab() != tokenizer.get_vocab():
             fault = f"has another tokenizer than {model}"
-            raise ConfigError("distill.teacher", teacher, fault, "Take a larger model of its family.")
+            raise ConfigError(field, teacher, fault, "Take a larger model of its family.")
 
 
 def tokenizer_of(model: str) -> Any:

@@ -48,7 +48,7 @@ class UpdateTokens:
         self._exploration = torch.tensor([row.exploration for row in rows], dtype=torch.float32)
         self._offered = torch.cat([torch.tensor(row.loss_mask or (True,) * len(row.response_ids)) for row in rows])
         self.counted = self._offered
-        self._teacher = _teacher_logprobs(rows) if loss.kl and loss.kl_to == "teacher" else None
+        self._teacher = _teacher_logprobs(rows) if loss.kl and loss.kl_to != "untrained" else None
 
     def at(self, rows: Sequence[int]) -> Tensor:
         """The places in the flat tensors of the tokens of these rows, in this order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -15,6 +16,7 @@ from cotune.storage.judge_ledger import totals_of
 from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.outcomes import failure_reward
 from cotune.trainer.batch import GIVE_OUTCOMES, NO_OUTCOME, Batch, misses_outcomes
+from cotune.trainer.privileged import NO_FEEDBACK
 from cotune.trainer.reporting.metrics import (
     Updates,
     lags,
@@ -126,6 +128,7 @@ class RolloutReport(StepReport):
                 *replaced(calls),
                 *_rounded_away(updates),
                 *([NO_SIGNAL] if idle else []),
+                *([NO_FEEDBACK] if batch.left_out["no_hint"] and not prepared.samples else []),
                 *([f"{NO_OUTCOME} {GIVE_OUTCOMES}."] if misses_outcomes(run, batch) else []),
                 *(FLAT.format(role=role) for role in (refill.missing if refill else ())),
                 *(SILENT.format(role=role) for role, steps in silent.items() if steps >= SILENT_STEPS),
@@ -152,8 +155,8 @@ class RolloutReport(StepReport):
         now: dict[str, float] = dict((await run.sampler.info()).counters)
         now |= {f"workers.{name}": count for name, count in run.runner.counters.items()}
         now |= {f"judge.{name}": count for name, count in totals_of(run.folder.path).items()}
-        if run.teacher is not None:
-            now |= {f"teacher.{name}": count for name, count in run.teacher.counters.items()}
+        taught = sum((Counter(teacher.counters) for teacher in run.teachers.values()), Counter[str]())
+        now |= {f"teacher.{name}": count for name, count in taught.items()}
         now["late_rewards_refused"] = run.store.refused
         self._counters = now
         return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
-from cotune.integrations.models.folder.folder import locate_model
 from cotune.recording.chance import start_freezing
 from cotune.records.policies import Policies, models_said
 from cotune.records.structs import Task
@@ -19,7 +17,8 @@ from cotune.storage.open_store import open_store
 from cotune.trainer.before.preflight import preflight
 from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.learner.protocol import Learner, TaughtLearner, Teacher
+from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.learner.taught import TaughtLearner
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.app_source import import_path
 from cotune.trainer.rollout.forks import expected_budget
@@ -31,6 +30,7 @@ from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import RunFolder
+from cotune.trainer.run.teachers import open_teachers, teacher_for
 from cotune.trainer.schedules.routing import check_routing
 from cotune.trainer.schedules.task_pool import TaskPool
 
@@ -58,7 +58,7 @@ async def open_run(
         store = open_store(folder.records)
         stack.callback(store.close)
         cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
-        teacher = await _open_teacher(config, stack, say) if config.distill.teacher else None
+        teachers = await open_teachers(config, stack, say)
         sampler, chats = await _open_model(config, stack, cluster, say)
         if saved is None:
             with progress.activity.phase("look"):
@@ -89,7 +89,7 @@ async def open_run(
             runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler, own)
 
         def taught(learner: Learner) -> Learner:
-            return learner if teacher is None else TaughtLearner(learner, teacher)
+            return TaughtLearner(learner, lambda policy: teacher_for(policy, config, recipes, teachers))
 
         async def open_learner(policies: Policies) -> Learner:
             if cluster is not None:
@@ -112,8 +112,8 @@ async def open_run(
                 tasks, config.curriculum, config.refill.budget, config.seed, tasks_per_step(config, changes)
             ),
             held_out=held_out,
-            teacher=teacher,
-            notes=[why, *notes, *_untrained(policies)],
+            teachers=teachers,
+            notes=[why, *notes, *_untrained(policies), *_in_turns(config)],
             state=Checkpoint(policies=policies),
         )
         if saved is not None:
@@ -145,35 +145,6 @@ def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec, own:
     return LocalLearner.open(config.model, policies, config.learner, loss, own)
 
 
-async def _open_teacher(config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> Teacher:
-    """The teacher of recipe distill. Raises ConfigError for one of another tokenizer, before it is loaded."""
-    from cotune.trainer.learner.teacher import LocalTeacher, check_tokenizers, tokenizer_of
-
-    name, asked = config.distill.teacher, config.distill
-    taught = [
-        m for m, names in config.bases.items() if not config.policy or any(config.specs[n].trained for n in names)
-    ]
-    if asked.url:
-        from cotune.integrations.models.vllm.teacher import VllmTeacher
-
-        say(f"asking the teacher at {name} ...")
-        tokenizer = await asyncio.to_thread(tokenizer_of, str(locate_model(taught[0])))
-        await asyncio.to_thread(check_tokenizers, name, tokenizer, taught[1:])
-        served = await asyncio.to_thread(
-            VllmTeacher,
-            asked.url,
-            tokenizer,
-            api_key=os.environ.get("VLLM_API_KEY"),
-        )
-        stack.callback(served.close)
-        if served.concurrency == 1:
-            say("its server takes adapters, so it scores one answer at a time: better start it without --enable-lora")
-        return served
-    say(f"loading the teacher {name} ...")
-    await asyncio.to_thread(check_tokenizers, name, await asyncio.to_thread(tokenizer_of, name), taught)
-    return await asyncio.to_thread(LocalTeacher, name, config.learner)
-
-
 async def _open_model(
     config: TrainConfig, stack: contextlib.AsyncExitStack, cluster: Cluster | None, say: Callable[[str], None]
 ) -> tuple[Sampler, ChatFormats]:
@@ -196,6 +167,12 @@ def _load_chats(config: TrainConfig) -> ChatFormats:
     from cotune.trainer.learner import local as local_learner  # noqa: F401
 
     return load_formats(config.bases, config.tool_format)
+
+
+def _in_turns(config: TrainConfig) -> list[str]:
+    """Who is trained in some steps alone."""
+    some = [one for one in config.policy if one.train]
+    return [f"policy {one.name} is trained in steps {one.train} of {config.steps}" for one in some]
 
 
 def _untrained(policies: Policies) -> list[str]:

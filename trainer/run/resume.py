@@ -26,8 +26,8 @@ MAY_CHANGE = (
     "records.path", "distill.teacher",
     "prices", "profile", "loggers", "project",
 )  # fmt: skip
-"""Settings that a resumed run may change: length, concurrency, memory, machines. `model`, also that of a [[policy]], is
-the same model elsewhere, `distill.teacher` the same teacher, and `roles` may name more."""
+"""Settings that a resumed run may change: length, concurrency, memory, machines. `model` is the same model elsewhere,
+`distill.teacher` the same teacher, also those of a [[policy]], and `roles` may name more."""
 
 Changes = Mapping[str, tuple[Any, Any]]
 """Old and new value of each field that was changed, by its dotted name."""
@@ -69,7 +69,7 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
 
 
 def _without_models(policies: Any) -> list[dict[str, Any]]:
-    return [{**policy, "model": ""} for policy in policies]
+    return [{**policy, "model": "", "teacher": ""} for policy in policies]
 
 
 def check_files(folder: RunFolder, done: int, config: TrainConfig) -> None:

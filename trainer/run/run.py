@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -85,7 +85,7 @@ class RolloutRun(Run):
     plan: Plan
     recipes: Recipes
     held_out: Sequence[Task]
-    teacher: Teacher | None = None
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
     published: dict[str, list[Proof]] = field(default_factory=dict)
     """By policy, the proofs of the versions that the sampler serves, oldest first."""
     abandoned_versions: dict[str, int] = field(default_factory=dict)

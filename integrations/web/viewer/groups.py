@@ -7,10 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cotune.algorithms.filters import REASONS
+from cotune.algorithms.run_recipe import all_taught
 from cotune.integrations.web.viewer.episode import show_calls
 from cotune.integrations.web.viewer.viewer import Viewer, hues, start, whole
 from cotune.reading.groups import MOST_EPISODES, by_role_and_turn
-from cotune.reading.headline import DISTILL
 
 MOST_GROUPS = 60
 """Groups on a page."""
@@ -40,7 +40,7 @@ def groups_page(viewer: Viewer, request: Request) -> Response:
         run,
         steps=steps,
         step=step,
-        taught=run.config.recipe == DISTILL,
+        taught=all_taught(run.config),
         found=found,
         left_out=line["left_out"] if line else found.left_out,
         candidates=line["rows"] + sum(line["left_out"].values()) if line else found.candidates,

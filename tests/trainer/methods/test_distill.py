@@ -20,7 +20,7 @@ from cotune.integrations.models.vllm.teacher import VllmTeacher
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.loss import KL_SLOPE
-from cotune.trainer.learner.protocol import TaughtLearner
+from cotune.trainer.learner.taught import TaughtLearner
 from cotune.trainer.learner.teacher import LocalTeacher, tokenizer_of
 from tests.integrations import tiny_models
 from tests.integrations.models.samplers.test_vllm_http import FakeServer
@@ -66,7 +66,7 @@ def test_the_loss_is_the_reverse_kl_of_each_sampled_token(base: str, other: str)
     drawn = [change(row, advantage=0.0) for row in make_rows(temperature=0.7)]
     rows = on_policy(LocalLearner.open(base, policies, settings, LOSS), "a", drawn)
     teacher = LocalTeacher(other, settings)
-    learner = TaughtLearner(LocalLearner.open(base, policies, settings, LOSS), teacher)
+    learner = TaughtLearner(LocalLearner.open(base, policies, settings, LOSS), lambda policy: teacher)
     network, scorer = (AutoModelForCausalLM.from_pretrained(name) for name in (base, other))
     total, count, gaps = torch.zeros(()), 0, []
     for row, scores in zip(rows, teacher.logprobs(rows), strict=True):

@@ -70,11 +70,11 @@ def test_the_held_out_loss_is_that_of_the_weights_that_are_kept() -> None:
 
 def test_pairs_ranked_right_and_the_distance_from_a_teacher_are_told() -> None:
     lines = [line(step, first={"loss": 0.7, "accuracy": share}) for step, share in enumerate((0.5, 1.0))]
-    assert [(one.name, one.last.mean, one.percent) for one in headline(lines, [], recipe="dpo").changes] == [
+    assert [(one.name, one.last.mean, one.percent) for one in headline(lines, []).changes] == [
         ("loss of first", 0.7, False),
         ("pairs of first ranked right", 1.0, True),
     ]
     lines = [line(step, first={"kl": gap, "reward": 0.1}) for step, gap in enumerate((0.5, 0.25))]
-    names = [one.name for one in headline(lines, [], recipe="distill").changes]
+    names = [one.name for one in headline(lines, [], taught=True).changes]
     assert names == ["distance of first from the teacher", "reward of first"]
-    assert [one.name for one in headline(lines, [], recipe="at_grpo").changes] == ["reward of first"]
+    assert [one.name for one in headline(lines, []).changes] == ["reward of first"]

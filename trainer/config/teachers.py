@@ -1,0 +1,68 @@
+"""Who learns from which teacher: that of its [[policy]] table, else of `[distill]`."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from cotune.algorithms.run_recipe import learns_from
+from cotune.errors import ConfigError
+from cotune.trainer.config.policy import PolicyConfig
+
+if TYPE_CHECKING:
+    from cotune.trainer.config.train import TrainConfig
+
+
+def is_address(teacher: str) -> bool:
+    """Whether a teacher is a server, and no model in this process."""
+    return teacher.startswith(("http://", "https://"))
+
+
+def teacher_of(config: TrainConfig, own: PolicyConfig | None) -> str:
+    """The teacher of a policy with this table, or of one without; "" where it learns from none."""
+    return ((own.teacher if own else "") or config.distill.teacher) if learns_from(config, own) == "teacher" else ""
+
+
+def teachers_of(config: TrainConfig) -> dict[str, dict[str, str]]:
+    """By teacher, the base models whose policies learn from it, each with the field that names it."""
+    found: dict[str, dict[str, str]] = {}
+    for own in _learning(config):
+        if name := teacher_of(config, own):
+            field = "policy.teacher" if own and own.teacher else "distill.teacher"
+            found.setdefault(name, {})[(own.model if own else "") or config.model] = field
+    return found
+
+
+def check_teachers(config: TrainConfig) -> None:
+    """Raises ConfigError for a teacher of whom nobody learns, the reverse, an address without its scheme, and a server
+    under another sampling temperature than it scores at."""
+    default, shared = config.distill.teacher, False
+    for own in _learning(config):
+        taught, named = learns_from(config, own) == "teacher", own.teacher if own else ""
+        if own and named and not taught:
+            fault = f"has no effect: policy {own.name} does not learn from a teacher"
+            raise ConfigError("policy.teacher", named, fault, 'Set recipe = "distill" for it, or leave this out.')
+        if taught and not (named or default):
+            fault = "is missing: recipe distill needs a model folder, Hugging Face id or a vLLM server's address"
+            remedy = f"Or set `teacher` of policy {own.name}." if own else ""
+            raise ConfigError("distill.teacher", "", fault, remedy)
+        shared |= taught and not named
+    if default and not shared:
+        remedy = "Use --recipe distill, or leave the teacher out."
+        raise ConfigError("recipe", config.recipe, "has no use for distill.teacher", remedy)
+    for name, bases in teachers_of(config).items():
+        if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", name):
+            field = next(iter(bases.values()))
+            raise ConfigError(field, name, "is an address without http:// or https://")
+        if is_address(name) and (temperature := config.sampling.temperature) != 1.0:
+            raise ConfigError(
+                "sampling.temperature",
+                temperature,
+                "cannot be used with a teacher by its address: vLLM scores at temperature 1 alone",
+                "Or name the teacher's model folder, to load it in this process.",
+            )
+
+
+def _learning(config: TrainConfig) -> list[PolicyConfig | None]:
+    """The [[policy]] tables of trained policies; None alone stands for the policies of a layout."""
+    return [*(one for one in config.policy if one.trained)] or [None]

@@ -1,0 +1,60 @@
+"""The teachers of a run: which policy learns from which, opened before any weights to train are loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from cotune.algorithms.policy_recipes import Recipes
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.trainer.config.teachers import is_address, teachers_of
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.learner.protocol import Teacher
+from cotune.trainer.learner.taught import SELF
+
+Teachers = Mapping[str, Teacher]
+"""By what names them in the configuration."""
+
+
+async def open_teachers(config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> Teachers:
+    """Each teacher of the run once, whoever learns from it. Raises ConfigError for one of another tokenizer than the
+    base models of its policies, before it is loaded."""
+    return {name: await _open(config, name, bases, stack, say) for name, bases in teachers_of(config).items()}
+
+
+def teacher_for(
+    policy: str, config: TrainConfig, recipes: Recipes, teachers: Teachers
+) -> Teacher | Literal["self"] | None:
+    """Who teaches a policy; None where it learns from rewards."""
+    to = recipes.of(policy).loss.kl_to
+    return SELF if to == "self" else teachers[config.settings_of(policy).teacher] if to == "teacher" else None
+
+
+async def _open(
+    config: TrainConfig,
+    name: str,
+    bases: Mapping[str, str],
+    stack: contextlib.AsyncExitStack,
+    say: Callable[[str], None],
+) -> Teacher:
+    """`bases` are the base models that learn from it, each with the field that says so."""
+    from cotune.trainer.learner.teacher import LocalTeacher, check_tokenizers, tokenizer_of
+
+    if is_address(name):
+        from cotune.integrations.models.vllm.teacher import VllmTeacher
+
+        say(f"asking the teacher at {name} ...")
+        tokenizer = await asyncio.to_thread(tokenizer_of, str(locate_model(next(iter(bases)))))
+        await asyncio.to_thread(check_tokenizers, name, tokenizer, bases)
+        key = os.environ.get("VLLM_API_KEY")
+        served = await asyncio.to_thread(VllmTeacher, name, tokenizer, api_key=key)
+        stack.callback(served.close)
+        if served.concurrency == 1:
+            say("its server takes adapters, so it scores one answer at a time: better start it without --enable-lora")
+        return served
+    say(f"loading the teacher {name} ...")
+    await asyncio.to_thread(check_tokenizers, name, await asyncio.to_thread(tokenizer_of, name), bases)
+    return await asyncio.to_thread(LocalTeacher, name, config.learner)
