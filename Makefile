@@ -65,11 +65,11 @@ docs: $(STAMP)
 
 # Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile.
 test: lint browser bubblewrap
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -p xdist -n 2 --dist loadgroup --no-loadscope-reorder
 
 # All that needs no Ray, vLLM or FSDP, no pretrained weights, no process of its own and no training by the hundred steps.
 test-fast: lint browser bubblewrap
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not long and not slow"
+	$(BIN)/python -m pytest -p xdist -n 2 --dist loadgroup --no-loadscope-reorder -m "not long and not slow"
 
 # What `make test` does in a small form, with 10,000 cases each: answers, requests, records, manifests, metrics, stress;
 # more random faults for the router, two examples that learn, MLflow as a backend of the export, and llama.cpp, which is

@@ -8,6 +8,7 @@ Models are loaded before, as transformers loads them by way of "meta", whose gua
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 aten = torch.ops.aten
@@ -104,17 +105,22 @@ class OnGpu(Tensor):  # type: ignore[misc]
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator gives, on the device that a GPU would have it on."""
-    if func is aten._fused_sdp_choice.default and _some_on_gpu((args, kwargs)):
-        return 0  # the formula: the kernels of a GPU are not there
-    _check_devices(func, args, kwargs)
     device = kwargs.get("device")
+    tensors = _tensors((*args, *kwargs.values()))
+    on_gpu = any(isinstance(tensor, OnGpu) for tensor in tensors)
+    if device is None and not on_gpu:
+        return func(*args, **kwargs)
+    if func is aten._fused_sdp_choice.default and on_gpu:
+        return 0  # the formula: the kernels of a GPU are not there
+    if on_gpu:
+        _check_devices(func, args, tensors)
     asked = None if device is None else torch.device(device).type
     if asked == "meta" and func is aten._to_copy.default:
         asked = "cuda"  # to("cuda"), with the guard of "meta" in the place of a GPU's
     if asked == "meta":
         return func(*args, **kwargs)
-    there = asked in GPU if asked else _some_on_gpu((args, kwargs))
-    plain_args, plain = tree_map_only(OnGpu, lambda t: t.held, (args, kwargs))
+    there = asked in GPU if asked else on_gpu
+    plain_args, plain = tuple(map(_held, args)), {name: _held(value) for name, value in kwargs.items()}
     if device is not None:
         plain["device"] = torch.device("cpu")
         plain.pop("pin_memory", None)
@@ -124,20 +130,44 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = found.clone()
     if not there:
         return found
-    wrapped = tree_map_only(Tensor, lambda t: t if isinstance(t, OnGpu) else OnGpu(t), found)
-    return return_and_correct_aliasing(func, args, kwargs, wrapped) if device is None else wrapped
+    wrapped = OnGpu(found) if type(found) is Tensor else tree_map_only(Tensor, _wrapped, found)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if device is None and _aliases(func) else wrapped
 
 
-def _some_on_gpu(values: Any) -> bool:
-    return any(isinstance(value, OnGpu) for value in tree_flatten(values)[0])
+def _wrapped(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, OnGpu) else OnGpu(tensor)
 
 
-def _check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@functools.cache
+def _aliases(func: Any) -> bool:
+    """Whether an operator changes an argument or returns a view of one."""
+    return any(value.alias_info for value in (*func._schema.arguments, *func._schema.returns))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Those among an operator's arguments, which are alone or in lists."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _held(value: Any) -> Any:
+    """An argument of an operator with the tensors of the CPU that stand for those of a GPU."""
+    if isinstance(value, OnGpu):
+        return value.held
+    return type(value)(map(_held, value)) if type(value) in (list, tuple) else value
+
+
+def _check_devices(func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
     """Raises RuntimeError, as torch does, for tensors of both devices; one number on the CPU goes with any."""
     if func in MOVES:
         return
-    looked_at = (args[0], args[2:]) if func in INDEXED else (args, kwargs)
-    tensors = [value for value in tree_flatten(looked_at)[0] if isinstance(value, Tensor)]
+    if func in INDEXED:
+        tensors = _tensors((args[0], *args[2:]))
     if any(isinstance(t, OnGpu) for t in tensors):
         if any(not isinstance(t, OnGpu) and t.dim() > 0 for t in tensors):
             raise RuntimeError(f"Expected all tensors to be on the same device, cuda:0 and cpu were given to {func}")

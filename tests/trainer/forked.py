@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ _FORKED.set_forkserver_preload(
         "cotune.trainer.loop",
         "cotune.trainer.learner.local",
         "cotune.integrations.models.transformers.engine",
+        "openai",
         "peft",
         "transformers.models.qwen3.modeling_qwen3",
     ]
@@ -28,10 +30,18 @@ _FORKED.set_forkserver_preload(
 
 
 class Command:
-    """The command, begun in `folder` in a session of its own; what it says goes to the end of the file `log`."""
+    """The command, begun in `folder` in a session of its own; what it says goes to the end of the file `log`. None of
+    its files may grow beyond `file_size` bytes."""
 
-    def __init__(self, words: Sequence[str], folder: Path, environment: Mapping[str, str], log: Path) -> None:
-        given = (list(words), str(folder), dict(environment), str(log))
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        log: Path,
+        file_size: int = resource.RLIM_INFINITY,
+    ) -> None:
+        given = (list(words), str(folder), dict(environment), str(log), file_size)
         self._process = _FORKED.Process(target=_begin, args=given, daemon=True)
         self._process.start()
         assert self._process.pid is not None
@@ -52,7 +62,7 @@ class Command:
         self._process.kill()
 
 
-def _begin(words: list[str], folder: str, environment: dict[str, str], log: str) -> NoReturn:
+def _begin(words: list[str], folder: str, environment: dict[str, str], log: str, file_size: int) -> NoReturn:
     """As `python -m cotune` begins."""
     os.setsid()
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -62,6 +72,7 @@ def _begin(words: list[str], folder: str, environment: dict[str, str], log: str)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     sys.path.insert(0, folder)
     sys.argv = ["cotune", *words]
     multiprocessing.current_process()._config.pop("daemon", None)  # it may have processes of its own

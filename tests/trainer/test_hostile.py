@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ import pytest
 from cotune.runtime.interrupts import TOGETHER
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, serving
+from tests.trainer.forked import Command
 
 pytestmark = pytest.mark.slow
 
@@ -54,30 +54,28 @@ def provider() -> Iterator[Provider]:
         yield made
 
 
-def start(folder: Path, provider: Provider, command: str, app: str, deeds: Sequence[Any], *more: str) -> Any:
+def start(folder: Path, provider: Provider, command: str, app: str, deeds: Sequence[Any], *more: str) -> Command:
     """Start `cotune COMMAND` in `folder`, on one task per deed: its name, or a dict with more of the task."""
     tasks = [{"do": deed} if isinstance(deed, str) else dict(deed) for deed in deeds]
     lines = [json.dumps({"id": task["do"] or "well", **task}) + "\n" for task in tasks]
     (folder / "tasks.jsonl").write_text("".join(lines))
     words = [command, f"tests.trainer.hostile_app:{app}", "--tasks", "tasks.jsonl", *more]
-    return subprocess.Popen(
-        [sys.executable, "-m", "cotune", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_BASE_URL": f"{provider.url}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_BASE_URL": provider.url, "SAMPLER_IN_THREAD": "1"}
+    return Command(words, folder, environment, log_of(folder))
 
 
-def end(process: Any, folder: Path) -> Ended:
+def log_of(folder: Path) -> Path:
+    """What commands in `folder` say, beside it."""
+    return folder.with_suffix(".log")
+
+
+def end(process: Command, folder: Path) -> Ended:
     try:
-        said, _ = process.communicate(timeout=LIMIT)
+        status = process.wait(LIMIT)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # a forked child would keep the pipe open
-        raise AssertionError(f"it hangs:\n{process.communicate()[0]}") from None
-    return Ended(process.returncode, said, folder)
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"it hangs:\n{log_of(folder).read_text()}") from None
+    return Ended(status, log_of(folder).read_text(), folder)
 
 
 def trace(
@@ -168,33 +166,30 @@ def test_removed_records_stop_the_run(tmp_path: Path, provider: Provider) -> Non
     assert "lost records" in ended.said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_a_blocked_process_at_once(tmp_path: Path, provider: Provider, number: int) -> None:
+def test_a_second_signal_ends_a_blocked_process_at_once(tmp_path: Path, provider: Provider) -> None:
     process = start(tmp_path, provider, "trace", "asynchronous", ["sleep"], "--out", "run", "--timeout", "500")
     while not provider.requests:
         assert process.poll() is None
         time.sleep(0.05)
     time.sleep(0.5)
-    process.send_signal(number)
-    heard = ""
-    while "stopping; once more ends it at once" not in heard:  # two that come together are one
-        heard = " ".join(f"{heard} {process.stdout.readline()}".split())
-        assert process.poll() is None, heard
-    time.sleep(1.5 * TOGETHER)
-    process.send_signal(number)
+    os.kill(process.pid, signal.SIGINT)
+    while "stopping; once more ends it at once" not in " ".join(log_of(tmp_path).read_text().split()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.5 * TOGETHER)  # two that come together are one
+    os.kill(process.pid, signal.SIGINT)
     ended = end(process, tmp_path)
     assert ended.status == 130
     assert ended.last == "interrupted"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_one_signal_ends_what_waits_and_keeps_its_records(tmp_path: Path, provider: Provider, number: int) -> None:
+def test_one_signal_ends_what_waits_and_keeps_its_records(tmp_path: Path, provider: Provider) -> None:
     one_by_one = ("--concurrency", "1")  # the first has ended when the other asks
     process = start(tmp_path, provider, "trace", "asynchronous", ["", "wait"], "--out", "run", *one_by_one)
     while len(provider.requests) < 2:
         assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(number)
+    os.kill(process.pid, signal.SIGTERM)
     ended = end(process, tmp_path)
     assert ended.status == 130 and ended.last == "interrupted"
     assert {task: status for task, (status, _) in ended.episodes().items()} == {"well": "ok", "wait": "cancelled"}

@@ -40,6 +40,10 @@ def opened(request):
     return Opener(request.getfixturevalue("two_ranks").learner)
 
 
+maths = pytest.mark.parametrize("opened", ["local"], indirect=True)
+"""What a loss is worth is checked in one process; `test_fsdp` compares losses and gradients of two workers with it."""
+
+
 def test_logprobs_are_those_of_the_model_at_the_rows_temperature(opened, base):
     rows = make_rows(temperature=0.7) + make_rows(seed=1, temperature=1.3)
     network = Qwen3ForCausalLM.from_pretrained(base).eval()
@@ -114,6 +118,7 @@ def test_an_update_raises_good_answers_and_lowers_bad_ones(opened, base, layout)
     assert 0 < metrics["entropy"] < np.log(VOCABULARY)
 
 
+@maths
 def test_loss_of_the_first_step_is_worked_out_by_hand(opened, base):
     # ratio 1 everywhere, so the loss is minus the token mean of the advantages
     learner = opened(base)
@@ -185,6 +190,7 @@ def test_kl_holds_the_policy_at_the_reference(opened, base, layout):
     assert learner.update("a", pull)["kl"] < 0.5 * drifted
 
 
+@maths
 def test_entropy_bonus_raises_entropy(opened, base):
     rows = [msgspec.structs.replace(row, advantage=0.0) for row in make_rows()]
     learner = opened(base, loss=LossSpec(entropy=0.1))
@@ -192,6 +198,7 @@ def test_entropy_bonus_raises_entropy(opened, base):
     assert learner.update("a", rows)["entropy"] > first
 
 
+@maths
 @pytest.mark.parametrize("name", ["at_grpo", "grpo", "dr_grpo", "rloo", "dr_mas", "gspo", "dapo", "cispo"])
 def test_every_recipe_trains(opened, base, name):
     loss = recipe(name).loss
@@ -202,6 +209,7 @@ def test_every_recipe_trains(opened, base, name):
     assert learner.update("a", rows)["grad_norm"] > 0
 
 
+@maths
 def test_sampler_log_probabilities_are_used(opened, base):
     rows = make_rows()
     learner = opened(base)
@@ -215,6 +223,7 @@ def test_sampler_log_probabilities_are_used(opened, base):
     assert unfair["loss"] == pytest.approx(np.exp(0.5) * fair["loss"], rel=1e-4)  # the weight of each
 
 
+@maths
 def test_a_large_gap_is_truncated_and_counted(opened, base):
     learner = opened(base)
     rows = [

@@ -18,7 +18,6 @@ from cotune.errors import ConfigError, RunError
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
-from tests.trainer import worker_app
 from tests.trainer.learner.learner_rows import change, make_rows
 from tests.trainer.tiny_app import application, converse
 
@@ -203,16 +202,3 @@ def test_two_workers_judge_and_learn_as_one_and_go_on_from_each_other(base, two_
     local.load(folders[1])
     ranks.load(folders[0])
     compare("a", batches[0])
-
-
-@pytest.mark.slow
-def test_a_run_on_a_cluster_has_a_critic_that_sees_the_reference(ray_runtime, trainer):
-    tasks = [{"id": x, "letter": x, "reference": f"say {x}"} for x in "abc"]
-    cluster = {"address": "local", "engine": "transformers", "learners": 2, "rollout_workers": 1}
-    settings = {"recipe": "sweet_rl", "policies": "lora", "cluster": cluster}
-    assert trainer(worker_app.judged, tasks, steps=2, **settings).finished
-    for line in trainer.metrics():
-        assert {"value_loss", "explained_variance"} <= line["policies"]["first"].keys()
-        assert line["policies"]["first"]["steps"] > 0
-    found = load_file(next((trainer.folder / "run" / "checkpoints" / "step-000002").rglob("0.critic.safetensors")))
-    assert found["step/weight"] == 16

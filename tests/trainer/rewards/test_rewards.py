@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cotune.cli.main import main
 from cotune.errors import ConfigError, GroupError
 from cotune.records.structs import CallRecord, candidate_id
 from cotune.storage.sqlite_store import SqliteStore
@@ -140,16 +138,15 @@ def test_outcome_horizons_are_refused_under_a_tree(trainer: Trainer, setting: di
     assert not (trainer.folder / "run").exists()
 
 
-@pytest.mark.slow
-def test_check_says_what_is_learned_from_and_what_becomes_of_seeds(tmp_path: Path) -> None:
-    (tmp_path / "tasks.jsonl").write_text(json.dumps(TASKS[0]) + "\n")
-    words = ["check", "tests.trainer.rewards.test_rewards:SEEDED", "--tasks", str(tmp_path / "tasks.jsonl"), "--json"]
-    words += ["--set", "overrides.weights={team=0.5}"]
-    environment = {**os.environ, "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "cotune", *words], capture_output=True, text=True, env=environment, check=True
-    )
-    found = {(f["level"], f["about"], f["text"]) for f in json.loads(done.stdout)["findings"]}
+def test_check_says_what_is_learned_from_and_what_becomes_of_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    tasks, report = tmp_path / "tasks.jsonl", tmp_path / "report.json"
+    tasks.write_text(json.dumps(TASKS[0]) + "\n")
+    words = ["check", f"{__name__}:SEEDED", "--tasks", str(tasks), "--json", str(report)]
+    assert main([*words, "--set", "overrides.weights={team=0.5}"]) == 0
+    found = {(f["level"], f["about"], f["text"]) for f in json.loads(report.read_text())["findings"]}
     assert ("note", "rewards", "first learns from 0.5 x team (its scorer); weight 0: against") in found
     seeds = "asks for seed 42; training and evaluation mix it into a seed of each call's own."
     assert ("note", "first", seeds) in found and ("note", "second", seeds) in found

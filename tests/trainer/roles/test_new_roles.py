@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from langgraph.graph import END, START, StateGraph
+from safetensors.torch import load_file
 
 from cotune.errors import GroupError
 from cotune.storage.sqlite_store import SqliteStore
@@ -150,10 +151,17 @@ def test_a_step_in_which_everything_fails_names_the_cause_and_goes_on_once_it_is
     assert not (trainer.folder / "run" / "metrics.jsonl").exists()
 
 
-def test_a_late_role_on_a_cluster(ray_runtime: str, trainer: Trainer) -> None:
+def test_a_late_role_on_a_cluster_has_a_critic_that_sees_the_reference(ray_runtime: str, trainer: Trainer) -> None:
     cluster = {"address": "local", "engine": "transformers", "learners": 2, "rollout_workers": 1}
-    plan = {"kind": "independent", "k": 4}
-    summary = trainer(worker_app.late, LATE, steps=2, tasks_per_step=4, plan=plan, cluster=cluster)
+    tasks = [{**task, "reference": f"say {task['letter']}"} for task in LATE]
+    settings = {"recipe": "sweet_rl", "policies": "lora", "plan": {"kind": "independent", "k": 4}}
+    summary = trainer(worker_app.late, tasks, steps=2, tasks_per_step=4, cluster=cluster, **settings)
     assert "role 'critic', first seen in step 1: a policy of its own (lora, version 0)" in trainer.said
-    assert summary.finished and trainer.metrics()[1]["roles"]["critic"]["samples"] == 4
-    assert [line["failed"] for line in trainer.metrics()] == [0] * 2
+    first, second = trainer.metrics()
+    assert summary.finished and second["roles"]["critic"]["samples"] == 4
+    assert first["failed"] == second["failed"] == 0
+    for figures in (first["policies"]["first"], second["policies"]["first"], second["policies"]["critic"]):
+        assert {"value_loss", "explained_variance"} <= figures.keys()
+        assert figures["steps"] > 0
+    found = load_file(next((trainer.folder / "run" / "checkpoints" / "step-000002").rglob("0.critic.safetensors")))
+    assert found["step/weight"] == 16

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +19,13 @@ from cotune.storage.whole_file import sync
 from cotune.trainer.learner.files import write_progress
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.conftest import Trainer
+from tests.trainer.forked import Command
 from tests.trainer.learner.learner_rows import FAST, SMALL, make_rows
 from tests.trainer.tiny_app import TASKS, application, letters
+from tests.trainer.tiny_run import ENVIRONMENT
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[3]
 BOTH = {"first": letters, "second": letters}
 
 
@@ -102,16 +100,10 @@ def test_tracing_into_a_place_that_cannot_be_written_names_it(tmp_path: Path) ->
 
 def test_records_that_cannot_be_written_stop_the_run_before_it_trains(tiny_base: Path, tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({**t, "pad": "x" * 200_000}) + "\n" for t in TASKS))
-    command = [sys.executable, "-m", "cotune", "train", "tests.trainer.worker_app:solve"]
-    command += ["--tasks", str(tmp_path / "tasks.jsonl"), "--model", str(tiny_base), "--out", str(tmp_path / "run")]
-    command += ["--steps", "3", "--tasks-per-step", "3", "-k", "4"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, **limited(1_400_000))
-    assert done.returncode == 1
-    assert "records could not be stored" in done.stderr, done.stderr
-    assert "--resume" in done.stderr
-
-
-def limited(size: int) -> dict[str, Any]:
-    """No file of the process may grow beyond `size` bytes."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
-    return {"env": environment, "preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))}
+    words = ["train", "tests.trainer.worker_app:solve", "--tasks", str(tmp_path / "tasks.jsonl")]
+    words += ["--model", str(tiny_base), "--out", str(tmp_path / "run"), "--steps", "3", "--tasks-per-step", "3"]
+    ended = Command([*words, "-k", "4"], tmp_path, ENVIRONMENT, tmp_path / "said", file_size=1_400_000)
+    assert ended.wait(250) == 1
+    said = (tmp_path / "said").read_text()
+    assert "records could not be stored" in said, said
+    assert "--resume" in said

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.train import resume
 from tests.trainer.conftest import Trainer
+from tests.trainer.forked import Command
 from tests.trainer.tiny_app import TASKS, application, ask, converse, letters
 from tests.trainer.tiny_run import ENVIRONMENT
 
@@ -124,18 +123,11 @@ def test_the_command_takes_changes_and_a_moved_run_finds_its_files(trainer: Trai
     trainer(app, tasks, to="project/run", model=str(project / "base"), steps=1, plan={"k": 2})
     moved = project.rename(trainer.folder / "elsewhere")
     assert [policy.model for policy in latest_policies(moved / "run")] == [str(moved / "base")] * 2
-    command = [sys.executable, "-m", "cotune", "train", "--resume", "elsewhere/run", "--steps", "2"]
-    more = subprocess.run(
-        [*command, "--set", "concurrency=2"],
-        cwd=moved.parent,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert more.returncode == 0, more.stderr
-    assert "finished after 2 steps" in more.stdout
-    assert "changed: concurrency = 2, was 64" in more.stdout
+    words = ["train", "--resume", "elsewhere/run", "--steps", "2", "--set", "concurrency=2"]
+    more, log = Command(words, moved.parent, ENVIRONMENT, trainer.folder / "said"), trainer.folder / "said"
+    assert more.wait(250) == 0, log.read_text()
+    assert "finished after 2 steps" in log.read_text()
+    assert "changed: concurrency = 2, was 64" in log.read_text()
     (moved / "base").rename(moved / "old")
     for go in (lambda: resume(moved / "run"), lambda: evaluate(moved / "run", application(**BOTH), TASKS)):
         with pytest.raises(ConfigError, match=r"no such folder\. .*If it was moved, give its place with --model"):
