@@ -138,7 +138,8 @@ def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
 def _feedback(texts: Mapping[str, str], full: bool) -> Iterable[Text]:
     """The texts beside the rewards of an episode or a candidate."""
     for name, text in texts.items():
-        yield _line(Text(f"  {name}: {text if full else snippet(text)}", style=QUIET), full)
+        label = f"why {name}" if len(texts) > 1 else "why"
+        yield _line(Text(f"  {label}: {text if full else snippet(text)}", style=QUIET), full)
 
 
 def _whole(message: Any) -> str:

@@ -182,12 +182,12 @@ def test_texts_beside_rewards_stand_below_what_they_are_about(tmp_path):
     live.end("ok", rewards={"team": 0.5}, feedback="half right")
     store.close()
     lines = shown(tmp_path, episode=live.id)
-    assert lines[2] == "├── team: half right"
+    assert lines[2] == "├── why: half right"
     at = lines.index("├── local 0.25 go 0")
-    assert lines[at + 1].startswith("├── local: names no source and is very very") and lines[at + 1].endswith("…")
-    assert lines[at + 2 :] == ["├── > local 1 go 1", "└── local: [b]fine[/b]"]
+    assert lines[at + 1].startswith("├── why: names no source and is very very") and lines[at + 1].endswith("…")
+    assert lines[at + 2 :] == ["├── > local 1 go 1", "└── why: [b]fine[/b]"]
     whole = "\n".join(shown(tmp_path, episode=live.id, full=True))
-    assert "local: names no source\n" in whole and "very long" in " ".join(whole.split())
+    assert "why: names no source\n" in whole and "very long" in " ".join(whole.split())
     with SqliteStore.open(tmp_path, read_only=True) as store:
         told = json.loads(episode_as_json(store, live.id))
     assert told["feedback"] == {"team": "half right"}

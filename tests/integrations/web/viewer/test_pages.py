@@ -301,7 +301,7 @@ def test_texts_of_applications_are_shown_as_text(hostile):
         said = httpx.get(f"{server.url}/run/traced/episode/episode1").text
         assert "␛[2J" in said and "\x1b" not in said
         assert '<span class="badge s-redacted"' in said
-        assert said.count('<div class="part feedback">') == 2 and "why &lt;" in said
+        assert said.count('<div class="feedback">') == 2 and "why &lt;" in said
 
 
 def test_the_token_is_asked_for_once(run):
