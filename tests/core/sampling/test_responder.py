@@ -17,7 +17,7 @@ from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.plans import Plan
 from cotune.records.structs import PolicyRef, Task
-from cotune.sampling.protocol import Completion, SamplingParams
+from cotune.sampling.protocol import Completion, SamplingParams, TokenBytes
 from cotune.sampling.responder import PolicyResponder, choose, request_params
 
 WRITER = PolicyRef("writer", 4)
@@ -264,6 +264,48 @@ def test_without_one_for_others_every_role_without_a_policy_passes_through():
     responder = PolicyResponder(ScriptedSampler((1,)), Chat(), {"writer": WRITER})
     assert respond(responder, call("critic")) == [None]
     assert responder.passed_through == responder.unlisted == {"critic": 1}
+
+
+def test_all_that_belongs_to_a_base_is_that_of_the_policy_of_a_role():
+    class Shouting(Chat):
+        """Another base: twice the tokens, capitals, a grammar, log-probabilities and images of its own."""
+
+        image_tokens = (77,)
+
+        def render(self, messages, tools, *, earlier=(), options=None):
+            return super().render(messages, tools) * 2
+
+        def parse(self, token_ids, stop=(), **_):
+            text = "".join(LETTERS[t] for t in token_ids).upper()
+            return text, {"role": "assistant", "content": text}, "stop"
+
+        def reads(self, option):
+            return option == "enable_thinking"
+
+        def grammar(self, asked, tools, prompt):
+            return f"of {len(prompt)} tokens"
+
+        def images(self, messages):
+            return (b"seen",)
+
+        def token_bytes(self, ids):
+            return [TokenBytes(LETTERS[id].upper().encode()) for id in ids]
+
+    sampler = ScriptedSampler((1, 2))
+    policies = {"writer": WRITER, "herald": PolicyRef("herald", 1), "second herald": PolicyRef("herald", 1)}
+    responder = PolicyResponder(sampler, Chat(), policies, chats={"herald": Shouting()})
+    plain, loud, again = respond(responder, call(), call("herald", logprobs=True), call("second herald"))
+    assert [answer.candidates[0].text for answer in (plain, loud, again)] == ["ab", "AB", "AB"]
+    assert [len(asked) for asked, *_ in sampler.asked] == [5, 10, 10]
+    assert [shown.token for shown in loud.candidates[0].shown] == ["A", "B"]
+    formed = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"enable_thinking": False}}
+    seeing = call("herald", **formed)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    seeing.messages.append({"role": "user", "content": [image]})
+    respond(responder, seeing)
+    params = sampler.asked[-1][2]
+    assert (params.grammar, params.images) == ("of 12 tokens", (b"seen",))
+    assert [token for token, _ in params.logit_bias] == [77]
 
 
 def test_a_malformed_tool_call_is_marked_and_ends_as_a_text():
