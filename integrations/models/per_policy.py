@@ -74,10 +74,5 @@ async def open_engines(bases: Mapping[str, Sequence[str]], config: Callable[[str
             engines[model] = await open_sampler(config(model))
             opened.push_async_callback(engines[model].aclose)
         opened.pop_all()
-    return per_base(engines, bases)
-
-
-def per_base(engines: Mapping[str, Sampler], bases: Mapping[str, Sequence[str]]) -> Sampler:
-    """One sampler over those of each base model, as `open_engines` has it."""
     (_, rest), *others = engines.items()
     return PolicySampler({name: engine for base, engine in others for name in bases[base]}, rest) if others else rest

@@ -36,7 +36,7 @@ def check_same_bases(source: str, policies: Policies, bases: Held) -> None:
     held, there = read_run(source).held, {role: one.name for one in read_policies(newest) for role in one.roles}
     for role, name in policies.learning.items():
         if role in there and (other := other_parts(held.of(there[role]), bases.of(name))):
-            fault = f"was trained on another base model: the {', '.join(other)} of {there[role]} differ"
+            fault = f"was trained on another base model: that of {there[role]} has another {', '.join(other)}"
             raise ConfigError("init", source, fault)
 
 
