@@ -143,7 +143,7 @@ def policy_recipes(config: RunConfig, plan: PlanKind) -> Recipes:
         except ConfigError as error:
             if table and error.field not in overrides:
                 fault = f"cannot be used here: {error.field} = {error.value!r} {error.fault}"
-                remedy = f"All policies of a run have its plan, which is {plan}. {error.remedy}"
+                remedy = f"All policies of a run have its plan, which is {plan}. Name another recipe, or --plan."
                 raise ConfigError(f"{table}recipe", name, fault, remedy) from None
             if error.field not in overrides:
                 raise
