@@ -107,7 +107,7 @@ def add_repeated(command: Any, flag: str, metavar: str, text: str, **more: Any) 
 
 def add_moved(command: Any, whose: str) -> None:
     """Add `--model` of a command that opens a run or an export whose base models may lie elsewhere by now."""
-    text = f"base model, where it lies elsewhere than the {whose} says; OLD=BASE if there are several"
+    text = f"base model, where it lies elsewhere than the {whose} says; OLD=NEW if there are several"
     add_repeated(command, "--model", "BASE", text)
 
 
@@ -115,7 +115,7 @@ def moved(texts: Sequence[str]) -> str | dict[str, str] | None:
     """The values of `--model`: the place of the only base model, or places by the old ones. Raises ConfigError."""
     if len(texts) == 1 and "=" not in texts[0]:
         return texts[0]
-    return pairs("--model", texts, "OLD=BASE", "For example: --model Qwen3-1.7B=models/qwen") or None
+    return pairs("--model", texts, "OLD=NEW", "For example: --model Qwen3-1.7B=models/qwen") or None
 
 
 def add_address(command: Any, port: int) -> None:

@@ -117,7 +117,7 @@ def test_the_last_part_of_a_place_names_a_base_only_if_no_other_has_it() -> None
     with pytest.raises(ConfigError, match="is the last part of several base models; there are x/a, y/a"):
         places({"a": "c"}, ["x/a", "y/a"])
     assert (moved([]), moved(["m"]), moved(["a=m", "b=n=2"])) == (None, "m", {"a": "m", "b": "n=2"})
-    with pytest.raises(ConfigError, match="--model = 'm' must be OLD=BASE"):
+    with pytest.raises(ConfigError, match="--model = 'm' must be OLD=NEW"):
         moved(["m", "a=n"])
 
 

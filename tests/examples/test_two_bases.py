@@ -35,7 +35,7 @@ def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs" / "two_bases" / "checker"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_team_of_two_bases_from_check_to_the_application(
     smollm2: Path, checker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

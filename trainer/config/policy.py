@@ -9,7 +9,7 @@ import msgspec
 
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.errors import ConfigError, check_bounds
-from cotune.records.policies import LoraSpec, PolicyKind
+from cotune.records.policies import UNTRAINED, LoraSpec, PolicyKind
 from cotune.records.step_ranges import check_ranges
 from cotune.storage.run_config import RunPolicy
 from cotune.trainer.config.learner import LearnerSettings
@@ -70,6 +70,9 @@ def check_policies(policies: tuple[PolicyConfig, ...], recipe: str | None, steps
         if one.model and one.kind == "provider":
             fault = f"is the base of {one.name}, which the provider answers"
             raise ConfigError("policy.model", one.model, fault, 'Leave it out, or use kind = "frozen".')
+        if one.model and one.name == UNTRAINED.name:
+            fault = "is the name of the run's own model, untrained, and this policy has another"
+            raise ConfigError("policy.name", one.name, fault, "Rename it.")
         for name in () if one.trained else one.of_training:
             fault = f"has no effect: policy {one.name} is of kind {one.kind}, which is not trained"
             raise ConfigError(f"policy.{name}", getattr(one, name), fault, 'Leave it out, or set kind = "lora".')

@@ -218,6 +218,7 @@ def test_bad_input_is_named_before_work_starts(trainer: Trainer, tiny_base: Path
     bare = str(build_base(trainer.folder / "bare", template=False))
     refused(r"policy.model = '.*bare' \(the base of policy 'two'\) has a tokenizer without a", {}, {"model": bare})
     refused(r"policy.model = .* is the base of two, which the provider answers", {}, {"kind": "provider"})
+    refused(r"policy.name = 'base' is the name of the run's own model", {}, {"name": "base"})
     refused(r"lora.targets = 'gate' of policy 'two' are not layers", {}, {"lora": {"targets": ["q_proj", "gate"]}})
     taught = {"recipe": "distill", "distill": {"teacher": str(tiny_base)}}
     refused(r"distill.teacher = .* has another tokenizer than .*other", {}, {}, **taught)
