@@ -125,19 +125,25 @@ async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies
     # 1. An engine for each base, all at once; if one fails, the others are closed.
     several = len(export.engines) > 1
     opening = [
-        _open_engine(
-            engine.folder,
-            tool_format or engine.base.tool_format,
-            functools.partial(export.publish, engine),
-            engine.base.model if several else "",
+        asyncio.create_task(
+            _open_engine(
+                engine.folder,
+                tool_format or engine.base.tool_format,
+                functools.partial(export.publish, engine),
+                engine.base.model if several else "",
+            )
         )
         for engine in export.engines
     ]
-    results = await asyncio.gather(*opening, return_exceptions=True)
-    opened = [result for result in results if isinstance(result, _OpenedEngine)]
-    if failed := next((result for result in results if isinstance(result, BaseException)), None):
-        await asyncio.gather(*(engine.sampler.aclose() for engine in opened))
-        raise failed
+    try:
+        opened = await asyncio.gather(*opening)
+    except BaseException:
+        for task in opening:
+            task.cancel()
+        for result in await asyncio.gather(*opening, return_exceptions=True):
+            if isinstance(result, _OpenedEngine):
+                await result.sampler.aclose()
+        raise
     # 2. Who answers each role, with the base, chat format and length of its policy.
     manifest, first = export.manifest, opened[0]
     bases = list(zip(export.engines, opened, strict=True))

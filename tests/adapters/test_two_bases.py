@@ -25,8 +25,10 @@ from cotune.adapters.open_policies import open_local
 from cotune.adapters.serving import Endpoint, serving
 from cotune.cli.command import moved
 from cotune.errors import AdapterError, ConfigError
+from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec
-from cotune.sampling.protocol import SamplingParams, Weights
+from cotune.records.structs import PolicyRef
+from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint
 from tests.adapters.conftest import build_model
 
 ASKED = [{"role": "user", "content": "hello"}]
@@ -124,6 +126,40 @@ def test_the_last_part_of_a_place_names_a_base_only_if_no_other_has_it() -> None
 def test_one_tool_format_is_not_taken_for_all_bases(team_export: Path) -> None:
     with pytest.raises(ConfigError, match=r"tool_format = 'mistral' would be that of .*tiny, .*short"):
         asyncio.run(open_local(team_export, tool_format="mistral"))
+
+
+class Counted:
+    """An engine that takes what is published, and says when it is closed."""
+
+    opened = closed = 0
+    broken = None
+
+    async def info(self) -> SamplerInfo:
+        return SamplerInfo(name="counted", max_model_len=64)
+
+    async def publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None = None) -> str:
+        return fingerprint(weights)
+
+    async def aclose(self) -> None:
+        Counted.closed += 1
+
+
+def test_the_other_engines_are_closed_if_one_cannot_be_opened(
+    team_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = shutil.copytree(team_export, tmp_path / "broken")
+    manifest = json.loads((broken / "roles.json").read_text())
+    manifest["policies"][1]["fingerprint"] = "0" * 64
+    (broken / "roles.json").write_text(json.dumps(manifest))
+
+    async def opened(model: str, **_: object) -> Counted:
+        Counted.opened += 1
+        return Counted()
+
+    monkeypatch.setattr(TransformersSampler, "open", opened)
+    with pytest.raises(AdapterError, match="the weights have fingerprint"):
+        asyncio.run(open_local(broken))
+    assert (Counted.opened, Counted.closed) == (2, 2)
 
 
 @pytest.fixture(scope="module")
