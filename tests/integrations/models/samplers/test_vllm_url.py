@@ -136,20 +136,6 @@ def test_a_run_trains_adapters_on_a_server_and_leaves_it_as_it_was(
         run(base, own_vllm, tmp_path / "wide", policies="lora", lora={"rank": 16})
 
 
-def test_each_base_model_is_sampled_from_its_own_server(base: Path, own_vllm: str, tmp_path: Path) -> None:
-    tiny_models.build("llama", other := tmp_path / "other")
-    with vllm_server(other, tmp_path / "log") as second:
-        one: dict[str, Any] = {"name": "one", "roles": ["first"], "lora": {"rank": 4}}
-        team = [one, {**one, "name": "two", "roles": ["second"], "model": str(other)}]
-        cluster = {"address": "none", "engine": "vllm-url", "engine_url": f"{second}, {own_vllm}"}
-        given = {"model": str(base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 4}, "team_weight": 0.0}
-        given |= {"policy": team, "cluster": cluster, "learner": {"lr": 3e-3, "threads": 1, "device": "cpu"}}
-        train(worker_app.parity, TASKS, given, out=tmp_path / "run", console=Console(file=io.StringIO()))
-    for line in [json.loads(text) for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]:
-        assert line["policies"].keys() == {"one", "two"} and not line["failed"]
-        assert all(found["sampler_gap_max"] < 1e-3 for found in line["policies"].values())
-
-
 def test_full_weights_are_refused(ray_runtime: str, base: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policies = 'full' .* it takes adapters only"):
         run(base, "http://127.0.0.1:9", tmp_path / "full", policies="full")
