@@ -49,7 +49,7 @@ def facts(run: OpenedRun) -> Facts:
     """A run by its configuration, its metrics and its records."""
     config, lines, about = run.config, run.metrics, run.description
     episodes, abandoned, calls = run.store.counts()
-    plan = config.plan.kind if run.samples else ""
+    plan: str = (config.plan.kind or "") if run.samples else ""
     if run.samples and not plan and lines and "path" in lines[-1]:
         # none was configured, and only under `tree` is a path chosen among candidates
         plan = "independent" if lines[-1]["path"] == SINGLE else "tree"

@@ -39,6 +39,16 @@ def replace_method(cls: type, name: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(cls, name, wrapped)
 
 
+def replace_methods(base: Any, wrapper: Callable[[Any], Any], *names: str) -> None:
+    """Wrap these methods of a class and all its subclasses, those there are and those to come."""
+
+    def wrap(cls: type) -> None:
+        for name in names:
+            replace_method(cls, name, wrapper)
+
+    each_subclass(base, wrap)
+
+
 def record_tools(base: Any, *names: str, without: Sequence[str] = ()) -> None:
     """Wrap these methods of all classes of tools below `base`, those there are and those to come: their results are
     recorded, and given again in a replay, where the episode records tools. `without` are arguments that belong to the

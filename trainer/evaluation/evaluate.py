@@ -216,7 +216,8 @@ async def evaluate_modes(
         seats = evaluations["trained"].opposed or evaluations["base"].opposed
         for role in seats:
             label = f"{role} against base"
-            await play(label, against_base(responder.policies, role, seats), goal.of_role(role))
+            lineup = Lineup(against_base(responder.policies, role, seats), 1.0)
+            await play(label, lineup, goal.of_role(role))
             comparisons.append(compare(evaluations[label], of_role(evaluations["base"], role)))
     return EvaluationReport(
         evaluations=evaluations,

@@ -13,6 +13,7 @@ from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, in_train
 from cotune.records.structs import PolicyRef
 from cotune.storage.metrics_file import read_metrics
 from cotune.tables import plural
+from cotune.trainer.evaluation.modes import against_base
 from cotune.trainer.evaluation.report import compare
 from cotune.trainer.evaluation.run import share_floor, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
@@ -157,8 +158,7 @@ async def _against_untrained(run: RolloutRun, progress: Progress, roles: Sequenc
     """The reward of each of these roles where the untrained model plays the others; empty when the run is stopped."""
     figures = {}
     for role in roles:
-        others = {name for name in roles if name != role}
-        policies = {name: PolicyRef(ref.name) if name in others else ref for name, ref in run.served().items()}
+        policies = against_base(run.served(), role, roles)
         played = await _played(run, progress, policies, role, "eval-against-untrained")
         if played is None:
             return {}

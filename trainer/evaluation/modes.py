@@ -129,10 +129,10 @@ def lineups(
     return found, notes
 
 
-def against_base(roles: Mapping[str, PolicyRef], role: str, seats: Collection[str]) -> Lineup:
+def against_base(roles: Mapping[str, PolicyRef], role: str, seats: Collection[str]) -> dict[str, PolicyRef]:
     """The trained policy in one of the `seats` that play against each other, the untrained model in the others."""
     others = {name: PolicyRef(roles[name].name, 0) for name in seats if name != role and name in roles}
-    return Lineup({**roles, **others}, 1.0)
+    return {**roles, **others}
 
 
 def pairs(ran: Collection[str]) -> list[tuple[Mode, Mode]]:

@@ -13,9 +13,8 @@ from cotune.errors import ConfigError
 from cotune.judging.episodes import JUDGING
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport
 from cotune.recording.recorder import Nowhere
-from cotune.records.structs import CallRecord, Episode, Record, RewardRecord, Task, candidate_id
+from cotune.records.structs import Episode, RewardRecord, Task, candidate_id
 from cotune.storage.open_store import open_store
-from cotune.storage.protocol import Store
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.report import compare
 from cotune.trainer.evaluation.run import share_floor, summarise
@@ -46,13 +45,17 @@ def read_recorded(
             raise ConfigError("records", str(path), "has no finished episode", "Record some with cotune trace.")
         shared = [task.id for task in tasks if task.id in episodes]
         sink = EvaluationSink(Nowhere())
+
+        def rewards(target: str) -> list[RewardRecord]:
+            known = store.rewards([target]).get(target, {})
+            return [RewardRecord(target, name, value) for name, value in known.items()]
+
         started = time.perf_counter()
         for episode in [episodes[id] for id in shared] or list(episodes.values()):
             for call in store.calls(episode.id):
-                sink.write([call, *_rewards(store, call)])
-            found = store.rewards([episode.id]).get(episode.id, {})
-            rewards = [RewardRecord(episode.id, name, value) for name, value in found.items()]
-            sink.write([*rewards, msgspec.structs.replace(episode, rollout=0)])
+                chosen = () if call.chosen is None else rewards(candidate_id(call.id, call.chosen))
+                sink.write([call, *chosen])
+            sink.write([*rewards(episode.id), msgspec.structs.replace(episode, rollout=0)])
         evaluation = summarise(RECORDED, sink, time.perf_counter() - started, prices, goal)
     if shared:
         return evaluation, f"{RECORDED}: {len(shared)} of {len(tasks)} tasks are in {path}."
@@ -73,10 +76,3 @@ def beside(report: EvaluationReport, recorded: EvaluatedMode, note: str) -> Eval
         comparisons=(*report.comparisons, *(compare(e, recorded) for e in shared)),
         notes=(*report.notes, note),
     )
-
-
-def _rewards(store: Store, call: CallRecord) -> list[Record]:
-    if call.chosen is None:
-        return []
-    target = candidate_id(call.id, call.chosen)
-    return [RewardRecord(target, name, value) for name, value in store.rewards([target]).get(target, {}).items()]

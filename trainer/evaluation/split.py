@@ -128,7 +128,11 @@ def _chosen(tasks: Sequence[Task], wanted: int, config: TrainConfig) -> set[str]
     alike: dict[bytes, list[Task]] = {}
     for task in tasks:
         alike.setdefault(_content(task), []).append(task)
-    ranked = sorted(alike.values(), key=lambda same: _rank(same[0].id, config.seed))
+
+    def rank(same: Sequence[Task]) -> bytes:
+        return hashlib.blake2b(f"{config.seed} {same[0].id}".encode(), digest_size=16).digest()
+
+    ranked = sorted(alike.values(), key=rank)
     left = Counter(_level(task, config.curriculum.by) for task in tasks)
     chosen: set[str] = set()
     for same in ranked:
@@ -137,10 +141,6 @@ def _chosen(tasks: Sequence[Task], wanted: int, config: TrainConfig) -> set[str]
             chosen.update(task.id for task in same)
             left -= levels
     return chosen
-
-
-def _rank(id: str, seed: int) -> bytes:
-    return hashlib.blake2b(f"{seed} {id}".encode(), digest_size=16).digest()
 
 
 def _level(task: Task, by: str) -> Any:

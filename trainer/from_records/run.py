@@ -30,6 +30,7 @@ from cotune.trainer.from_records.objectives import Likelihood, Objective, Prefer
 from cotune.trainer.from_records.pairs import read_pairs
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.run.open_run import open_local_learner
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import Run
 from cotune.trainer.run.run_folder import RunFolder
@@ -202,9 +203,7 @@ async def _open_learner(
 ) -> Learner:
     own = {one.name: Method(config.settings_of(one.name).learner, loss) for one in config.policy}
     if not config.cluster.address:
-        from cotune.trainer.learner.local import LocalLearner
-
-        return await asyncio.to_thread(LocalLearner.open, config.model, policies, config.learner, loss, own)
+        return await open_local_learner(config, policies, loss, own)
     from cotune.trainer.run.cluster import Cluster
 
     cluster = Cluster(config, workflow, "", stack, say)

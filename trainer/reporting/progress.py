@@ -136,7 +136,8 @@ class Progress:
             self.say(f"step {metrics.step + 1}/{self._total}  {'  |  '.join(parts)}")
             self._live.update(Group(self._bars, role_table(metrics), summary(metrics)))
             return
-        self.say(f"step {metrics.step + 1}/{self._total}  {summary(metrics)}  |  {_minutes(left)} to go")
+        minutes, seconds = divmod(round(left), 60)
+        self.say(f"step {metrics.step + 1}/{self._total}  {summary(metrics)}  |  {minutes}:{seconds:02} to go")
 
 
 @contextlib.contextmanager
@@ -244,8 +245,3 @@ def _counted(counters: Mapping[str, float], who: str, names: Iterable[str]) -> l
 def _ends(figures: Mapping[str, float], name: str) -> str:
     ends = [figures[end] for end in (f"{name}_low", f"{name}_high") if end in figures]
     return f" [{', '.join(f'{end:.3f}' for end in ends)}]" if ends else ""
-
-
-def _minutes(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02}"

@@ -81,7 +81,7 @@ async def open_run(
         learner: Learner
         if cluster is None:
             say(loading)
-            learner = await asyncio.to_thread(_local_learner, config, policies, loss, own)
+            learner = await open_local_learner(config, policies, loss, own)
             runner = LocalRunner(workflow, sampler, chats)
         else:
             sampler = await cluster.complete(policies)
@@ -94,7 +94,7 @@ async def open_run(
         async def open_learner(policies: Policies) -> Learner:
             if cluster is not None:
                 return taught(await cluster.reopen_learner(policies, loss, own))
-            return taught(await asyncio.to_thread(_local_learner, config, policies, loss, own))
+            return taught(await open_local_learner(config, policies, loss, own))
 
         run = RolloutRun(
             folder=folder,
@@ -139,10 +139,13 @@ def _cluster(
     return Cluster(config, workflow, folder.workflow or import_path(workflow), stack, say)
 
 
-def _local_learner(config: TrainConfig, policies: Policies, loss: LossSpec, own: Mapping[str, Method]) -> Learner:
+async def open_local_learner(
+    config: TrainConfig, policies: Policies, loss: LossSpec, own: Mapping[str, Method]
+) -> Learner:
+    """The learner in this process."""
     from cotune.trainer.learner.local import LocalLearner
 
-    return LocalLearner.open(config.model, policies, config.learner, loss, own)
+    return await asyncio.to_thread(LocalLearner.open, config.model, policies, config.learner, loss, own)
 
 
 async def _open_model(

@@ -14,7 +14,7 @@ from autogen_agentchat.base import Response
 
 from cotune.integrations.apps.autogen.clients import ClientAttribute, lineage_of
 from cotune.integrations.apps.autogen.scopes import AutogenScope, in_scope, open_scope
-from cotune.integrations.apps.patching import each_subclass, replace_method
+from cotune.integrations.apps.patching import replace_methods
 from cotune.recording.recorder import LiveEpisode
 
 
@@ -25,11 +25,7 @@ def install() -> None:
     def scope(agent: Any, messages: Any, *args: Any, **options: Any) -> AutogenScope:
         return open_scope(agent, agent.name, received=tuple(messages))
 
-    def wrap(cls: type) -> None:
-        for name in ("on_messages", "on_messages_stream"):
-            replace_method(cls, name, in_scope(scope, _has_answered))
-
-    each_subclass(BaseChatAgent, wrap)
+    replace_methods(BaseChatAgent, in_scope(scope, _has_answered), "on_messages", "on_messages_stream")
 
 
 def _has_answered(episode: LiveEpisode, scope: AutogenScope, item: Any, args: Sequence[Any], options: Any) -> None:

@@ -17,7 +17,7 @@ from cotune.integrations.apps.autogen.clients import ClientAttribute
 from cotune.integrations.apps.autogen.copies import fresh
 from cotune.integrations.apps.autogen.runtime import Running, running
 from cotune.integrations.apps.autogen.scopes import AutogenScope, open_scope, stepped
-from cotune.integrations.apps.patching import each_subclass, replace_method
+from cotune.integrations.apps.patching import replace_methods
 from cotune.recording.context import current_episode
 from cotune.recording.recorder import LiveEpisode
 
@@ -28,7 +28,7 @@ _PARTS = {SelectorGroupChatManager: "selector", MagenticOneOrchestrator: "orches
 def install() -> None:
     """Hook teams, those there are and those to come."""
     BaseGroupChat._model_client = ClientAttribute()  # type: ignore[attr-defined]
-    each_subclass(BaseGroupChat, lambda cls: replace_method(cls, "run_stream", _run_stream))
+    replace_methods(BaseGroupChat, _run_stream, "run_stream")
 
 
 def runner(app: Any) -> Callable[[Any], Awaitable[Any]] | None:

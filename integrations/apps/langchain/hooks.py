@@ -17,6 +17,7 @@ from cotune.integrations.apps.patching import (
     inside,
     record_tools,
     replace_method,
+    replace_methods,
     unless_left_aside,
 )
 from cotune.integrations.versions import require_hooks
@@ -40,12 +41,8 @@ def install_caches() -> None:
     """Wrap all classes of caches, those there are and those to come."""
     from langchain_core.caches import BaseCache
 
-    def wrap(cls: type) -> None:
-        for name in ("lookup", "update"):
-            replace_method(cls, name, unless_left_aside)
-            replace_method(cls, f"a{name}", _unless_left_aside_async)
-
-    each_subclass(BaseCache, wrap)
+    replace_methods(BaseCache, unless_left_aside, "lookup", "update")
+    replace_methods(BaseCache, _unless_left_aside_async, "alookup", "aupdate")
 
 
 def _unless_left_aside_async(original: Any) -> Any:

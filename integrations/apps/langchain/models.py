@@ -26,11 +26,6 @@ def _wrap(cls: type) -> None:
         _CLIENT.hook(cls, call="_generate", acall="_agenerate", stream="_stream", astream="_astream")
 
 
-def _request(model: Any, /, messages: list[Any], *args: Any, **options: Any) -> dict[str, Any]:
-    asked = {k: v for k, v in options.items() if k not in ("stop", "run_manager")}
-    return request_of(model, messages, args[0] if args else options.get("stop"), asked)
-
-
 def _begun(chunks: list[Any]) -> Answer | None:
     """What a stream that was not read to its end says so far."""
     try:
@@ -42,7 +37,9 @@ def _begun(chunks: list[Any]) -> Answer | None:
 
 
 _CLIENT = Client(
-    request=_request,
+    request=lambda model, /, messages, *args, stop=None, run_manager=None, **options: request_of(
+        model, messages, args[0] if args else stop, options
+    ),
     reply=lambda call, answer, /, *args, **options: result_of(call, answer),
     answer=answer_of_result,
     parts=lambda call, answer: [chunk_of(call, answer)],

@@ -45,6 +45,7 @@ def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dic
     candidate = answer.candidates[answer.chosen]
     cut = candidate.finish_reason == "length"
     given = {k: default if asked.get(k) is None else asked[k] for k, default in _ECHOED.items()}
+    read, written = answer.usage.prompt_tokens, len(candidate.token_ids) or answer.usage.completion_tokens
     response = {
         "id": f"resp_{call.id}",
         "object": "response",
@@ -55,7 +56,13 @@ def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dic
         **given,
         "model": call.model,
         "output": _output(call, candidate, asked),
-        "usage": _usage(answer, candidate),
+        "usage": {
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": written,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": read + written,
+        },
     }
     if asked.get("return_token_ids"):
         response["prompt_token_ids"] = list(answer.prompt_ids)
@@ -92,17 +99,6 @@ def _output(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> l
     return items
 
 
-def _usage(answer: Answer, candidate: Candidate) -> dict[str, Any]:
-    read, written = answer.usage.prompt_tokens, len(candidate.token_ids) or answer.usage.completion_tokens
-    return {
-        "input_tokens": read,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": written,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": read + written,
-    }
-
-
 def answer_of(response: Any) -> Answer:
     """The answer in a Response object. Items that only a provider makes are kept under `items` of the message.
 
@@ -110,7 +106,13 @@ def answer_of(response: Any) -> Answer:
     """
     if not isinstance(response, Mapping) or not isinstance(response.get("output"), list):
         raise ValueError("no output")
-    _require_end(response)
+    status = response.get("status")
+    if status in ("failed", "cancelled"):
+        error = response.get("error") or {}
+        reason = f"{error.get('code')}: {error.get('message')}" if isinstance(error, Mapping) else error
+        raise ProviderFailed(f"the response {status}: {reason}")
+    if status in ("queued", "in_progress"):
+        raise ProviderFailed(f"the response is {status}: it is made in the background, and its answer is not recorded")
     sound, broken = readable(response["output"])
     message: dict[str, Any] = {"role": "assistant", "content": None}
     for turn in messages_of(item for item in sound if item.get("type") in _READ):
@@ -143,16 +145,6 @@ def _shown(items: Sequence[Mapping[str, Any]]) -> tuple[ShownToken, ...] | None:
     return shown_of([token for tokens in told if isinstance(tokens, list) for token in tokens])
 
 
-def _require_end(response: Mapping[str, Any]) -> None:
-    status = response.get("status")
-    if status in ("failed", "cancelled"):
-        error = response.get("error") or {}
-        reason = f"{error.get('code')}: {error.get('message')}" if isinstance(error, Mapping) else error
-        raise ProviderFailed(f"the response {status}: {reason}")
-    if status in ("queued", "in_progress"):
-        raise ProviderFailed(f"the response is {status}: it is made in the background, and its answer is not recorded")
-
-
 def _finish(response: Mapping[str, Any], message: Mapping[str, Any]) -> str:
     if response.get("status") == "interrupted":
         return "interrupted"
@@ -172,19 +164,19 @@ def to_events(response: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
         ("response.in_progress", {"response": begun}),
     ]
     for index, item in enumerate(response["output"]):
-        made += ((kind, {"output_index": index, **event}) for kind, event in _item(item))
+        field, empty = _GROWING[item["type"]]
+        parts = ((kind, {"item_id": item["id"], **event}) for kind, event in _CONTENT[item["type"]](item))
+        of_item: list[tuple[str, dict[str, Any]]] = [
+            ("response.output_item.added", {"item": {**item, "status": "in_progress", field: empty}}),
+            *parts,
+            ("response.output_item.done", {"item": item}),
+        ]
+        made += ((kind, {"output_index": index, **event}) for kind, event in of_item)
     made.append((last, {"response": response}))
     bodies = [{"type": kind, "sequence_number": number, **event} for number, (kind, event) in enumerate(made)]
     return b"".join(
         [b"event: %s\ndata: %s\n\n" % (body["type"].encode(), msgspec.json.encode(body)) for body in bodies]
     )
-
-
-def _item(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    field, empty = _GROWING[item["type"]]
-    yield "response.output_item.added", {"item": {**item, "status": "in_progress", field: empty}}
-    yield from ((kind, {"item_id": item["id"], **event}) for kind, event in _CONTENT[item["type"]](item))
-    yield "response.output_item.done", {"item": item}
 
 
 def _text(item: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

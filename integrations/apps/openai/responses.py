@@ -126,8 +126,10 @@ def messages_of(items: Iterable[Mapping[str, Any]], known: EarlierResponses | No
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None
     for given in items:
-        item = _resolved(given, known)
-        kind = _kind(item)
+        item = given
+        if item.get("type") in (_REFERENCE, None) and "id" in item and "content" not in item:
+            item = (known.get(item["id"]) if known is not None else None) or {**item, "type": _REFERENCE}
+        kind = str(item.get("type") or "message")
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
             if turn is None or _complete(turn, kind):
                 turn = {"role": "assistant", "content": None}
@@ -167,16 +169,6 @@ def _items(asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     if not isinstance(given, list) or not all(isinstance(item, Mapping) for item in given):
         raise ValueError("input is neither text nor a list of items")
     return given
-
-
-def _resolved(item: Mapping[str, Any], known: EarlierResponses | None) -> Mapping[str, Any]:
-    if item.get("type") in (_REFERENCE, None) and "id" in item and "content" not in item:
-        return (known.get(item["id"]) if known is not None else None) or {**item, "type": _REFERENCE}
-    return item
-
-
-def _kind(item: Mapping[str, Any]) -> str:
-    return str(item.get("type") or "message")
 
 
 def _complete(turn: Mapping[str, Any], kind: str) -> bool:

@@ -81,7 +81,8 @@ class ImageInputs:
             for name, value in inputs.items()
             if name not in _TEXT
         }
-        for name in _reads(network) & {"token_type_ids", "mm_token_type_ids"}:
+        parameters = inspect.signature(network.base_model.forward).parameters
+        for name in parameters.keys() & {"token_type_ids", "mm_token_type_ids"}:
             of_pass[name] = torch.tensor([seen], device=network.device)
         return of_pass
 
@@ -119,10 +120,6 @@ class ImageInputs:
                     fault = f"has a processor that cannot be loaded ({error_line(error)})"
                     raise ConfigError("model", self._model, fault, "Install what its processor needs.") from None
             return self._loaded
-
-
-def _reads(network: Any) -> set[str]:
-    return set(inspect.signature(network.base_model.forward).parameters)
 
 
 def opened_image(data: bytes) -> Any:

@@ -35,7 +35,8 @@ class SharedFolders:
 
     def make(self, name: str, size: int) -> Path:
         """A fresh folder for `size` bytes."""
-        parent = self._parent or (SHARED_MEMORY if _free(SHARED_MEMORY) > 2 * size else Path(tempfile.gettempdir()))
+        roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
+        parent = self._parent or (SHARED_MEMORY if roomy else Path(tempfile.gettempdir()))
         folder = self._in(parent) / quote(name, safe="@#")
         folder.mkdir()
         return folder
@@ -81,10 +82,6 @@ def read_weights(folder: Path) -> Weights:
     from safetensors.numpy import load_file
 
     return load_file(folder / model_folder.ADAPTER_FILE)
-
-
-def _free(folder: Path) -> int:
-    return shutil.disk_usage(folder).free if folder.is_dir() else 0
 
 
 def left_in_shared_memory() -> list[Path]:

@@ -89,19 +89,16 @@ def episodes_of_modes(run: OpenedRun, evaluation: StoredEvaluation, tasks: Seque
     records = run.records_of(evaluation)
     if records is None or not tasks:
         return {}
+    # phase and training step, as records number it, of each mode's episodes
+    phases: dict[str, tuple[str, int | None]] = {mode: (f"eval-{mode}", None) for mode in evaluation.evaluations}
+    if evaluation.name.startswith(IN_TRAINING):
+        now = (evaluation.steps or 0) - 1
+        phases = {mode: ("eval", now if mode == "trained" else BEFORE) for mode in evaluation.evaluations}
     return {
         (task, mode): episode
-        for mode, (phase, step) in _phases(evaluation).items()
+        for mode, (phase, step) in phases.items()
         for task, episode in records.store.first_episodes(phase, step, tasks).items()
     }
-
-
-def _phases(evaluation: StoredEvaluation) -> dict[str, tuple[str, int | None]]:
-    """Phase and training step, as records number it, of each mode's episodes."""
-    if not evaluation.name.startswith(IN_TRAINING):
-        return {mode: (f"eval-{mode}", None) for mode in evaluation.evaluations}
-    now = (evaluation.steps or 0) - 1
-    return {mode: ("eval", now if mode == "trained" else BEFORE) for mode in evaluation.evaluations}
 
 
 def _failures(mode: str, failed: Mapping[str, int]) -> Iterator[str]:

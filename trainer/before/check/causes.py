@@ -186,7 +186,9 @@ class _Fault:
 
     def instead(self) -> dict[str, Sequence[str]]:
         """Texts to say instead, by the error's own words, or by values in the failing code."""
-        if isinstance(self.error, KeyError) and (held := self._lacking()) is not None and self._is_reply(held):
+        held = self._lacking() if isinstance(self.error, KeyError) else None
+        # the mapping is the answer itself, and lacks a key that no answer had
+        if held is not None and self.error.args[0] not in self.made.texts and set(map(str, held)) <= self.made.keys:
             key = str(self.error.args[0])
             kind = {"type": "array", "items": {}} if key.endswith("s") and not key.endswith("ss") else {}
             schema = {"type": "object", "properties": {key: kind}, "required": [key]}
@@ -225,9 +227,6 @@ class _Fault:
         if value is _UNKNOWN and isinstance(node.value, ast.Call) and any(map(self._says, self._values())):
             return next((v for text in self.made.texts if isinstance(v := json_or_none(text), dict)), {})
         return value if isinstance(value, Mapping) else None
-
-    def _is_reply(self, held: Mapping[Any, Any]) -> bool:
-        return self.error.args[0] not in self.made.texts and set(map(str, held)) <= self.made.keys
 
     def _values(self) -> Iterator[Any]:
         """Values of the names in what failed and in the conditions around it; of `a.b` that of the attribute."""
