@@ -117,4 +117,4 @@ def test_every_configuration_is_valid(page: Path, text: str, tmp_path: Path, mon
         if named := re.match(r"# (\w+\.py)\n", code):
             Path(named[1]).write_text(code)
     config = convert({"model": "m", **tomllib.loads(text)})
-    assert config.from_records or config.resolve_plan(["writer"] if config.plan.kind == "tree" else [])[1].name
+    assert config.from_records or config.resolve_plan(["writer"] if config.plan.kind == "tree" else [])[1].run.name
