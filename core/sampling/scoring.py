@@ -30,7 +30,9 @@ class Feedback(msgspec.Struct, frozen=True):
     middle where it has more than 4,000 characters. It is part of no prompt, unless the method that trains uses it.
 
     ```python
-    return cotune.Feedback(passed / total, "test_empty failed: IndexError in line 3")
+    @solve.scorer("coder")
+    def short(candidate, call, task):
+        return cotune.Feedback(-len(candidate.text), f"{len(candidate.text)} characters: say it in fewer")
     ```
     """
 

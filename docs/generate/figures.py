@@ -95,6 +95,18 @@ def selection() -> str:
     return _table(("select", "success", "95% interval", "by seed", "greedy", "selected path, last step"), rows)
 
 
+def teams() -> str:
+    """Success by what each role has of its own."""
+    rows = []
+    for way in ("one_base", "two_bases", "two_rates", "alternate"):
+        found = [line for line in _lines("teams") if line["way"] == way]
+        if found:
+            counts = (f"{sum(line[name] for line in found) / len(found):,.0f}" for name in ("steps", "tokens", "rows"))
+            rows.append((f"`{way}`", *_success(found), _success(found, "base")[0], *counts))
+    titles = ("way", "success", "95% interval", "by seed", "untrained", "steps", "sampled tokens", "rows trained on")
+    return _table(titles, rows)
+
+
 def outcomes(name: str, **settings: int) -> str:
     """Success by the way of training: `replay` or `credit`, of the runs with these settings."""
     lines = [line for line in _lines(name) if settings.items() <= line["settings"].items()]
@@ -190,6 +202,7 @@ def _workload(name: str, training: str, which: str) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "learning": learning,
     "selection": selection,
+    "teams": teams,
     "replay": partial(outcomes, "replay", steps=20),
     "replay, forks alone": partial(outcomes, "replay", steps=30),
     "credit, 320,000 tokens": partial(outcomes, "credit", tokens=320_000),

@@ -55,7 +55,7 @@ ELSEWHERE = ("start.md", "tutorials/", *(f"frameworks/{name}.md" for name in ("a
 """Pages that other tests follow: step by step, or with the framework."""
 EXAMPLES = (
     "workflow", "role", "recorded", "trace", "check", "train", "resume", "evaluate", "export", "serve", "deployed",
-    "gateway", "Judge", "CotuneError", "Outage",
+    "gateway", "Feedback", "Judge", "CotuneError", "Outage",
 )  # fmt: skip
 """The public names in the order in which their examples build on each other."""
 
@@ -249,6 +249,9 @@ def test_scorers_of_the_page_give_what_it_says(world: dict[str, Any]) -> None:
         -1.0,
         0.0,
     ]
+    assert names["brief"](SimpleNamespace(text="so " * 60), there, task) == cotune.Feedback(
+        -10, "60 words; 50 would do"
+    )
     shortest = names["shortest"]([SimpleNamespace(text=text) for text in ("ab", "a", "b")], there, task)
     assert [found["shortest"] for found in shortest] == [False, True, True]
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import cotune
 from tests.trainer.tiny_app import application, ask, client, converse, letters
 
 _warm = client("http://127.0.0.1:9/v1").chat.completions  # imports now what the SDK imports at the first call
 
 
-def judge(candidate: Any, call: Any, task: Mapping[str, str]) -> float:
-    """`letters`, but for one letter."""
+def judge(candidate: Any, call: Any, task: Mapping[str, str]) -> cotune.Feedback:
+    """`letters` with a text, but for one letter."""
     if task["letter"] == "q":
         raise ValueError("no judgement on q")
-    return letters(candidate, call, task)
+    return cotune.Feedback(letters(candidate, call, task), f"it says {candidate.text!r}")
 
 
 solve = application(first=letters, second=judge)

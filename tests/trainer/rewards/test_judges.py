@@ -66,6 +66,14 @@ def test_a_run_learns_from_ranks_and_another_with_its_answers_asks_nothing(serve
             assert [r["judge"] for r in rewards] == pytest.approx([b / 3 for b in better])
         else:
             assert rewards == [{}] * len(call.candidates)
+    with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
+        calls = [call for episode in store.episodes(phase="train") for call in store.calls(episode.id)]
+        targets = {call.role: [f"{call.id}.{c.index}" for c in call.candidates] for call in calls}
+        told = [text["judge"] for text in store.feedback(targets["first"]).values() if text]
+        assert told and all(re.fullmatch(r"This is [A-D]\. so", text) for text in told)
+        assert not any(store.feedback(targets["second"]).values())
+        bodies = [str(store.message(id)) for call in calls for id in call.messages]
+        assert bodies and not any("This is" in body for body in bodies), "no prompt has the judge's reason"
     asked = len(server.requests)
     assert 0 < asked <= 3 + 2 * 3, "the preflight's episodes and two steps of three: one request for each group"
 

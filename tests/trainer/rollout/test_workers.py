@@ -172,6 +172,9 @@ def recorded(store: SqliteStore, episodes: Sequence[Episode]) -> list[Any]:
             facts.append((episode.task, episode.rollout, episode.status, call.role, call.turn, call.step, call.policy))
             facts.append((call.sampling, call.params, texts, store.token_ids(call.prompt)))
             facts.append((call.chosen, ids, scores, [c.message for c in call.candidates]))
+            reasons = store.feedback([f"{call.id}.{c.index}" for c in call.candidates])
+            assert all(reasons.values()) == (call.role == "second")
+            facts.append([*reasons.values()])
         facts.append(store.rewards([episode.id])[episode.id])
     return facts
 
