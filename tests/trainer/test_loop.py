@@ -319,8 +319,7 @@ class StopsOnce:
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["rollout", "update"])
+@pytest.mark.parametrize(("number", "moment"), [(signal.SIGINT, "update"), (signal.SIGTERM, "rollout")])
 def test_stopped_and_resumed_ends_like_a_run_without_a_stop(trainer, monkeypatch, number, moment):
     stop = StopsOnce(number)
     sampling = {"prefix_cache": "0B"}  # what a warm cache gives is rounded otherwise than what a cold one gives
