@@ -25,7 +25,7 @@ from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local, with_aliases
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.apps.openai.chat_request import ChatRequest
-from cotune.integrations.apps.openai.forms import CHAT, encoded
+from cotune.integrations.apps.openai.forms import CHAT
 from cotune.integrations.web.http.bodies import read_json
 from cotune.integrations.web.http.limits import BodyLimits
 from cotune.integrations.web.http.requests import (
@@ -299,7 +299,7 @@ def _content(call: LiveCall, asked: Mapping[str, Any], held: list[Answer | None]
     list, it is freed in this thread."""
     answer = held.pop()
     assert answer is not None, "find leaves no model to a provider"
-    return encoded(call, CHAT, asked, answer)
+    return CHAT.content(call, answer, asked)
 
 
 class _Responder(LocalResponder):

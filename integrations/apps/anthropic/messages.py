@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.apps.openai.completions import grow, number
+from cotune.integrations.apps.openai.completions import EVENT_STREAM, JSON, grow, number
 from cotune.integrations.apps.openai.forms import Form
 from cotune.integrations.apps.openai.response_body import ProviderFailed
 from cotune.integrations.apps.openai.responses import hosted_tools, text_of
@@ -166,8 +166,9 @@ _UNANSWERED = {
 }
 
 
-def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
+def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
     """A Messages request as a chat request: the system text first. Parameters without a counterpart keep their names.
+    And what in it only a provider can serve, or "".
 
     Raises ValueError for a content that is neither text nor a list of blocks.
     """
@@ -194,22 +195,17 @@ def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
         body["reasoning_effort"] = output["effort"]
     if (asked.get("thinking") or {}).get("type") == "disabled":
         body["chat_template_kwargs"] = {"enable_thinking": False}
-    return body
-
-
-def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
-    """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
-    found = [reason for field, reason in _UNANSWERED.items() if asked.get(field)]
-    found += hosted_tools(chat)
+    reasons = [reason for field, reason in _UNANSWERED.items() if asked.get(field)]
+    reasons += hosted_tools(body)
     unread = [
         str(part.get("type"))
-        for message in chat["messages"]
+        for message in body["messages"]
         for part in (message["content"] if isinstance(message["content"], list) else ())
         if part.get("type") not in ("text", "image_url")
     ]
     if unread:
-        found.append(f"blocks of type {', '.join(dict.fromkeys(unread))}")
-    return " and ".join(found)
+        reasons.append(f"blocks of type {', '.join(dict.fromkeys(unread))}")
+    return body, " and ".join(reasons)
 
 
 def arguments_in(episode: LiveEpisode) -> BoundedCache[str]:
@@ -332,13 +328,20 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
+def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tuple[bytes, str]:
+    """What answers a request: a message, whose arguments are kept, or a stream of it; and the content type."""
+    message = message_of(call, answer, asked)
+    _keep(call, asked, message)
+    if call.streamed:
+        return to_events(message, asked), EVENT_STREAM
+    return msgspec.json.encode(message), JSON
+
+
 MESSAGES = Form(
     name="messages",
     path="/messages",
-    chat=chat_of,
-    unsupported_reason=unsupported_reason,
-    body=message_of,
-    events=to_events,
+    read=read,
+    content=content_of,
     answer=answer_of,
     stream=MessageStream,
     keep=_keep,

@@ -11,48 +11,68 @@ import msgspec
 
 from cotune.errors import SamplerError
 from cotune.integrations.apps.openai.token_logprobs import shown_of, token_logprobs
-from cotune.recording.recorder import LiveCall
+from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import MALFORMED, Answer, counts
 from cotune.records.structs import Candidate
 
+EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
 
-def completion_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The body for an answer: the chosen candidate first, then others up to the `n` that the application asked for.
+
+def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
+    """The request, and what in it only a provider can serve, or ""."""
+    reasons = []
+    if tools := asked.get("tools"):
+        kinds = [str(tool.get("type")) for tool in tools if tool.get("type", "function") != "function"]
+        reasons = [f"tools of type {', '.join(dict.fromkeys(kinds))}"] if kinds else []
+    if "audio" in (asked.get("modalities") or ()):
+        reasons.append("spoken output")
+    if asked.get("web_search_options"):
+        reasons.append("web search")
+    if asked.get("functions"):
+        reasons.append("functions in their old form (use tools)")
+    return dict(asked), " and ".join(reasons)
+
+
+def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tuple[bytes, str]:
+    """A body or a stream with the chosen candidate first, then others up to the `n` that the application asked for.
 
     The model name is the one asked for. Raises SamplerError when there are fewer candidates than `n`.
     """
-    count = int(call.params.get("n") or 1)
+    params, count = call.params, int(call.params.get("n") or 1)
     if len(answer.candidates) < count:
         raise SamplerError(
             f"The application asked for n = {count} choices and {len(answer.candidates)} were sampled.",
             "Ask for fewer choices.",
         )
-    chosen = answer.candidates[answer.chosen]
-    shown = [chosen, *(c for c in answer.candidates if c.index != chosen.index)][:count]
+    choices: list[dict[str, Any]] = []
+    written = 0
+    first = answer.candidates[answer.chosen]
+    others = answer.candidates[: answer.chosen] + answer.candidates[answer.chosen + 1 :]
+    for candidate in (first, *others)[:count]:
+        message = {"role": "assistant", "content": None, **candidate.message}
+        reason = candidate.finish_reason
+        choice = {"index": len(choices), "message": message, "finish_reason": reason, "logprobs": None}
+        if params.get("logprobs"):
+            choice["logprobs"] = {"content": token_logprobs(candidate), "refusal": None}
+        if params.get("return_token_ids"):
+            choice["token_ids"] = list(candidate.token_ids)
+        choices.append(choice)
+        written += len(candidate.token_ids)
     # The application pays for the choices that it gets.
-    read = answer.usage.prompt_tokens
-    written = sum([len(c.token_ids) for c in shown]) or answer.usage.completion_tokens
+    prompt, written = answer.usage.prompt_tokens, written or answer.usage.completion_tokens
     completion = {
         "id": f"chatcmpl-{call.id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
-        "choices": [_choice(call, i, candidate) for i, candidate in enumerate(shown)],
-        "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
+        "choices": choices,
+        "usage": {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written},
     }
-    if call.params.get("return_token_ids"):
+    if params.get("return_token_ids"):
         completion["prompt_token_ids"] = list(answer.prompt_ids)
-    return completion
-
-
-def _choice(call: LiveCall, index: int, candidate: Candidate) -> dict[str, Any]:
-    message = {"role": "assistant", "content": None, **candidate.message}
-    choice = {"index": index, "message": message, "finish_reason": candidate.finish_reason, "logprobs": None}
-    if call.params.get("logprobs"):
-        choice["logprobs"] = {"content": token_logprobs(candidate), "refusal": None}
-    if call.params.get("return_token_ids"):
-        choice["token_ids"] = list(candidate.token_ids)
-    return choice
+    if call.streamed:
+        return to_stream(completion, asked), EVENT_STREAM
+    return msgspec.json.encode(completion), JSON
 
 
 def answer_of(completion: Any) -> Answer:

@@ -49,18 +49,16 @@ class Form:
 
     name: str
     path: str
-    chat: Callable[[Mapping[str, Any], LiveEpisode], dict[str, Any]]
-    """The request as chat. Raises ValueError, TypeError or AttributeError when it cannot be read."""
-    unsupported_reason: Callable[[Mapping[str, Any], Mapping[str, Any], LiveEpisode], str]
-    """What in a request, given also as chat, only a provider can serve, or ""."""
-    body: Callable[[LiveCall, Answer, Mapping[str, Any]], dict[str, Any]]
-    events: Callable[[Mapping[str, Any], Mapping[str, Any]], bytes]
-    """A body as a stream."""
+    read: Callable[[Mapping[str, Any], LiveEpisode], tuple[dict[str, Any], str]]
+    """The request as chat, and what in it only a provider can serve, or "". Raises ValueError, TypeError or
+    AttributeError when it cannot be read."""
+    content: Callable[[LiveCall, Answer, Mapping[str, Any]], tuple[bytes, str]]
+    """What answers a request: a body, or a stream where it asks for one, and the content type. The body is kept."""
     answer: Callable[[Any], Answer]
     """Raises ValueError for a malformed body, ProviderFailed for one that says there is no answer."""
     stream: Callable[[], Stream]
-    keep: Callable[[LiveCall, Mapping[str, Any], Mapping[str, Any]], None]
-    """Remember a body for later requests that refer to it."""
+    keep: Callable[[LiveCall, Mapping[str, Any], Mapping[str, Any]], None] | None = None
+    """Remember a body for later requests that refer to it, where they can."""
 
 
 TEXT_COMPLETIONS = "/completions"
@@ -71,52 +69,24 @@ TEXT_COMPLETION = (
 """The warning of a request to the interface before chat: a continued text has no messages, so no turns to group."""
 
 
-def _chat_unsupported(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
-    found = []
-    if tools := chat.get("tools"):
-        kinds = [str(tool.get("type")) for tool in tools if tool.get("type", "function") != "function"]
-        found = [f"tools of type {', '.join(dict.fromkeys(kinds))}"] if kinds else []
-    if "audio" in (asked.get("modalities") or ()):
-        found.append("spoken output")
-    if asked.get("web_search_options"):
-        found.append("web search")
-    if asked.get("functions"):
-        found.append("functions in their old form (use tools)")
-    return " and ".join(found)
-
-
 CHAT = Form(
     name="chat",
     path="/chat/completions",
-    chat=lambda asked, episode: dict(asked),
-    unsupported_reason=_chat_unsupported,
-    body=chat_completions.completion_of,
-    events=chat_completions.to_stream,
+    read=chat_completions.read,
+    content=chat_completions.content_of,
     answer=chat_completions.answer_of,
     stream=chat_completions.ChatStream,
-    keep=lambda call, asked, body: None,
 )
 RESPONSES = Form(
     name="responses",
     path="/responses",
-    chat=openai_responses.chat_of,
-    unsupported_reason=openai_responses.unsupported_reason,
-    body=openai_response_body.response_of,
-    events=openai_response_body.to_events,
+    read=openai_responses.read,
+    content=openai_response_body.content_of,
     answer=openai_response_body.answer_of,
     stream=openai_response_body.ResponseStream,
-    keep=lambda call, asked, body: openai_responses.earlier_in(call.episode).keep(call, asked, body),
+    keep=openai_responses.keep,
 )
 FORMS = (CHAT, RESPONSES)
-
-
-def encoded(call: LiveCall, form: Form, asked: Mapping[str, Any], answer: Answer) -> tuple[bytes, str]:
-    """What answers a request: its content, a stream where it asks for one, and the content type."""
-    body = form.body(call, answer, asked)
-    form.keep(call, asked, body)
-    if call.streamed:
-        return form.events(body, asked), "text/event-stream; charset=utf-8"
-    return msgspec.json.encode(body), "application/json"
 
 
 BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError)
@@ -134,7 +104,8 @@ def finish(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, str
         if body is None:
             return False
         found = form.answer(body)
-        form.keep(call, asked, body)
+        if form.keep is not None:
+            form.keep(call, asked, body)
     except ProviderFailed as failure:
         call.fail("error", str(failure), part_of(form, raw, streamed))
     except BROKEN as broken:

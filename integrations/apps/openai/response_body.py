@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.apps.openai.completions import grow, number, several
-from cotune.integrations.apps.openai.responses import messages_of, readable, text_of
+from cotune.integrations.apps.openai.completions import EVENT_STREAM, JSON, grow, number, several
+from cotune.integrations.apps.openai.responses import keep, messages_of, readable, text_of
 from cotune.integrations.apps.openai.token_logprobs import shown_of, token_logprobs
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import MALFORMED, Answer, counts
@@ -68,6 +68,15 @@ def response_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dic
         response["prompt_token_ids"] = list(answer.prompt_ids)
         response["token_ids"] = list(candidate.token_ids)
     return response
+
+
+def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tuple[bytes, str]:
+    """What answers a request: a Response object, which is kept, or a stream of it; and the content type."""
+    response = response_of(call, answer, asked)
+    keep(call, asked, response)
+    if call.streamed:
+        return to_events(response, asked), EVENT_STREAM
+    return msgspec.json.encode(response), JSON
 
 
 def _output(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> list[dict[str, Any]]:

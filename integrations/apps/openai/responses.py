@@ -82,34 +82,36 @@ def earlier_in(episode: LiveEpisode) -> EarlierResponses:
     return found if found is not None else episode.notes.setdefault(_NOTE, EarlierResponses())
 
 
-def chat_of(asked: Mapping[str, Any], episode: LiveEpisode) -> dict[str, Any]:
-    """A Responses request as a chat request: instructions first, then the earlier conversation, then the input.
+def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
+    """A Responses request as a chat request: instructions first, then the earlier conversation, then the input. And
+    what in it only a provider can serve, or "".
 
     Raises ValueError for an input that is neither text nor a list of items.
     """
     earlier = earlier_in(episode)
     messages = [{"role": "system", "content": asked["instructions"]}] if asked.get("instructions") else []
-    messages += earlier.before(asked).messages
+    before = earlier.before(asked)
+    messages += before.messages
     messages += messages_of(_items(asked), earlier)
     body = {**_params(asked), "messages": messages, "api": "responses"}
     if asked.get("tools"):
         body["tools"] = [_tool(tool) for tool in asked["tools"]]
     if isinstance(asked.get("tool_choice"), Mapping):
         body["tool_choice"] = _tool(asked["tool_choice"])
-    return body
-
-
-def unsupported_reason(asked: Mapping[str, Any], chat: Mapping[str, Any], episode: LiveEpisode) -> str:
-    """What in a request, given also as chat, only a provider can serve; "" when a policy can answer it."""
-    found = [reason for field, reason in _UNANSWERED.items() if asked.get(field)]
-    if not earlier_in(episode).before(asked).whole:
-        before = asked["previous_response_id"]
-        found.append(f"the response {before!r}, which was not made in this episode, or goes on from what is not known")
-    found += hosted_tools(chat)
-    unread = [str(message.get("type")) for message in chat["messages"] if "role" not in message]
+    reasons = [reason for field, reason in _UNANSWERED.items() if asked.get(field)]
+    if not before.whole:
+        name = asked["previous_response_id"]
+        reasons.append(f"the response {name!r}, which was not made in this episode, or goes on from what is not known")
+    reasons += hosted_tools(body)
+    unread = [str(message.get("type")) for message in messages if "role" not in message]
     if unread:
-        found.append(f"input items of type {', '.join(dict.fromkeys(unread))}")
-    return " and ".join(found)
+        reasons.append(f"input items of type {', '.join(dict.fromkeys(unread))}")
+    return body, " and ".join(reasons)
+
+
+def keep(call: LiveCall, asked: Mapping[str, Any], response: Mapping[str, Any]) -> None:
+    """Remember a response for later requests that refer to it."""
+    earlier_in(call.episode).keep(call, asked, response)
 
 
 def hosted_tools(chat: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,6 @@ from cotune.integrations.apps.openai.forms import (
     TEXT_COMPLETION,
     TEXT_COMPLETIONS,
     Form,
-    encoded,
     finish,
     part_of,
 )
@@ -75,7 +74,7 @@ class _Exchange:
     """How the last attempt failed."""
 
     def answered(self, request: Any, found: Answer) -> Any:
-        content, kind = encoded(self.call, self.form, self.asked, found)
+        content, kind = self.form.content(self.call, found, self.asked)
         response = _response(request, 200, kind, content, self.call.id)
         self.call.finish(found)
         return response
@@ -230,8 +229,7 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
         asked = msgspec.json.decode(request.content)
         if not isinstance(asked, dict):
             raise ValueError("the body is not a JSON object")
-        body = form.chat(asked, episode)
-        unsupported_reason = form.unsupported_reason(asked, body, episode)
+        body, unsupported_reason = form.read(asked, episode)
         call = opened_call.get()
         if call is not None and not call.on_wire and not call.ended:
             call.read(body)

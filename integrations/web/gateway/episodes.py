@@ -310,8 +310,7 @@ def _started(episode: LiveEpisode, who: Identity, form: Form, asked: dict[str, A
     """The call of a request. Raises RequestError."""
     caller = CallerContext(who.role, "gateway", read=who.parents, given=who.named)
     try:
-        chat = form.chat(asked, episode)
-        unsupported_reason = form.unsupported_reason(asked, chat, episode)
+        chat, unsupported_reason = form.read(asked, episode)
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
         raise RequestError(400, f"The request cannot be read: {error}.", code="invalid_value") from None
     try:

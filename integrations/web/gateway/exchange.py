@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from cotune.integrations.apps.openai.forms import Form, encoded, finish, part_of
+from cotune.integrations.apps.openai.forms import Form, finish, part_of
 from cotune.integrations.web.http.bodies import aside, decoded, json_values
 from cotune.integrations.web.http.limits import MOST_MESSAGES, Limits
 from cotune.integrations.web.http.requests import RequestError, invalid_value
@@ -130,7 +130,7 @@ class Exchange:
         tokens = found.usage.prompt_tokens + found.usage.completion_tokens * (1 + _SHOWN * shown)
 
         def encode_and_record() -> tuple[bytes, str]:
-            content = encoded(self.call, self.form, self.asked, found)
+            content = self.form.content(self.call, found, self.asked)
             self.call.finish(found)
             return content
 
