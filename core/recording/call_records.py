@@ -6,7 +6,7 @@ An episode stores each message, and each segment of a prompt's tokens, once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,7 @@ import msgspec
 from cotune.recording.redaction import RedactedCall, Redaction
 from cotune.recording.rewards import reward_records
 from cotune.records.answers import Answer
-from cotune.records.ids import address, canonical, message_id, new_id, pack_ids, path_digest, unpack_ids
+from cotune.records.ids import ROOT, address, canonical, message_id, new_id, pack_ids, unpack_ids
 from cotune.records.structs import CallRecord, CallStatus, Message, Record, Segment, Usage, candidate_id
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
@@ -70,7 +70,7 @@ class SentMessage(msgspec.Struct, eq=False):
     address: str | None = None
     """Its content address, once a call with it has been recorded."""
     key: Hashable = None
-    """Of an assistant message: its key among the answers (`Outputs`)."""
+    """Of an assistant message: its key among the answers."""
 
 
 class PendingCall:
@@ -106,39 +106,6 @@ class PendingCall:
         self.streamed = bool(self.params.pop("stream", False))
 
 
-class Outputs:
-    """The answers of the calls that have ended; beyond the limits the least recently read are dropped."""
-
-    def __init__(self) -> None:
-        self._calls: BoundedCache[str] = BoundedCache(OUTPUTS, OUTPUT_BYTES)
-
-    def add(self, call: str, message: Mapping[str, Any], name: str | None) -> int:
-        """Keep a call's answer (an assistant message), also under the `name` a framework gives it.
-
-        Returns how many kept answers were dropped for want of room.
-        """
-        forgotten = 0
-        for key in ([name] if name else []) + [_key(message)]:
-            forgotten += self._calls.put(key, call, bytes_of((key, call)) + _OVERHEAD)
-        return forgotten
-
-    def read_by(self, names: Iterable[str], messages: Iterable[SentMessage]) -> tuple[str, ...]:
-        """Calls whose outputs a prompt contains: by the framework's names, else by its assistant messages."""
-        if not len(self._calls):
-            return ()
-        found: dict[str, None] = {}
-        for name in names:
-            if call := self._calls.get(name):
-                found[call] = None
-        if not found:
-            for sent in messages:
-                if sent.message.get("role") == "assistant":
-                    sent.key = sent.key or _key(sent.message)
-                    if call := self._calls.get(sent.key):
-                        found[call] = None
-        return tuple(found)
-
-
 def _key(message: Mapping[str, Any]) -> Hashable:
     """Key of an assistant message: its content and tool calls, without the optional fields that clients add or drop."""
     content, tools = message.get("content") or None, message.get("tool_calls")
@@ -168,11 +135,10 @@ class CallRecords:
         self._redaction = redaction
         self._lock = lock
         self._warn = warn
-        self.outputs = Outputs()
-        """The answers of the calls that have ended. Hold the lock to use it."""
+        self._answers: BoundedCache[str] = BoundedCache(OUTPUTS, OUTPUT_BYTES)
+        """The calls that have ended, by what they answered (`_key`) and by the name that a framework gives it."""
         self._prompts = PromptTree()
         self._names: BoundedCache[str] = BoundedCache(NAMES, NAME_BYTES)
-        self._withheld: set[str] = set()
         self._histories: dict[str, list[SentMessage]] = {}
         """By role, the messages of its last call."""
 
@@ -189,7 +155,15 @@ class CallRecords:
                 self._histories[call.role] = call.sent
                 if len(self._histories) > HISTORIES:
                     del self._histories[next(iter(self._histories))]
-                call.parents = self.outputs.read_by(call.caller.read, call.sent)
+                if self._answers.bytes:
+                    # The outputs that it reads: by the framework's names, else by the assistant messages of its prompt.
+                    calls = dict.fromkeys(map(self._answers.get, call.caller.read))
+                    if not any(calls):
+                        for sent in call.sent:
+                            if sent.message.get("role") == "assistant":
+                                sent.key = sent.key or _key(sent.message)
+                                calls[self._answers.get(sent.key)] = None
+                    call.parents = tuple(filter(None, calls))
         except Exception as error:  # noqa: BLE001
             self._warn("unlinked_call", f"A call of role {call.role!r} has no parents: {type(error).__name__}.")
 
@@ -219,12 +193,15 @@ class CallRecords:
             tools = self._named(offered, [redacted.tools], records)[0] if offered else None
             if grammar:
                 sampling["grammar"] = self._named([canonical({"grammar": grammar})], [grammar], records)[0]
-            prompt, segments = self._prompt(call.role, answer, redacted.tokens_withheld)
-            records.extend(segments)
+            prompt = None
+            if answer and answer.prompt_ids:
+                chosen = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
+                prompt, segments = self._prompts.add(call.role, answer.prompt_ids, chosen, redacted.tokens_withheld)
+                records.extend(segments)
             if answer and answer.candidates:
-                forgotten = self.outputs.add(call.id, answer.candidates[answer.chosen].message, call.caller.output)
-                for _ in range(forgotten):
-                    self._warn("forgotten_output", _FORGOTTEN)
+                for key in filter(None, (call.caller.output, _key(answer.candidates[answer.chosen].message))):
+                    for _ in range(self._answers.put(key, call.id, bytes_of((key, call.id)) + _OVERHEAD)):
+                        self._warn("forgotten_output", _FORGOTTEN)
         records.append(_call(call, redacted, status, names, tools, sampling, prompt))
         texts = answer.feedback if answer else ()
         for i, components in enumerate(answer.rewards if answer else ()):
@@ -264,22 +241,6 @@ class CallRecords:
                 records.append(Message(name, body))
             names.append(name)
         return tuple(names)
-
-    def _prompt(self, role: str, answer: Answer | None, tokens_withheld: bool) -> tuple[str | None, list[Segment]]:
-        """The segment of an answer's prompt, and the segments that are new: of those whose ids may be stored."""
-        if answer is None or not answer.prompt_ids:
-            return None, []
-        chosen = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
-        prompt, segments = self._prompts.add(role, answer.prompt_ids, chosen)
-        if not tokens_withheld and not self._withheld:
-            return prompt, segments
-        kept: list[Segment] = []
-        for segment in segments:
-            if tokens_withheld or segment.parent in self._withheld:
-                self._withheld.add(segment.id)
-            else:
-                kept.append(segment)
-        return (None if tokens_withheld or prompt in self._withheld else prompt), kept
 
 
 def _call(
@@ -339,11 +300,11 @@ class _Path(msgspec.Struct, eq=False):
 
     def segment(self) -> Segment:
         """Take `id`, hashing only what this path adds to its base."""
-        if self.base is None or self.base.digest is None:
-            parent, added, self.digest = None, self.packed, path_digest(self.packed)
-        else:
-            parent, added, self.digest = self.base.id, self.packed[len(self.base.packed) :], self.base.digest.copy()
-            self.digest.update(added)
+        parent, added, digest = None, self.packed, ROOT
+        if self.base is not None and self.base.digest is not None:
+            parent, added, digest = self.base.id, self.packed[len(self.base.packed) :], self.base.digest
+        self.digest = digest.copy()
+        self.digest.update(added)
         self.id = self.digest.hexdigest()
         return Segment(self.id, parent, added)
 
@@ -353,17 +314,30 @@ class PromptTree:
 
     def __init__(self) -> None:
         self._paths: dict[str, list[_Path]] = {}
+        self._withheld: set[str] = set()
+        """Segments that may not be stored."""
 
-    def add(self, role: str, prompt_ids: tuple[int, ...], reply_ids: tuple[int, ...]) -> tuple[str, list[Segment]]:
+    def add(
+        self, role: str, prompt_ids: tuple[int, ...], reply_ids: tuple[int, ...], withheld: bool = False
+    ) -> tuple[str | None, list[Segment]]:
         """Extend the longest known path of `role` that `prompt_ids` starts with; remember the reply that follows.
 
         Returns the segment id of the whole prompt and the segments that are new. A reply is among them when the
-        first prompt extends it: until then its candidate is all that is needed of it.
+        first prompt extends it: until then its candidate is all that is needed of it. Segments that are `withheld`, or
+        extend one that was, may not be stored: they are left out, and so is the id of a prompt that needs them.
         """
         known = self._paths.setdefault(role, [])
         packed = pack_ids(prompt_ids)
+        base: _Path | None = None
+        for path in known:  # replies join it while it is read
+            if packed.startswith(path.packed):
+                if base is None or len(path.packed) > len(base.packed):
+                    base = path
+                if path.replies and len(path.packed) < len(packed):
+                    known.extend([_Path(reply, path) for reply in path.with_replies()])
+                    path.replies.clear()
         segments: list[Segment] = []
-        prompt = base = _longest(known, packed)
+        prompt = base
         if base is not None and not base.id:
             segments.append(base.segment())
         if prompt is None or len(prompt.packed) < len(packed):
@@ -372,6 +346,11 @@ class PromptTree:
             known.append(prompt)
         if reply_ids and reply_ids not in prompt.replies:
             prompt.replies.append(reply_ids)
+        for segment in segments if withheld or self._withheld else ():
+            if withheld or segment.parent in self._withheld:
+                self._withheld.add(segment.id)
+        if withheld or prompt.id in self._withheld:
+            return None, [segment for segment in segments if segment.id not in self._withheld]
         return prompt.id, segments
 
     def paths(self, role: str) -> list[tuple[int, ...]]:
@@ -379,16 +358,3 @@ class PromptTree:
         known = self._paths.get(role, ())
         found = {packed for path in known for packed in (path.packed, *path.with_replies())}
         return [unpack_ids(packed) for packed in sorted(found, key=len, reverse=True)]
-
-
-def _longest(known: list[_Path], packed: bytes) -> _Path | None:
-    longest, most = None, 0
-    for path in known:  # replies join it while it is read
-        if packed.startswith(path.packed):
-            length = len(path.packed)
-            if length > most:
-                longest, most = path, length
-            if path.replies and length < len(packed):
-                known.extend([_Path(reply, path) for reply in path.with_replies()])
-                path.replies.clear()
-    return longest

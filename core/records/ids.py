@@ -29,7 +29,10 @@ def new_id() -> str:
 
 def ulid(value: int) -> str:
     """128 bits as the 26 characters of a ULID."""
-    return "".join([_PAIRS[value >> shift & 1023] for shift in range(120, -1, -10)])
+    text = ""
+    for shift in range(120, -1, -10):
+        text += _PAIRS[value >> shift & 1023]
+    return text
 
 
 def _after_fork() -> None:
@@ -60,19 +63,17 @@ def address(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def path_digest(path: bytes) -> hashlib.blake2b:
-    """Digest whose `hexdigest` is the `segment_id` of a packed path; update a copy of it with what follows the path."""
-    return hashlib.blake2b(path, digest_size=16)
+ROOT = hashlib.blake2b(digest_size=16)
+"""Digest of the empty path. Updated with a packed path, a copy has its `segment_id` as `hexdigest`."""
+
+
+packer = functools.lru_cache(8192)(struct.Struct)
+"""Structs by their format: the cache of the module `struct` is cleared at every hundredth."""
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32: a prefix of the bytes is a prefix of the ids. Raises struct.error."""
-    return _packer(len(token_ids)).pack(*token_ids)
-
-
-@functools.lru_cache(8192)
-def _packer(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}i")
+    return packer(f"<{len(token_ids)}i").pack(*token_ids)
 
 
 def unpack_ids(path: bytes) -> tuple[int, ...]:

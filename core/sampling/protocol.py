@@ -208,8 +208,8 @@ class ChatFormat(Protocol):
         ...
 
     def images(self, messages: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
-        """The encoded images of messages that have some, in order. Raises RequestRefused where the model sees none, or
-        an image does not come with its bytes."""
+        """The encoded images of messages, in order. Raises RequestRefused where there are some and the model sees none,
+        or one does not come with its bytes."""
         ...
 
     @property

@@ -83,8 +83,11 @@ def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def fixes_form(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> bool:
     """Whether the request restricts what a reply may look like, so that it is sampled under a grammar."""
-    if form_type(body) != "text" or any(body.get(name) is not None for name in GUIDED):
+    if form_type(body) != "text":
         return True
+    for name in GUIDED:
+        if body.get(name) is not None:
+            return True
     choice = body.get("tool_choice") or "auto"
     if not tools:
         return choice not in ("auto", "none")

@@ -19,7 +19,7 @@ from cotune.algorithms.samples import Floats
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, WorkflowError
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
-from cotune.records.images import holds_images, image_id
+from cotune.records.images import image_id
 from cotune.records.plans import Plan, Select, seed_of
 from cotune.records.structs import Candidate, PolicyRef, Usage
 from cotune.runtime.bounded_cache import INLINE, bytes_of
@@ -162,12 +162,12 @@ class PolicyResponder:
                 seed = seed_of(self.seed, *place, call.role, call.turn, *own_seed)
                 params = msgspec.structs.replace(params, seed=seed)
             # 2. The images. A reply may hold no token that stands for one: nothing would.
-            if holds_images(call.messages):
-                try:
-                    images = chat.images(call.messages)
-                except RequestRefused as error:
-                    where = f"Call {call.step}, turn {call.turn} of role {call.role!r}, has an image"
-                    raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
+            try:
+                images = chat.images(call.messages)
+            except RequestRefused as error:
+                where = f"Call {call.step}, turn {call.turn} of role {call.role!r}, has an image"
+                raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
+            if images:
                 never = tuple((token, NEVER) for token in chat.image_tokens)
                 params = msgspec.structs.replace(params, images=images, logit_bias=(*params.logit_bias, *never))
             # 3. The prompt, and the room that it leaves.

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from cotune.errors import RecordError
 from cotune.json_values import plain
-from cotune.records.ids import pack_ids, unpack_ids
+from cotune.records.ids import pack_ids, packer, unpack_ids
 from cotune.records.images import split_images
 from cotune.records.structs import (
     CallRecord,
@@ -143,7 +143,9 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
         elif record.id in known:
             continue
         elif isinstance(record, Message):
-            body, images = split_images(record.body)
+            # Images are parts of a content in parts; most contents are texts.
+            parts = isinstance(record.body, dict) and isinstance(record.body.get("content"), list)
+            body, images = split_images(record.body) if parts else (record.body, [])
             for image in images:
                 if (name := image.id) not in known:
                     rows.append(("images", (name, image.media_type, bytearray(image.data))))
@@ -166,7 +168,7 @@ def _call_row(call: CallRecord) -> Row:
         if tokens:
             token_ids += pack_ids(c.token_ids)
         if known:
-            logprobs += _floats(known).pack(*c.logprobs)
+            logprobs += packer(f"<{known}f").pack(*c.logprobs)
     completion = len(token_ids) // 4 if token_ids else call.usage.completion_tokens
     return (
         call.id,
@@ -183,11 +185,6 @@ def _call_row(call: CallRecord) -> Row:
         token_ids,
         logprobs,
     )
-
-
-@functools.lru_cache(8192)
-def _floats(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}f")
 
 
 def _episode_row(episode: Episode) -> Row:

@@ -43,6 +43,9 @@ class Fixed:
         self.asked.append(params)
         return [Completion((1,), (-0.1,), "stop")]
 
+    def images(self, messages: Any) -> tuple[bytes, ...]:
+        return ()
+
     def render(self, messages: Any, tools: Any, **earlier: Any) -> list[int]:
         return [1]
 

@@ -75,6 +75,9 @@ class Scripted:
 class Bytes:
     """One token per byte of the contents; a reply `call NAME` is a tool call."""
 
+    def images(self, messages: Any) -> tuple[bytes, ...]:
+        return ()
+
     def render(self, messages: Sequence[Any], tools: Sequence[Any] | None, **earlier: Any) -> list[int]:
         if messages[0].get("role") == "nobody":
             raise SamplerError("The chat template knows no role 'nobody'.", "Use another.")

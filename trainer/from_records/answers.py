@@ -11,7 +11,6 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError
 from cotune.integrations.models.chat.answers import encode_answer
 from cotune.reading.recorded_answers import RecordedAnswer, best_episodes, recorded_answers
-from cotune.records.images import holds_images
 from cotune.records.structs import Candidate, Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.outcomes import OnFailure
@@ -167,7 +166,7 @@ def _row(reader: Reader, found: RecordedAnswer, noted: Counter[str]) -> TrainRow
         logprobs=(0.0,) * len(encoded.answer),
         advantage=1.0,
         trajectory=call.episode,
-        images=chat.images(found.messages) if holds_images(found.messages) else (),
+        images=chat.images(found.messages),
     )
 
 

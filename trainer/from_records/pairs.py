@@ -13,7 +13,7 @@ from cotune.errors import RecordError, RequestRefused
 from cotune.integrations.models.chat.answers import encode_answer
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.reading.recorded_answers import answer_values, outcome_values
-from cotune.records.images import holds_images, prompt_id
+from cotune.records.images import prompt_id
 from cotune.records.structs import CallRecord, Candidate, Episode, candidate_id
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.outcomes import OnFailure
@@ -131,7 +131,7 @@ def _rows(store: Store, reader: Reader, best: _Answer, worst: _Answer) -> list[T
         found.append(ids)
     try:
         messages = [store.message(id) for id in best.call.messages]
-        images = chat.images(messages) if holds_images(messages) else ()
+        images = chat.images(messages)
     except (RecordError, RequestRefused) as error:
         return "lost_message" if isinstance(error, RecordError) else "unrenderable"
     prompt = found[0][0]

@@ -72,8 +72,8 @@ def install() -> None:
         for kind in ("chain", "tool", "retriever"):
             for event in ("end", "error"):
                 _hook(f"{like}CallbackManagerFor{kind.title()}Run", f"on_{kind}_{event}", _observed_end, _run_ends)
-        _hook(f"{like}CallbackManagerForLLMRun", "on_llm_end", _observed_end, _model_ends)
-        _hook(f"{like}CallbackManagerForLLMRun", "on_llm_error", _observed_end, _done)
+        for event in ("end", "error"):
+            _hook(f"{like}CallbackManagerForLLMRun", f"on_llm_{event}", _observed_end, _model_ends)
     scope_finders.append(_node_scope)
 
 
@@ -210,41 +210,39 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
             read.append(name[:_MESSAGE_ID])
         elif name and name in known.outputs:
             read.append(known.outputs[name])
-    output = f"lc_run--{run.run_id}"
-    caller = _entered_within(made)
+    caller, scope = None, current_scope.get()
+    if scope is not None:  # one of another framework (a crew's agent), which may be at work inside the model's node
+        here, node = _node_scope(), _node_of(made)
+        if (here.scope_id if here else None) == node and node in (None, scope.found):
+            caller = scope.caller()
     if caller is None:
         role, agent = named(made)
-        caller = CallerContext(role, NAME, state=made.state, read=tuple(read), output=output, nameless=agent)
-    else:
-        caller.read, caller.output = (*caller.read, *read), output
+        caller = CallerContext(role, NAME, state=made.state, nameless=agent)
+    caller.read, caller.output = (*caller.read, *read), f"lc_run--{run.run_id}"
     caller.thread = _thread(var_child_runnable_config.get())
     known.callers[run.run_id.int] = caller
     current_caller.set(caller)
 
 
 def _model_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    caller = _done(episode, run, args, kwargs)
+    known = _runs(episode)
+    caller = known.callers.pop(run.run_id.int, None)
     if caller is None:
         return
-    response = args[0] if args else kwargs["response"]
+    caller.done = True  # where a model runs in a context of its own, resetting the ContextVar would be lost
+    response = args[0] if args else kwargs.get("response")
+    if response is None or isinstance(response, BaseException):
+        return
     for generation in response.generations[0]:
         name = getattr(getattr(generation, "message", None), "id", None)
         if name and not name.startswith("lc_run--"):
-            _runs(episode).outputs[name] = str(caller.output)
+            known.outputs[name] = str(caller.output)
     if not caller.calls:
         episode.warn(
             "unseen_call",
             f"A chat model answered role {caller.role!r} without a call that can be recorded: from LangChain's cache "
             "or by a client of its own. Switch the cache off while recording.",
         )
-
-
-def _done(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallerContext | None:
-    # Where a model runs in a context of its own, resetting the ContextVar would be lost.
-    caller: CallerContext | None = _runs(episode).callers.pop(run.run_id.int, None)
-    if caller is not None:
-        caller.done = True
-    return caller
 
 
 def _parent(known: _Runs, run: Any) -> GraphRun | None:
@@ -279,17 +277,6 @@ def _thread(config: Any) -> str | None:
     known = (config or {}).get("configurable") or {}
     thread = known.get("thread_id")
     return str(thread) if thread and known.get("__pregel_checkpointer") else None
-
-
-def _entered_within(run: GraphRun) -> CallerContext | None:
-    """Who is at work in a scope of another framework (a crew's agent) that was entered inside a model call's node."""
-    scope = current_scope.get()
-    if scope is None:
-        return None
-    here, node = _node_scope(), _node_of(run)
-    if (here.scope_id if here else None) != node or node not in (None, scope.found):
-        return None
-    return scope.caller()
 
 
 def _node_of(run: GraphRun | None) -> str | None:

@@ -223,11 +223,13 @@ class ChatTemplate:
             return True
 
     def images(self, messages: Messages) -> tuple[bytes, ...]:
-        """The encoded images of messages that have some, in order. Raises RequestRefused where the model sees none, or
-        an image does not come with its bytes."""
-        if self._images is None:
+        """The encoded images of messages, in order. Raises RequestRefused where there are some and the model sees none,
+        or one does not come with its bytes."""
+        if self._images is not None:
+            return images_of(messages)
+        if holds_images(messages):
             raise RequestRefused("The policy's model sees no images.", SEEING)
-        return images_of(messages)
+        return ()
 
     @property
     def image_tokens(self) -> tuple[int, ...]:
@@ -292,7 +294,7 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            images = self.images(messages) if holds_images(messages) else ()
+            images = self.images(messages)
             parts = bool(images) or self._in_parts
             chat, shown = [for_template(m, parts=parts) for m in messages], list(tools) if tools else None
             with time_limit(PATIENCE):

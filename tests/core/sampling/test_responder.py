@@ -40,6 +40,9 @@ class ScriptedSampler:
 class Chat:
     """A message is as many tokens as its text has letters; a reply is its letters up to a stop string."""
 
+    def images(self, messages):
+        return ()
+
     def render(self, messages, tools, *, earlier=()):
         return [9] * sum(len(m["content"]) for m in messages) + ([8] if tools else [])
 

@@ -35,6 +35,9 @@ TRAINED = {"ask": ASKER, "solve": SOLVER}
 class Letters:
     """Token ids are code points."""
 
+    def images(self, messages: Any) -> tuple[bytes, ...]:
+        return ()
+
     def render(self, messages: Sequence[Mapping[str, Any]], tools: object, **earlier: object) -> list[int]:
         return [ord(letter) for letter in messages[-1]["content"]]
 

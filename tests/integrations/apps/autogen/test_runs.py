@@ -299,6 +299,9 @@ class Letters:
     def __init__(self) -> None:
         self.prompts: list[Any] = []
 
+    def images(self, messages: Any) -> tuple[bytes, ...]:
+        return ()
+
     def render(self, messages: Any, tools: Any, **earlier: Any) -> list[int]:
         self.prompts.append([m["content"] for m in messages])
         return [len(self.prompts)]

@@ -18,7 +18,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 
 import cotune
 from cotune.cli.main import main
-from cotune.recording.call_records import Outputs
+from cotune.recording import call_records
 from cotune.records.structs import Message
 from tests.core.storage.whole_file import copied
 from tests.integrations.provider import Provider, completion, event, json_reply
@@ -65,7 +65,7 @@ def test_no_prompt_is_in_the_log_whatever_goes_wrong(provider: Provider, caplog,
 
     redacting = cotune.workflow(lambda task: graph.invoke({"messages": USER}))
     redacting.redactor(raises)
-    monkeypatch.setattr(Outputs, "add", raises)
+    monkeypatch.setattr(call_records, "_key", raises)
     with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for sink, reply in ((Sink(), None), (Full(), None), (Sink(), raises), (Sink(), lambda call: answer(SECRET))):

@@ -243,6 +243,9 @@ def test_token_ids_and_logprobs_where_they_are_asked_for(record: Recorded):
 class OneToken:
     """A sampler and a chat format of one token."""
 
+    def images(self, messages):
+        return ()
+
     def render(self, messages, tools, *, earlier=()):
         return [1]
 
