@@ -29,7 +29,7 @@ from rich.table import Table
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from cotune.records.ids import pack_ids, segment_id
+from cotune.records.ids import candidate_id, pack_ids, segment_id
 from cotune.records.structs import (
     CallRecord,
     Candidate,
@@ -41,7 +41,6 @@ from cotune.records.structs import (
     Segment,
     Task,
     Usage,
-    candidate_id,
 )
 from cotune.storage.sqlite_store import SqliteStore
 

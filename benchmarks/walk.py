@@ -2,7 +2,8 @@
 
 A LangGraph application with ChatOpenAI calls its model twice; a stub policy answers with K = 4 candidates. The second
 call is counted, as the first one loads and installs things: files, functions and changes of file, from the request of
-the client to the answer that the application gets, in all threads. The stub policy itself is left out.
+the client to the answer that the application gets, in all threads. The stub policy itself is left out, and what it
+alone calls.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.before.stub.stub import StubResponder
 
 K = 4
-MODEL = "trainer/before/stub/"
+MODEL, RESPONDER = "trainer/before/stub/", "sampling/responder.py"
 
 
 class State(TypedDict):
@@ -54,7 +55,8 @@ class Walk:
         if not self.counting or event != "call" or not file.startswith(self._root):
             return
         name = file.removeprefix(self._root + "/")
-        if name.startswith(MODEL):
+        caller = frame.f_back.f_code.co_filename if frame.f_back else ""
+        if name.startswith(MODEL) or (MODEL in caller and name != RESPONDER):
             return
         self.functions.add((name, frame.f_code.co_qualname))
         self.calls[name] += 1

@@ -22,9 +22,10 @@ from cotune.algorithms.attribution import attribute
 from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Failure, Floats, Sample
 from cotune.errors import RecordError
+from cotune.records.ids import candidate_id
 from cotune.records.images import prompt_id
 from cotune.records.plans import PlanKind
-from cotune.records.structs import CallRecord, Candidate, Episode, PolicyRef, candidate_id
+from cotune.records.structs import CallRecord, Candidate, Episode, PolicyRef
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 

@@ -14,7 +14,8 @@ from cotune.algorithms.collect import failure_of, is_outcome
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution, Recipe
 from cotune.algorithms.samples import Sample
-from cotune.records.structs import CallRecord, Episode, PolicyRef, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Episode, PolicyRef
 from cotune.storage.outcomes import OnFailure, failure_reward
 
 NO_ROLE = ""

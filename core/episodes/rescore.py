@@ -13,7 +13,8 @@ from cotune.errors import RecordError, WorkflowError
 from cotune.judging.episodes import finished_call, outcomes_of
 from cotune.recording.redaction import Redaction
 from cotune.recording.rewards import reward_records
-from cotune.records.structs import CallRecord, Episode, Task, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Episode, Task
 from cotune.sampling.scoring import Scored, score
 from cotune.storage.protocol import Store
 

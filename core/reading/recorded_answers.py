@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from cotune.algorithms.collect import failure_of, is_outcome
 from cotune.algorithms.tree_values import tree_values
 from cotune.errors import RecordError
-from cotune.records.structs import CallRecord, Episode, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Episode
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 

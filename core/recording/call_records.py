@@ -15,8 +15,8 @@ import msgspec
 from cotune.recording.redaction import RedactedCall, Redaction
 from cotune.recording.rewards import reward_records
 from cotune.records.answers import Answer
-from cotune.records.ids import ROOT, address, canonical, message_id, new_id, pack_ids, unpack_ids
-from cotune.records.structs import CallRecord, CallStatus, Message, Record, Segment, Usage, candidate_id
+from cotune.records.ids import ROOT, address, candidate_id, canonical, message_id, new_id, pack_ids, unpack_ids
+from cotune.records.structs import CallRecord, CallStatus, Message, Record, Segment, Usage
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
 _SHORT = 512

@@ -44,6 +44,11 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def candidate_id(call_id: str, index: int) -> str:
+    """Id of a candidate as reward target and sample id: `<call id>.<index>`."""
+    return f"{call_id}.{index}"
+
+
 canonical = msgspec.json.Encoder(order="sorted").encode
 """JSON of a chat message that is the same however its keys are ordered."""
 

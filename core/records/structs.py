@@ -224,8 +224,3 @@ class FeedbackRecord(msgspec.Struct, frozen=True, gc=False, tag="feedback"):
 
 
 Record = Message | Segment | CallRecord | Episode | RewardRecord | FeedbackRecord
-
-
-def candidate_id(call_id: str, index: int) -> str:
-    """Id of a candidate as reward target and sample id: `<call id>.<index>`."""
-    return f"{call_id}.{index}"

@@ -97,7 +97,10 @@ class PolicyResponder:
         # 3. Reward all of them, and choose the one that the application gets.
         scored, failure = await self._score(call, candidates)
         rewards = tuple([one.rewards for one in scored])
-        lengths = [Length(len(c.token_ids), params.max_tokens, c.finish_reason == "length") for c in candidates]
+        lengths, written = [], 0
+        for candidate in candidates:
+            written += (count := len(candidate.token_ids))
+            lengths.append(Length(count, params.max_tokens, candidate.finish_reason == "length"))
         compared = attribute_siblings(rewards, call.role, self.own.get(call.role, self.attribution), lengths)
         # Of the parameters, images are recorded by their hash, and what most requests leave out only where it is asked.
         sampling = msgspec.structs.asdict(params)
@@ -110,7 +113,7 @@ class PolicyResponder:
             chosen=choose(compared, self.plan.select if self.plan else "first", params.seed or 0),
             prompt_ids=tuple(prompt),
             policy=policy,
-            usage=Usage(len(prompt), sum([length.tokens for length in lengths])),
+            usage=Usage(len(prompt), written),
             rewards=rewards,
             feedback=tuple([one.text for one in scored]),
             sampling=sampling,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sqlite3
@@ -60,6 +61,7 @@ class SqliteStore(SqliteFigures):
         self.path = path
         self._writer = writer
         self._lock = lock
+        self.write: Callable[[Sequence[Record]], None] = writer.put if writer else functools.partial(_refuse, path)
         self._readers: list[sqlite3.Connection] = []
         self._unreadable = 0
         self._connect: Callable[[Path], sqlite3.Connection] = _connect_reader
@@ -117,11 +119,6 @@ class SqliteStore(SqliteFigures):
     @property
     def folder(self) -> Path:
         return self.path.parent
-
-    def write(self, records: Sequence[Record]) -> None:
-        if self._writer is None:
-            raise self._read_only()
-        self._writer.put(records)
 
     def flush(self) -> None:
         if self._writer:
@@ -235,8 +232,8 @@ class SqliteStore(SqliteFigures):
 
     def _write_ledger(self, ledger: Ledger) -> None:
         if self._writer is None:
-            raise self._read_only()
-        if failure := self._writer.write_ledger(ledger):
+            _refuse(self.path)
+        elif failure := self._writer.write_ledger(ledger):
             raise RecordError(
                 f"The ledger of consumed groups in {self.path} cannot be written ({failure}).",
                 "Free the disk and resume: a group that is not in the ledger could be trained twice.",
@@ -284,9 +281,6 @@ class SqliteStore(SqliteFigures):
             return
         yield made
 
-    def _read_only(self) -> RunError:
-        return RunError(f"{self.path} is open for reading only.", "Open it without read_only to write.")
-
     @contextmanager
     def _reader(self) -> Iterator[sqlite3.Connection]:
         """A connection for this read alone: pooled, and never the writer's."""
@@ -311,6 +305,10 @@ class SqliteStore(SqliteFigures):
         self._readers = []
         if self._writer:
             self._writer.abandon()
+
+
+def _refuse(path: Path, records: Sequence[Record] = ()) -> None:
+    raise RunError(f"{path} is open for reading only.", "Open it without read_only to write.")
 
 
 def _connect_writer(path: Path) -> sqlite3.Connection:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cotune.records.ids import pack_ids, segment_id
+from cotune.records.ids import candidate_id, pack_ids, segment_id
 from cotune.records.structs import (
     CallRecord,
     Candidate,
@@ -19,7 +19,6 @@ from cotune.records.structs import (
     RewardRecord,
     Segment,
     Task,
-    candidate_id,
 )
 from tests.core.installed import build_wheel, install
 

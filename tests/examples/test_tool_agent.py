@@ -220,7 +220,7 @@ def test_a_call_that_cannot_be_read_is_text_and_costs(trained: tuple[RunSummary,
 
 
 def _scores(store: SqliteStore, call: CallRecord) -> list[float]:
-    from cotune.records.structs import candidate_id
+    from cotune.records.ids import candidate_id
 
     found = [store.rewards([candidate_id(call.id, c.index)]) for c in call.candidates]
     return [next(iter(rewards.values()))["local"] for rewards in found]

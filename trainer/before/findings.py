@@ -17,9 +17,10 @@ from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, WorkflowError
 from cotune.near_names import did_you_mean, near_names
 from cotune.records.blame import chain
+from cotune.records.ids import candidate_id
 from cotune.records.plans import Plan
 from cotune.records.policies import Policies
-from cotune.records.structs import CallRecord, candidate_id
+from cotune.records.structs import CallRecord
 from cotune.runtime.user_code import origin, phrase
 from cotune.sampling.protocol import UNSHAPED
 from cotune.storage.protocol import Store

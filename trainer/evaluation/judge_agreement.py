@@ -18,7 +18,7 @@ from cotune.episodes.workflows import Workflow, load_workflow
 from cotune.errors import ConfigError, WorkflowError
 from cotune.intervals import LEVEL, Interval, Z, wilson
 from cotune.judging.episodes import outcomes_of
-from cotune.records.structs import candidate_id
+from cotune.records.ids import candidate_id
 from cotune.sampling.scoring import Scored
 from cotune.storage.judge_ledger import run_folder, totals_of
 from cotune.storage.open_store import open_store

@@ -10,7 +10,8 @@ import msgspec
 
 from cotune.errors import ConfigError
 from cotune.judging.shown import shown_message, shown_messages
-from cotune.records.structs import CallRecord, Episode, Task, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Episode, Task
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 

@@ -11,7 +11,8 @@ from cotune.algorithms.goal import NO_ROLE, Played, single_sample
 from cotune.algorithms.samples import Sample
 from cotune.reading.evaluations import ModeUse, RoleStatistics
 from cotune.recording.recorder import Sink
-from cotune.records.structs import CallRecord, Episode, Record, RewardRecord, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Episode, Record, RewardRecord
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.statistics import mean
 

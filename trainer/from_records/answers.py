@@ -11,7 +11,8 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError
 from cotune.integrations.models.chat.answers import encode_answer
 from cotune.reading.recorded_answers import RecordedAnswer, best_episodes, recorded_answers
-from cotune.records.structs import Candidate, Episode, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import Candidate, Episode
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store

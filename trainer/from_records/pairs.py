@@ -13,8 +13,9 @@ from cotune.errors import RecordError, RequestRefused
 from cotune.integrations.models.chat.answers import encode_answer
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.reading.recorded_answers import answer_values, outcome_values
+from cotune.records.ids import candidate_id
 from cotune.records.images import prompt_id
-from cotune.records.structs import CallRecord, Candidate, Episode, candidate_id
+from cotune.records.structs import CallRecord, Candidate, Episode
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store

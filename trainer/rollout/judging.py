@@ -17,7 +17,8 @@ from cotune.judging.episodes import JUDGING, AskJudge, EpisodeJudge, FinishedEpi
 from cotune.recording.context import current_episode, judging
 from cotune.recording.recorder import Responder
 from cotune.recording.rewards import reward_records
-from cotune.records.structs import Episode, Task, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import Episode, Task
 from cotune.runtime.user_code import setting
 from cotune.sampling.scoring import Scored
 from cotune.storage.protocol import Store

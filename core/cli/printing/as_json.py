@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from cotune.errors import RecordError
-from cotune.records.structs import CallRecord, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
 

@@ -12,8 +12,9 @@ from rich.text import Text
 from rich.tree import Tree
 
 from cotune.errors import RecordError
+from cotune.records.ids import candidate_id
 from cotune.records.images import content_text
-from cotune.records.structs import CallRecord, Episode, candidate_id
+from cotune.records.structs import CallRecord, Episode
 from cotune.storage.protocol import Store
 from cotune.tables import BAD, GOOD, NAME, QUIET, answer_line, first_line, plural, scores, snippet
 

@@ -29,7 +29,7 @@ from cotune.recording.call_records import CallerContext, CallRecords, PendingCal
 from cotune.recording.recorder import Places, Sink
 from cotune.recording.rewards import feedback_record
 from cotune.records.answers import Answer
-from cotune.records.ids import ulid
+from cotune.records.ids import candidate_id, ulid
 from cotune.records.structs import (
     CallRecord,
     CallStatus,
@@ -42,7 +42,6 @@ from cotune.records.structs import (
     RewardRecord,
     Task,
     Usage,
-    candidate_id,
 )
 from cotune.storage.outcomes import metric
 

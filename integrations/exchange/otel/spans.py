@@ -15,8 +15,8 @@ import msgspec
 from cotune.errors import RecordError
 from cotune.integrations.exchange.otel import names
 from cotune.integrations.exchange.otel.messages import as_text, to_parts, tool_definition
-from cotune.records.ids import address
-from cotune.records.structs import CallRecord, Episode, candidate_id
+from cotune.records.ids import address, candidate_id
+from cotune.records.structs import CallRecord, Episode
 from cotune.storage.protocol import Store
 
 Kind = Literal["internal", "client"]

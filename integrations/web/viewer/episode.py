@@ -18,7 +18,8 @@ from cotune.integrations.web.viewer.tokens import shown_tokens
 from cotune.integrations.web.viewer.viewer import Viewer, hues, start
 from cotune.reading.groups import StepGroups
 from cotune.reading.run import OpenedRun
-from cotune.records.structs import CallRecord, Candidate, Episode, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Candidate, Episode
 
 PAGE = 40
 """Calls of a page."""

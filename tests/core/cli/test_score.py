@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cotune.cli.main import main
-from cotune.records.structs import candidate_id
+from cotune.records.ids import candidate_id
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider, completion, json_reply, serving
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cotune.errors import RecordError
-from cotune.records.ids import new_id, pack_ids, segment_id
+from cotune.records.ids import candidate_id, new_id, pack_ids, segment_id
 from cotune.records.structs import (
     CallRecord,
     Candidate,
@@ -23,7 +23,6 @@ from cotune.records.structs import (
     ShownToken,
     Task,
     Usage,
-    candidate_id,
 )
 from cotune.storage.sqlite_store import SqliteStore
 

@@ -12,7 +12,8 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.errors import ConfigError, GroupError
-from cotune.records.structs import CallRecord, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord
 from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, letters

@@ -15,16 +15,8 @@ from selenium import webdriver
 
 from benchmarks.viewer import browser as open_browser
 from cotune.integrations.web.viewer.server import viewing
-from cotune.records.structs import (
-    CallRecord,
-    Candidate,
-    Episode,
-    FeedbackRecord,
-    Message,
-    RewardRecord,
-    Task,
-    candidate_id,
-)
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Candidate, Episode, FeedbackRecord, Message, RewardRecord, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.train import train
 from tests.trainer.tiny_app import TASKS, application, ask, build_base, letters

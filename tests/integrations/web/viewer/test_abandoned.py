@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from cotune.integrations.web.viewer.server import viewing
-from cotune.records.structs import CallRecord, Candidate, Episode, PolicyRef, RewardRecord, Task, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Candidate, Episode, PolicyRef, RewardRecord, Task
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.web.viewer.test_pages import text
 
