@@ -97,10 +97,16 @@ def named(run: GraphRun) -> tuple[str, tuple[object, str] | None]:
             if not hidden:
                 source = None if not names and inner.name.endswith(_MIDDLEWARE) else source
                 names.append(inner.name.rpartition(".")[0] if inner.name.endswith(_MIDDLEWARE) else inner.name)
-            agent = _agent(inner.parent, hidden or inner.name in _HOOKS)
-            if agent:
-                names.append(agent)
-                break
+            # The agent whose graph this is. A claimed name counts where it is the graph's own, not an outer one's.
+            graph = inner.parent
+            if graph is not None and graph.kind == "chain":
+                outer = graph.parent.agent if graph.parent else None
+                agent = graph.agent if graph.agent == graph.name or graph.agent != outer else None
+                if not agent and (hidden or inner.name in _HOOKS) and not is_nameless(graph.name):
+                    agent = graph.name
+                if agent:
+                    names.append(agent)
+                    break
         if inner.middleware is not None and inner.middleware is not (inner.parent.middleware if inner.parent else None):
             names.append(source or inner.middleware.name)
             source = None
@@ -164,16 +170,6 @@ def _nodes(graph: Any, run: GraphRun) -> Iterator[tuple[str, str]]:
 
 def _node(run: GraphRun, name: str) -> GraphRun:
     return GraphRun(run, "node", name, f"{run.space}|{name}", None)
-
-
-def _agent(graph: GraphRun | None, inside_agent: bool) -> str | None:
-    """Name of the agent whose graph this is. A claimed name counts where it is the graph's own, not an outer one's."""
-    if graph is None or graph.kind != "chain":
-        return None
-    outer = graph.parent.agent if graph.parent else None
-    if graph.agent and (graph.agent == graph.name or graph.agent != outer):
-        return graph.agent
-    return graph.name if inside_agent and not is_nameless(graph.name) else None
 
 
 def _from_namespace(space: str, agent: str | None, whole: bool = True) -> GraphRun | None:
