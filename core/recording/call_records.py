@@ -221,13 +221,17 @@ class CallRecords:
         """The content addresses of a call's messages, as they are `stored`; new ones are added to `records`."""
         if self._redaction is not None or len(sent) != len(stored):
             return self._named(list(map(canonical, stored)), stored, records)
-        known = tuple([one.address for one in sent if one.address is not None])  # those that `link` found: the first
+        known: list[str] = []
+        for one in sent:  # the first ones, which `link` has found
+            if one.address is None:
+                break
+            known.append(one.address)
         new = stored[len(known) :]
         names = self._named(list(map(canonical, new)), new, records)
         for one, name in zip(sent[len(known) :], names, strict=True):
             if _exact(one.message):
                 one.address = name
-        return known + names
+        return (*known, *names)
 
     def _named(self, encoded: list[bytes], bodies: list[Any], records: list[Record]) -> tuple[str, ...]:
         """The content addresses of messages (their JSON and themselves); new ones are added to `records`."""
