@@ -304,7 +304,8 @@ class _Path(msgspec.Struct, eq=False):
 
     def segment(self) -> Segment:
         """Take `id`, hashing only what this path adds to its base."""
-        parent, added, digest = None, self.packed, ROOT
+        parent: str | None = None
+        added, digest = self.packed, ROOT
         if self.base is not None and self.base.digest is not None:
             parent, added, digest = self.base.id, self.packed[len(self.base.packed) :], self.base.digest
         self.digest = digest.copy()

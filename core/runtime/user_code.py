@@ -70,8 +70,9 @@ class AppThread:
         context = contextvars.copy_context()
 
         def job() -> None:
-            process, end = os.getpid(), future.set_result
-            value: Any
+            process = os.getpid()
+            value: Any = None
+            end: Callable[[Any], None] = future.set_result
             try:
                 value = context.run(fn, *args)
             except BaseException as error:  # noqa: BLE001

@@ -97,7 +97,8 @@ class PolicyResponder:
         # 3. Reward all of them, and choose the one that the application gets.
         scored, failure = await self._score(call, candidates)
         rewards = tuple([one.rewards for one in scored])
-        lengths, written = [], 0
+        lengths: list[Length] = []
+        written = 0
         for candidate in candidates:
             written += (count := len(candidate.token_ids))
             lengths.append(Length(count, params.max_tokens, candidate.finish_reason == "length"))

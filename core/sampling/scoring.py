@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from cotune.errors import WorkflowError, error_text
 from cotune.recording.context import current_episode
 from cotune.records.structs import Candidate, Task
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
-from cotune.runtime.user_code import Stopped, origin, pooled_thread, setting, user_code
+from cotune.runtime.user_code import AppThread, Stopped, origin, pooled_thread, setting, user_code
 
 Reward = float | Mapping[str, float]
 """What a scorer or a workflow returns: a number or a bool, or named numbers."""
@@ -208,6 +208,7 @@ async def compare(
     """Components of `items` that a function sees together, as `score` has them; `fn` takes them and what `about` is."""
     with setting(current_episode, None), setting(user_code, f"{source} on task {task_id!r}"):
         found = await _called(fn, (tuple(items), *about), timeout, source)
+    values: list[Any] = []
     wrong = ""
     if isinstance(found, Exception):
         values = [found] * len(items)
@@ -224,9 +225,9 @@ async def _called(fn: Callable[..., Any], args: Sequence[Any], timeout: float | 
     """What the application's function returns within `timeout` seconds, or the exception that it ends with: an async
     one on this loop, any other in a thread of the pool."""
     here = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+    place: AbstractAsyncContextManager[AppThread | None] = nullcontext() if here else pooled_thread()
     try:
-        # The time begins once there is a thread.
-        async with nullcontext() if here else pooled_thread() as thread, asyncio.timeout(timeout) as limit:
+        async with place as thread, asyncio.timeout(timeout) as limit:  # the time begins once there is a thread
             value = fn(*args) if thread is None else await thread.run(fn, *args)
             return await interruptible(value) if inspect.isawaitable(value) else value  # an async one may be behind it
     except Exception as error:  # noqa: BLE001
@@ -255,9 +256,9 @@ def _components(value: Any, source: str, name: str = "local", *, some: bool = Tr
     if isinstance(value, WorkflowError):
         return value
     if isinstance(value, Stopped) and isinstance(value.__cause__, Blocked):
-        error = WorkflowError(f"{source} {value.__cause__}.", REMEDY)
+        failure = WorkflowError(f"{source} {value.__cause__}.", REMEDY)
     else:
         text = str(value) if isinstance(value, Stopped) else error_text(value)
-        error = WorkflowError(f"{source} raised {text}{origin(value)}.", "Fix the scorer.")
-    error.__cause__ = value
-    return error
+        failure = WorkflowError(f"{source} raised {text}{origin(value)}.", "Fix the scorer.")
+    failure.__cause__ = value
+    return failure

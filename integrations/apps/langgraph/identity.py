@@ -210,7 +210,8 @@ def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs:
             read.append(name[:_MESSAGE_ID])
         elif name and name in known.outputs:
             read.append(known.outputs[name])
-    caller, scope = None, current_scope.get()
+    caller: CallerContext | None = None
+    scope = current_scope.get()
     if scope is not None:  # one of another framework (a crew's agent), which may be at work inside the model's node
         here, node = _node_scope(), _node_of(made)
         if (here.scope_id if here else None) == node and node in (None, scope.found):
