@@ -15,7 +15,8 @@ from cotune.algorithms.recipes import FEEDBACK
 from cotune.algorithms.samples import Sample, TrainRow
 from cotune.errors import ConfigError, GroupError, error_text
 from cotune.judging.episodes import finished_call
-from cotune.records.structs import Episode, Task, candidate_id
+from cotune.records.ids import candidate_id
+from cotune.records.structs import Episode, Task
 from cotune.runtime.user_code import origin
 from cotune.sampling.protocol import ChatFormat, ChatFormats
 from cotune.sampling.request_params import template_options, tools_shown
