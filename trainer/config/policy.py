@@ -31,7 +31,7 @@ class PolicyConfig(RunPolicy, frozen=True, kw_only=True, forbid_unknown_fields=T
     """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
 
     kind: PolicyKind = "lora"
-    """lora | full | frozen (the untrained model) | provider (whatever the application uses today)."""
+    """lora | full | frozen (its base, untrained) | provider (whatever the application uses today)."""
     lora: LoraSpec = LoraSpec()
     lr: float | None = None
     """Without a value `learner.lr`."""
