@@ -274,7 +274,7 @@ def test_scorer_errors_come_back(pair: tuple[Driver, RaySampler]) -> None:
     assert episode.status == "ok"
     ((error, count),) = made.workers.scorer_errors.items()
     assert error.startswith("The scorer of role 'second' raised ValueError: no judgement on q (")
-    assert error.endswith(f"{Path(worker_app.__file__).name}:16 in judge). Fix the scorer.")
+    assert error.endswith(f"{Path(worker_app.__file__).name}:17 in judge). Fix the scorer.")
     assert count == 4
 
 
