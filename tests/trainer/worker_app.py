@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import cotune
+from cotune.recording.context import current_episode
 from tests.trainer.tiny_app import application, ask, client, converse, letters
 
 _warm = client("http://127.0.0.1:9/v1").chat.completions  # imports now what the SDK imports at the first call
@@ -40,6 +42,18 @@ async def _late(task: Mapping[str, str]) -> float:
 
 late = application(_late)
 """A role that only the task `late` knows."""
+
+
+async def _sticky(task: Mapping[str, Any]) -> float:
+    said = await ask("first", f"say {task['letter']}")
+    live = current_episode.get()
+    if task["kind"] == "stuck" and live is not None and live.training_step == 0:
+        await asyncio.sleep(3600)
+    return 0.0 if task["kind"] == "flat" else sum(map(ord, said)) % 97 / 97
+
+
+sticky = application(_sticky)
+"""Tasks whose rewards are equal, and those that never end in the first step."""
 
 judged = application(converse)
 """No scorer: the outcome is all there is."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import signal
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import pytest
 
 from cotune.errors import ConfigError
-from cotune.recording.context import current_episode
 from cotune.records.tasks import as_tasks
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.schedules.task_pool import TaskPool
-from tests.trainer.schedules.test_task_pool import GRADED, drawn_in, graded, state_of, weights_of
+from tests.trainer import worker_app
+from tests.trainer.schedules.test_task_pool import GRADED, LETTERS, drawn_in, graded, state_of, weights_of
 from tests.trainer.test_loop import StopsOnce
 from tests.trainer.tiny_app import application, ask, letters
 
@@ -27,6 +26,9 @@ SETTINGS = {
     "concurrency": 1,
     "sampling": {"prefix_cache": "0B"},
 }
+
+
+CLUSTER = {"address": "local", "engine": "transformers", "learners": 1, "rollout_workers": 2}
 
 
 def episodes_in(trainer, run: str = "run") -> dict[int, list]:
@@ -165,27 +167,50 @@ def test_an_adaptive_pool_refills_in_its_order(trainer):
     )
 
 
-def test_in_mode_async_a_late_episode_is_not_waited_for_and_counted(trainer):
-    """All groups of the step's own tasks are flat, and the first of the further tasks never ends."""
-    drawn = TaskPool(as_tasks(GRADED), CurriculumConfig(), 2.0, 0, [(0, 4)]).draw(0, {}, [])
-    told = Counter()
+def sticky_tasks() -> list[dict[str, str]]:
+    """The own tasks of the first step are flat, and one of those that its refill takes first never ends there."""
+    ids = list(LETTERS)
+    drawn = TaskPool(as_tasks([{"id": name} for name in ids]), CurriculumConfig(), 2.0, 0, [(0, 4)]).draw(0, {}, [])
+    stuck = next(name for name in drawn.reserve[:4] if name not in ids[:3])  # which the preflight takes
+    kinds = {**dict.fromkeys(drawn.own, "flat"), stuck: "stuck"}
+    return [{"id": name, "letter": name, "kind": kinds.get(name, "")} for name in ids]
 
-    async def slow(task):
-        await ask("first", f"say {task['letter']}")
-        told[task["id"]] += 1
-        if current_episode.get().training_step == 0 and task["id"] == drawn.reserve[0]:
-            await asyncio.sleep(3600)
-        return 0.0 if task["id"] in drawn.own else told[task["id"]] % 2
 
-    settings = {**SETTINGS, "concurrency": 64, "mode": "async", "episode_timeout": 600.0}
-    trainer(application(slow), GRADED, steps=2, refill={"budget": 2.0, "groups": 1}, **settings)
+@pytest.mark.parametrize("cluster", [{}, pytest.param(CLUSTER, marks=pytest.mark.slow)], ids=["here", "ray"])
+def test_in_mode_async_a_late_episode_is_not_waited_for_and_counted(trainer, cluster, request):
+    if cluster:
+        request.getfixturevalue("ray_runtime")
+    settings = {**SETTINGS, "concurrency": 64, "mode": "async", "refill": {"budget": 2.0, "groups": 1}}
+    trainer(worker_app.sticky, sticky_tasks(), steps=2, cluster=cluster, **settings)
     line = trainer.metrics()[0]
     cancelled = [e for e in episodes_in(trainer)[0] if e.status == "cancelled"]
-    assert drawn.reserve[0] in {e.task.id for e in cancelled}
+    assert "stuck" in {e.task.input["kind"] for e in cancelled}
     assert line["refill"]["late"] >= len(cancelled) >= 8 and line["failed"] == 0
     assert line["refill"]["episodes"] + line["refill"]["late"] + 32 == len(episodes_in(trainer)[0])
-    assert line["groups"] >= 1 and line["seconds"]["rollout"] < 300
-    assert f"{line['refill']['late']} episodes late" in trainer.said
+    assert line["groups"] >= 1 and line["seconds"]["rollout"] < 600
+    assert f"{line['refill']['late']} episodes late" in " ".join(trainer.said.split())
+    assert all({*line["staleness"]} <= {"0", "1"} for line in trainer.metrics())
+
+
+def test_what_a_judge_says_of_further_tasks_is_waited_for(trainer):
+    """It finds the episodes of a step's own tasks equal, and those of others different."""
+    app, own = application(told), set[str]()
+
+    @app.judge
+    def judged(episodes, task):
+        own.add(task["id"]) if len(own) < 4 + 2 else None  # two are looked at before
+        return [0.5 if task["id"] in own else float(place % 2) for place in range(len(episodes))]
+
+    trainer(app, GRADED, steps=1, refill={"budget": 1.0}, **SETTINGS)
+    (line,) = trainer.metrics()
+    first = line["roles"]["first"]
+    assert line["refill"] == {"tasks": 4, "episodes": 32, "late": 0}
+    assert (first["refill_drawn"], first["refill_wasted"]) == (4, 4 - first["refill_kept"])
+    assert line["groups"] == first["refill_kept"] > 0
+
+
+async def told(task):
+    await ask("first", f"say {task['letter']}")
 
 
 AGAIN = {"budget": 1.0, "draw": "again"}
@@ -195,17 +220,15 @@ AGAIN = {"budget": 1.0, "draw": "again"}
     ("settings", "message"),
     [
         ({"recipe": "reinforce_pp"}, "refill.budget = 1.0 has no effect with recipe"),
-        (
-            {"plan": {"kind": "replay"}, "refill": {"budget": 1.0, "draw": "again"}},
-            "cannot be used under the plan replay",
-        ),
-        (
-            {"curriculum": {"k_easy": 2}, "refill": {"budget": 1.0, "draw": "again"}},
-            "cannot be used with curriculum.k_easy",
-        ),
+        ({"plan": {"kind": "replay"}, "refill": AGAIN}, "cannot be used under the plan replay"),
+        ({"judge": True, "refill": AGAIN}, "cannot be used with a judge"),
+        ({"curriculum": {"k_easy": 2}, "refill": AGAIN}, "cannot be used with curriculum.k_easy"),
     ],
 )
 def test_refills_without_a_use_are_refused_before_work_starts(trainer, settings, message):
+    app, settings = application(graded), {"refill": {"budget": 1.0}, **settings}
+    if settings.pop("judge", False):
+        app.judge(lambda episodes, task: [1.0] * len(episodes))
     with pytest.raises(ConfigError, match=message):
-        trainer(application(graded), GRADED, **{"refill": {"budget": 1.0}, **settings})
+        trainer(app, GRADED, **settings)
     assert not (trainer.folder / "run").exists()
