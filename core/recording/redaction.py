@@ -113,16 +113,17 @@ class Redaction:
 
     def error(self, error: CotuneError) -> CotuneError:
         """An error of an episode, as it may be shown: its cause is an error text."""
-        cause = str(self.text(error.cause))
+        cause = self.text(error.cause) or ""
         if cause == error.cause:
             return error
         redacted = copy.copy(error)
         redacted.cause, redacted.args = cause, (f"{cause} {error.remedy}".strip(),)
         return redacted
 
-    def text(self, text: str | None) -> str | None:
-        """What to store of an error text."""
-        return None if text is None else str(self.content("error", text))
+    def text(self, text: str | None, role: str = "error") -> str | None:
+        """What to store of a text that is no message, such as an error's; None where redactors leave no content."""
+        content = None if text is None else self.content(role, text)
+        return None if content is None else str(content)
 
     def table(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """What to store of request parameters."""
@@ -147,7 +148,7 @@ class Redaction:
             messages=[message for message, _ in messages],
             tools=None if tools is None else self.message(tools).get("content"),
             params=params,
-            attempts=[str(self.text(attempt)) for attempt in call.attempts],
+            attempts=[self.text(attempt) or "" for attempt in call.attempts],
             error=error,
             answer=answer,
             changed=changed,

@@ -20,9 +20,10 @@ def reward_records(
     """The rewards of an episode or a candidate, given now, and the text beside them, unless it is blank."""
     now = time.time()
     records: list[RewardRecord | FeedbackRecord] = [RewardRecord(target, *named, now) for named in rewards.items()]
-    if text := text.strip():
-        if redaction is not None:  # before it is cut: a half of what a redactor looks for could pass it
-            text = str(redaction.content("feedback", text))
+    text = str(clean(text)).strip()
+    if text and redaction is not None:  # before it is cut: a half of what a redactor looks for could pass it
+        text = (redaction.text(text, "feedback") or "").strip()
+    if text:
         name = next(iter(rewards), "local" if "." in target else "team")
         records.append(feedback_record(target, name, text, now))
     return records
@@ -30,7 +31,6 @@ def reward_records(
 
 def feedback_record(target: str, name: str, text: str, at: float) -> FeedbackRecord:
     """The text beside a reward that is given at the same time, without its middle where it is too long."""
-    text = str(clean(text))
     half, cut = LONGEST_FEEDBACK // 2, max(0, len(text) - LONGEST_FEEDBACK)
     if cut:
         text = f"{text[:half]}\n[... {cut:,} characters cut ...]\n{text[-half:]}"

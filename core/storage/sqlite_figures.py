@@ -9,7 +9,7 @@ from typing import Any
 
 from cotune.storage.episode_filters import COUNTED, EpisodeFilters
 from cotune.storage.outcomes import LOWEST_SUM, REPORTED, SOLVED, outcome_means, outcome_sum, success_counts
-from cotune.storage.schema import Row, in_parts
+from cotune.storage.schema import FEEDBACK, Row, in_parts
 
 _HOLDS = """(body LIKE ? ESCAPE '\\' AND EXISTS (
     SELECT 1 FROM json_tree(body) AS part WHERE part.type = 'text' AND part.atom LIKE ? ESCAPE '\\'
@@ -83,7 +83,7 @@ class SqliteFigures:
     # Counts
 
     def cut_feedback(self) -> int:
-        return int(self.rows("SELECT count(*) FROM feedback WHERE cut > 0")[0][0])
+        return int(self.rows(f"SELECT count(*) FROM {FEEDBACK} AND cut > 0")[0][0])
 
     def counts(self) -> tuple[int, int, int]:
         abandoned = "(SELECT count(*) FROM episodes WHERE status = 'abandoned')"

@@ -26,6 +26,7 @@ from cotune.storage.run_layout import RECORDS
 from cotune.storage.schema import (
     APPLICATION,
     COLUMNS,
+    FEEDBACK,
     SCHEMA,
     VERSION,
     Row,
@@ -211,8 +212,7 @@ class SqliteStore(SqliteFigures):
     def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
         texts: dict[str, dict[str, str]] = {target: {} for target in targets}
         for some in in_parts(texts):
-            sql = f"""SELECT target, name, text FROM feedback LEFT JOIN rewards USING (target, name)
-                WHERE target IN ({",".join("?" * len(some))}) AND coalesce(rewards.at, feedback.at) = feedback.at"""
+            sql = f"SELECT target, name, text FROM {FEEDBACK} AND target IN ({','.join('?' * len(some))})"
             for target, name, value in self.rows(sql, some):
                 for text in self._read(_text, (name, value)):
                     texts.setdefault(target, {})[name] = text

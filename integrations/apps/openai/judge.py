@@ -174,8 +174,8 @@ class Judge(Ranking):
             else:
                 if self.role is None:
                     stored = verdict
-                    if redaction is not None:  # the reason may quote what a redactor keeps out of records
-                        stored = verdict._replace(reason=str(redaction.content("feedback", verdict.reason)))
+                    if redaction is not None and verdict.reason:  # it may quote what a redactor keeps out of records
+                        stored = verdict._replace(reason=redaction.text(verdict.reason, "feedback") or "")
                     ledger.keep(key, self.key, asked.answer(stored))
                 return verdict
         raise JudgeError(f"{self} was asked twice in vain: {fault}.", "See docs/how-to/judges.md.")

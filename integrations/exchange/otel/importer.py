@@ -28,7 +28,7 @@ from cotune.integrations.exchange.otel.spans import Span
 from cotune.recording.call_records import CallerContext, CallRecords, PendingCall
 from cotune.recording.recorder import Places, Sink
 from cotune.recording.rewards import feedback_record
-from cotune.records.answers import Answer
+from cotune.records.answers import Answer, clean
 from cotune.records.ids import candidate_id, ulid
 from cotune.records.structs import (
     CallRecord,
@@ -256,7 +256,7 @@ class _Reading:
             if scored:
                 self.rewards.append(RewardRecord(own, str(name), float(value), event.at / 1e9))
             if explained:
-                self.rewards.append(feedback_record(own, str(name), text, event.at / 1e9))
+                self.rewards.append(feedback_record(own, str(name), clean(text), event.at / 1e9))
 
 
 def _ulid(span: Span) -> str:

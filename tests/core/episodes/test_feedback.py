@@ -144,6 +144,36 @@ def test_texts_are_redacted_before_they_are_cut(store):
     assert store.feedback([outcome.episode.id])[outcome.episode.id] == {"team": FAILED}
 
 
+@pytest.mark.parametrize("content", [None, "", " "])
+def test_a_text_that_a_redactor_leaves_out_is_not_stored(store, content):
+    @cotune.workflow
+    def solve(task):
+        ask(("card 1234", ""))
+        return cotune.Feedback(1.0, "card 1234")
+
+    solve.redactor(lambda message: {**message, "content": content})
+    id = run(solve, store).episode.id
+    (call,) = store.calls(id)
+    assert store.feedback([id, f"{call.id}.0"]) == {id: {}, f"{call.id}.0": {}}
+
+    @cotune.workflow
+    def breaks(task):
+        raise ValueError("card 1234")
+
+    breaks.redactor(lambda message: {**message, "content": content})
+    assert run(breaks, store).episode.error == content
+
+
+def test_a_text_with_a_lone_surrogate_is_redacted_as_it_is_stored(store):
+    @cotune.workflow
+    def solve(task):
+        return cotune.Feedback(1.0, "1234 \ud83d")
+
+    solve.redactor(lambda message: {**message, "content": str(message["content"]).replace("1234", "[card]")})
+    id = run(solve, store).episode.id
+    assert store.feedback([id]) == {id: {"team": "[card] \\ud83d"}}
+
+
 def test_a_judge_of_episodes_and_scorers_of_records_say_why(store):
     @cotune.workflow
     def solve(task):

@@ -232,6 +232,9 @@ def test_feedback_goes_with_its_reward(store):
     store.write([RewardRecord("C1.0", "local", 0.75, 4.0), FeedbackRecord("C1.0", "local", "better", 4.0)])
     store.flush()
     assert store.feedback(["C1.0"]) == {"C1.0": {"local": "better"}}
+    store.write([RewardRecord("C1.2", "local", 0.5, 4.0)])
+    store.flush()
+    assert store.cut_feedback() == 0, "the text that was cut went with its reward"
 
 
 def test_feedback_of_a_consumed_group_stays(store):
