@@ -29,6 +29,7 @@ from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint
+from cotune.trainer.evaluation.policies import open_evaluated_policies
 from tests.adapters.conftest import build_model
 
 ASKED = [{"role": "user", "content": "hello"}]
@@ -121,6 +122,17 @@ def test_the_last_part_of_a_place_names_a_base_only_if_no_other_has_it() -> None
     assert (moved([]), moved(["m"]), moved(["a=m", "b=n=2"])) == (None, "m", {"a": "m", "b": "n=2"})
     with pytest.raises(ConfigError, match="--model = 'm' must be OLD=NEW"):
         moved(["m", "a=n"])
+
+
+def test_an_evaluation_reads_the_tool_calls_of_each_base(team: list[TrainedPolicy], base: Path, tmp_path: Path) -> None:
+    solver = dataclasses.replace(team[1], tool_format="mistral")
+    write_export(tmp_path / "export", [team[0], solver])
+
+    async def formats() -> list[str]:
+        async with open_evaluated_policies(tmp_path / "export").responder(threads=1) as responder:
+            return [responder.chat_of(role).tool_format.name for role in ("planner", "solver")]  # type: ignore[attr-defined]
+
+    assert asyncio.run(formats()) == ["hermes", "mistral"]
 
 
 def test_one_tool_format_is_not_taken_for_all_bases(team_export: Path) -> None:

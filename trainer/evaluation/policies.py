@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,13 @@ class EvaluatedPolicies:
     """Policies with their weights. The base of each is its version 0, and `model` that of the run's own, by folder or
     Hugging Face id.
 
-    `other_roles` says what plays a role without a policy.
+    `other_roles` says what plays a role without a policy, `tool_format` how the models write tool calls, all or by base.
     """
 
     model: str
     policies: Sequence[TrainedPolicy]
     other_roles: OtherRoles = "frozen"
-    tool_format: str = "auto"
+    tool_format: str | Mapping[str, str] = "auto"
 
     @property
     def roles(self) -> dict[str, PolicyRef]:
@@ -110,6 +110,7 @@ def open_evaluated_policies(source: str | Path, model: Moved = None) -> Evaluate
     `model` says where base models are now, if elsewhere. Raises RunError, AdapterError, ConfigError.
     """
     folder = Path(source)
+    tool_format: str | dict[str, str]
     if is_export(folder):
         manifest = read_manifest(folder)
         export = load_export(folder, model, untrained=True)
@@ -127,7 +128,8 @@ def open_evaluated_policies(source: str | Path, model: Moved = None) -> Evaluate
             )
             for policy in manifest.policies
         ]
-        other_roles, tool_format = manifest.other_roles, next((base.tool_format for base in manifest.bases), "auto")
+        other_roles = manifest.other_roles
+        tool_format = {str(engine.folder): engine.base.tool_format for engine in export.engines}
     else:
         policies, others = latest_policies(folder, model), untrained_policy(folder, model)
         base = others.model if others else next((policy.model for policy in policies if policy.model), None)

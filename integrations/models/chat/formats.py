@@ -16,19 +16,22 @@ from cotune.sampling.protocol import ChatFormats
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
-def load_templates(bases: Mapping[str, Sequence[str]], tools: str = AUTO) -> dict[str, ChatTemplate]:
-    """The chat template of each base model, the run's own first; `bases` names the policies of each. Raises as
-    `ChatTemplate.load`, with the policy that has another base than the run."""
+def load_templates(
+    bases: Mapping[str, Sequence[str]], tools: str | Mapping[str, str] = AUTO
+) -> dict[str, ChatTemplate]:
+    """The chat template of each base model, the run's own first; `bases` names the policies of each, and `tools` is the
+    format of tool calls, of all or by base. Raises as `ChatTemplate.load`, with the policy that has another base than
+    the run."""
     templates: dict[str, ChatTemplate] = {}
     for model, policies in bases.items():
         try:
-            templates[model] = ChatTemplate.load(model, tools)
+            templates[model] = ChatTemplate.load(model, tools if isinstance(tools, str) else tools[model])
         except ConfigError as error:
             raise (of_policy(error, policies[0]) if templates else error) from None
     return templates
 
 
-def load_formats(bases: Mapping[str, Sequence[str]], tools: str = AUTO) -> ChatFormats:
+def load_formats(bases: Mapping[str, Sequence[str]], tools: str | Mapping[str, str] = AUTO) -> ChatFormats:
     """The chat format of each policy, by `load_templates`."""
     (own, _), *others = bases.items()
     templates = load_templates(bases, tools)
