@@ -249,14 +249,15 @@ class _Reading:
                 continue
             index = event.attributes.get(names.CANDIDATE)
             own = target if target == self.id else candidate_id(target, whole(index))
-            scored, explained = isinstance(value, int | float), isinstance(text, str) and text.strip()
-            if name is None or not (scored or explained):
+            number = float(value) if isinstance(value, int | float) else None
+            explained = clean(text) if isinstance(text, str) and text.strip() else ""
+            if name is None or (number is None and not explained):
                 self.left_out["evaluation_without_score"] += 1
                 continue
-            if scored:
-                self.rewards.append(RewardRecord(own, str(name), float(value), event.at / 1e9))
+            if number is not None:
+                self.rewards.append(RewardRecord(own, str(name), number, event.at / 1e9))
             if explained:
-                self.rewards.append(feedback_record(own, str(name), clean(text), event.at / 1e9))
+                self.rewards.append(feedback_record(own, str(name), explained, event.at / 1e9))
 
 
 def _ulid(span: Span) -> str:
