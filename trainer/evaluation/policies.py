@@ -31,7 +31,8 @@ class EvaluatedPolicies:
     """Policies with their weights. The base of each is its version 0, and `model` that of the run's own, by folder or
     Hugging Face id.
 
-    `other_roles` says what plays a role without a policy, `tool_format` how the models write tool calls, all or by base.
+    `other_roles` says what plays a role without a policy, `tool_format` how the models write tool calls, all or by
+    base.
     """
 
     model: str
