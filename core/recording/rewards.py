@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 
@@ -12,6 +13,7 @@ from cotune.records.structs import FeedbackRecord, RewardRecord
 LONGEST_FEEDBACK = 4000
 """Characters of a text that are kept: half of them from its beginning and half from its end, as the error of a test or
 of a compiler may stand at either."""
+_MARK = re.compile(r"\n\[\.\.\. ([\d,]+) characters cut \.\.\.\]\n")
 
 
 def reward_records(
@@ -32,6 +34,8 @@ def reward_records(
 def feedback_record(target: str, name: str, text: str, at: float) -> FeedbackRecord:
     """The text beside a reward that is given at the same time, without its middle where it is too long."""
     half, cut = LONGEST_FEEDBACK // 2, max(0, len(text) - LONGEST_FEEDBACK)
-    if cut:
+    if earlier := _MARK.fullmatch(text[half:-half]):  # an exported text, which comes in again
+        cut = int(earlier[1].replace(",", ""))
+    elif cut:
         text = f"{text[:half]}\n[... {cut:,} characters cut ...]\n{text[-half:]}"
     return FeedbackRecord(target, name, text, at, cut)

@@ -49,11 +49,13 @@ class Observations:
                 else:
                     self._left_out["observation_not_fetched"] += 1
             for score in map(mapping, trace.get("scores") or value.get("scores") or ()):
-                attributes = {names.EVALUATION_NAME: score.get("name")}
+                attributes, comment = {names.EVALUATION_NAME: score.get("name")}, score.get("comment")
                 if isinstance(score.get("value"), int | float):
                     attributes[names.EVALUATION_VALUE] = float(score["value"])
-                if isinstance(score.get("comment"), str):
-                    attributes[names.EVALUATION_EXPLANATION] = score["comment"]
+                elif isinstance(comment, str) and comment.strip():  # its category is lost, though its text is read
+                    self._left_out["evaluation_without_score"] += 1
+                if isinstance(comment, str):
+                    attributes[names.EVALUATION_EXPLANATION] = comment
                 event = SpanEvent(names.EVALUATION, nanoseconds(score.get("timestamp")), attributes)
                 self._scores.setdefault(str(field(score, "observationId") or id), []).append(event)
             return True

@@ -14,7 +14,7 @@ from cotune.judging.episodes import judge_episodes
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import current_episode
 from cotune.recording.redaction import FAILED
-from cotune.recording.rewards import LONGEST_FEEDBACK
+from cotune.recording.rewards import LONGEST_FEEDBACK, feedback_record
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Task
 from cotune.storage.sqlite_store import SqliteStore
@@ -117,6 +117,11 @@ def test_a_long_text_loses_its_middle_and_is_counted(store):
     assert kept == "a" * 2000 + "\n[... 1,500 characters cut ...]\n" + "a" * 500 + "b" * 1500
     assert store.feedback([outcome.episode.id])[outcome.episode.id]["team"] == "x" * LONGEST_FEEDBACK
     assert store.cut_feedback() == 1
+
+
+def test_a_text_that_was_cut_and_exported_is_not_cut_again():
+    first = feedback_record("e", "team", "x" * (LONGEST_FEEDBACK + 1500), 1.0)
+    assert feedback_record("e", "team", first.text, 1.0) == first
 
 
 def test_texts_are_redacted_before_they_are_cut(store):

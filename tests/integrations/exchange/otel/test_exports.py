@@ -189,6 +189,8 @@ SCORES = [
      "comment": "a little dry", "timestamp": "2026-11-01T13:00:00.000Z"},
     {"id": "s3", "traceId": "trace-1", "name": "kind", "value": "polite", "dataType": "CATEGORICAL",
      "timestamp": "2026-11-01T13:00:00.000Z"},
+    {"id": "s4", "traceId": "trace-1", "name": "length", "value": "short", "dataType": "CATEGORICAL",
+     "comment": "one word", "timestamp": "2026-11-01T13:00:00.000Z"},
 ]  # fmt: skip
 ABOUT = {
     "id": "trace-1",
@@ -214,12 +216,13 @@ def check_langfuse(read: Read, *, workflow: str, task: Any, rewards: bool) -> No
     assert answer.candidates[0].text == "Sunny." and answer.usage.completion_tokens == 2
     given = {episode.id: {"correct": 1.0}, f"{answer.id}.0": {"tone": 0.5}}
     assert read.rewards == (given if rewards else {})
-    assert read.feedback == ({f"{answer.id}.0": {"tone": "a little dry"}} if rewards else {})
+    texts = {episode.id: {"length": "one word"}, f"{answer.id}.0": {"tone": "a little dry"}}
+    assert read.feedback == (texts if rewards else {})
     assert read.made.without_tokens == 2
     assert read.made.left_out == {
         "span:span": 1,
         "span:retriever": 1,
-        **({"evaluation_without_score": 1} if rewards else {}),
+        **({"evaluation_without_score": 2} if rewards else {}),
     }
 
 
