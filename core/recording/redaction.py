@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,8 @@ from cotune.records.images import split_images
 from cotune.records.structs import Candidate, Task
 from cotune.runtime.bounded_cache import BoundedCache
 from cotune.user_objects import load_object, takes
+
+log = logging.getLogger("cotune")
 
 Redactor = Callable[[dict[str, Any]], Mapping[str, Any]]
 """A message in, the message to store out. What is no chat message comes as one too: see `docs/how-to/privacy.md`."""
@@ -84,13 +88,20 @@ def _each(value: Any, fn: Callable[[str], str]) -> Any:
     return value
 
 
+@functools.cache
+def _say(kind: str, text: str) -> None:
+    """Log a warning of no episode, once per process."""
+    log.warning("%s", text)
+
+
 @dataclass
 class Redaction:
-    """The redactors of one episode, applied in order, each message once. One that raises stores `FAILED`."""
+    """The redactors of one episode, applied in order, each message once. One that raises stores `FAILED`, and `warn`
+    counts it."""
 
     redactors: Sequence[Redactor]
     keep_token_ids: bool = False
-    warn: Callable[[str, str], None] = lambda kind, text: None
+    warn: Callable[[str, str], None] = _say
     _done: BoundedCache[tuple[dict[str, Any], bool]] = field(default_factory=lambda: BoundedCache(_KEPT, _MOST))
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -218,6 +218,34 @@ def test_a_judge_of_episodes_and_scorers_of_records_say_why(store):
     assert store.feedback([f"{call.id}.1"]) == {f"{call.id}.1": {}}, "the text went with its reward"
 
 
+def test_a_redactor_that_fails_outside_of_an_episode_is_logged_once(store, caplog):
+    @cotune.workflow
+    def solve(task):
+        ask()
+        return 1.0
+
+    @solve.scorer("writer")
+    def brief(candidate, call, task):
+        return cotune.Feedback(1.0, f"{candidate.index}")
+
+    class OddError(Exception):
+        pass
+
+    @solve.redactor
+    def redact(message):
+        if message["role"] == "feedback":
+            raise OddError
+        return message
+
+    id = run(solve, store).episode.id
+    asyncio.run(rescore(solve.cotune, store, write=True))
+    store.flush()
+    (call,) = store.calls(id)
+    assert store.feedback([f"{call.id}.1"]) == {f"{call.id}.1": {"local": FAILED}}
+    said = "A message of role 'feedback' is stored as [redaction failed]: the redactor raised OddError."
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
 @pytest.mark.parametrize("path", [None, "records.db"])
 def test_a_trace_takes_a_text_too(tmp_path, path):
     with cotune.trace(path and tmp_path / path, task="t") as trace:
