@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cotune.records.answers import clean
 from cotune.records.ids import address, canonical
 from cotune.records.plans import seed_of
 
@@ -75,7 +76,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
             raise Unusable("its ranking does not have each letter once")
         number = dict(zip(self.labels, self.order, strict=True))
         ranked = [[number[label] for label in tier] for tier in tiers if tier]
-        return Verdict(ranked, reason.strip() if isinstance(reason, str) else "")
+        return Verdict(ranked, str(clean(reason)).strip() if isinstance(reason, str) else "")
 
     def answer(self, verdict: Verdict) -> str:
         """An answer that says the same, and nothing else."""

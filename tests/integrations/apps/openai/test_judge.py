@@ -97,6 +97,13 @@ def test_without_a_reason_there_is_no_text(server: Provider, reason: str) -> Non
     assert {one.text for one in told(judge(server), EIGHT[:3])} == {""}
 
 
+def test_a_reason_with_half_a_sign_is_kept(server: Provider) -> None:
+    server.reply = lambda body, number: says(r'{"reason": "fine \ud83d", "ranking": [["B", "A"], ["C"]]}')
+    found = told(judge(server), EIGHT[:3])
+    assert all(one.text.endswith(r". fine \ud83d") for one in found)
+    assert told(judge(server), EIGHT[:3]) == found and len(server.requests) == 1
+
+
 def test_each_pass_has_its_reason(server: Provider) -> None:
     server.reply = lambda body, number: says(
         f'{{"reason": "pass {number}", "ranking": [{", ".join(f"[{chr(34)}{label}{chr(34)}]" for label in "ABC")}]}}'
