@@ -15,6 +15,8 @@ from cotune.records.structs import PolicyRef
 
 MANIFEST = "roles.json"
 FORMAT = 1
+_VLLM_PORT = 8000
+"""The port of `vllm serve` without one; each further server has the next one."""
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +198,8 @@ def serve_commands(manifest: Manifest) -> dict[str, list[str]]:
         if names and policy.base and policy.kind in ("full", "frozen"):
             model = f"./{policy.folder}" if policy.folder else policy.base.model
             vllm.append(shlex.join(["vllm", "serve", model, "--served-model-name", *names]))
-    return {"cotune": ["cotune serve ."], "vllm": vllm}
+    ports = ["", *(f" --port {_VLLM_PORT + number}" for number in range(1, len(vllm)))]
+    return {"cotune": ["cotune serve ."], "vllm": [command + port for command, port in zip(vllm, ports, strict=False)]}
 
 
 def _vllm_adapters(base: str, played: list[tuple[ExportedRole, ExportedPolicy]]) -> str:

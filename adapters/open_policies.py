@@ -87,7 +87,8 @@ async def open_local(
         raise AdapterError(f"{export.folder} leaves every role to a provider.", "There is nothing to serve.")
     if tool_format and len(export.engines) > 1:
         fault = f"would be that of {', '.join(engine.base.model for engine in export.engines)}"
-        raise ConfigError("tool_format", tool_format, fault, "Write it into roles.json, as tool_format of one `base`.")
+        remedy = "Write it into roles.json, as tool_format of each `base` of that model."
+        raise ConfigError("tool_format", tool_format, fault, remedy)
     return await _open_export(export, tool_format)
 
 

@@ -83,6 +83,7 @@ def test_an_export_names_the_base_of_each_policy(team_export: Path, base: Path, 
     assert manifest.other_base == first
     commands = manifest.serve["vllm"]
     assert [command.split()[2] for command in commands] == [str(base), str(short_base)]
+    assert ["--port" in command for command in commands] == [False, True] and commands[1].endswith(" --port 8001")
     card = (team_export / "README.md").read_text()
     assert f"| {base.name} |" in card and f"| {short_base.name} |" in card
     config = json.loads((team_export / "solver" / "adapter_config.json").read_text())

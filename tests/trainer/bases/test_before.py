@@ -41,6 +41,22 @@ def test_check_renders_each_role_in_the_template_of_its_base(
     assert not any(one.text.startswith("base ") for one in alone.findings)
 
 
+async def say_much(task: Any) -> float:
+    await ask("first", f"say {task['letter'] * 300}")
+    await ask("second", f"say {task['letter'] * 300}")
+    return 1.0
+
+
+def test_check_refuses_a_prompt_that_is_too_long_for_the_base_of_its_role(
+    tiny_base: Path, other_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    app = application(say_much, first=evens, second=evens)
+    report = cotune.check(app, TASKS, model=str(tiny_base), policy=team(other_base))
+    (blocked,) = [one for one in report.findings if one.level == "blocks"]
+    assert blocked.about == "first" and "the model takes" in blocked.text, blocked
+
+
 def test_doctor_counts_each_base(
     tiny_base: Path, other_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

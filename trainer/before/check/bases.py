@@ -19,6 +19,8 @@ NO_MODEL = "none"
 class CheckedBase(NamedTuple):
     model: str
     chat: ChatTemplate
+    context: int
+    """Most tokens of a prompt with its reply."""
 
 
 def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
@@ -29,7 +31,7 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
     templates = load_templates({places[model]: names for model, names in named.items()}, config.tool_format)
     found: dict[str, CheckedBase] = {}
     for model, names in named.items():
-        base = CheckedBase(places[model], templates[places[model]])
+        base = CheckedBase(places[model], templates[places[model]], context_length(places[model]))
         found |= dict.fromkeys(names, base) | ({"": base} if model == config.model else {})
     return found
 
@@ -40,8 +42,8 @@ def base_findings(bases: Mapping[str, CheckedBase | None]) -> Iterator[Finding]:
     for role, base in bases.items():
         if base is not None:
             roles.setdefault(base, []).append(role)
-    for (model, chat), names in roles.items() if len(roles) > 1 else ():
-        text = f"base {model}: {len(chat.tokenizer)} tokens, context {context_length(model)}, "
+    for (model, chat, context), names in roles.items() if len(roles) > 1 else ():
+        text = f"base {model}: {len(chat.tokenizer)} tokens, context {context}, "
         text += f"its template shows {'' if chat.shows_tools else 'no '}tools, "
         text += f"it sees {'' if chat.image_tokens else 'no '}images."
         yield Finding("note", ", ".join(names), text)

@@ -242,8 +242,8 @@ def request_findings(
     bases: Mapping[str, CheckedBase | None], calls: Sequence[CallRecord], store: Store
 ) -> tuple[Mapping[str, int], Iterable[Finding]]:
     """Tokens of each call's prompt in the chat template of its role's base, and the calls that training would refuse:
-    the template cannot render them, no policy can read their content, or no sampler can enforce the form of their
-    reply."""
+    the template cannot render them, the prompt is too long for the base, no policy can read their content, or no
+    sampler can enforce the form of their reply."""
     tokens: dict[str, int] = {}
     findings: dict[tuple[str, str], Finding] = {}
     for call in calls:
@@ -254,7 +254,7 @@ def request_findings(
             findings[call.role, cause] = Finding("blocks", call.role, cause, remedy)
         try:
             if (base := bases.get(call.role)) is not None:
-                tokens[call.id] = len(base.chat.render(messages, tools))
+                tokens[call.id] = len(base.chat.render(messages, tools, most=base.context - 1))
             elif holds_images(messages):
                 images_of(messages)
             for message in messages:
