@@ -75,3 +75,8 @@ def test_doctor_counts_each_base(
     assert main(["doctor", "--config", str(config), "--json"]) == 1
     blocked = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["level"] == "blocks"]
     assert [one["about"] for one in blocked] == ["model of two"]
+    idle = 'name = "one"\nkind = "frozen"\n'
+    config.write_text(f'model = "{tiny_base}"\n[[policy]]\nroles = ["first"]\n{idle}')
+    assert main(["doctor", "--config", str(config), "--json"]) == 1
+    blocked = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["level"] == "blocks"]
+    assert [one["text"] for one in blocked] == ["none is trained: one is frozen"]

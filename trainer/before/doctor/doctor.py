@@ -141,6 +141,9 @@ def _needed(about: str, text: str, enough: bool, remedy: str) -> Finding:
 def judge_memory(config: TrainConfig, machine: Machine, prompt: int) -> tuple[tuple[ProcessMemory, ...], Finding]:
     """The memory of the processes of a run, and whether there is enough."""
     policies = trained_policies(config, config.specs)
+    if not policies:
+        kinds = ", ".join(f"{one.name} is {one.kind}" for one in config.policy)
+        return (), Finding("blocks", "policies", f"none is trained: {kinds}", 'Set kind = "lora" or "full" for one.')
     try:
         folders = {model: locate_model(model) for model in config.bases}
         plan = plan_memory(config, machine, folders, prompt=prompt)
