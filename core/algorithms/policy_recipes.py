@@ -18,7 +18,8 @@ from cotune.errors import ConfigError
 
 
 class Recipes(msgspec.Struct, frozen=True, kw_only=True):
-    """`run` is the recipe of all policies but those in `own`; `roles` names the policy of each role of theirs."""
+    """`run` is the recipe of all policies but those in `own`; `roles` names the policy of each role of the [[policy]]
+    tables."""
 
     run: Recipe
     own: Mapping[str, Recipe] = {}
@@ -67,7 +68,7 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
     def able(self, scorers: Iterable[str]) -> list[str] | None:
         """The roles that can be trained, None for all: under a tree plan those with a scorer, and those whose policies
         take no rewards."""
-        if self.run.plan != "tree" or not self.run.takes_rewards:
+        if self.run.plan != "tree" or not any(recipe.takes_rewards for recipe in self.every):
             return None
         return list(dict.fromkeys([*scorers, *(role for role in self.roles if not self.of_role(role).takes_rewards)]))
 

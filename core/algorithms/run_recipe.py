@@ -157,7 +157,7 @@ def policy_recipes(config: RunConfig, plan: PlanKind) -> Recipes:
         for one in config.policy
         if one.recipe or one.overrides
     }
-    roles = {role: one.name for one in config.policy if one.name in own for role in one.roles}
+    roles = {role: one.name for one in config.policy for role in one.roles}
     return Recipes(run=resolved(usual, config.overrides), own=own, roles=roles)
 
 
@@ -172,8 +172,8 @@ def learns_from(config: RunConfig, own: RunPolicy | None = None) -> KlTo:
 
 
 def all_taught(config: RunConfig) -> bool:
-    """Whether every policy learns from a teacher or itself, so that rewards count for nothing."""
-    found = [learns_from(config, own) for own in config.policy] or [learns_from(config)]
+    """Whether every trained policy learns from a teacher or itself, so that rewards count for nothing."""
+    found = [learns_from(config, own) for own in config.policy if own.trained] or [learns_from(config)]
     return "untrained" not in found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from cotune.records.plans import PlanKind
-from cotune.records.policies import OtherRoles
+from cotune.records.policies import OtherRoles, PolicyKind
 from cotune.records.step_ranges import within
 from cotune.storage.outcomes import failure_reward
 
@@ -77,6 +77,8 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in records, metrics and the export."""
     roles: tuple[str, ...]
     """The roles that it plays."""
+    kind: PolicyKind = "lora"
+    """lora | full | frozen (its base, untrained) | provider (whatever the application uses today)."""
     model: str = ""
     """Folder, GGUF file or Hugging Face id of its base model; without a value the run's `model`."""
     recipe: str | None = None
@@ -91,7 +93,12 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True):
     train: str = ""
     """Steps in which it is trained, as ranges that count from 1, both ends included: 1:20,40: (without a value all). In
     the other steps its roles are sampled as they are, and their candidates are counted as `frozen_step`; its
-    optimizer's state stays, and its schedule goes on with the run's steps."""
+    optimizer's state stays, and its schedule goes on with the run's steps. A resumed run may change it for steps to
+    come."""
+
+    @property
+    def trained(self) -> bool:
+        return self.kind in ("lora", "full")
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):

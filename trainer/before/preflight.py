@@ -105,9 +105,11 @@ async def preflight(
     if others := [role for role in idle if role not in named]:
         notes.append(f"no episode has come to: {', '.join(others)}; a role has no policy before it has called")
 
+    able = recipes.able(workflow.scorers)
+    policies = config.resolve_policies([*rewards, *unseen], scored=able)
     ended = store.rewards(episode.id for episode in episodes).values()
     unknown = {name for outcome in outcomes for name in outcome.unknown}
-    if any(recipe.takes_rewards for recipe, _ in recipes.by_recipe(rewards)) and not any(ended):
+    if any(recipe.takes_rewards for recipe, _ in recipes.by_recipe(policies.learning)) and not any(ended):
         if unknown:
             names = ", ".join(sorted(unknown))
             notes.append(f"the outcome ({names}) of all {len(outcomes)} episodes is unknown: they would be left out")
@@ -116,8 +118,6 @@ async def preflight(
                 f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
                 "Return a reward, add @workflow.judge, or use --plan tree where the roles have scorers.",
             )
-    able = recipes.able(workflow.scorers)
-    policies = config.resolve_policies([*rewards, *unseen], scored=able)
     outcome = sorted(unknown.union(*ended))
     for recipe, _ in recipes.by_recipe(policies.learning):
         for error in unknown_names(recipe, rewards, outcome, policies.roles)[0]:

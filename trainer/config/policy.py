@@ -9,7 +9,7 @@ import msgspec
 
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.errors import ConfigError, check_bounds
-from cotune.records.policies import UNTRAINED, LoraSpec, PolicyKind
+from cotune.records.policies import UNTRAINED, LoraSpec
 from cotune.records.step_ranges import check_ranges
 from cotune.storage.run_config import RunPolicy
 from cotune.trainer.config.learner import LearnerSettings
@@ -30,8 +30,6 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class PolicyConfig(RunPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[[policy]] One policy and the roles it plays; replaces the layout in `policies`."""
 
-    kind: PolicyKind = "lora"
-    """lora | full | frozen (its base, untrained) | provider (whatever the application uses today)."""
     lora: LoraSpec = LoraSpec()
     lr: float | None = None
     """Without a value `learner.lr`."""
@@ -41,10 +39,6 @@ class PolicyConfig(RunPolicy, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         check_bounds(self, "lr", table="policy.")
         check_bounds(self, "weight_decay", least=0, table="policy.")
-
-    @property
-    def trained(self) -> bool:
-        return self.kind in ("lora", "full")
 
     @property
     def of_training(self) -> Iterator[str]:

@@ -104,6 +104,10 @@ def test_a_policy_that_learns_from_a_teacher_needs_no_scorer_under_a_tree() -> N
     distill = recipe("distill", plan="tree")
     recipes = Recipes(run=recipe("at_grpo"), own={"p": distill}, roles={"planner": "p"})
     assert recipes.able(["coder"]) == ["coder", "planner"] and Recipes(run=DR_MAS).able([]) is None
+    tables = (RunPolicy(name="p", roles=("planner",)), RunPolicy(name="c", roles=("coder", "x"), recipe="at_grpo"))
+    reverse = policy_recipes(RunConfig(recipe="distill", policy=tables), "tree")
+    assert reverse.able(["coder"]) == ["coder", "planner"], "a role that learns from rewards needs its scorer"
+    assert policy_recipes(RunConfig(recipe="distill", policy=tables[:1]), "tree").able([]) is None
     lone = [sample("c.0", role="planner", policy=PolicyRef("p", 1))]
     assert [one.id for one in prepare_each(lone, recipes).samples] == ["c.0"]
 
