@@ -33,7 +33,8 @@ def step_ranges(text: str) -> tuple[tuple[int, int | None], ...]:
     for (first, last), (following, _) in itertools.pairwise(found):
         if last is None or following <= last:
             fault = f"has ranges that overlap in step {following}"
-            raise ConfigError(FIELD, text, fault, f"End the range that begins with {first} before step {following}.")
+            remedy = f"End the range that begins with {first} before step {following}."
+            raise ConfigError(FIELD, text, fault, remedy if first < following else "Leave one of the two out.")
     return tuple(found)
 
 

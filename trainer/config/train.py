@@ -340,13 +340,14 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
         raise ConfigError(
             "model", table.get("model"), "is missing: it is a model folder or Hugging Face id", "Pass --model."
         )
-    own = table.get("policy") or ()
-    named = [("policy.recipe", one.get("recipe")) for one in own if isinstance(one, Mapping)]
+    own = table.get("policy")
+    tables = [one for one in own if isinstance(one, Mapping)] if isinstance(own, list | tuple) else []
+    named = [("policy.recipe", one.get("recipe")) for one in tables]
     for field, name in [("recipe", table.get("recipe")), *named]:
         if isinstance(name, Mapping):
             remedy = "Its settings are overrides, such as overrides.clip_high."
             raise ConfigError(field, dict(name), "is not the name of a recipe", remedy)
-        if name is not None and name not in (known := {*RECIPES, *FROM_RECORDS}):
+        if isinstance(name, str) and name not in (known := {*RECIPES, *FROM_RECORDS}):
             raise ConfigError(field, name, f"is not one of {', '.join(sorted(known))}")
     try:
         return msgspec.convert(table, TrainConfig)

@@ -52,6 +52,7 @@ def test_any_text_is_read_or_refused_by_name(text: str) -> None:
         ("20:1", "has '20:1', which is empty"),
         ("1:20,20:30", "overlap in step 20"),
         ("5:,9:10", "overlap in step 9"),
+        ("5:10,5:8", "overlap in step 5. Leave one of the two out"),
     ],
 )
 def test_bad_ranges_are_named(text: str, fault: str) -> None:
