@@ -12,6 +12,7 @@ from cotune.adapters.fingerprint import base_fingerprint, other_parts
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.json_values import plain
+from cotune.records.step_ranges import within
 from cotune.records.structs import Task
 from cotune.storage.run_layout import Held, leaves
 from cotune.trainer.config.train import TrainConfig, assign, convert
@@ -27,7 +28,8 @@ MAY_CHANGE = (
     "prices", "profile", "loggers", "project",
 )  # fmt: skip
 """Settings that a resumed run may change: length, concurrency, memory, machines. `model` is the same model elsewhere,
-`distill.teacher` the same teacher, also those of a [[policy]], and `roles` may name more."""
+`distill.teacher` the same teacher, also those of a [[policy]], and `roles` may name more. `train` of a [[policy]] may
+change for steps to come."""
 
 Changes = Mapping[str, tuple[Any, Any]]
 """Old and new value of each field that was changed, by its dotted name."""
@@ -47,7 +49,7 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
     old, now = dict(leaves(before)), dict(leaves(msgspec.to_builtins(new)))
     found = {name: (old.get(name), now.get(name)) for name in {**old, **now} if old.get(name) != now.get(name)}
     for name, (was, value) in found.items():
-        if name == "policy" and _without_models(was) == _without_models(value):
+        if name == "policy" and _held(was, done) == _held(value, done):
             continue
         if not any(name == field or name.startswith(f"{field}.") for field in MAY_CHANGE):
             raise ConfigError(
@@ -68,8 +70,12 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
     return new, found
 
 
-def _without_models(policies: Any) -> list[dict[str, Any]]:
-    return [{**policy, "model": "", "teacher": ""} for policy in policies]
+def _held(policies: Any, done: int) -> list[dict[str, Any]]:
+    """What may not change of [[policy]] tables: not where models are, nor in which of the steps to come they train."""
+    return [
+        {**one, "model": "", "teacher": bool(one["teacher"]), "train": [within(one["train"], i) for i in range(done)]}
+        for one in policies
+    ]
 
 
 def check_files(folder: RunFolder, done: int, config: TrainConfig) -> None:
@@ -125,8 +131,8 @@ def check_bases(folder: RunFolder, now: Held) -> None:
         folder.describe_as({**described, "held": {**held, "base": now.base, **more}})
         return
     before = msgspec.convert(held, Held)
-    for policy, digests in {"": now.base, **now.bases}.items():
-        if other := other_parts(before.of(policy), digests):
+    for policy in dict.fromkeys(["", *before.bases, *now.bases]):
+        if other := other_parts(before.of(policy), now.of(policy)):
             whose = f" of policy {policy!r}" if policy else ""
             raise RunError(
                 f"The base model{whose} is not the one that the run was started with: its {', '.join(other)} changed.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from cotune.reading.facts import facts
 from cotune.reading.run import OpenedRun
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
+from cotune.storage.run_layout import Held
 from cotune.trainer.evaluation.evaluate import evaluate
+from cotune.trainer.run.resume import check_bases
 from tests.integrations import tiny_models
 from tests.trainer.conftest import Trainer
 from tests.trainer.from_records.records import traced
@@ -222,3 +225,10 @@ def test_bad_input_is_named_before_work_starts(trainer: Trainer, tiny_base: Path
     refused(r"lora.targets = 'gate' of policy 'two' are not layers", {}, {"lora": {"targets": ["q_proj", "gate"]}})
     taught = {"recipe": "distill", "distill": {"teacher": str(tiny_base)}}
     refused(r"distill.teacher = .* has another tokenizer than .*other", {}, {}, **taught)
+
+
+def test_a_policy_whose_own_base_gave_way_to_that_of_the_run_is_named() -> None:
+    folder: Any = SimpleNamespace(described={"held": {"base": {"weights": "a"}, "bases": {"two": {"weights": "b"}}}})
+    check_bases(folder, Held(base={"weights": "a"}, bases={"two": {"weights": "b"}}))
+    with pytest.raises(RunError, match=r"base model of policy 'two' is not the one .* its weights changed"):
+        check_bases(folder, Held(base={"weights": "a"}))
