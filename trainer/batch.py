@@ -12,6 +12,7 @@ from cotune.algorithms.policy_recipes import prepare_each
 from cotune.algorithms.prepare import Prepared, train_rows
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
+from cotune.integrations.models.folder.folder import context_length, locate_model
 from cotune.judging.episodes import JUDGING
 from cotune.records.structs import Episode
 from cotune.storage.outcomes import failure_reward
@@ -72,13 +73,17 @@ def collect_samples(run: RolloutRun, episodes: Sequence[Episode], step: int | No
 def group_and_weigh(run: RolloutRun, episodes: Sequence[Episode], collected: Collected) -> Batch:
     """Samples in groups, with advantages, as rows by policy. Raises GroupError where faults have left nothing."""
     config, policies = run.config, run.policies_at(run.state.steps)
-    collected, hints = with_hints(collected, episodes, run.recipes, run.store, run.chats)
+
+    def context(policy: str) -> int:
+        return context_length(locate_model(policies.specs[policy].model or config.model))
+
+    collected, hints = with_hints(collected, episodes, run.recipes, run.store, run.chats, context)
     prepared = prepare_each(
         collected.samples,
         run.recipes,
         run.state.advantages,
         consumed=run.store.consumed(),
-        decays=[name for name in policies.trained if config.settings_of(name).learner.weight_decay > 0],
+        decays=[name for name in policies.trained if config.decay_of(name) > 0],
         frozen=run.frozen(run.state.steps),
         others=collected.others,
     )

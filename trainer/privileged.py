@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,7 +13,7 @@ from cotune.algorithms.own import own_function
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.recipes import FEEDBACK
 from cotune.algorithms.samples import Sample, TrainRow
-from cotune.errors import ConfigError, GroupError, error_text
+from cotune.errors import ConfigError, GroupError, PromptTooLong, SamplerError, error_text
 from cotune.judging.episodes import finished_call
 from cotune.records.ids import candidate_id
 from cotune.records.structs import Episode, Task
@@ -23,8 +23,8 @@ from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.protocol import Store
 
 NO_FEEDBACK = (
-    "No candidate of this step has a text that teacher_sees asks for. For feedback, return "
-    "cotune.Feedback(reward, text) from the scorers or the workflow."
+    "No candidate of {policies} in this step has a text that teacher_sees asks for and that fits into the context. For "
+    "feedback, return cotune.Feedback(reward, text) from the scorers or the workflow."
 )
 
 
@@ -57,15 +57,22 @@ def with_privileged(
 
 
 def with_hints(
-    collected: Collected, episodes: Sequence[Episode], recipes: Recipes, store: Store, chats: ChatFormats
+    collected: Collected,
+    episodes: Sequence[Episode],
+    recipes: Recipes,
+    store: Store,
+    chats: ChatFormats,
+    context: Callable[[str], int],
 ) -> Hints:
     """What the teachers of policies with `teacher_sees` read in place of the policies' prompts. A candidate without a
-    text to see is left out, counted as `no_hint`. Raises GroupError for a function that fails."""
+    text to see, or with one that does not fit into the `context` of its policy, is left out, counted as `no_hint`; its
+    reward still counts for those of other policies. Raises GroupError for a function that fails."""
     sees = {name: recipes.of(name).loss.teacher_sees for name in {one.policy.name for one in collected.samples}}
     taught = [sample for sample in collected.samples if sees[sample.policy.name]]
     if not taught:
         return Hints(collected, {})
     tasks = {episode.id: episode.task for episode in episodes}
+    most = {name: context(name) for name in {sample.policy.name for sample in taught}}
     texts = store.feedback([place for sample in taught for place in (sample.id, sample.rollout)])
     prompts: dict[str, tuple[int, ...]] = {}
     for sample in taught:
@@ -83,10 +90,26 @@ def with_hints(
             continue
         messages = with_text(call.messages, found) if isinstance(found, str) else found
         chat, options = chats.of(sample.policy.name), template_options(call.params) or None
-        prompts[sample.id] = tuple(chat.render(messages, tools_shown(call.params, call.tools), options=options))
+        room = most[sample.policy.name] - sample.tokens
+        try:
+            prompt = chat.render(messages, tools_shown(call.params, call.tools), most=room, options=options)
+        except PromptTooLong:
+            continue
+        except SamplerError as error:
+            said = f"What {spec} gives a teacher to see cannot be rendered: {error_text(error)}."
+            raise GroupError(said, "Correct the function.") from error
+        prompts[sample.id] = tuple(prompt)
     kept = [sample for sample in collected.samples if not sees[sample.policy.name] or sample.id in prompts]
-    left_out = Counter(collected.left_out) + Counter(no_hint=len(collected.samples) - len(kept))
-    return Hints(msgspec.structs.replace(collected, samples=kept, left_out=dict(left_out)), prompts)
+    without = [sample for sample in taught if sample.id not in prompts]
+    return Hints(
+        msgspec.structs.replace(
+            collected,
+            samples=kept,
+            others=[*collected.others, *(s for s in without if s.chosen and recipes.joins_calls)],
+            left_out=dict(Counter(collected.left_out) + Counter(no_hint=len(without))),
+        ),
+        prompts,
+    )
 
 
 def with_text(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ REASONS: Mapping[str, str] = {
     "zero_advantage": "its advantage is zero, so it teaches nothing",
     "low_entropy": "its mean token entropy is not in the share that top_entropy keeps",
     "beyond_alignment": "its role has more calls in the episode than align_to allows",
-    "no_hint": "there is no text for its teacher to see, by teacher_sees, or its prompt has images",
+    "no_hint": "its teacher has no text to see, by teacher_sees, or too long a one, or its prompt has images",
     "frozen_step": "its policy is not trained in this step: `train` of its [[policy]] says so",
     "no_signal": "all advantages of its policy are zero, so the step leaves that policy as it is",
 }

@@ -93,6 +93,8 @@ class RolloutReport(StepReport):
         frozen = run.frozen(state.steps)
         unmoved = stayed(state.policies, updates, batch.rows, collected, prepared, frozen)
         idle = not state.versions and "no signal" in unmoved.values()
+        sees = [name for name in unmoved if run.recipes.of(name).loss.teacher_sees] if batch.left_out["no_hint"] else []
+        hintless = [name for name in sees if unmoved[name] == "no sample"]
         silent, refill = run.silent(collected), rolled.refill
         return StepMetrics(
             step=state.steps,
@@ -128,7 +130,7 @@ class RolloutReport(StepReport):
                 *replaced(calls),
                 *_rounded_away(updates),
                 *([NO_SIGNAL] if idle else []),
-                *([NO_FEEDBACK] if batch.left_out["no_hint"] and not prepared.samples else []),
+                *([NO_FEEDBACK.format(policies=", ".join(hintless))] if hintless else []),
                 *([f"{NO_OUTCOME} {GIVE_OUTCOMES}."] if misses_outcomes(run, batch) else []),
                 *(FLAT.format(role=role) for role in (refill.missing if refill else ())),
                 *(SILENT.format(role=role) for role, steps in silent.items() if steps >= SILENT_STEPS),

@@ -95,6 +95,27 @@ def test_roles_take_turns_with_recipes_of_their_own_and_a_resumed_run_goes_on(tr
     assert summary.finished and summary.versions == {"ask": 4, "answer": 4}
     assert trainer.metrics()[5]["policies"].keys() == {"ask", "answer"}
 
+    # Steps to come may be given to another policy, those that were made not.
+    with pytest.raises(ConfigError, match=r"policy .*when the run was started"):
+        trainer.resume(application(converse), steps=7, policy=[{**tables[0], "train": "1:2,4:"}, tables[1]])
+    trainer.resume(application(converse), steps=7, policy=[{**tables[0], "train": "1:2,5:6"}, tables[1]])
+    assert trainer.metrics()[6]["policies"].keys() == {"answer"}
+
+
+@pytest.mark.slow
+def test_a_taught_policy_beside_a_frozen_one_needs_no_reward(trainer: Trainer, tiny_base: Path) -> None:
+    async def unrewarded(task: Any) -> None:
+        await converse(task)
+
+    app = application(unrewarded)
+    app.scorer("second", group=True)(lambda candidates, call, task: [None] * len(candidates))
+
+    taught = policy("ask", "first", recipe="distill", teacher=str(tiny_base))
+    tables = [taught, policy("answer", "second", kind="frozen")]
+    assert trainer(app, policy=tables, plan={"kind": "independent"}, steps=1).finished
+    (line,) = trainer.metrics()
+    assert line["policies"]["ask"]["rows"] > 0
+
 
 @pytest.mark.parametrize(
     ("tables", "fault"),
@@ -108,10 +129,12 @@ def test_roles_take_turns_with_recipes_of_their_own_and_a_resumed_run_goes_on(tr
         ([policy("p", "a", weight_decay=-1.0)], r"policy.weight_decay = -1.0 must be 0 or more"),
         ([policy("p", "a", recipe="grop")], r"policy.recipe = 'grop' is not one of"),
         ([policy("p", "a", recipe="sft")], r"policy.recipe = 'sft' learns from records, and so is the recipe of a"),
+        ([policy("p", "a", recipe=["rloo"])], r"policy\[0\].recipe = \['rloo'\] must be text"),
+        (5, r"policy = 5 must be a list"),
         ([policy("p", "a", schedule={"kind": "linaer"})], r"schedule.kind = 'linaer' is not one of constant, cosine"),
     ],
 )
-def test_bad_settings_of_a_policy_are_named(tables: list[dict[str, Any]], fault: str) -> None:
+def test_bad_settings_of_a_policy_are_named(tables: Any, fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         convert({"model": "m", "steps": 2, "policy": tables})
 

@@ -12,14 +12,20 @@ import torch
 
 import cotune
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.policy_recipes import Recipes
+from cotune.algorithms.collect import collect
+from cotune.algorithms.policy_recipes import Recipes, attributed_each
 from cotune.errors import ConfigError, GroupError
+from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.records.policies import LoraSpec, policies_for
+from cotune.records.structs import FeedbackRecord, Message
 from cotune.records.tasks import as_tasks
+from cotune.sampling.protocol import ChatFormats
+from cotune.storage.open_store import open_store
 from cotune.trainer.config.train import convert
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.taught import SELF, TaughtLearner
-from cotune.trainer.privileged import check_privileged, with_text
+from cotune.trainer.privileged import check_privileged, with_hints, with_text
+from tests.core.conftest import Book
 from tests.trainer.conftest import Trainer
 from tests.trainer.learner.learner_rows import FAST, change, make_rows, on_policy
 from tests.trainer.methods.test_distill import sharpened
@@ -82,6 +88,27 @@ def hint(candidate: Any, call: Any, task: Any) -> list[dict[str, str]]:
 
 def broken(candidate: Any, call: Any, task: Any) -> int:
     return 1
+
+
+def test_a_candidate_without_a_fitting_hint_still_counts_for_other_policies(tiny_base: Path, tmp_path: Path) -> None:
+    """b sums up what all roles earn; what a earned stays a part of it where nothing is said of a, or too much."""
+    book, chats = Book(), ChatFormats(ChatTemplate.load(tiny_base))
+    book.store = open_store(tmp_path / "records.db")
+    recipes = Recipes(run=recipe("magrpo"), own={"a": recipe("self_distill")})
+    episodes = [book.episode(f"e{i}", outcome={"team": 1.0}) for i in range(3)]
+    for i in range(3):
+        for role in "ab":
+            book.call(f"{role}{i}", f"e{i}", role=role, rewards=[1.0 + i], messages=("said",))
+    book.store.write([Message("said", {"role": "user", "content": "hi"})])
+    book.store.write([FeedbackRecord("e0", "team", "short"), FeedbackRecord("e1", "team", "long " * 60)])
+    book.store.flush()
+    found = collect(book.store, episodes, plan="independent", others=True)
+    hinted = with_hints(found, episodes, recipes, book.store, chats, lambda policy: 200)
+    assert hinted.prompts.keys() == {"a0.0"} and hinted.collected.left_out["no_hint"] == 2
+    assert {one.id for one in hinted.collected.samples} == {"a0.0", "b0.0", "b1.0", "b2.0"}
+    wanted = dict(zip((s.id for s in found.samples), attributed_each(found, recipes).tolist(), strict=True))
+    rewards = attributed_each(hinted.collected, recipes).tolist()
+    assert {s.id: r for s, r in zip(hinted.collected.samples, rewards, strict=True)}.items() <= wanted.items()
 
 
 @pytest.mark.slow
