@@ -17,7 +17,7 @@ from cotune.algorithms.policy_recipes import Recipes, check_together
 from cotune.algorithms.run_recipe import policy_recipes
 from cotune.errors import ConfigError, check_bounds
 from cotune.integrations.exchange.trackers.tracker import Tool
-from cotune.integrations.models.chat.tool_formats import check_tool_format
+from cotune.integrations.models.chat.tool_formats import AUTO, check_tool_format
 from cotune.records.plans import Plan, PlanKind, Select
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.storage.outcomes import failure_reward
@@ -182,6 +182,13 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def bases(self) -> dict[str, list[str]]:
         """The base models, the run's own first, and the policies of each that [[policy]] tables name."""
         return Policies(self.specs, {}).bases(self.model)
+
+    @property
+    def one_format(self) -> list[str]:
+        """A note where `tool_format` is that of several base models, which may write tool calls in different ways."""
+        several = len(self.bases) > 1 and self.tool_format != AUTO
+        text = f"tool_format = {self.tool_format!r} is taken for all base models: {', '.join(self.bases)}"
+        return [text] if several else []
 
     @property
     def of_rollouts(self) -> list[str]:

@@ -113,7 +113,7 @@ async def open_run(
             ),
             held_out=held_out,
             teachers=teachers,
-            notes=[why, *notes, *_untrained(policies), *_in_turns(config)],
+            notes=[why, *notes, *_untrained(policies), *_in_turns(config), *config.one_format],
             state=Checkpoint(policies=policies),
         )
         if saved is not None:

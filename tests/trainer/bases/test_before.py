@@ -27,7 +27,7 @@ def test_check_renders_each_role_in_the_template_of_its_base(
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     app = application(offer_tools, first=evens, second=evens)
-    report = cotune.check(app, TASKS, model=str(tiny_base), policy=team(other_base))
+    report = cotune.check(app, TASKS, model=str(tiny_base), policy=team(other_base), tool_format="hermes")
     notes = {one.about: one.text for one in report.findings if one.text.startswith("base ")}
     assert notes == {
         "first": f"base {tiny_base}: 33 tokens, context 256, its template shows no tools, it sees no images.",
@@ -37,7 +37,10 @@ def test_check_renders_each_role_in_the_template_of_its_base(
     assert (unshown.level, unshown.about) == ("warns", "first")
     counts = {call.role: call.tokens for call in report.calls if call.turn == 0}
     assert counts["first"] == len("say a") + 3 and counts["second"] > 100  # the tools of the other are in its prompt
-    alone = cotune.check(app, TASKS, model=str(tiny_base))
+    (shared,) = [one for one in report.findings if one.about == "tool_format"]
+    assert shared.text == f"tool_format = 'hermes' is taken for all base models: {tiny_base}, {other_base}"
+    alone = cotune.check(app, TASKS, model=str(tiny_base), tool_format="hermes")
+    assert not any(one.about == "tool_format" for one in alone.findings)
     assert not any(one.text.startswith("base ") for one in alone.findings)
 
 

@@ -209,6 +209,22 @@ def test_a_base_of_a_frozen_policy_answers_untrained(
     assert trainer.metrics()[0]["policies"].keys() == {"one"}
 
 
+def test_roles_pass_around_policies_of_different_bases(
+    trainer: Trainer, other_base: Path, formats: dict[str, ChatTemplate]
+) -> None:
+    routing = {"swap": ["first", "second"], "swap_every": 1}
+    assert trainer(APP, policy=team(other_base), steps=2, routing=routing).versions == {"one": 2, "two": 2}
+    with open_store(trainer.folder / "run", read_only=True) as store:
+        for episode in store.episodes(phase="train"):
+            for call in store.calls(episode.id):
+                assert call.policy and call.prompt
+                own = {"one": "first", "two": "second"}[call.policy.name]
+                assert (own == call.role) == (episode.training_step == 0)
+                prompt = formats[own].render([store.message(id) for id in call.messages], None)
+                assert list(store.token_ids(call.prompt)) == prompt
+    assert all(of["sampler_gap_max"] < 1e-4 for line in trainer.metrics() for of in line["policies"].values())
+
+
 def test_bad_input_is_named_before_work_starts(trainer: Trainer, tiny_base: Path, other_base: Path) -> None:
     def refused(match: str, *changes: dict[str, Any], **settings: Any) -> None:
         policies = [{**policy, **change} for policy, change in zip(team(other_base), changes, strict=True)]

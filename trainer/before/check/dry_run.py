@@ -160,6 +160,7 @@ def check(
         templates = {role.role: bases.get(role.policy, bases.get("")) for role in roles if role.role not in provided}
         counts, unanswered = request_findings(templates, [call for call in seen if call.role in templates], store)
         findings += [*unanswered, *base_findings(templates)]
+        findings += [Finding("warns", "tool_format", text) for text in config.one_format]
         if not groups and not any(finding.level in ("blocks", "undecided") for finding in findings):
             text = "the plan would form no group: nothing would be trained."
             findings.append(Finding("blocks", "groups", text, "See the candidates left out above."))
