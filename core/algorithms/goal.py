@@ -11,7 +11,7 @@ import msgspec
 
 from cotune.algorithms.attribution import attribute, weight_of, without_outcome
 from cotune.algorithms.collect import failure_of, is_outcome
-from cotune.algorithms.policy_recipes import Recipes
+from cotune.algorithms.policy_recipes import Recipes, by_equal
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution, Recipe
 from cotune.algorithms.samples import Sample
 from cotune.records.ids import candidate_id
@@ -85,13 +85,7 @@ def goal_of(recipe: Recipe | None, on_failure: str, roles: Collection[str] | Non
 def goal_of_policies(recipes: Recipes, on_failure: str, players: Mapping[str, str]) -> Goal:
     """What a run goes by whose policies may have recipes of their own; `players` are the trained roles with the
     policies that play them. Each role is judged by what its policy is trained on."""
-    parts: list[tuple[Recipe, list[str]]] = []
-    for role, policy in players.items():
-        recipe = recipes.of(policy)
-        part = next((roles for other, roles in parts if other == recipe), None)
-        if part is None:
-            parts.append((recipe, part := []))
-        part.append(role)
+    parts = by_equal((recipes.of(policy), role) for role, policy in players.items())
     if len(parts) < 2:
         return goal_of(parts[0][0] if parts else recipes.run, on_failure, list(players))
     found = [msgspec.structs.replace(goal_of(recipe, on_failure), roles=roles) for recipe, roles in parts]

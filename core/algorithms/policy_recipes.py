@@ -17,6 +17,18 @@ from cotune.algorithms.samples import Floats, Sample
 from cotune.errors import ConfigError
 
 
+def by_equal(recipes: Iterable[tuple[Recipe, str]]) -> list[tuple[Recipe, list[str]]]:
+    """The different ones of named recipes in order of first appearance, each with the names that it has; an empty name
+    is none."""
+    found: list[tuple[Recipe, list[str]]] = []
+    for recipe, name in recipes:
+        names = next((names for other, names in found if other == recipe), None)
+        if names is None:
+            found.append((recipe, names := []))
+        names += filter(None, [name])
+    return found
+
+
 class Recipes(msgspec.Struct, frozen=True, kw_only=True):
     """`run` is the recipe of all policies but those in `own`; `roles` names the policy of each role of the [[policy]]
     tables."""
@@ -56,14 +68,7 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
 
     def by_recipe(self, roles: Iterable[str]) -> list[tuple[Recipe, list[str]]]:
         """The different recipes of `roles`, each with those that have it."""
-        found: list[tuple[Recipe, list[str]]] = []
-        for role in roles:
-            recipe = self.of_role(role)
-            part = next((own for other, own in found if other == recipe), None)
-            if part is None:
-                found.append((recipe, part := []))
-            part.append(role)
-        return found
+        return by_equal((self.of_role(role), role) for role in roles)
 
     def able(self, scorers: Iterable[str]) -> list[str] | None:
         """The roles that can be trained, None for all: under a tree plan those with a scorer, and those whose policies
@@ -75,13 +80,7 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def _parts(self) -> list[tuple[Recipe, list[str]]]:
         """Each recipe with the policies that name it; that of the run has all others too."""
-        found: list[tuple[Recipe, list[str]]] = [(self.run, [])]
-        for name, recipe in self.own.items():
-            part = next((policies for other, policies in found if other == recipe), None)
-            if part is None:
-                found.append((recipe, part := []))
-            part.append(name)
-        return found
+        return by_equal([(self.run, ""), *((recipe, name) for name, recipe in self.own.items())])
 
     def split(self, samples: Sequence[Sample]) -> list[tuple[str, Recipe, list[int]]]:
         """Samples by recipe: a name of the part ("" for that of the run), the recipe, and places in `samples`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cotune.algorithms.collect import Collected
-from cotune.algorithms.policy_recipes import Recipes
+from cotune.algorithms.policy_recipes import Recipes, by_equal
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.task_signals import with_step
@@ -180,11 +180,7 @@ class RolloutRun(Run):
     @property
     def recipes_of_training(self) -> list[Recipe]:
         """The different recipes of the trained policies."""
-        found: list[Recipe] = []
-        for name in self.state.policies.trained:
-            if (recipe := self.recipes.of(name)) not in found:
-                found.append(recipe)
-        return found
+        return [recipe for recipe, _ in by_equal((self.recipes.of(name), name) for name in self.state.policies.trained)]
 
     @property
     def provider_roles(self) -> list[str]:
