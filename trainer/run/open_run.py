@@ -116,6 +116,7 @@ async def open_run(
             notes=[why, *notes, *_untrained(policies), *_in_turns(config), *config.one_format],
             state=Checkpoint(policies=policies),
         )
+        del learner  # `reopen_learner` needs its memory
         if saved is not None:
             say(f"loading the checkpoint after {saved[0].steps} steps ...")
             run.notes = [*run.notes, *await restore(run, *saved)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from cotune.errors import GroupError
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.run.checkpoint import load_checkpoint
 from tests.trainer import worker_app
 from tests.trainer.conftest import Trainer
@@ -104,6 +106,24 @@ def test_a_role_that_calls_now_and_then_is_not_spoken_of(trainer: Trainer) -> No
     summary = trainer(application(solve), steps=5, plan={"kind": "independent", "k": 2}, concurrency=1)
     assert [line["silent"].get("critic", 0) for line in trainer.metrics()] == [1, 2, 0, 1, 2]
     assert summary.silent == {} and "has called in no episode" not in trainer.said
+
+
+def test_the_learner_before_is_gone_when_one_with_a_new_role_is_opened(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both at once would take twice the memory."""
+    opened: list[weakref.ref[LocalLearner]] = []
+    real, alive = LocalLearner.open, []
+
+    def opening(*args: Any) -> LocalLearner:
+        alive.append(sum(ref() is not None for ref in opened))
+        learner = real(*args)
+        opened.append(weakref.ref(learner))
+        return learner
+
+    monkeypatch.setattr(LocalLearner, "open", opening)
+    trainer(application(run), LATE, steps=2, tasks_per_step=4, plan={"kind": "independent", "k": 2})
+    assert alive == [0, 0]
 
 
 def test_a_run_resumed_where_a_role_was_first_seen_goes_on_with_its_policy(trainer: Trainer) -> None:
