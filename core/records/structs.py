@@ -213,7 +213,8 @@ class FeedbackRecord(msgspec.Struct, frozen=True, gc=False, tag="feedback"):
     """Text beside the reward component `name` of `target`: why it is what it is.
 
     It belongs to the reward that was written with it, at the same time: one that replaces that reward takes it away.
-    `name` may be that of a reward that nobody gave. `cut` are the characters that were left out of its middle.
+    `name` may be that of a reward that nobody gave, or that was given before. `cut` are the characters that were left
+    out of its middle.
     """
 
     target: str

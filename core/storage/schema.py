@@ -85,7 +85,7 @@ COLUMNS = {
 """Columns of each table, which a file has unless it is damaged."""
 
 FEEDBACK = """feedback LEFT JOIN rewards USING (target, name)
-    WHERE coalesce(rewards.at, feedback.at) = feedback.at"""
+    WHERE coalesce(rewards.at, feedback.at) <= feedback.at"""
 """Texts whose reward was not replaced since."""
 
 WIDTHS = {"images": 3, "messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4, "feedback": 5}

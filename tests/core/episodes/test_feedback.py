@@ -218,6 +218,20 @@ def test_a_judge_of_episodes_and_scorers_of_records_say_why(store):
     assert store.feedback([f"{call.id}.1"]) == {f"{call.id}.1": {}}, "the text went with its reward"
 
 
+def test_the_text_of_a_judge_that_gives_no_reward_takes_the_place_of_the_text_before(store):
+    @cotune.workflow
+    def solve(task):
+        return cotune.Feedback(0.5, "half")
+
+    @solve.judge
+    def judge(episodes, task):
+        return [cotune.Feedback(None, "cannot be compared")] * len(episodes)
+
+    id = run(solve, store).episode.id
+    asyncio.run(judge_episodes(judge, store, store.episodes()))
+    assert (store.rewards([id])[id], store.feedback([id])[id]) == ({"team": 0.5}, {"team": "cannot be compared"})
+
+
 def test_a_redactor_that_fails_outside_of_an_episode_is_logged_once(store, caplog):
     @cotune.workflow
     def solve(task):

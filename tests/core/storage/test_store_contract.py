@@ -232,6 +232,9 @@ def test_feedback_goes_with_its_reward(store):
     store.write([RewardRecord("C1.0", "local", 0.75, 4.0), FeedbackRecord("C1.0", "local", "better", 4.0)])
     store.flush()
     assert store.feedback(["C1.0"]) == {"C1.0": {"local": "better"}}
+    store.write([FeedbackRecord("C1.0", "local", "cannot be compared", 5.0)])
+    store.flush()
+    assert store.feedback(["C1.0"]) == {"C1.0": {"local": "cannot be compared"}}, "a text alone replaces the one before"
     store.write([RewardRecord("C1.2", "local", 0.5, 4.0)])
     store.flush()
     assert store.cut_feedback() == 0, "the text that was cut went with its reward"
