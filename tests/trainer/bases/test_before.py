@@ -10,6 +10,7 @@ import pytest
 
 import cotune
 from cotune.cli.main import main
+from cotune.errors import ConfigError
 from tests.trainer.bases.test_training import evens, team
 from tests.trainer.tiny_app import TASKS, application, ask
 
@@ -42,6 +43,12 @@ def test_check_renders_each_role_in_the_template_of_its_base(
     alone = cotune.check(app, TASKS, model=str(tiny_base), tool_format="hermes")
     assert not any(one.about == "tool_format" for one in alone.findings)
     assert not any(one.text.startswith("base ") for one in alone.findings)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_check_names_the_policy_whose_base_is_not_there(tiny_base: Path, tmp_path: Path, own: bool) -> None:
+    with pytest.raises(ConfigError, match=r"policy.model = '.*gone' \(the base of policy 'two'\)"):
+        cotune.check(application(), TASKS, model=str(tiny_base) if own else None, policy=team(tmp_path / "gone"))
 
 
 async def say_much(task: Any) -> float:

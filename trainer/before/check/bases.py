@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from cotune.errors import ConfigError
 from cotune.integrations.models.chat.formats import load_templates
 from cotune.integrations.models.chat.template import ChatTemplate
-from cotune.integrations.models.folder.folder import context_length, locate_model
+from cotune.integrations.models.folder.folder import context_length, locate_model, of_policy
 from cotune.trainer.before.findings import Finding
 from cotune.trainer.config.train import TrainConfig
 
@@ -28,7 +29,12 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
     Hugging Face id no weights are fetched. Raises ConfigError."""
     named = {model: names for model, names in config.bases.items() if model != NO_MODEL}
     places = {m: str(locate_model(m)) if Path(m).expanduser().exists() else m for m in named}
-    templates = load_templates({places[model]: names for model, names in named.items()}, config.tool_format)
+    try:
+        templates = load_templates({places[model]: names for model, names in named.items()}, config.tool_format)
+    except ConfigError as error:
+        if config.model == NO_MODEL and error.field == "model":  # the first is a policy's own
+            raise of_policy(error, next(iter(named.values()))[0]) from None
+        raise
     found: dict[str, CheckedBase] = {}
     for model, names in named.items():
         base = CheckedBase(places[model], templates[places[model]], context_length(places[model]))
