@@ -47,6 +47,9 @@ def check_teachers(config: TrainConfig) -> None:
             remedy = f"Or set `teacher` of policy {own.name}." if own else ""
             raise ConfigError("distill.teacher", "", fault, remedy)
         shared |= taught and not named
+    if default and not shared and config.policy:
+        fault = "has no effect: no policy learns from a teacher without one of its own"
+        raise ConfigError("distill.teacher", default, fault, "Leave it out.")
     if default and not shared:
         remedy = "Use --recipe distill, or leave the teacher out."
         raise ConfigError("recipe", config.recipe, "has no use for distill.teacher", remedy)

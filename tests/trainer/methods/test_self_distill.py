@@ -187,5 +187,7 @@ def test_what_teachers_see_is_checked_before_work_starts() -> None:
         with pytest.raises(ConfigError, match=fault):
             convert({"model": "m", "policy": tables})
     with pytest.raises(ConfigError, match=r"recipe has no use for distill.teacher"):
-        own = {**one, "recipe": "distill", "teacher": "m"}
-        convert({"model": "m", "policy": [own], "distill": {"teacher": "t"}})
+        convert({"model": "m", "distill": {"teacher": "t"}})
+    for own in ({"recipe": "distill", "teacher": "m"}, {"recipe": "rloo"}):
+        with pytest.raises(ConfigError, match=r"distill.teacher = 't' has no effect: no policy learns from a teacher"):
+            convert({"model": "m", "recipe": "distill", "policy": [{**one, **own}], "distill": {"teacher": "t"}})
