@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from cotune.algorithms.run_recipe import learns_from
 from cotune.errors import ConfigError
-from cotune.trainer.config.policy import PolicyConfig
-
-if TYPE_CHECKING:
-    from cotune.trainer.config.train import TrainConfig
+from cotune.storage.run_config import RunConfig, RunPolicy
 
 
 def is_address(teacher: str) -> bool:
@@ -18,24 +14,25 @@ def is_address(teacher: str) -> bool:
     return teacher.startswith(("http://", "https://"))
 
 
-def teacher_of(config: TrainConfig, own: PolicyConfig | None) -> str:
+def teacher_of(config: RunConfig, own: RunPolicy | None) -> str:
     """The teacher of a policy with this table, or of one without; "" where it learns from none."""
     return ((own.teacher if own else "") or config.distill.teacher) if learns_from(config, own) == "teacher" else ""
 
 
-def teachers_of(config: TrainConfig) -> dict[str, dict[str, str]]:
-    """By teacher, the base models whose policies learn from it, each with the field that names it."""
+def teachers_of(config: RunConfig, model: str) -> dict[str, dict[str, str]]:
+    """By teacher, the base models whose policies learn from it, each with the field that names it. `model` is the
+    run's."""
     found: dict[str, dict[str, str]] = {}
     for own in _learning(config):
         if name := teacher_of(config, own):
             field = "policy.teacher" if own and own.teacher else "distill.teacher"
-            found.setdefault(name, {})[(own.model if own else "") or config.model] = field
+            found.setdefault(name, {})[(own.model if own else "") or model] = field
     return found
 
 
-def check_teachers(config: TrainConfig) -> None:
+def check_teachers(config: RunConfig, model: str, temperature: float) -> None:
     """Raises ConfigError for a teacher of whom nobody learns, the reverse, an address without its scheme, and a server
-    under another sampling temperature than it scores at."""
+    under another sampling `temperature` than it scores at."""
     default, shared = config.distill.teacher, False
     for own in _learning(config):
         taught, named = learns_from(config, own) == "teacher", own.teacher if own else ""
@@ -53,11 +50,11 @@ def check_teachers(config: TrainConfig) -> None:
     if default and not shared:
         remedy = "Use --recipe distill, or leave the teacher out."
         raise ConfigError("recipe", config.recipe, "has no use for distill.teacher", remedy)
-    for name, bases in teachers_of(config).items():
+    for name, bases in teachers_of(config, model).items():
         if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", name):
             field = next(iter(bases.values()))
             raise ConfigError(field, name, "is an address without http:// or https://")
-        if is_address(name) and (temperature := config.sampling.temperature) != 1.0:
+        if is_address(name) and temperature != 1.0:
             raise ConfigError(
                 "sampling.temperature",
                 temperature,
@@ -66,6 +63,6 @@ def check_teachers(config: TrainConfig) -> None:
             )
 
 
-def _learning(config: TrainConfig) -> list[PolicyConfig | None]:
+def _learning(config: RunConfig) -> list[RunPolicy | None]:
     """The [[policy]] tables of trained policies; None alone stands for the policies of a layout."""
     return [*(one for one in config.policy if one.trained)] or [None]

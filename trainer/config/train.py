@@ -154,7 +154,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
             raise ConfigError("mode", self.mode, "must be sync if cluster.colocate is true")
-        check_teachers(self)
+        check_teachers(self, self.model, self.sampling.temperature)
         check_records(self.recipe, self.records, self.learner)
         check_one_process(self.learner, self.cluster.address, {p.kind for p in self.policy} or {self.policies})
         if self.cluster.address:

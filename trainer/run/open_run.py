@@ -17,8 +17,7 @@ from cotune.storage.open_store import open_store
 from cotune.trainer.before.preflight import preflight
 from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.learner.protocol import Learner
-from cotune.trainer.learner.taught import TaughtLearner
+from cotune.trainer.learner.protocol import Learner, TaughtLearner
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.app_source import import_path
 from cotune.trainer.rollout.forks import expected_budget

@@ -12,8 +12,7 @@ from cotune.algorithms.policy_recipes import Recipes
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.trainer.config.teachers import is_address, teachers_of
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.learner.protocol import Teacher
-from cotune.trainer.learner.taught import SELF
+from cotune.trainer.learner.protocol import SELF, Teacher
 
 Teachers = Mapping[str, Teacher]
 """By what names them in the configuration."""
@@ -22,7 +21,9 @@ Teachers = Mapping[str, Teacher]
 async def open_teachers(config: TrainConfig, stack: contextlib.AsyncExitStack, say: Callable[[str], None]) -> Teachers:
     """Each teacher of the run once, whoever learns from it. Raises ConfigError for one of another tokenizer than the
     base models of its policies, before it is loaded."""
-    return {name: await _open(config, name, bases, stack, say) for name, bases in teachers_of(config).items()}
+    return {
+        name: await _open(config, name, bases, stack, say) for name, bases in teachers_of(config, config.model).items()
+    }
 
 
 def teacher_for(

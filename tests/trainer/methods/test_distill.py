@@ -20,7 +20,7 @@ from cotune.integrations.models.vllm.teacher import VllmTeacher
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.loss import KL_SLOPE
-from cotune.trainer.learner.taught import TaughtLearner
+from cotune.trainer.learner.protocol import TaughtLearner
 from cotune.trainer.learner.teacher import LocalTeacher, tokenizer_of
 from tests.integrations import tiny_models
 from tests.integrations.models.samplers.test_vllm_http import FakeServer

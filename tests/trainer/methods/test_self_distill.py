@@ -23,7 +23,7 @@ from cotune.sampling.protocol import ChatFormats
 from cotune.storage.open_store import open_store
 from cotune.trainer.config.train import convert
 from cotune.trainer.learner.local import LocalLearner
-from cotune.trainer.learner.taught import SELF, TaughtLearner
+from cotune.trainer.learner.protocol import SELF, TaughtLearner
 from cotune.trainer.privileged import check_privileged, with_hints, with_text
 from tests.core.conftest import Book
 from tests.trainer.conftest import Trainer
