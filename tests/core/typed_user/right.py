@@ -70,6 +70,11 @@ def compared(candidates: Sequence[Candidate], call: Call, task: Question) -> lis
     return [None if not c.text else {"place": c.index, "length": len(c.text)} for c in candidates]
 
 
+@solve.scorer("critic")
+def explained(candidate: Candidate, call: Call, task: Question) -> cotune.Feedback:
+    return cotune.Feedback({"length": float(len(candidate.text))}, "Shorter is better.")
+
+
 panel: GroupScorer = compared
 solve.scorer("editor", group=True)(cotune.Judge(model="m", rubric="Clear and short.", price=(0.15, 0.6), max_cost=1.0))
 

@@ -365,7 +365,9 @@ def test_an_export_whose_base_does_not_match(trainer, tmp_path):
     with pytest.raises(AdapterError) as caught:
         load_export(tmp_path / "export", other)
     assert caught.value.cause.startswith(f"The export was trained on another base: weights of {other} differ")
-    assert caught.value.remedy == f"Name by --model the copy of {trainer.base} that it was trained on."
+    assert caught.value.remedy == (
+        f"Name the copy of {trainer.base} that it was trained on: --model {trainer.base.name}=FOLDER"
+    )
     with pytest.raises(AdapterError):
         load_export(tmp_path / "export", tmp_path / "nowhere")
 
