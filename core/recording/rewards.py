@@ -22,7 +22,7 @@ def reward_records(
     """The rewards of an episode or a candidate, given now, and the text beside them, unless it is blank."""
     now = time.time()
     records: list[RewardRecord | FeedbackRecord] = [RewardRecord(target, *named, now) for named in rewards.items()]
-    text = str(clean(text)).strip()
+    text = str(clean(text)).strip() if text else ""
     if text and redaction is not None:  # before it is cut: a half of what a redactor looks for could pass it
         text = (redaction.text(text, "feedback") or "").strip()
     if text:
