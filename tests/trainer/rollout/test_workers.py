@@ -274,7 +274,10 @@ def test_scorer_errors_come_back(pair: tuple[Driver, RaySampler]) -> None:
     assert episode.status == "ok"
     ((error, count),) = made.workers.scorer_errors.items()
     assert error.startswith("The scorer of role 'second' raised ValueError: no judgement on q (")
-    assert error.endswith(f"{Path(worker_app.__file__).name}:17 in judge). Fix the scorer.")
+    source = Path(worker_app.__file__)
+    lines = source.read_text().splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if "raise ValueError" in text)
+    assert error.endswith(f"{source.name}:{line} in judge). Fix the scorer.")
     assert count == 4
 
 

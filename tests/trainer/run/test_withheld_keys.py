@@ -77,7 +77,7 @@ def test_resume_takes_values_out_of_an_old_run(run: Path, monkeypatch: pytest.Mo
     old_run(run)
     monkeypatch.setattr(train, "check_tools", lambda tools: None)
     monkeypatch.setattr(train, "run_sync", lambda work: work.close())
-    monkeypatch.setattr(train, "locate_base", lambda model: None)
+    monkeypatch.setattr(train, "locate_base", lambda model, of: None)
     used: list[Any] = []
 
     async def nothing(*args: Any) -> None: ...
@@ -111,7 +111,7 @@ def test_a_key_that_is_changed_is_recorded_by_its_name(run: Path, monkeypatch: p
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(train, "check_tools", lambda tools: None)
     monkeypatch.setattr(train, "run_sync", lambda work: work.close())
-    monkeypatch.setattr(train, "locate_base", lambda model: None)
+    monkeypatch.setattr(train, "locate_base", lambda model, of: None)
     notes: list[str] = []
 
     async def nothing(folder: RunFolder, *args: Any) -> None: ...
