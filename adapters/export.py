@@ -39,7 +39,7 @@ from cotune.integrations.models.folder.folder import (
 )
 from cotune.integrations.models.folder.to_gguf import Precision, check_gguf, write_gguf
 from cotune.reading.words import stayed_reasons, stayed_text
-from cotune.records.policies import UNTRAINED, LoraSpec, PolicyKind
+from cotune.records.policies import TRAINED, UNTRAINED, LoraSpec, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
 from cotune.storage.checkpoints import SavedPolicy, newest_checkpoint, read_best, read_policies, step_folders
 from cotune.storage.metrics_file import read_metrics
@@ -100,7 +100,7 @@ def write_export(
         fault = "holds other files, which an export would replace"
         raise ConfigError("out", str(target), fault, "Name a new or empty folder.")
     if gguf is not None:
-        for model in {policy.model for policy in policies if policy.kind in ("lora", "full") and policy.model}:
+        for model in {policy.model for policy in policies if policy.kind in TRAINED and policy.model}:
             check_gguf(locate_model(model))
     if not any(policy.roles for policy in policies):
         raise ConfigError("policies", None, "play no role", "Train a run first.")

@@ -10,7 +10,7 @@ import msgspec
 
 from cotune.adapters.fingerprint import BaseFingerprint
 from cotune.errors import AdapterError
-from cotune.records.policies import LoraSpec, OtherRoles, PolicyKind
+from cotune.records.policies import TRAINED, LoraSpec, OtherRoles, PolicyKind
 from cotune.records.structs import PolicyRef
 
 MANIFEST = "roles.json"
@@ -161,7 +161,7 @@ def _check_policy(policy: ExportedPolicy, path: Path, remedy: str) -> None:
         raise AdapterError(f"{where} is a LoRA without lora.", remedy)
     if policy.kind != "provider" and policy.base is None:
         raise AdapterError(f"{where} has no base.", remedy)
-    if policy.kind in ("lora", "full") and not (policy.folder and policy.files and policy.fingerprint):
+    if policy.kind in TRAINED and not (policy.folder and policy.files and policy.fingerprint):
         raise AdapterError(f"{where} has no folder, files or fingerprint.", remedy)
     if policy.kind in ("frozen", "provider") and (policy.folder or policy.files or policy.fingerprint):
         raise AdapterError(f"{where} is {policy.kind} and names a folder, files or a fingerprint.", remedy)

@@ -11,6 +11,7 @@ from cotune.adapters.manifest import Manifest, not_updated
 from cotune.integrations.models.folder.hub import check_repository, push_again
 from cotune.integrations.models.folder.hub import push as push_folder
 from cotune.integrations.models.folder.to_gguf import Precision
+from cotune.records.policies import TRAINED
 from cotune.storage.checkpoints import newest_checkpoint, read_best, steps_of
 from cotune.storage.run_layout import RunLayout, read_run, read_run_json
 from cotune.terminal import tell
@@ -50,7 +51,7 @@ def export(
         check_repository(push)
     manifest = export_run(run, out, best=best, merge=merge, gguf=gguf, evaluation=evaluation, model=model)
     kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
-    trained = sorted(role for role, kind in kinds.items() if kind in ("lora", "full"))
+    trained = sorted(role for role, kind in kinds.items() if kind in TRAINED)
     say(f"exported {', '.join(trained)} to {out}")
     _say_checkpoint(RunLayout(run), best, {manifest.policy(role).name for role in trained}, say)
     for text in not_updated(manifest):

@@ -101,11 +101,12 @@ def with_hints(
         prompts[sample.id] = tuple(prompt)
     kept = [sample for sample in collected.samples if not sees[sample.policy.name] or sample.id in prompts]
     without = [sample for sample in taught if sample.id not in prompts]
+    chosen = [sample for sample in without if sample.chosen] if recipes.joins_calls else []
     return Hints(
         msgspec.structs.replace(
             collected,
             samples=kept,
-            others=[*collected.others, *(s for s in without if s.chosen and recipes.joins_calls)],
+            others=[*collected.others, *chosen],
             left_out=dict(Counter(collected.left_out) + Counter(no_hint=len(without))),
         ),
         prompts,

@@ -84,13 +84,12 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
 
     def split(self, samples: Sequence[Sample]) -> list[tuple[str, Recipe, list[int]]]:
         """Samples by recipe: a name of the part ("" for that of the run), the recipe, and places in `samples`."""
-        number = {name: i for i, (_, policies) in enumerate(self._parts) for name in policies}
-        places: list[list[int]] = [[] for _ in self._parts]
+        parts = self._parts
+        number = {name: i for i, (_, policies) in enumerate(parts) for name in policies}
+        places: list[list[int]] = [[] for _ in parts]
         for i, sample in enumerate(samples):
             places[number.get(sample.policy.name, 0)].append(i)
-        return [
-            ("+".join(policies) if i else "", recipe, places[i]) for i, (recipe, policies) in enumerate(self._parts)
-        ]
+        return [("+".join(policies) if i else "", recipe, places[i]) for i, (recipe, policies) in enumerate(parts)]
 
 
 def check_together(recipes: Recipes) -> None:

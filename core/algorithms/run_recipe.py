@@ -20,7 +20,7 @@ from cotune.algorithms.recipes import USUAL, KlTo, Recipe
 from cotune.algorithms.samples import Floats
 from cotune.errors import ConfigError, GroupError, RunError
 from cotune.records.plans import PlanKind
-from cotune.records.policies import past_role, swapped_roles
+from cotune.records.policies import TRAINED, past_role, swapped_roles
 from cotune.records.structs import Episode
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
 from cotune.storage.outcomes import failure_reward
@@ -150,22 +150,27 @@ def policy_recipes(config: RunConfig, plan: PlanKind) -> Recipes:
             raise ConfigError(f"{table}overrides.{error.field}", error.value, error.fault, error.remedy) from None
 
     usual = config.recipe or USUAL[plan]
-    own = {
-        one.name: resolved(
-            one.recipe or usual, {**({} if one.recipe else config.overrides), **one.overrides}, "policy."
-        )
-        for one in config.policy
-        if one.recipe or one.overrides
-    }
+    own: dict[str, Recipe] = {}
+    for one in config.policy:
+        if one.recipe or one.overrides:
+            name, overrides = _named(config, one)
+            own[one.name] = resolved(name or usual, overrides, "policy.")
     roles = {role: one.name for one in config.policy for role in one.roles}
     return Recipes(run=resolved(usual, config.overrides), own=own, roles=roles)
 
 
-def learns_from(config: RunConfig, own: RunPolicy | None = None) -> KlTo:
-    """Whom a policy learns from, that of a [[policy]] table or any other one: a "teacher", its "self", or rewards alone
-    ("untrained"), whatever the plan."""
-    name = own.recipe if own is not None and own.recipe else config.recipe
-    settings = {**({} if own is not None and own.recipe else config.overrides), **(own.overrides if own else {})}
+def _named(config: RunConfig, own: RunPolicy | None) -> tuple[str | None, Mapping[str, Any]]:
+    """The recipe that a [[policy]] table, or None the run, names, and its overrides: the run's, unless it is another
+    one than the run's."""
+    if own is None:
+        return config.recipe, config.overrides
+    return own.recipe or config.recipe, {**({} if own.recipe else config.overrides), **own.overrides}
+
+
+def taught_by(config: RunConfig, own: RunPolicy | None = None) -> KlTo:
+    """Who teaches a policy, that of a [[policy]] table or any other one: a "teacher", its "self", or nobody beside the
+    rewards ("untrained"), whatever the plan."""
+    name, settings = _named(config, own)
     usual = RECIPES[name].loss.kl_to if name is not None and name in RECIPES else "untrained"
     found: KlTo = settings.get("kl_to", usual)
     return found
@@ -173,7 +178,7 @@ def learns_from(config: RunConfig, own: RunPolicy | None = None) -> KlTo:
 
 def all_taught(config: RunConfig) -> bool:
     """Whether every trained policy learns from a teacher or itself, so that rewards count for nothing."""
-    found = [learns_from(config, own) for own in config.policy if own.trained] or [learns_from(config)]
+    found = [taught_by(config, own) for own in config.policy if own.trained] or [taught_by(config)]
     return "untrained" not in found
 
 
@@ -190,7 +195,7 @@ def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:
     with contextlib.suppress(RunError):  # a damaged one
         if checkpoint is not None and step is not None:
             routing = config_of(store).routing
-            trained = [one for one in read_policies(checkpoint) if one.kind in ("lora", "full")]
+            trained = [one for one in read_policies(checkpoint) if one.kind in TRAINED]
             roles = {role: one.name for one in trained for role in one.roles}
             past = past_role(routing.past, step)
             played = swapped_roles(roles, routing.swap, routing.swap_every, step)

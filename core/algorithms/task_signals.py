@@ -12,7 +12,7 @@ from cotune.algorithms.filters import group_reasons
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.policy_recipes import Recipes, attributed_each
 from cotune.algorithms.prepare import group_spread
-from cotune.algorithms.samples import codes
+from cotune.algorithms.samples import Floats, codes
 
 HALF = 0.5
 """What a try leaves of the weight of those before it, as the policies have changed since."""
@@ -49,7 +49,12 @@ class TaskFacts(msgspec.Struct, frozen=True, array_like=True):
 def group_signals(collected: Collected, recipes: Recipes) -> list[GroupSignal]:
     """The groups of two or more rewards that the first term of each policy's recipe compares, in order of first
     appearance by recipe."""
-    reward_of = {s.id: r for s, r in zip(collected.samples, attributed_each(collected, recipes).tolist(), strict=True)}
+    return _signals(collected, recipes, attributed_each(collected, recipes))
+
+
+def _signals(collected: Collected, recipes: Recipes, reward: Floats) -> list[GroupSignal]:
+    """`group_signals`; `reward` is what each sample has by its policy's recipe, [n]."""
+    reward_of = {s.id: r for s, r in zip(collected.samples, reward.tolist(), strict=True)}
     usable = [s for s in collected.samples if not s.continues and reward_of[s.id] == reward_of[s.id]]
     found: list[GroupSignal] = []
     for part, recipe, places in recipes.split(usable):
@@ -72,9 +77,8 @@ def group_signals(collected: Collected, recipes: Recipes) -> list[GroupSignal]:
     return found
 
 
-def task_rewards(collected: Collected, recipes: Recipes) -> dict[str, float]:
-    """Mean reward of each task's samples, as their recipes mix it; tasks without one are left out."""
-    reward = attributed_each(collected, recipes)
+def _task_rewards(collected: Collected, reward: Floats) -> dict[str, float]:
+    """Mean reward of each task's samples; tasks without one are left out."""
     task, names = codes([sample.task for sample in collected.samples])
     having = ~np.isnan(reward)
     counts = np.bincount(task, having, minlength=len(names))
@@ -85,15 +89,16 @@ def task_rewards(collected: Collected, recipes: Recipes) -> dict[str, float]:
 def with_step(known: Mapping[str, TaskFacts], collected: Collected, recipes: Recipes) -> dict[str, TaskFacts]:
     """What is known of the tasks after a step: those that it tried have a new mean reward, and for each role the
     rewards of its groups, pooled with what was known before at half its weight."""
+    reward = attributed_each(collected, recipes)
     shown: dict[str, dict[str, list[GroupSignal]]] = {}
-    for signal in group_signals(collected, recipes):
+    for signal in _signals(collected, recipes, reward):
         for role in sorted(signal.roles):
             shown.setdefault(signal.task, {}).setdefault(role, []).append(signal)
     after = dict(known)
-    for task, reward in task_rewards(collected, recipes).items():
+    for task, mean in _task_rewards(collected, reward).items():
         before, now = known[task].roles if task in known else {}, shown.get(task, {})
         pooled = {role: _pooled(before.get(role), now.get(role, ())) for role in sorted({*before, *now})}
-        after[task] = TaskFacts(reward, pooled)
+        after[task] = TaskFacts(mean, pooled)
     return after
 
 

@@ -14,6 +14,9 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 PolicyKind = Literal["lora", "full", "frozen", "provider"]
 
+TRAINED: tuple[PolicyKind, ...] = ("lora", "full")
+"""Kinds of policies that are trained."""
+
 OtherRoles = Literal["frozen", "provider"]
 """What plays a role that has no policy: the untrained model, or whatever the application uses today."""
 
@@ -65,7 +68,7 @@ class PolicySpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trained(self) -> bool:
-        return self.kind in ("lora", "full")
+        return self.kind in TRAINED
 
 
 class Policies(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from cotune.records.plans import PlanKind
-from cotune.records.policies import OtherRoles, PolicyKind
+from cotune.records.policies import TRAINED, OtherRoles, PolicyKind
 from cotune.records.step_ranges import within
 from cotune.storage.outcomes import failure_reward
 
@@ -98,7 +98,7 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trained(self) -> bool:
-        return self.kind in ("lora", "full")
+        return self.kind in TRAINED
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cotune.algorithms.run_recipe import learns_from
+from cotune.algorithms.run_recipe import taught_by
 from cotune.errors import ConfigError
 from cotune.storage.run_config import RunConfig, RunPolicy
 
@@ -16,7 +16,7 @@ def is_address(teacher: str) -> bool:
 
 def teacher_of(config: RunConfig, own: RunPolicy | None) -> str:
     """The teacher of a policy with this table, or of one without; "" where it learns from none."""
-    return ((own.teacher if own else "") or config.distill.teacher) if learns_from(config, own) == "teacher" else ""
+    return ((own.teacher if own else "") or config.distill.teacher) if taught_by(config, own) == "teacher" else ""
 
 
 def teachers_of(config: RunConfig, model: str) -> dict[str, dict[str, str]]:
@@ -35,7 +35,7 @@ def check_teachers(config: RunConfig, model: str, temperature: float) -> None:
     under another sampling `temperature` than it scores at."""
     default, shared = config.distill.teacher, False
     for own in _learning(config):
-        taught, named = learns_from(config, own) == "teacher", own.teacher if own else ""
+        taught, named = taught_by(config, own) == "teacher", own.teacher if own else ""
         if own and named and not taught:
             fault = f"has no effect: policy {own.name} does not learn from a teacher"
             raise ConfigError("policy.teacher", named, fault, 'Set recipe = "distill" for it, or leave this out.')

@@ -212,9 +212,9 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def settings_of(self, policy: str) -> PolicySettings:
         """What a policy is trained with: what its [[policy]] table says, else what the run says."""
-        own = next((one for one in self.policy if one.name == policy), None)
+        own = self.own_of(policy)
         teacher = teacher_of(self, own)
-        if own is None:
+        if not isinstance(own, PolicyConfig):  # it has no table
             return PolicySettings(learner=self.learner, schedule=self.schedule, teacher=teacher)
         lr = self.learner.lr if own.lr is None else own.lr
         learner = msgspec.structs.replace(self.learner, lr=lr, weight_decay=self.decay_of(policy))

@@ -51,7 +51,8 @@ class Refill:
     @property
     def missing(self) -> dict[str, int]:
         """How many such groups the step lacks, by role."""
-        return {role: need - self._kept(role) for role, need in self.targets.items() if self._kept(role) < need}
+        short = {role: need - self._kept(role) for role, need in self.targets.items()}
+        return {role: count for role, count in short.items() if count > 0}
 
     def more(self, running: int = 0, most: int | None = None) -> list[str]:
         """The tasks to draw now, while so many are running, and `most` at once may: as many as are needed where each

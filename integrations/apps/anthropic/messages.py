@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.apps.openai.completions import EVENT_STREAM, JSON, grow, number
+from cotune.integrations.apps.openai.completions import grow, number, sent
 from cotune.integrations.apps.openai.forms import Form
 from cotune.integrations.apps.openai.response_body import ProviderFailed
 from cotune.integrations.apps.openai.responses import hosted_tools, text_of
@@ -332,9 +332,7 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
     """What answers a request: a message, whose arguments are kept, or a stream of it; and the content type."""
     message = message_of(call, answer, asked)
     _keep(call, asked, message)
-    if call.streamed:
-        return to_events(message, asked), EVENT_STREAM
-    return msgspec.json.encode(message), JSON
+    return sent(call, message, lambda: to_events(message, asked))
 
 
 MESSAGES = Form(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import starmap
 from typing import Any
 
@@ -15,7 +15,12 @@ from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import MALFORMED, Answer, counts
 from cotune.records.structs import Candidate
 
-EVENT_STREAM, JSON = "text/event-stream; charset=utf-8", "application/json"
+
+def sent(call: LiveCall, body: Mapping[str, Any], stream: Callable[[], bytes]) -> tuple[bytes, str]:
+    """The body as JSON, or its `stream` where the application asked for one; and the content type."""
+    if call.streamed:
+        return stream(), "text/event-stream; charset=utf-8"
+    return msgspec.json.encode(body), "application/json"
 
 
 def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any], str]:
@@ -70,9 +75,7 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
     }
     if params.get("return_token_ids"):
         completion["prompt_token_ids"] = list(answer.prompt_ids)
-    if call.streamed:
-        return to_stream(completion, asked), EVENT_STREAM
-    return msgspec.json.encode(completion), JSON
+    return sent(call, completion, lambda: to_stream(completion, asked))
 
 
 def answer_of(completion: Any) -> Answer:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.integrations.apps.openai.completions import EVENT_STREAM, JSON, grow, number, several
+from cotune.integrations.apps.openai.completions import grow, number, sent, several
 from cotune.integrations.apps.openai.responses import keep, messages_of, readable, text_of
 from cotune.integrations.apps.openai.token_logprobs import shown_of, token_logprobs
 from cotune.recording.recorder import LiveCall
@@ -74,9 +74,7 @@ def content_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> tupl
     """What answers a request: a Response object, which is kept, or a stream of it; and the content type."""
     response = response_of(call, answer, asked)
     keep(call, asked, response)
-    if call.streamed:
-        return to_events(response, asked), EVENT_STREAM
-    return msgspec.json.encode(response), JSON
+    return sent(call, response, lambda: to_events(response, asked))
 
 
 def _output(call: LiveCall, candidate: Candidate, asked: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -85,10 +85,10 @@ def plan_memory(
     return processes(bases, config, machine)
 
 
-def trained_policies(config: TrainConfig, names: Iterable[str]) -> int:
+def trained_policies(config: TrainConfig, names: Collection[str]) -> int:
     """How many of the policies of a base are trained, as far as the configuration tells."""
     if config.policy:
-        return sum(config.specs[name].trained for name in names)
+        return sum(policy.trained for policy in config.policy if policy.name in names)
     return 1 if config.policies == "shared" else max(1, len(config.roles))
 
 
