@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from benchmarks.kept_results import KeptResults, mean_share, over_seeds, success_cells
+from benchmarks.kept_results import KeptResults, mean_share, over_seeds, run_parser, success_cells
 from benchmarks.plan_path_agents import MAX_TOKENS, base, grid
 from benchmarks.selection import base_model
 from cotune.algorithms.catalogue import recipe
@@ -285,13 +285,10 @@ def evaluated(team: Team, tasks: Sequence[Mapping[str, Any]]) -> int:
 
 def main() -> None:
     """Do what is not recorded yet, and print all that is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated (default: %(default)s)")
+    parser = run_parser(__doc__, "runs/credit", WAYS)
     parser.add_argument("--tokens", type=int, default=320_000, help="sampled in training (default: the demo's)")
     parser.add_argument("--tokens-per-step", type=int, default=6_400, help="(default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=1000, help="fresh tasks (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/credit"))
     options = parser.parse_args()
     kept = KeptResults(options, "tokens", "tokens_per_step", "tasks")
     for seed in map(int, options.seeds.split(",")):

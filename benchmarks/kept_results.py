@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,16 @@ from cotune.intervals import share
 from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.train import resume, train
+
+
+def run_parser(doc: str | None, out: str, ways: Iterable[str] = ()) -> argparse.ArgumentParser:
+    """The options that all of them have: seeds, the folder of the runs, and where there are `ways` which of them."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0,1,2", help="comma-separated (default: %(default)s)")
+    if ways:
+        parser.add_argument("--ways", default=",".join(ways), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder of the runs (default: %(default)s)")
+    return parser
 
 
 class KeptResults:

@@ -15,7 +15,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import asyncio
 import json
 import time
@@ -27,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kept_results import train_once
+from benchmarks.kept_results import run_parser, train_once
 from benchmarks.plan_path_agents import DEMONSTRATORS, MAX_TOKENS, WORKFLOWS, base, grid
 from cotune.adapters.export import TrainedPolicy, latest_policies
 from cotune.episodes.rollout import EpisodeBatch
@@ -315,14 +314,12 @@ def chosen(text: str, known: Sequence[str]) -> list[str]:
 
 def main() -> None:
     """Run the chosen rows and print all that there are."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = run_parser(__doc__, "runs/learning")
     parser.add_argument("--rows", default=",".join(ROWS), help=f"comma-separated; default all: {', '.join(ROWS)}")
-    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=50, help="training steps (default: %(default)s)")
     parser.add_argument("--tasks-per-step", type=int, default=48)
     parser.add_argument("--tasks", type=int, default=1000, help="fresh tasks per row (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps of warm-up (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     options = parser.parse_args()
     console = Console(stderr=True)
     settings = Settings(options.out, options.steps, options.tasks_per_step, options.tasks, options.warm_up, console)

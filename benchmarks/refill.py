@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import cotune
-from benchmarks.kept_results import KeptResults
+from benchmarks.kept_results import KeptResults, run_parser
 from benchmarks.plan_path_agents import MAX_TOKENS, grid, team
 from benchmarks.selection import base_model
 from cotune.storage.metrics_file import read_metrics
@@ -180,15 +180,12 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def main() -> None:
     """Run what is not recorded yet, and print all that is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser = run_parser(__doc__, "runs/refill", WAYS)
     parser.add_argument("--steps", type=int, default=36, help="training steps of plain (default: %(default)s)")
     parser.add_argument("--tasks-per-step", type=int, default=12)
     parser.add_argument("--pool", type=int, default=96, help="tasks to train on (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=100, help="held-out tasks (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=260, help="steps of warm-up (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/refill"))
     options = parser.parse_args()
     kept = KeptResults(options, "steps", "tasks_per_step", "pool", "tasks", "warm_up")
     for seed in map(int, options.seeds.split(",")):

@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kept_results import KeptResults, mean_share, over_seeds, success_cells, train_once
+from benchmarks.kept_results import KeptResults, mean_share, over_seeds, run_parser, success_cells, train_once
 from benchmarks.plan_path_agents import MAX_TOKENS, WORKFLOWS, base, grid
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
@@ -138,14 +138,11 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def main() -> None:
     """Run what is not recorded yet, and print all that is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser = run_parser(__doc__, "runs/teams", WAYS)
     parser.add_argument("--tokens", type=int, default=150_000, help="sampled in training (default: %(default)s)")
     parser.add_argument("--tasks-per-step", type=int, default=32)
     parser.add_argument("--tasks", type=int, default=1000, help="fresh tasks (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=base.STEPS, help="steps of warm-up (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/teams"))
     options = parser.parse_args()
     kept = KeptResults(options, "tokens", "tasks_per_step", "tasks", "warm_up")
     for seed in map(int, options.seeds.split(",")):

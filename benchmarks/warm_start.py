@@ -27,7 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kept_results import KeptResults, over_seeds, success_cells, train_once
+from benchmarks.kept_results import KeptResults, over_seeds, run_parser, success_cells, train_once
 from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.evaluation.evaluate import evaluate
 from examples.tool_agent import clerk_base
@@ -80,13 +80,11 @@ def result(seed: int, traced: Path, options: argparse.Namespace) -> dict[str, An
 
 def main() -> None:
     """Run what is not recorded yet, and print all that is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0,1,2")
+    parser = run_parser(__doc__, "runs/warm_start")
     parser.add_argument("--steps", type=int, default=30, help="of reinforcement alone (default: %(default)s)")
     parser.add_argument("--sft-steps", type=int, default=48, help="three times all recordings (default: %(default)s)")
     parser.add_argument("--tasks-per-step", type=int, default=32, help="(default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=500, help="fresh tasks (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/warm_start"))
     options = parser.parse_args()
     kept = KeptResults(options, "steps", "sft_steps", "tasks_per_step", "tasks")
     traced = options.out / "traced"

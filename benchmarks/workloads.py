@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.kept_results import KeptResults, over_seeds, success_cells, train_once
+from benchmarks.kept_results import KeptResults, over_seeds, run_parser, success_cells, train_once
 from benchmarks.replay import PROBE_STEPS, sampled_tokens
 from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.config.train import load_config
@@ -183,14 +183,12 @@ def table(workload: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def main() -> None:
     """Run what is not recorded yet, and print all that is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = run_parser(__doc__, "runs/workloads")
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
-    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--rows", default=",".join(TRAININGS), help="trainings, comma-separated (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="training steps (default: %(default)s)")
     parser.add_argument("--tasks-per-step", type=int, default=32, help="of the team (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=300, help="fresh tasks (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("runs/workloads"))
     options = parser.parse_args()
     kept = KeptResults(options, "steps", "tasks_per_step", "tasks")
     for seed in map(int, options.seeds.split(",")):
