@@ -11,9 +11,6 @@ import numpy as np
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution
 from cotune.algorithms.samples import Bools, Codes, Floats, Sample, codes, keys
 
-LARGEST = 1e38
-"""Most that a reward may be: the 32-bit numbers of training end a little above it."""
-
 
 def attribute(samples: Sequence[Sample], attribution: Attribution, key: tuple[str, ...] = PROMPT_KEY) -> Floats:
     """[n] reward of each sample, NaN where a component that it needs never arrived.

@@ -217,17 +217,12 @@ def temperature(call: CallRecord) -> float:
     return 1.0
 
 
-def is_outcome(episode: Episode) -> bool:
-    """Whether the episode came to an end that says something of its policies: a good one, or a failure of theirs."""
-    return episode.status == "ok" or (episode.status == "error" and episode.blame in ("policy", None))
-
-
 def successes(episodes: Sequence[Episode], rewards: Mapping[str, Mapping[str, float]]) -> list[bool]:
     """Whether each episode solved its task, empty where none reports `success`. One that failed or reports none did
     not; those of which nobody knows the outcome, with neither `success` nor a reward, are left out."""
     if all(episode.solved is None for episode in episodes):
         return []
-    ended = [episode for episode in episodes if is_outcome(episode)]
+    ended = [episode for episode in episodes if episode.is_outcome]
     return [e.solved is True for e in ended if e.status != "ok" or e.solved is not None or rewards.get(e.id)]
 
 
@@ -249,7 +244,7 @@ def _episode_reason(episode: Episode, plan: PlanKind, on_failure: OnFailure) -> 
         return "abandoned"
     if episode.status == "cancelled" or on_failure == "exclude":
         return "failed_episode"
-    return "outage" if plan != "tree" and not is_outcome(episode) else None
+    return "outage" if plan != "tree" and not episode.is_outcome else None
 
 
 _FAILED = {"timeout": "timed_out_call", "cancelled": "cancelled_call", "malformed": "malformed_call"}

@@ -10,7 +10,7 @@ from statistics import fmean
 import msgspec
 
 from cotune.algorithms.attribution import attribute, weight_of, without_outcome
-from cotune.algorithms.collect import failure_of, is_outcome
+from cotune.algorithms.collect import failure_of
 from cotune.algorithms.policy_recipes import Recipes, by_equal
 from cotune.algorithms.recipes import PROMPT_KEY, Attribution, Recipe
 from cotune.algorithms.samples import Sample
@@ -175,7 +175,7 @@ def _by_role(samples: Sequence[Sample], goal: Goal) -> dict[str, dict[str, float
 
 
 def _counts(episode: Episode, goal: Goal) -> bool:
-    return episode.status == "ok" or (is_outcome(episode) and goal.on_failure != "exclude")
+    return episode.status == "ok" or (episode.is_outcome and goal.on_failure != "exclude")
 
 
 def _samples(one: Played, goal: Goal) -> list[Sample]:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from cotune.algorithms.advantages import AdvantageState, advantages, shape
-from cotune.algorithms.attribution import LARGEST, attribute, lacking, overlong
+from cotune.algorithms.attribution import attribute, lacking, overlong
 from cotune.algorithms.baselines import Spread, spread, units
 from cotune.algorithms.collect import Collected, temperature
 from cotune.algorithms.filters import align, group_reasons, high_entropy, sample_reason, tied
@@ -28,6 +28,7 @@ from cotune.algorithms.groups import Group, build_groups, explain_alone, one_pro
 from cotune.algorithms.recipes import Attribution, Recipe
 from cotune.algorithms.samples import Bools, Codes, Floats, Sample, TrainRow, codes
 from cotune.errors import GroupError
+from cotune.records.structs import LARGEST_REWARD
 from cotune.storage.protocol import Store
 
 Reached = Literal["no reward", "no comparison", "no signal", "filtered"]
@@ -228,13 +229,14 @@ def train_rows(
 
 def _require_small(samples: Sequence[Sample], rewards: Floats) -> None:
     """Raise GroupError where a reward is beyond what training can hold."""
-    for i in np.flatnonzero(np.abs(rewards) > LARGEST)[:1]:
+    for i in np.flatnonzero(np.abs(rewards) > LARGEST_REWARD)[:1]:
         sample = samples[i]
         named = ", ".join(f"{name} {value:g}" for name, value in {**sample.outcome, **sample.rewards}.items())
         raise GroupError(
             f"Role {sample.role!r} has a reward of {rewards[i]:g} on task {sample.task!r} ({named}, before weights), "
             "which the 32-bit numbers of training cannot hold.",
-            f"Weighed, rewards must lie between -{LARGEST:g} and {LARGEST:g}: return smaller ones, or lower `weights`.",
+            f"Weighed, rewards must lie between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}: return smaller ones, or "
+            "lower `weights`.",
         )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from cotune.algorithms.collect import is_outcome
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.shown import shown_message, shown_messages
 from cotune.recording.redaction import Redaction
@@ -154,7 +153,7 @@ async def outcomes_of(
     episodes of judging."""
     by_task: dict[str, list[Episode]] = {}
     for episode in episodes:
-        if is_outcome(episode) and episode.phase != JUDGING and judge is not None:
+        if episode.is_outcome and episode.phase != JUDGING and judge is not None:
             by_task.setdefault(episode.task.id, []).append(episode)
     found = await asyncio.gather(*(_outcomes(judge, store, together, ask) for together in by_task.values() if judge))
     return {episode: outcome for some in found for episode, outcome in some.items()}

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cotune.algorithms.collect import failure_of, is_outcome
+from cotune.algorithms.collect import failure_of
 from cotune.algorithms.tree_values import tree_values
 from cotune.errors import RecordError
 from cotune.records.ids import candidate_id
@@ -83,7 +83,7 @@ def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, 
     `on_failure` gives it: a number, or the lowest of the episodes of its phase that ended well, and at most 0. With
     `exclude` failed episodes are left out.
     """
-    counted = [episode for episode in store.episodes() if is_outcome(episode)]
+    counted = [episode for episode in store.episodes() if episode.is_outcome]
     ended = [one for one in counted if one.status == "ok" or on_failure != "exclude"]
     rewards = store.rewards(episode.id for episode in ended)
     values: dict[str, float] = {}

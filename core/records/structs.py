@@ -196,6 +196,15 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
         told = self.metrics.get("success")
         return None if told is None else self.status == "ok" and told >= 0.5
 
+    @property
+    def is_outcome(self) -> bool:
+        """Whether it came to an end that says something of its policies: a good one, or a failure of theirs."""
+        return self.status == "ok" or (self.status == "error" and self.blame in ("policy", None))
+
+
+LARGEST_REWARD = 1e38
+"""Most that a reward may be: the 32-bit numbers of training end a little above it."""
+
 
 class RewardRecord(msgspec.Struct, frozen=True, gc=False, tag="reward"):
     """A named reward component. `target` is an episode id or a candidate id (`candidate_id`).

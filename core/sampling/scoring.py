@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from cotune.algorithms.attribution import LARGEST
 from cotune.errors import WorkflowError, error_text
 from cotune.recording.context import current_episode
-from cotune.records.structs import Candidate, Task
+from cotune.records.structs import LARGEST_REWARD, Candidate, Task
 from cotune.runtime.loop_watch import REMEDY, Blocked, interruptible
 from cotune.runtime.user_code import AppThread, Stopped, origin, pooled_thread, setting, user_code
 
@@ -127,7 +126,7 @@ MOST_NAMES = 256
 def components(value: Any, source: str, name: str = "local", *, may_be_unknown: bool = False) -> dict[str, float]:
     """Named components of what a scorer or workflow returned; a plain number becomes `{name: number}`.
 
-    Raises WorkflowError for None, NaN, infinities, numbers beyond `LARGEST` and anything that is not a number;
+    Raises WorkflowError for None, NaN, infinities, numbers beyond `LARGEST_REWARD` and anything that is not a number;
     `may_be_unknown` says that None can be returned in place of NaN, as whoever calls this takes it out.
     """
     items = value.items() if isinstance(value, Mapping) else [(name, value)]
@@ -145,10 +144,10 @@ def components(value: Any, source: str, name: str = "local", *, may_be_unknown: 
         if not math.isfinite(named[str(key)]):
             known = f'; where nobody knows it, {{"{key}": None}}' if may_be_unknown else ""
             raise WorkflowError(f"{source} returned {key} = {number!r}.", f"Return finite numbers only{known}.")
-        if abs(named[str(key)]) > LARGEST:
+        if abs(named[str(key)]) > LARGEST_REWARD:
             raise WorkflowError(
                 f"{source} returned {key} = {number!r}, which the 32-bit numbers of training cannot hold.",
-                f"Return numbers between -{LARGEST:g} and {LARGEST:g}; rewards near 1 are usual.",
+                f"Return numbers between -{LARGEST_REWARD:g} and {LARGEST_REWARD:g}; rewards near 1 are usual.",
             )
     if not named:
         raise WorkflowError(f"{source} returned an empty dict.", "Return at least one named number.")

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cotune.algorithms.collect import is_outcome
 from cotune.algorithms.goal import Goal, worth
 from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import Workflow
@@ -60,7 +59,7 @@ def summarise(
             success=one.episode.solved,
             error=one.episode.error,
             seconds=one.episode.latency,
-            known=is_outcome(one.episode),
+            known=one.episode.is_outcome,
             outcome=plain.reward[i],
             by_role=trained.by_role[i],
             floored=trained.failed[i],

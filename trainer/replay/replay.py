@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.manifest import is_export
-from cotune.algorithms.collect import is_outcome
 from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.rollout import repeating
 from cotune.episodes.run_sync import run_sync
@@ -222,7 +221,7 @@ def _episodes(store: Store, options: ReplayOptions) -> list[Episode]:
     if options.episode is not None:
         return [store.episode(options.episode)]
     own = [e for e in store.episodes() if e.fork is None and e.phase not in ("check", JUDGING)]
-    found = [episode for episode in own if is_outcome(episode) and episode.calls]
+    found = [episode for episode in own if episode.is_outcome and episode.calls]
     if not found:
         raise RecordError("The records have no episode that came to an end.", "See them with: cotune show.")
     return found[: options.limit]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.algorithms.collect import Collected, is_outcome, successes
+from cotune.algorithms.collect import Collected, successes
 from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.samples import Sample, TrainRow
 from cotune.reading.headline import SINGLE
@@ -67,7 +67,7 @@ def outcome_means(
     well.
     """
     good = [(rewards.get(episode.id, {}), episode) for episode in episodes if episode.status == "ok"]
-    bad = [rewards.get(e.id, {}) for e in episodes if e.status != "ok" and is_outcome(e) and failed != "exclude"]
+    bad = [rewards.get(e.id, {}) for e in episodes if e.status != "ok" and e.is_outcome and failed != "exclude"]
     values: dict[str, list[float]] = defaultdict(list)
     for own, episode in good:
         for name, value in {**own, **episode.metrics}.items():

@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from cotune.algorithms.collect import is_outcome
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import RecordError
 from cotune.records.plans import Plan
@@ -70,7 +69,7 @@ def finished_episodes(run: RolloutRun, step: int, tasks: Container[str]) -> tupl
     done: dict[tuple[str, int], Episode] = {}
     cut = []
     for episode in run.store.episodes(phase="train", training_step=step):
-        if not is_outcome(episode) or episode.task.id not in tasks:
+        if not episode.is_outcome or episode.task.id not in tasks:
             continue
         if _is_complete(run.store, episode):
             done[episode.task.id, episode.rollout] = episode

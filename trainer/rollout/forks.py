@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cotune.algorithms.collect import COMPLETE, is_outcome, temperature
+from cotune.algorithms.collect import COMPLETE, temperature
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.errors import ConfigError
 from cotune.records.plans import seed_of
@@ -32,7 +32,7 @@ class Forks(NamedTuple):
 
 def forks_of(run: RolloutRun, trunk: Episode) -> Forks:
     """Where an episode of a step is forked: the same whenever it is asked."""
-    if not is_outcome(trunk):
+    if not trunk.is_outcome:
         return Forks((), 0, Budget())
     calls, step = run.store.calls(trunk.id), trunk.training_step
     at = run.state.steps if step is None else step
