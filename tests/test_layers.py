@@ -136,6 +136,7 @@ def test_rooms_and_files_are_small() -> None:
 def test_import_loads_no_heavy_package() -> None:
     heavy = [
         "torch",
+        "numpy",
         "transformers",
         "peft",
         "openai",
