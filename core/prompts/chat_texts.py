@@ -1,0 +1,129 @@
+"""The one walk over the texts of a chat request in OpenAI form that an application writes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+Kind = Literal["system", "user", "tool", "format"]
+"""Where a text stands: a system or developer message, a user message, a tool's description, a response's schema."""
+Said = Callable[[Kind, str, str], str | None]
+"""Told of a text (kind, key, text); what stands in its place, or None where it stays."""
+
+_KINDS: Mapping[Any, Kind] = {"system": "system", "developer": "system", "user": "user"}
+_NAMED = ("properties", "$defs", "definitions", "patternProperties")
+"""Of a schema, the keys below which schemas stand under names."""
+_NESTED = ("items", "anyOf", "allOf", "oneOf", "prefixItems", "additionalProperties")
+
+
+def map_body(body: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
+    """A chat request with what `said` puts in place of its texts; `body` itself where nothing changes.
+
+    What does not change is shared, and nothing of `body` is. Numbers, names, roles and images are no texts.
+    """
+    changed: dict[str, Any] = {}
+    messages = body.get("messages")
+    if isinstance(messages, list | tuple):
+        _put(changed, "messages", messages, _each(messages, lambda message: map_message(message, said)))
+    tools = body.get("tools")
+    if isinstance(tools, list | tuple):
+        _put(changed, "tools", tools, _each(tools, lambda tool: map_tool(tool, said)))
+    form = body.get("response_format")
+    _put(changed, "response_format", form, map_format(form, said))
+    return {**body, **changed} if changed else body
+
+
+def map_message(message: Any, said: Said) -> Any:
+    """A system, developer or user message: its content, or each text of that where it is a list."""
+    kind = _KINDS.get(message.get("role")) if isinstance(message, Mapping) else None
+    if kind is None:
+        return message
+    content = message.get("content")
+    if isinstance(content, str):
+        new: Any = _new(said, kind, "", content)
+    elif isinstance(content, list | tuple):
+        new = _each(content, lambda part: _part(part, kind, said))
+    else:
+        return message
+    return message if new is content else {**message, "content": new}
+
+
+def map_tool(tool: Any, said: Said) -> Any:
+    """A tool in the form of chat or of Responses: its description and those of its parameters. The key is its name,
+    and below that the path of the parameter: "search", "search/city"."""
+    if not isinstance(tool, Mapping):
+        return tool
+    function = tool.get("function")
+    if isinstance(function, Mapping):
+        new = _described(function, "parameters", "tool", said)
+        return tool if new is function else {**tool, "function": new}
+    return _described(tool, "parameters", "tool", said)
+
+
+def map_format(form: Any, said: Said) -> Any:
+    """The response format of chat, or the `text.format` of Responses: the descriptions in its schema."""
+    if not isinstance(form, Mapping):
+        return form
+    schema = form.get("json_schema")
+    if isinstance(schema, Mapping):
+        new = _described(schema, "schema", "format", said)
+        return form if new is schema else {**form, "json_schema": new}
+    return _described(form, "schema", "format", said)
+
+
+def _described(named: Mapping[str, Any], below: str, kind: Kind, said: Said) -> Mapping[str, Any]:
+    name = named.get("name")
+    if not isinstance(name, str):
+        return named
+    changed: dict[str, Any] = {}
+    text = named.get("description")
+    if isinstance(text, str):
+        _put(changed, "description", text, _new(said, kind, name, text))
+    schema = named.get(below)
+    _put(changed, below, schema, _schema(schema, kind, f"{name}/", said))
+    return {**named, **changed} if changed else named
+
+
+def _schema(schema: Any, kind: Kind, key: str, said: Said) -> Any:
+    """The descriptions of a schema and of those below it; `key` is that of its own."""
+    below = key if key.endswith("/") else f"{key}/"
+    if isinstance(schema, list | tuple):
+        numbers = iter(range(len(schema)))
+        return _each(schema, lambda one: _schema(one, kind, f"{below}{next(numbers)}", said))
+    if not isinstance(schema, Mapping):
+        return schema
+    changed: dict[str, Any] = {}
+    for word, value in schema.items():
+        if word == "description" and isinstance(value, str):
+            _put(changed, word, value, _new(said, kind, key, value))
+        elif word in _NAMED and isinstance(value, Mapping):
+            named = {name: _schema(one, kind, f"{below}{name}", said) for name, one in value.items()}
+            if any(named[name] is not value[name] for name in named):
+                changed[word] = named
+        elif word in _NESTED:
+            _put(changed, word, value, _schema(value, kind, f"{below}{word}", said))
+    return {**schema, **changed} if changed else schema
+
+
+def _part(part: Any, kind: Kind, said: Said) -> Any:
+    if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text"):
+        return part
+    text = part.get("text")
+    new = _new(said, kind, "", text) if isinstance(text, str) else text
+    return part if new is text else {**part, "text": new}
+
+
+def _new(said: Said, kind: Kind, key: str, text: str) -> str:
+    new = said(kind, key, text)
+    return text if new is None else new
+
+
+def _each(values: Any, one: Callable[[Any], Any]) -> Any:
+    """The list with each value as `one` gives it; itself where nothing changes."""
+    new = [one(value) for value in values]
+    return values if all(a is b for a, b in zip(new, values, strict=True)) else new
+
+
+def _put(changed: dict[str, Any], key: str, old: Any, new: Any) -> None:
+    if new is not old:
+        changed[key] = new

@@ -1,0 +1,148 @@
+"""`prompts.json`: the prompts of an application with their edits, as a file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError, expected, field_and_fault
+from cotune.prompts.chat_texts import Kind
+from cotune.prompts.edits import FORMAT, PromptPart, Prompts, Support
+from cotune.prompts.templates import Template, fault_of
+from cotune.records.ids import canonical
+from cotune.storage.whole_file import whole_file
+
+NAME = "prompts.json"
+_REMEDY = "Write it anew: cotune prompts show RUN --out prompts.json."
+_UNTOUCHED = "Change it with cotune prompts edit, which keeps the file whole."
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A part as it stands in the file: texts as lists of constant texts and slot numbers, with nothing to escape."""
+
+    name: str
+    roles: tuple[str, ...]
+    kind: Kind
+    key: str = ""
+    old: tuple[str | int, ...]
+    new: tuple[str | int, ...] | None = None
+    old_sha256: str
+    new_sha256: str = ""
+    support: Support = Support()
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    format: int
+    id: str = ""
+    cotune: str = ""
+    created: str = ""
+    workflow: str = ""
+    models: tuple[str, ...] = ()
+    trained_with: str = ""
+    parts: tuple[_Part, ...]
+    evaluation: dict[str, Any] = {}
+    provenance: dict[str, Any] = {}
+
+
+def prompts_path(path: str | Path) -> Path:
+    """The file of prompts at a path: itself, or that of a folder, such as a run or an export."""
+    path = Path(path)
+    return path / NAME if path.is_dir() else path
+
+
+def read_prompts(path: str | Path) -> Prompts:
+    """The prompts of a file, or of a folder that has one. Raises ConfigError for a file that cannot be read, of another
+    format, or of which a text was changed and is not what its hash says, or lost a slot."""
+    file = prompts_path(path)
+    if not file.is_file():
+        raise ConfigError("prompts", str(path), "has no file of prompts", f"{file} is not there.")
+    try:
+        raw = msgspec.json.decode(file.read_bytes())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError("prompts", str(file), f"is not valid JSON ({error})", _REMEDY) from None
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if found != FORMAT:
+        fault = "is no file of prompts" if found is None else f"is of format {found!r}, and this cotune reads {FORMAT}"
+        raise ConfigError("prompts", str(file), fault, _REMEDY if found is None else "Read it with a newer cotune.")
+    try:
+        read = msgspec.convert(raw, _File)
+    except msgspec.ValidationError as error:
+        field, fault = field_and_fault(error)
+        raise ConfigError("prompts", str(file), f"is broken: {field} {expected(fault)}", _REMEDY) from None
+    prompts = Prompts(
+        parts=tuple(_read(file, part) for part in read.parts),
+        workflow=read.workflow,
+        models=read.models,
+        created=read.created,
+        cotune=read.cotune,
+        provenance=read.provenance,
+        evaluation=read.evaluation,
+        trained_with=read.trained_with,
+    )
+    names = Counter(part.name for part in prompts.parts)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ConfigError("prompts", str(file), f"has two parts with the name {twice[0]}", _REMEDY)
+    if prompts.id != read.id:
+        raise ConfigError("prompts", str(file), "was changed: its parts are not those of its id", _UNTOUCHED)
+    return prompts
+
+
+def write_prompts(path: str | Path, prompts: Prompts) -> Path:
+    """Write a file of prompts whole, or not at all; its path. Raises OSError."""
+    file = prompts_path(path)
+    with whole_file(file) as out:
+        out.write(as_json(prompts))
+    return file
+
+
+def as_json(prompts: Prompts) -> bytes:
+    """The content of a file of prompts."""
+    written = _File(
+        format=prompts.format,
+        id=prompts.id,
+        cotune=prompts.cotune,
+        created=prompts.created,
+        workflow=prompts.workflow,
+        models=prompts.models,
+        trained_with=prompts.trained_with,
+        parts=tuple(map(_written, prompts.parts)),
+        evaluation=prompts.evaluation,
+        provenance=prompts.provenance,
+    )
+    return msgspec.json.format(msgspec.json.encode(written), indent=2) + b"\n"
+
+
+def _written(part: PromptPart) -> _Part:
+    return _Part(
+        name=part.name,
+        roles=part.roles,
+        kind=part.kind,
+        key=part.key,
+        old=part.old.pieces,
+        new=None if part.new is None else part.new.pieces,
+        old_sha256=text_sha256(part.old),
+        new_sha256="" if part.new is None else text_sha256(part.new),
+        support=part.support,
+    )
+
+
+def _read(file: Path, part: _Part) -> PromptPart:
+    old, new = Template(part.old), None if part.new is None else Template(part.new)
+    for name, template, said in (("old", old, part.old_sha256), ("new", new, part.new_sha256)):
+        if template is not None and text_sha256(template) != said:
+            fault = f"was changed: the {name} text of {part.name} is not that of its {name}_sha256"
+            raise ConfigError("prompts", str(file), fault, _UNTOUCHED)
+    if fault := fault_of(old, new):
+        raise ConfigError("prompts", str(file), f"cannot be used: in {part.name}, {fault}", _UNTOUCHED)
+    return PromptPart(
+        name=part.name, roles=part.roles, kind=part.kind, key=part.key, old=old, new=new, support=part.support
+    )
+
+
+def text_sha256(template: Template) -> str:
+    """SHA-256 of a text and its slots."""
+    return hashlib.sha256(canonical(template.pieces)).hexdigest()
