@@ -89,6 +89,7 @@ def finish_going_back(folder: RunFolder) -> None:
 def _abandon(folder: RunFolder, store: Store, rollback: Rollback, number: int) -> None:
     """Mark what belongs to the steps after those that a rollback keeps. Done again, it changes nothing."""
     why, lost = f"the run was rolled back to step {rollback.to}", store.lost
+    store.flush()  # episodes that were rolled out ahead may have ended just now
     for step in itertools.count(rollback.to):
         found = list(store.episodes(training_step=step))
         if not found and step > rollback.steps:

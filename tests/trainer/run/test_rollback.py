@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,14 @@ import pytest
 from cotune.cli.main import main
 from cotune.episodes.workflows import WorkflowFunction
 from cotune.records.structs import Episode
+from cotune.storage import sqlite_writer
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer import loop
 from cotune.trainer.rollout import source
 from cotune.trainer.run import restore
+from cotune.trainer.run.checkpoint import save_checkpoint
 from tests.trainer.conftest import Trainer
 from tests.trainer.run.test_kill import assert_same_weights
 from tests.trainer.tiny_app import application, ask
@@ -44,15 +51,19 @@ async def little(task: Any) -> float:
     return sum(map(ord, await ask("first", f"say {task['letter']}"))) % 97 / 10_000
 
 
-def falling() -> WorkflowFunction:
-    """Outcomes that rise for four steps and then fall."""
+def falling(seventh: Callable[[], bool] = lambda: True) -> WorkflowFunction:
+    """Outcomes that rise for four steps and then fall. Episodes of the seventh step wait until `seventh` is true."""
     ran = [-3]  # the preflight's episodes
 
     async def solve(task: Any) -> float:
         step, ran[0] = ran[0] // EPISODES, ran[0] + 1
+        while step == 6 and not seventh():
+            await asyncio.sleep(0.01)
         return await little(task) + ([0.0, 0.5, 1.0, 1.0][step] if 0 <= step < 4 else 0.0)
 
-    return application(solve)
+    made = application(solve)
+    made.ran = ran  # type: ignore[attr-defined]
+    return made
 
 
 def rising() -> WorkflowFunction:
@@ -163,8 +174,22 @@ def test_a_run_killed_after_a_rollback_ends_like_one_that_was_not(
     assert_same_weights(run, trainer.folder / "killed")
 
 
-def test_what_was_rolled_out_ahead_is_abandoned_too(trainer: Trainer) -> None:
-    trainer(falling(), **SETTINGS, mode="async")
+def test_what_was_rolled_out_ahead_is_abandoned_too(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = threading.Event()
+    app = falling(last.is_set)
+
+    def while_rolled_out(folder: Path, state: Any, learner: Any, **more: Any) -> None:
+        """The last checkpoint takes until an episode of the next step has ended, and another has begun."""
+        if state.steps == 6:
+            last.set()
+            while app.ran[0] < 6 * EPISODES + 2:  # type: ignore[attr-defined]
+                time.sleep(0.01)
+        save_checkpoint(folder, state, learner, **more)
+
+    monkeypatch.setattr(loop, "save_checkpoint", while_rolled_out)
+    monkeypatch.setattr(sqlite_writer, "LINGER", 60.0)  # on record only where something waits for it
+    trainer(app, **SETTINGS, mode="async")
+    monkeypatch.undo()
     run = trainer.folder / "run"
     steps = {json.loads(line)["step"] for line in RunLayout(run).abandoned.read_text().splitlines()}
     first = min(steps)
