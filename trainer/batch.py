@@ -13,8 +13,7 @@ from cotune.algorithms.prepare import Prepared, train_rows
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
 from cotune.integrations.models.folder.folder import context_length, locate_model
-from cotune.judging.episodes import JUDGING
-from cotune.records.structs import Episode
+from cotune.records.structs import JUDGING, Episode
 from cotune.storage.outcomes import failure_reward
 from cotune.trainer.privileged import with_hints, with_privileged
 from cotune.trainer.run.run import RolloutRun

@@ -13,7 +13,7 @@ from cotune.errors import RecordError, WorkflowError
 from cotune.judging.shown import shown_message, shown_messages
 from cotune.recording.redaction import Redaction
 from cotune.recording.rewards import reward_records
-from cotune.records.structs import CallRecord, Candidate, Episode, Task
+from cotune.records.structs import JUDGING, CallRecord, Candidate, Episode, Task
 from cotune.sampling.scoring import Rewards, Scored, compare
 from cotune.storage.protocol import Store
 
@@ -78,9 +78,6 @@ Opinion = Sequence[Scored | WorkflowError]
 AskJudge = Callable[[EpisodeJudge, Sequence[FinishedEpisode], Task], Awaitable[Opinion]]
 Outcomes = Mapping[str, Scored | WorkflowError]
 """Rewards of episodes by id, with the text beside them, or why there are none."""
-
-JUDGING = "judge"
-"""Phase of the episodes in which a judge that is a role of the run has compared others."""
 
 
 async def ask_judge(judge: EpisodeJudge, episodes: Sequence[FinishedEpisode], task: Task) -> Opinion:

@@ -18,6 +18,11 @@ CallStatus = Literal["ok", "error", "timeout", "cancelled", "malformed"]
 EpisodeStatus = Literal["ok", "error", "cancelled", "abandoned"]
 """`abandoned` are episodes of steps that a rollback of their run has taken back."""
 
+JUDGING = "judge"
+"""Phase of the episodes in which a judge that is a role of the run has compared others."""
+REFLECTING = "prompts-reflection"
+"""Phase of the episodes in which a model has proposed prompts."""
+
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """One input of the workflow. `input` is any JSON value; `id` is unique within a tasks file."""

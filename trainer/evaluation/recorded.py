@@ -10,11 +10,10 @@ import msgspec
 
 from cotune.algorithms.goal import Goal
 from cotune.errors import ConfigError
-from cotune.judging.episodes import JUDGING
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport
 from cotune.recording.recorder import Nowhere
 from cotune.records.ids import candidate_id
-from cotune.records.structs import Episode, RewardRecord, Task
+from cotune.records.structs import JUDGING, Episode, RewardRecord, Task
 from cotune.storage.open_store import open_store
 from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.report import compare

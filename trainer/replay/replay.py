@@ -19,10 +19,9 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, load_workflow
 from cotune.errors import AdapterError, ConfigError, RecordError
 from cotune.integrations.models.folder.folder import locate_model
-from cotune.judging.episodes import JUDGING
 from cotune.recording.recorder import Responder
 from cotune.records.answers import Answer
-from cotune.records.structs import CallRecord, Candidate, Episode, Record
+from cotune.records.structs import JUDGING, CallRecord, Candidate, Episode, Record
 from cotune.replay.forks import repeatable
 from cotune.replay.script import Replay, read_script
 from cotune.sampling.protocol import UNSHAPED, SamplingParams

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from cotune.integrations.profiling.spans import Span
-from cotune.judging.episodes import JUDGING
+from cotune.records.structs import JUDGING
 from cotune.sampling.request_params import replaced
 from cotune.storage.judge_ledger import totals_of
 from cotune.storage.metrics_file import StepMetrics

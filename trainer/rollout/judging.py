@@ -13,12 +13,12 @@ import msgspec
 from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.workflows import Workflow
 from cotune.errors import WorkflowError
-from cotune.judging.episodes import JUDGING, AskJudge, EpisodeJudge, FinishedEpisode, Opinion, ask_judge
+from cotune.judging.episodes import AskJudge, EpisodeJudge, FinishedEpisode, Opinion, ask_judge
 from cotune.recording.context import current_episode, judging
 from cotune.recording.recorder import Responder
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import candidate_id
-from cotune.records.structs import Episode, Task
+from cotune.records.structs import JUDGING, Episode, Task
 from cotune.runtime.user_code import setting
 from cotune.sampling.scoring import Scored
 from cotune.storage.protocol import Store

@@ -1,0 +1,80 @@
+"""What the record of an episode explains in a text: its task, and what was answered before the text was first sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cotune.json_values import json_or_none
+from cotune.prompts.volatile import Span, union
+from cotune.records.images import content_text
+from cotune.records.structs import CallRecord
+
+WHOLE, PART = 8, 12
+"""Least characters of a whole answer or a text of the task, and of a part of one, that count where they are found."""
+
+
+class Explained:
+    """The texts of one episode so far, and where they stand in others."""
+
+    def __init__(self, task: Any) -> None:
+        self._texts: dict[str, set[str]] = {}
+        """By their first characters."""
+        for text in strings(task):
+            self._add(text)
+
+    def answered(self, call: CallRecord) -> None:
+        """Add what a call answered: its text, that of its parts, and what it asked of tools."""
+        for candidate in call.candidates:
+            self._add(candidate.text)
+            self._add(content_text(candidate.message.get("content")))
+            for key in ("reasoning_content", "reasoning", "refusal"):
+                self._add(candidate.message.get(key))
+            for tool in candidate.tool_calls:
+                function = tool.get("function") if isinstance(tool, Mapping) else None
+                self._add(function.get("arguments") if isinstance(function, Mapping) else None)
+
+    def returned(self, value: Any) -> None:
+        """Add what a tool returned."""
+        for text in strings(value):
+            self._add(text)
+
+    def spans(self, text: str) -> list[Span]:
+        """The places in `text` of all texts so far."""
+        found: list[Span] = []
+        past = 0
+        for at in range(len(text) - WHOLE + 1):
+            for known in self._texts.get(text[at : at + WHOLE], ()):
+                if at + len(known) > past and text.startswith(known, at):
+                    past = at + len(known)
+                    found.append((at, past))
+        return union(found)
+
+    def _add(self, text: Any) -> None:
+        if not isinstance(text, str):
+            return
+        self._put(text, WHOLE)
+        for line in text.splitlines():
+            self._put(line, PART)
+        if text.lstrip()[:1] in ("{", "["):
+            for one in strings(json_or_none(text)):
+                self._put(one, PART)
+                for line in one.splitlines():
+                    self._put(line, PART)
+
+    def _put(self, text: str, least: int) -> None:
+        text = text.strip()
+        if len(text) >= least:
+            self._texts.setdefault(text[:WHOLE], set()).add(text)
+
+
+def strings(value: Any) -> Iterator[str]:
+    """The texts in a JSON value, without the names in it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from strings(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from strings(one)

@@ -1,0 +1,213 @@
+"""The texts that recorded calls sent, each once, with what the records explain in them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from cotune.errors import RecordError
+from cotune.prompts.chat_texts import Kind, map_format, map_message, map_tool
+from cotune.prompts.explained import Explained
+from cotune.prompts.volatile import Span, intersection, union, volatile
+from cotune.records.ids import canonical
+from cotune.records.images import content_text
+from cotune.records.structs import JUDGING, REFLECTING, CallRecord, Episode
+from cotune.storage.protocol import Store
+
+CALLS = 1_000
+"""Most calls that are read: more tell nothing new."""
+
+
+class Place(NamedTuple):
+    """Where a text stands."""
+
+    role: str
+    kind: Kind
+    key: str
+
+
+@dataclass
+class SeenText:
+    """One text of a place, and the calls that sent it."""
+
+    text: str
+    changing: list[Span]
+    order: tuple[int, int]
+    """Turn and place among the messages where it was first met."""
+    explained: list[Span] | None = None
+    """What every episode that sent it explains: what one does not is the application's own."""
+    calls: set[str] = field(default_factory=set)
+    tasks: set[str] = field(default_factory=set)
+
+    @property
+    def gaps(self) -> list[Span]:
+        """What varies, as far as the records tell."""
+        return union([*self.changing, *(self.explained or ())])
+
+
+@dataclass
+class RoleCalls:
+    """The calls of a role that were read."""
+
+    calls: set[str] = field(default_factory=set)
+    tasks: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Recorded:
+    """All texts of the calls that were read."""
+
+    texts: dict[Place, dict[str, SeenText]] = field(default_factory=dict)
+    roles: dict[str, RoleCalls] = field(default_factory=dict)
+    models: set[str] = field(default_factory=set)
+    workflows: set[str] = field(default_factory=set)
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Calls that were not read, by reason."""
+
+
+def read_texts(
+    store: Store, episodes: Iterable[Episode] | None = None, *, keep: Sequence[re.Pattern[str]] = (), calls: int = CALLS
+) -> Recorded:
+    """The texts of recorded calls: of these episodes, or of all that ran the application; of all tasks alike, and of at
+    most so many calls. What matches `keep` stays as it is, as if it varied."""
+    found = Recorded()
+    listed = [one for one in (store.episodes() if episodes is None else episodes) if _of_application(one)]
+    read: list[tuple[Episode, list[CallRecord]]] = []
+    count = 0
+    for episode in _in_turn(listed):
+        if count >= calls:
+            found.left_out["more than are needed"] += episode.calls
+            continue
+        own = store.calls(episode.id)
+        count += len(own)
+        read.append((episode, own))
+    roles = {call.role for _, own in read for call in own}
+    reading = _Reading(store, found, roles, keep)
+    for episode, own in read:
+        reading.episode(episode, own)
+    return found
+
+
+def _of_application(episode: Episode) -> bool:
+    return episode.phase not in (JUDGING, REFLECTING) and episode.status not in ("cancelled", "abandoned")
+
+
+def _in_turn(episodes: Iterable[Episode]) -> Iterator[Episode]:
+    """The first episode of each task, then the second of each, ..."""
+    rounds: list[list[Episode]] = []
+    of_task: Counter[str] = Counter()
+    for episode in episodes:
+        number = of_task[episode.task.id]
+        of_task[episode.task.id] += 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(episode)
+    for one in rounds:
+        yield from one
+
+
+class _Reading:
+    def __init__(self, store: Store, found: Recorded, roles: set[str], keep: Sequence[re.Pattern[str]]) -> None:
+        self._store, self.found, self.roles, self._keep = store, found, roles, keep
+        self._bodies: dict[str, Any] = {}
+        self._changing: dict[str, list[Span]] = {}
+
+    def episode(self, episode: Episode, calls: Sequence[CallRecord]) -> None:
+        self.found.workflows.add(episode.workflow)
+        task = task_key(episode, calls)
+        explained = Explained(episode.task.input)
+        spans: dict[str, list[Span]] = {}
+        returned: set[str] = set()
+        results = sorted(episode.results, key=lambda result: result.started)
+        for call in sorted(calls, key=lambda call: call.step):
+            while results and results[0].started < call.started:
+                explained.returned(self._body(results.pop(0).value))
+            if call.redacted:
+                self.found.left_out["redacted"] += 1
+            else:
+                self._call(call, task, explained, spans, returned)
+            explained.answered(call)
+
+    def _call(
+        self,
+        call: CallRecord,
+        task: str,
+        explained: Explained,
+        spans: dict[str, list[Span]],
+        returned: set[str],
+    ) -> None:
+        try:
+            bodies = [(id, self._body(id)) for id in call.messages]
+            tools = self._body(call.tools) if call.tools else ()
+        except RecordError:
+            self.found.left_out["with a lost message"] += 1
+            return
+        role = self.found.roles.setdefault(call.role, RoleCalls())
+        role.calls.add(call.id)
+        role.tasks.add(task)
+        if call.model:
+            self.found.models.add(call.model)
+
+        read = _Call(self, call, task, explained, spans)
+        for position, (id, body) in enumerate(bodies):
+            speaker = body.get("role") if isinstance(body, Mapping) else None
+            if speaker in ("tool", "function"):
+                if id not in returned:
+                    returned.add(id)
+                    explained.returned(content_text(body.get("content")))
+            elif not (speaker == "user" and body.get("name") in self.roles - {call.role}):
+                # A user message with another role's name is that role's: frameworks relay answers so.
+                map_message(body, partial(read.said, position))
+        for tool in tools or ():
+            map_tool(tool, partial(read.said, 0))
+        map_format(call.params.get("response_format"), partial(read.said, 0))
+
+    def changing(self, text: str) -> list[Span]:
+        """What of a text will be another tomorrow."""
+        if text not in self._changing:
+            self._changing[text] = volatile(text, self._keep)
+        return self._changing[text]
+
+    def _body(self, id: str) -> Any:
+        if id not in self._bodies:
+            self._bodies[id] = self._store.message(id)
+        return self._bodies[id]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call whose texts are taken."""
+
+    reading: _Reading
+    call: CallRecord
+    task: str
+    explained: Explained
+    spans: dict[str, list[Span]]
+    """What the episode explains of each of its texts so far."""
+
+    def said(self, position: int, kind: Kind, key: str, text: str) -> None:
+        texts = self.reading.found.texts.setdefault(Place(self.call.role, kind, key), {})
+        order = (self.call.turn, position)
+        seen = texts.setdefault(text, SeenText(text, self.reading.changing(text), order))
+        if text not in self.spans:
+            # What was answered after a text was first sent is not where it came from.
+            self.spans[text] = self.explained.spans(text)
+        known, ours = seen.explained, self.spans[text]
+        seen.explained = ours if known is None else intersection(known, ours)
+        seen.order = min(seen.order, order)
+        seen.calls.add(self.call.id)
+        seen.tasks.add(self.task)
+
+
+def task_key(episode: Episode, calls: Sequence[CallRecord]) -> str:
+    """What tells a task from others: its input without its id, or else the first request of the episode."""
+    given = episode.task.input
+    if given is None:
+        return repr([call.messages for call in calls[:1]])
+    if isinstance(given, Mapping) and len(given) > 1:
+        given = {name: value for name, value in given.items() if name != "id"}
+    return canonical(given).decode()

@@ -1,0 +1,73 @@
+"""What changes in a text from day to day, or from one process to the next: it is never constant, however often the
+same was recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+Span = tuple[int, int]
+"""From one character of a text up to another."""
+
+_DAY = "(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day|(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)(?=,| \\d)"
+_MONTH = (
+    "(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?|"
+    "Nov(?:ember)?|Dec(?:ember)?)"
+)
+_NTH = r"\d{1,2}(?:st|nd|rd|th)?"
+_DATED = (
+    # uuids, digests, and other long numbers in hex
+    r"(?<![0-9a-fA-F])[0-9a-fA-F]{8}-?(?:[0-9a-fA-F]{4}-?){3}[0-9a-fA-F]{12}(?![0-9a-fA-F])",
+    r"\b(?=[0-9a-fA-F]*\d)(?=[0-9a-fA-F]*[a-fA-F])[0-9a-fA-F]{12,}\b",
+    r"\b0x[0-9a-fA-F]{6,}\b",
+    # dates, with a time or without
+    r"(?<!\d)\d{4}([-/.])\d{1,2}\1\d{1,2}(?!\d)"
+    r"(?:[T ]\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?(?: ?(?:Z|UTC|[+-]\d{2}:?\d{2}))?)?",
+    r"(?<![\d.])\d{1,2}([-/.])\d{1,2}\1(?:\d{4}|\d{2})(?!\.?\d)",
+    rf"\b{_NTH}(?: of)? {_MONTH}\b\.?(?:,? \d{{4}}\b)?",
+    rf"\b{_MONTH}\.? {_NTH}\b(?:,? \d{{4}}\b)?",
+    rf"\b{_MONTH},? \d{{4}}\b",
+    r"\d{4}年\d{1,2}月\d{1,2}日",
+    # times of the day, and seconds since the epoch
+    r"(?<![\d:])\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d+)?)?(?: ?[AaPp]\.?[Mm]\b\.?)?(?![\d:])",
+    r"(?<![\d.])1\d{9}(?:\d{3}){0,3}(?:\.\d+)?(?!\d)",
+    # random numbers
+    r"(?<![\d.])\d*\.\d{6,}(?:[eE]-?\d+)?",
+    # ports of this machine
+    r"(?<=localhost:)\d{2,5}\b|(?<=127\.0\.0\.1:)\d{2,5}\b|(?<=\[::1\]:)\d{2,5}\b",
+)
+"""With a digit in them."""
+_UNDATED = (
+    # days of the week, with the date that follows
+    rf"\b(?:{_DAY})\b\.?(?:,? (?:the )?(?:{_NTH}(?: of)? {_MONTH}|{_MONTH}\.? {_NTH})\b(?:,? \d{{4}}\b)?)?",
+    # temporary files
+    r"(?:/private)?(?:/tmp|/var/folders|/var/tmp|/dev/shm)/[\w./+=-]+",
+    r"\b[A-Z]:\\[^\s\"'<>|]*\\Temp\\[^\s\"'<>|]+",
+)
+_WITHOUT_DIGITS = tuple(map(re.compile, _UNDATED))
+_PATTERNS = (*map(re.compile, _DATED), *_WITHOUT_DIGITS)
+"""The traces of clock, uuid, random and the machine, as prompts show them."""
+_DIGIT = re.compile(r"\d")
+
+
+def volatile(text: str, keep: Sequence[re.Pattern[str]] = ()) -> list[Span]:
+    """The places of a text that will be others tomorrow, and of what matches `keep`."""
+    # Without any digit, which is soon known, a weekday and a temporary folder are all there can be.
+    patterns = _PATTERNS if _DIGIT.search(text) else _WITHOUT_DIGITS
+    return union(found.span() for pattern in (*patterns, *keep) for found in pattern.finditer(text))
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Spans in order, without those that are empty; those that overlap or touch become one."""
+    joined: list[Span] = []
+    for start, end in sorted(span for span in spans if span[0] < span[1]):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def intersection(some: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """What two unions have in common."""
+    return union((max(a, c), min(b, d)) for a, b in some for c, d in others)
