@@ -35,6 +35,9 @@ def arguments(command: Parser) -> None:
         "model, for the name of the model that it asks; see docs/how-to/roles.md",
     )
     command.add_argument(
+        "--prompts", metavar="FILE", help="prompts.json, or a folder that has one: calls go out with its edited prompts"
+    )
+    command.add_argument(
         "--role-header", default="", metavar="NAME", help="header of the application's requests that names the role"
     )
     command.add_argument(
@@ -59,6 +62,7 @@ def run(a: argparse.Namespace) -> int:
     from cotune.integrations.web.gateway.server import serve
     from cotune.integrations.web.gateway.settings import GatewayConfig, Split
     from cotune.integrations.web.http.limits import Limits
+    from cotune.prompts.file import read_prompts
     from cotune.recording.redaction import load_redactor
 
     config = GatewayConfig(
@@ -71,6 +75,7 @@ def run(a: argparse.Namespace) -> int:
         roles=load_roles(a.roles_by) if a.roles_by else None,
         role_header=a.role_header,
         split=Split(by=a.episode_by, header=a.episode_header, idle=a.episode_idle),
+        prompts=read_prompts(a.prompts) if a.prompts else None,
         redactors=[load_redactor(a.redact)] if a.redact else [],
     )
     serve(config, a.out, tell, host=a.host, port=a.port)

@@ -150,6 +150,7 @@ def live_episode(
         keep_token_ids=workflow.keep_token_ids,
         parts=options.parts,
         roles=workflow.roles,
+        prompts=workflow.prompts,
     )
 
 

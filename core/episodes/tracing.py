@@ -17,6 +17,8 @@ import msgspec
 
 from cotune.episodes.episode import activators
 from cotune.errors import RecordError, WorkflowError, error_text
+from cotune.prompts.edits import Prompts
+from cotune.prompts.file import read_prompts
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import carry_context, current_episode
 from cotune.recording.recorder import LiveCall, LiveEpisode
@@ -35,8 +37,9 @@ _ENDED = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
 
 
 class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call as it was made. `messages` are as they were sent, or as a redactor left them; `answer` is the assistant
-    message that went on, None where there was none."""
+    """A call as it was made. `messages` are as the application asked them, or as a redactor left them, `sent` are as
+    they went out with edited prompts (without any the same); `answer` is the assistant message that went on, None where
+    there was none."""
 
     id: str
     role: str
@@ -48,6 +51,7 @@ class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     params: Mapping[str, Any]
     messages: list[Any]
+    sent: list[Any]
     tools: Any
     answer: dict[str, Any] | None
     parents: tuple[str, ...]
@@ -71,8 +75,9 @@ class Trace:
     application once its call is committed, which takes some milliseconds.
     `task` is a text, or any JSON value as in a tasks file. Inside an episode, calls belong to
     the episode as they did before, and are recorded here as well. `roles` names the role of each call: a function of
-    a CallRequest, or `"caller"` for the name of the function of yours that makes it. Raises
-    RunError for a file that cannot be used, WorkflowError unless `roles` is a roles function.
+    a CallRequest, or `"caller"` for the name of the function of yours that makes it. `prompts` is a file of edited
+    prompts, with which the calls go out. Raises RunError or ConfigError for a file that cannot be used, WorkflowError
+    unless `roles` is a roles function, and for prompts inside an episode that has its own.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Trace:
         name: str = "trace",
         redactor: Redactor | None = None,
         roles: RolesFunction | str | None = None,
+        prompts: Prompts | str | Path | None = None,
         durable: bool = False,
     ) -> None:
         self.path = None if path is None else Path(path)
@@ -90,6 +96,7 @@ class Trace:
         self.name = name
         self.task = Task(id=task, input=task) if isinstance(task, str) else as_task(task, 1)
         self._roles = roles_function(roles)
+        self._prompts = prompts if prompts is None or isinstance(prompts, Prompts) else read_prompts(prompts)
         self._redactors = () if redactor is None else (check_redactor(redactor),)
         self._sink: MemoryRecords | FileRecords | None = None
         self._live: LiveEpisode | None = None
@@ -144,11 +151,14 @@ class Trace:
         inherited = outer.redaction.redactors if outer and outer.redaction else ()
         redactors = (*inherited, *self._redactors)
         self._sink = MemoryRecords() if self.path is None else FileRecords(self.path, self._durable)
-        options: dict[str, Any] = {"workflow": self.name, "redactors": redactors}
+        options: dict[str, Any] = {"workflow": self.name, "redactors": redactors, "prompts": self._prompts}
         if outer is None:
             self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
         else:
             self._live = Within(outer, self._sink, self.task, roles=self._roles or outer.roles, **options)
+            if self._prompts is not None and outer.prompting is not None:
+                remedy = "Leave prompts= out here, or in what runs the episode."
+                raise WorkflowError("This trace has prompts, and so has the episode around it.", remedy)
         carry_context(callers=self._live.roles is not None)
         self._token = current_episode.set(self._live)
         return self
@@ -208,13 +218,19 @@ class Within(LiveEpisode):
         super().__init__(sink, task, responder=outer.responder, loop=outer.loop, offline=outer.offline, **options)
         self.outer = outer
         self.notes = outer.notes
+        self._own, self.prompting = self.prompting, self.prompting or outer.prompting
 
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         """The outer episode's call; one of its own ends when that does."""
         call = self.outer.start(caller, body)
+        if self._own is not None:
+            self._own.edit(call, body, self.warn)
         with contextlib.suppress(RecordError):  # calls made after the end of the block are the outer episode's alone
             call.copies = (*call.copies, super().start(caller, body))
         return call
+
+    def _edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:
+        """A copy takes the edits of the outer episode's call when that ends."""
 
     def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:
         """Counted in both episodes."""
@@ -232,6 +248,7 @@ def _traced(call: CallRecord, read: MemoryRecords | Store) -> TracedCall:
     return TracedCall(
         **{name: getattr(call, name) for name in _SHOWN},
         messages=[read.message(name) for name in call.messages],
+        sent=[read.message(name) for name in call.messages_out],
         tools=read.message(call.tools) if call.tools else None,
         answer=None if call.chosen is None else call.candidates[call.chosen].message,
         record=call,

@@ -6,10 +6,13 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 from cotune.errors import WorkflowError
 from cotune.judging.episodes import EpisodeJudge
+from cotune.prompts.edits import Prompts
+from cotune.prompts.file import read_prompts
 from cotune.recording.context import current_episode
 from cotune.recording.redaction import Redaction, Redactor, check_redactor, load_redactor
 from cotune.recording.roles import CALLER, MODEL, RolesFunction, roles_function
@@ -47,6 +50,8 @@ class Workflow:
     """Whether token ids of redacted messages are stored."""
     roles: RolesFunction | None = None
     """Names the roles of calls that `cotune.role` does not name."""
+    prompts: Prompts | None = None
+    """Edits the prompts of its calls."""
     episode_judge: EpisodeJudge | None = None
     """Gives finished episodes of a task their outcomes."""
 
@@ -94,6 +99,15 @@ class Workflow:
         Raises ConfigError if it does not exist, WorkflowError if it is not a roles function.
         """
         return replace(self, roles=load_roles(roles)) if roles else self
+
+    def prompted(self, prompts: Prompts | str | Path | None) -> Workflow:
+        """This workflow with edited prompts: these, or those of a file or of a folder that has one (if any).
+
+        Raises ConfigError for a file that cannot be used.
+        """
+        if prompts is None or prompts == "":
+            return self
+        return replace(self, prompts=prompts if isinstance(prompts, Prompts) else read_prompts(prompts))
 
     @overload
     def scorer(self, role: str, *, timeout: float = ...) -> Callable[[ScorerT], ScorerT]: ...

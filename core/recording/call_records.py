@@ -8,10 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from cotune.prompts.edits import RoleEdits
+from cotune.recording.edits import Outgoing, sent_fields
 from cotune.recording.redaction import RedactedCall, Redaction
 from cotune.recording.rewards import reward_records
 from cotune.records.answers import Answer
@@ -77,8 +81,8 @@ class PendingCall:
     """A chat request of one role in an episode: a call before its answer."""
 
     __slots__ = (
-        "attempts", "caller", "episode_id", "id", "messages", "model", "params", "parents", "role", "sent", "started",
-        "step", "streamed", "tools", "turn",
+        "attempts", "caller", "edits", "episode_id", "id", "messages", "model", "params", "parents", "prompts",
+        "rewritten", "role", "sent", "started", "step", "streamed", "tools", "turn", "unedited",
     )  # fmt: skip
 
     def __init__(self, episode_id: str, caller: CallerContext, step: int, turn: int, body: Mapping[str, Any]) -> None:
@@ -95,7 +99,20 @@ class PendingCall:
         """Requests that failed before the client's retry, each as `<status>: <cause>`."""
         self.parents: tuple[str, ...] = ()
         """Calls whose outputs the messages contain, if they had ended when this one started."""
+        self.prompts = ""
+        """Id of the prompts that edit its role; empty where none do."""
+        self.unedited = ""
+        """The kind of warning for which it goes out as it was asked all the same."""
+        self.edits: RoleEdits | None = None
+        """The edits by which it was rewritten."""
+        self.rewritten: Outgoing | None = None
+        """What goes out, where prompts have changed the request."""
         self._take(body)
+
+    @property
+    def out(self) -> PendingCall | Outgoing:
+        """The request as it goes out, to a provider or to a policy: what was asked, with the edits of the prompts."""
+        return self.rewritten or self
 
     def _take(self, body: Mapping[str, Any]) -> None:
         self.params = dict(body)
@@ -181,6 +198,7 @@ class CallRecords:
             attempts=call.attempts,
             error=error,
             answer=answer,
+            out=call.rewritten,
         )
         if self._redaction is not None:
             redacted = self._redaction.call(redacted)
@@ -190,9 +208,10 @@ class CallRecords:
         records: list[Record] = []
         with self._lock:
             names = self._addresses(call.sent, redacted.messages, records)
-            tools = self._named(offered, [redacted.tools], records)[0] if offered else None
+            tools = self._named(records, offered, [redacted.tools])[0] if offered else None
+            out = {} if redacted.out is None else sent_fields(call, names, redacted.out, partial(self._named, records))
             if grammar:
-                sampling["grammar"] = self._named([canonical({"grammar": grammar})], [grammar], records)[0]
+                sampling["grammar"] = self._named(records, [canonical({"grammar": grammar})], [grammar])[0]
             prompt = None
             if answer and answer.prompt_ids:
                 chosen = answer.candidates[answer.chosen].token_ids if answer.candidates else ()
@@ -202,7 +221,7 @@ class CallRecords:
                 for key in filter(None, (call.caller.output, _key(answer.candidates[answer.chosen].message))):
                     for _ in range(self._answers.put(key, call.id, bytes_of((key, call.id)) + _OVERHEAD)):
                         self._warn("forgotten_output", _FORGOTTEN)
-        records.append(_call(call, redacted, status, names, tools, sampling, prompt))
+        records.append(_call(call, redacted, status, names, tools, sampling, prompt, out))
         texts = answer.feedback if answer else ()
         for i, components in enumerate(answer.rewards if answer else ()):
             text = texts[i] if texts else ""
@@ -220,20 +239,20 @@ class CallRecords:
     def _addresses(self, sent: list[SentMessage], stored: list[Any], records: list[Record]) -> tuple[str, ...]:
         """The content addresses of a call's messages, as they are `stored`; new ones are added to `records`."""
         if self._redaction is not None or len(sent) != len(stored):
-            return self._named(list(map(canonical, stored)), stored, records)
+            return self._named(records, list(map(canonical, stored)), stored)
         known: list[str] = []
         for one in sent:  # the first ones, which `link` has found
             if one.address is None:
                 break
             known.append(one.address)
         new = stored[len(known) :]
-        names = self._named(list(map(canonical, new)), new, records)
+        names = self._named(records, list(map(canonical, new)), new)
         for one, name in zip(sent[len(known) :], names, strict=True):
             if _exact(one.message):
                 one.address = name
         return (*known, *names)
 
-    def _named(self, encoded: list[bytes], bodies: list[Any], records: list[Record]) -> tuple[str, ...]:
+    def _named(self, records: list[Record], encoded: list[bytes], bodies: list[Any]) -> tuple[str, ...]:
         """The content addresses of messages (their JSON and themselves); new ones are added to `records`."""
         names = []
         for raw, body in zip(encoded, bodies, strict=True):
@@ -255,6 +274,7 @@ def _call(
     tools: str | None = None,
     sampling: dict[str, Any] | None = None,
     prompt: str | None = None,
+    out: Mapping[str, Any] = MappingProxyType({}),
 ) -> CallRecord:
     answer = redacted.answer
     prompt_tokens = len(answer.prompt_ids) if answer else 0
@@ -285,6 +305,9 @@ def _call(
         integration=call.caller.integration,
         redacted=redacted.changed or (prompt_tokens > 0 and prompt is None),
         replayed=answer.replayed if answer else None,
+        prompts=call.prompts,
+        unedited=call.unedited,
+        **out,
     )
 
 

@@ -22,9 +22,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
 from cotune.errors import CotuneError, RecordError, WorkflowError
+from cotune.prompts.edits import Prompts
 from cotune.recording.app_parts import Parts
 from cotune.recording.call_records import CallerContext, CallRecords, PendingCall, SentMessage
 from cotune.recording.chance import KEPT, Chance
+from cotune.recording.edits import Prompting
 from cotune.recording.redaction import Redaction, Redactor
 from cotune.recording.rewards import reward_records
 from cotune.recording.roles import RolesFunction, named, warn_of_shared
@@ -133,6 +135,7 @@ class LiveCall(PendingCall):
         self.messages, self.tools, self.model, self.params = call.messages, call.tools, call.model, call.params
         self.streamed, self.attempts = call.streamed, call.attempts
         self.sent = list(map(SentMessage, call.messages))
+        self.prompts, self.unedited, self.rewritten = call.prompts, call.unedited, call.rewritten
         self.episode._end(self, answer, status, error)
 
 
@@ -158,6 +161,8 @@ class LiveEpisode:
     """Where integrations add the parts of the application; None where they are not wanted."""
     roles: RolesFunction | None = None
     """Names the roles of calls that `cotune.role` does not name."""
+    prompts: Prompts | None = None
+    """Edits the prompts of its calls."""
 
     def __post_init__(self) -> None:
         self.id = new_id()
@@ -195,6 +200,8 @@ class LiveEpisode:
         self.redaction = Redaction(self.redactors, self.keep_token_ids, self.warn) if self.redactors else None
         """What is stored goes through it first; scorers, responders and the application see everything as it is."""
         self._records = CallRecords(self.redaction, self._lock, self.warn)
+        self.prompting = None if self.prompts is None else Prompting(self.prompts)
+        """Edits calls when they start; None where nothing does."""
         self.gateway = ""
         """Address at which a child process reaches this episode, while `cotune.gateway()` is open."""
         self.forked = False
@@ -233,7 +240,12 @@ class LiveEpisode:
             if caller.thread is not None:
                 self._threads.add(caller.thread)
             self._records.link(call)  # under the lock: calls that end from now on were not read
+        self._edit(call, body)
         return call
+
+    def _edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:
+        if self.prompting is not None:
+            self.prompting.edit(call, body, self.warn)
 
     def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:
         """Count something that the user should know about; log each kind once per process.
@@ -320,6 +332,7 @@ class LiveEpisode:
             results=results,
             chance=chance.id if chance else None,
             threads=tuple(sorted(self._threads)),
+            prompts="" if self.prompting is None else self.prompting.id,
         )
         self._write([*bodies, *reward_records(self.id, rewards or {}, feedback, self.redaction), record])
         return record

@@ -15,6 +15,7 @@ import msgspec
 
 from cotune.errors import CotuneError, WorkflowError
 from cotune.json_values import plain
+from cotune.recording.edits import Outgoing
 from cotune.records.answers import Answer
 from cotune.records.images import split_images
 from cotune.records.structs import Candidate, Task
@@ -46,6 +47,8 @@ class RedactedCall(msgspec.Struct, frozen=True, kw_only=True):
     attempts: list[str] = []
     error: str | None = None
     answer: Answer | None = None
+    out: Outgoing | None = None
+    """What went out, where prompts have changed the request."""
     changed: bool = False
     """Whether anything differs from the request and the answer."""
     tokens_withheld: bool = False
@@ -147,10 +150,13 @@ class Redaction:
         """What may be stored of a call that has ended, from the call as it is."""
         tools = self._as_message("tools", call.tools) if call.tools else None
         messages = [self._seen(message) for message in call.messages]
+        out = None if call.out is None else self._out(call.out)
         tokens_withheld = any(changed for _, changed in messages) or (tools is not None and self.changes(tools))
+        tokens_withheld = tokens_withheld or out != call.out
         params, error = self.table(call.params), self.text(call.error)
-        formed = params != call.params or (tools is not None and self.changes(tools))
-        answer = None if call.answer is None else self._answer(call.answer, formed, [stored for stored, _ in messages])
+        formed = params != call.params or (tools is not None and self.changes(tools)) or out != call.out
+        shown = [stored for stored, _ in messages] if out is None else out.messages
+        answer = None if call.answer is None else self._answer(call.answer, formed, shown)
         changed = tokens_withheld or answer != call.answer or params != call.params or error != call.error
         if changed and answer is not None:  # the likeliest tokens may tell a hidden text
             bare = tuple(msgspec.structs.replace(candidate, shown=None) for candidate in answer.candidates)
@@ -162,8 +168,18 @@ class Redaction:
             attempts=[self.text(attempt) or "" for attempt in call.attempts],
             error=error,
             answer=answer,
+            out=out,
             changed=changed,
             tokens_withheld=tokens_withheld and not self.keep_token_ids,
+        )
+
+    def _out(self, out: Outgoing) -> Outgoing:
+        """What to store of what went out."""
+        tools = self._as_message("tools", out.tools) if out.tools else None
+        return Outgoing(
+            messages=list(map(self.message, out.messages)),
+            tools=None if tools is None else self.message(tools).get("content"),
+            params=self.table(out.params),
         )
 
     def _answer(self, answer: Answer, formed: bool, messages: Sequence[dict[str, Any]]) -> Answer:

@@ -117,6 +117,10 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"
     `params` is what the application asked, `sampling` what was really used; its `grammar` is a `Message` id.
     `parents` are the calls of this episode whose outputs the prompt contains. `policy` is None when an outside
     provider answered. `replayed` is the id of the call of another episode whose recorded answer this one got.
+    `prompts` is the id of the prompts that edit this role, empty without any. Where they changed the request, `sent`,
+    `sent_tools` and `sent_format` are the ids of the messages, the tools and the response format that went out.
+    `unedited` says why a call went out as it was asked although they edit its role: `prompt_unmatched` where its texts
+    are not those that they know, `prompt_ambiguous` where one can be read in several ways.
     """
 
     id: str
@@ -145,6 +149,26 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"
     integration: str = ""
     redacted: bool = False
     replayed: str | None = None
+    prompts: str = ""
+    sent: tuple[str, ...] = ()
+    sent_tools: str | None = None
+    sent_format: str | None = None
+    unedited: str = ""
+
+    @property
+    def messages_out(self) -> tuple[str, ...]:
+        """Ids of the messages that went out: those that were asked, with the edits of the prompts."""
+        return self.sent or self.messages
+
+    @property
+    def tools_out(self) -> str | None:
+        """Id of the tools that went out."""
+        return self.sent_tools or self.tools
+
+    @property
+    def edited(self) -> bool:
+        """Whether prompts changed the request."""
+        return bool(self.sent or self.sent_tools or self.sent_format)
 
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
@@ -173,7 +197,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     belongs to, `rollout` its number among the episodes of the same task in that step. `blame` is the cause of a
     failure: the policy, the infrastructure, or a replay that diverged. `fork` is set where the episode repeats another.
     `chance` is the id of a `Message` with what clock, uuid and random gave (`Chance.record`), where that is kept.
-    `threads` are the LangGraph threads in which its calls were made.
+    `threads` are the LangGraph threads in which its calls were made. `prompts` is the id of the prompts that edited its
+    calls.
     """
 
     id: str
@@ -193,6 +218,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     results: tuple[ToolResult, ...] = ()
     chance: str | None = None
     threads: tuple[str, ...] = ()
+    prompts: str = ""
 
     @property
     def solved(self) -> bool | None:

@@ -127,7 +127,7 @@ class PolicyResponder:
         In a thread where it may take long, so that no other call on this loop waits.
         """
         earlier = call.earlier()
-        if fixes_form(call.params, call.tools) or bytes_of(call.messages, INLINE) > INLINE:
+        if fixes_form(call.params, call.tools) or bytes_of(call.out.messages, INLINE) > INLINE:
             return await asyncio.to_thread(self.request, call, earlier)
         return self.request(call, earlier)
 
@@ -152,7 +152,8 @@ class PolicyResponder:
 
         Raises RequestRefused for what cannot be honoured, counted.
         """
-        asked, episode, chat = call.params, call.episode, self.chat_of(call.role)
+        out, episode, chat = call.out, call.episode, self.chat_of(call.role)
+        asked = out.params
         try:
             # 1. The parameters. What training sets otherwise is told here; of the temperature `cotune check` speaks.
             params = request_params(asked, self.defaults, self.override)
@@ -167,7 +168,7 @@ class PolicyResponder:
                 params = msgspec.structs.replace(params, seed=seed)
             # 2. The images. A reply may hold no token that stands for one: nothing would.
             try:
-                images = chat.images(call.messages)
+                images = chat.images(out.messages)
             except RequestRefused as error:
                 where = f"Call {call.step}, turn {call.turn} of role {call.role!r}, has an image"
                 raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
@@ -183,7 +184,7 @@ class PolicyResponder:
             longest = self.longest(call.role)
             if longest is not None:
                 more["most"] = longest - 1
-            prompt = chat.render(call.messages, tools_shown(asked, call.tools), earlier=earlier, **more)
+            prompt = chat.render(out.messages, tools_shown(asked, out.tools), earlier=earlier, **more)
             if longest is not None:
                 room = longest - len(prompt)
                 if room < 1:  # earlier token ids may be more than the template's
@@ -192,8 +193,8 @@ class PolicyResponder:
                     )
                 params = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
             # 4. The form of the reply.
-            if fixes_form(asked, call.tools):
-                params = msgspec.structs.replace(params, grammar=chat.grammar(asked, call.tools, prompt))
+            if fixes_form(asked, out.tools):
+                params = msgspec.structs.replace(params, grammar=chat.grammar(asked, out.tools, prompt))
         except RequestRefused as error:
             episode.warn("refused", f"Role {call.role!r} asks for what cannot be honoured.", error)
             raise

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from cotune.integrations.apps.patching import replace_method
+from cotune.recording.edits import leave_format
 from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call, raised, step, step_async
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a method: the positional ones, the model first, and the options."""
 
 
 def json_schema(model: Any) -> dict[str, Any]:
@@ -29,8 +33,13 @@ class Client:
 
     request: Callable[..., Mapping[str, Any] | None]
     """The arguments as a chat request in OpenAI form; None for a call that is recorded elsewhere."""
+    edited: Callable[..., Arguments]
+    """`(said, *arguments)`: positional arguments and options with what is said in place of the prompts, on copies of
+    the application's objects."""
     reply: Callable[..., Any]
     """`(call, answer, *arguments)`: the method's result for an answer."""
+    fixed_format: bool = False
+    """Whether a response's schema is given as a class, of which no text can be edited."""
     answer: Callable[[Any], Answer]
     """What the model returned, or the list of parts that it streamed, as an answer."""
     parts: Callable[[LiveCall, Answer], Iterable[Any]] = lambda call, answer: ()
@@ -41,6 +50,14 @@ class Client:
     """Whether a part ends the answer: the application may stop reading there."""
     asking: Callable[[LiveCall, Mapping[str, Any]], Awaitable[Answer | None] | None] = lambda call, options: None
     """The responder's answer under way, where the application can cancel it by an option of the method."""
+
+    def _sent(self, call: LiveCall, args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
+        """The arguments with the edits of the call's prompts."""
+        if call.edits is None:
+            return args, options
+        if self.fixed_format:
+            leave_format(call, call.episode.warn)
+        return self.edited(call.edits.begin().text, *args, **options)
 
     def hook(self, cls: type, *, call: str = "", acall: str = "", stream: str = "", astream: str = "") -> None:
         """Wrap the methods of these names that the class itself defines."""
@@ -56,6 +73,7 @@ class Client:
                 return original(*args, **options)
             if (found := ask(call)) is not None:
                 return self.reply(call, found, *args, **options)
+            args, options = self._sent(call, args, options)
             with observed(call):
                 result = original(*args, **options)
             end_call(call, result, self.answer)
@@ -72,6 +90,7 @@ class Client:
                 return await original(*args, **options)
             if (found := await ask_async(call, self.asking(call, options))) is not None:
                 return self.reply(call, found, *args, **options)
+            args, options = self._sent(call, args, options)
             with observed(call):
                 result = await original(*args, **options)
             end_call(call, result, self.answer)
@@ -90,6 +109,7 @@ class Client:
             if (found := ask(call)) is not None:
                 yield from self.parts(call, found)
                 return
+            args, options = self._sent(call, args, options)
             seen: list[Any] = []
             source = iter(original(*args, **options))
             try:
@@ -112,6 +132,8 @@ class Client:
                 for part in self.parts(call, found):
                     yield part
                 return
+            if call is not None:
+                args, options = self._sent(call, args, options)
             seen: list[Any] = []
             source = aiter(original(*args, **options))
             try:

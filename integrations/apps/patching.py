@@ -63,12 +63,15 @@ def record_tools(base: Any, *names: str, without: Sequence[str] = ()) -> None:
 
 def cache_left_aside() -> bool:
     """Whether a cache of the application's is neither read nor written here: an answer of a policy (or of a dry run) is
-    a sample of one version, which no other sample and no later run of the application may get. It is counted."""
+    a sample of one version, which no other sample and no later run of the application may get, and an answer to edited
+    prompts is none to those that the cache knows. It is counted."""
     episode = current_episode.get()
-    if episode is None or episode.responder is None:
+    if episode is None or (episode.responder is None and episode.prompting is None):
         return False
     episode.warn(
-        "unused_cache", "The application caches answers: where policies answer, that cache is neither read nor written."
+        "unused_cache",
+        "The application caches answers: where policies answer, or prompts are edited, that cache is neither read nor "
+        "written.",
     )
     return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ class Provider:
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.raw: list[bytes] = []
+        """The bodies as they came."""
         self.reply: Callable[[dict[str, Any], int], tuple[int, str, list[Any]]] = said
         self.over = threading.Event()
         self.url = ""
@@ -56,7 +59,9 @@ def serving() -> Iterator[Provider]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            made.raw.append(self.rfile.read(int(self.headers["content-length"])))
+            packed = self.headers.get("content-encoding") == "gzip"
+            body = json.loads(gzip.decompress(made.raw[-1]) if packed else made.raw[-1])
             made.requests.append(body)
             made.headers.append({k.lower(): v for k, v in self.headers.items()})
             status, kind, chunks = made.reply(body, len(made.requests) - 1)

@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 
+from cotune.integrations.apps.edited import edited_blocks, edited_tools
 from cotune.integrations.apps.openai.completions import grow, number, sent
 from cotune.integrations.apps.openai.forms import Form
 from cotune.integrations.apps.openai.response_body import ProviderFailed
 from cotune.integrations.apps.openai.responses import hosted_tools, text_of
+from cotune.prompts.chat_texts import Said, map_format, map_message
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Usage
@@ -208,6 +210,37 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
     return body, " and ".join(reasons)
 
 
+def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
+    """A request with what is said in place of its prompts; itself where nothing changes. The blocks of a system text,
+    which are recorded as one, stay blocks: those that are not concerned keep their place in the provider's cache."""
+    changed: dict[str, Any] = {}
+    system = asked.get("system")
+    if isinstance(system, str) and system:
+        new = said("system", "", system)
+        if new is not None:
+            changed["system"] = new
+    elif system:
+        blocks = edited_blocks(system, "system", said, "")
+        if blocks is not system:
+            changed["system"] = blocks
+    messages = asked.get("messages") or ()
+    made = [map_message(message, said) for message in messages]
+    if any(a is not b for a, b in zip(made, messages, strict=True)):
+        changed["messages"] = made
+    if tools := asked.get("tools"):
+        described = edited_tools(tools, said, _tool, "description", "input_schema")
+        if described is not tools:
+            changed["tools"] = described
+    output = asked.get("output_config") or {}
+    for name, holder in (("output_config", output), ("output_format", {"format": asked.get("output_format")})):
+        if form := holder.get("format"):
+            named = {"name": "output", "schema": form.get("schema")}
+            if (new := map_format(named, said)) is not named:
+                form = {**form, "schema": new["schema"]}
+                changed[name] = {**holder, "format": form} if name == "output_config" else form
+    return {**asked, **changed} if changed else asked
+
+
 def arguments_in(episode: LiveEpisode) -> BoundedCache[str]:
     """The arguments of the episode's tool calls as the model wrote them, by the id of the call."""
     found: BoundedCache[str] | None = episode.notes.get("anthropic")
@@ -342,6 +375,7 @@ MESSAGES = Form(
     content=content_of,
     answer=answer_of,
     stream=MessageStream,
+    rewrite=rewrite,
     keep=_keep,
 )
 """The interface at /v1/messages."""

@@ -16,7 +16,9 @@ from autogen_core.models import (
 )
 
 from cotune.integrations.apps.clients import json_schema
+from cotune.integrations.apps.edited import edited_blocks
 from cotune.json_values import plain_json
+from cotune.prompts.chat_texts import Kind, Said, map_tool
 from cotune.records.answers import Answer, counts
 from cotune.records.structs import Candidate
 
@@ -39,6 +41,30 @@ def request_of(client: Any, messages: Sequence[Any], options: Mapping[str, Any])
     if not body["tools"]:
         del body["tools"], body["tool_choice"]
     return {key: plain_json(value) for key, value in body.items() if value is not None}
+
+
+def edited_message(message: Any, said: Said) -> Any:
+    """The message, or a copy of it with what is said in place of its texts."""
+    kind: Kind = "system" if isinstance(message, SystemMessage) else "user"
+    if not isinstance(message, SystemMessage | UserMessage):
+        return message
+    content: Any = message.content
+    if isinstance(content, str):
+        new: Any = said(kind, "", content)
+    else:
+        blocks = edited_blocks(content, kind, said, None)
+        new = None if blocks is content else blocks
+    return message if new is None else message.model_copy(update={"content": new})
+
+
+def edited_tools(tools: Sequence[Any], said: Said) -> list[Any]:
+    """The tools, as schemas where something is said in place of their texts."""
+    made = []
+    for tool in tools:
+        schema = tool if isinstance(tool, Mapping) else tool.schema
+        new = map_tool(schema, said)
+        made.append(tool if new is schema else new)
+    return made
 
 
 def result_of(answer: Answer) -> CreateResult:

@@ -13,9 +13,17 @@ from typing import Any
 
 from autogen_core.models import ChatCompletionClient, CreateResult
 
-from cotune.integrations.apps.autogen.messages import answer_of_result, part_of, request_of, result_of
-from cotune.integrations.apps.clients import Client
+from cotune.integrations.apps.autogen.messages import (
+    answer_of_result,
+    edited_message,
+    edited_tools,
+    part_of,
+    request_of,
+    result_of,
+)
+from cotune.integrations.apps.clients import Arguments, Client
 from cotune.integrations.apps.patching import cache_left_aside, each_subclass, replace_method
+from cotune.prompts.chat_texts import Said
 from cotune.recording.context import current_episode
 from cotune.recording.model_calls import answer
 from cotune.recording.recorder import LiveCall
@@ -85,8 +93,16 @@ def _asking(call: LiveCall, options: Mapping[str, Any]) -> asyncio.Future[Answer
     return None if token is None else token.link_future(asyncio.ensure_future(answer(call)))
 
 
+def _edited(said: Said, client: Any, /, messages: Any, *args: Any, **options: Any) -> Arguments:
+    if options.get("tools"):
+        options["tools"] = edited_tools(options["tools"], said)
+    return (client, [edited_message(message, said) for message in messages], *args), options
+
+
 _CLIENT = Client(
     request=lambda client, /, messages, *args, **options: request_of(client, messages, options),
+    edited=_edited,
+    fixed_format=True,
     reply=lambda call, found, /, *args, **options: result_of(found),
     # what `create` returned, or the parts of `create_stream`
     answer=lambda made: answer_of_result(made[-1] if isinstance(made, list) and made else made),

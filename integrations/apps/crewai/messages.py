@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from cotune.integrations.apps.clients import json_schema
 from cotune.json_values import plain_json
+from cotune.prompts.chat_texts import Said, map_message, map_tool
 from cotune.records.answers import MALFORMED, Answer
 from cotune.records.structs import Candidate, Usage
 
@@ -32,6 +33,16 @@ def request_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
         **{name: getattr(model, name, None) for name in _OPTIONS},
     }
     return {key: value for key, value in body.items() if value is not None}
+
+
+def edited_arguments(asked: Mapping[str, Any], said: Said) -> dict[str, Any]:
+    """What a model's `call` was called with, with what is said in place of its prompts."""
+    messages, tools = asked.get("messages") or [], asked.get("tools")
+    if isinstance(messages, str):
+        new = said("user", "", messages)
+        return {**asked, "messages": messages if new is None else new}
+    changed = {**asked, "messages": [map_message(message, said) for message in messages]}
+    return {**changed, "tools": [map_tool(tool, said) for tool in tools]} if tools else changed
 
 
 def answer_of(value: Any) -> Answer:

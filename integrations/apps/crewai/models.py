@@ -11,10 +11,11 @@ from typing import Any
 
 from crewai.llms.base_llm import BaseLLM
 
-from cotune.integrations.apps.clients import Client
-from cotune.integrations.apps.crewai.messages import answer_of, request_of, returned
+from cotune.integrations.apps.clients import Arguments, Client
+from cotune.integrations.apps.crewai.messages import answer_of, edited_arguments, request_of, returned
 from cotune.integrations.apps.crewai.scopes import at_work, caller_of, calling, outside_call, part_scope
 from cotune.integrations.apps.patching import each_subclass, inside, replace_method
+from cotune.prompts.chat_texts import Said
 from cotune.recording.context import current_caller, current_episode, identify, opened_call
 from cotune.runtime.user_code import setting
 
@@ -49,8 +50,14 @@ def _request(model: Any, /, *args: Any, **options: Any) -> dict[str, Any] | None
     return request_of(model, _asked(args, options))
 
 
+def _edited(said: Said, model: Any, /, *args: Any, **options: Any) -> Arguments:
+    return (model,), edited_arguments(_asked(args, options), said)
+
+
 _CLIENT = Client(
     request=_request,
+    edited=_edited,
+    fixed_format=True,
     reply=lambda call, found, model, /, *args, **options: returned(model, found, _asked(args, options)),
     answer=answer_of,
 )

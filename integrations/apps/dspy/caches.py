@@ -1,4 +1,4 @@
-"""DSPy's cache of answers, in memory and on disk: left aside where policies answer."""
+"""DSPy's cache of answers, in memory and on disk: left aside where policies answer or prompts are edited."""
 
 from __future__ import annotations
 

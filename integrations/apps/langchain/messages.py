@@ -13,10 +13,15 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from cotune.errors import error_text
+from cotune.integrations.apps.edited import edited_blocks, edited_tools
 from cotune.json_values import plain_json
+from cotune.prompts.chat_texts import Kind, Said, map_format, map_tool
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import MALFORMED, Answer, counts
 from cotune.records.structs import Candidate
+
+_KINDS: Mapping[str, Kind] = {"system": "system", "developer": "system", "human": "user", "user": "user"}
+"""By the type of a message, or the role of one that says its role itself."""
 
 
 def request_of(
@@ -34,6 +39,38 @@ def request_of(
         "tools": [plain_json(_tool(tool)) for tool in options.get("tools") or ()],
     }
     return {key: value for key, value in body.items() if value is not None}
+
+
+def edited_message(message: Any, said: Said) -> Any:
+    """The message, or a copy of it with what is said in place of its texts."""
+    kind = _KINDS.get(message.role if message.type == "chat" else message.type)
+    if kind is None:
+        return message
+    content = message.content
+    if isinstance(content, str):
+        new = said(kind, "", content)
+    else:
+        blocks = edited_blocks(content, kind, said, "\n")
+        new = None if blocks is content else blocks
+    return message if new is None else message.model_copy(update={"content": new})
+
+
+def edited_options(options: Mapping[str, Any], said: Said) -> dict[str, Any]:
+    """What a model's method was called with, with what is said in place of the texts of its tools and its format."""
+    changed = dict(options)
+    if tools := options.get("tools"):
+        changed["tools"] = [_edited_tool(tool, said) for tool in tools]
+    if (form := options.get("response_format")) is not None:
+        changed["response_format"] = map_format(form, said)
+    return changed
+
+
+def _edited_tool(tool: Any, said: Said) -> Any:
+    if isinstance(tool, Mapping) and "input_schema" in tool:
+        return edited_tools([tool], said, _tool, "description", "input_schema")[0]
+    asked = tool if isinstance(tool, Mapping) else _tool(tool)
+    new = map_tool(asked, said)
+    return tool if new is asked else new
 
 
 def result_of(call: LiveCall, answer: Answer) -> ChatResult:

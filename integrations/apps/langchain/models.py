@@ -10,9 +10,17 @@ from typing import Any
 import msgspec
 from langchain_core.language_models import BaseChatModel
 
-from cotune.integrations.apps.clients import Client
-from cotune.integrations.apps.langchain.messages import answer_of_result, chunk_of, request_of, result_of
+from cotune.integrations.apps.clients import Arguments, Client
+from cotune.integrations.apps.langchain.messages import (
+    answer_of_result,
+    chunk_of,
+    edited_message,
+    edited_options,
+    request_of,
+    result_of,
+)
 from cotune.integrations.apps.patching import each_subclass
+from cotune.prompts.chat_texts import Said
 from cotune.records.answers import Answer
 
 
@@ -36,10 +44,15 @@ def _begun(chunks: list[Any]) -> Answer | None:
     return msgspec.structs.replace(found, candidates=tuple(cut))
 
 
+def _edited(said: Said, model: Any, /, messages: Any, *args: Any, **options: Any) -> Arguments:
+    return (model, [edited_message(message, said) for message in messages], *args), edited_options(options, said)
+
+
 _CLIENT = Client(
     request=lambda model, /, messages, *args, stop=None, run_manager=None, **options: request_of(
         model, messages, args[0] if args else stop, options
     ),
+    edited=_edited,
     reply=lambda call, answer, /, *args, **options: result_of(call, answer),
     answer=answer_of_result,
     parts=lambda call, answer: [chunk_of(call, answer)],

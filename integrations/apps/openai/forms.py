@@ -15,6 +15,8 @@ from cotune.integrations.apps.openai import response_body as openai_response_bod
 from cotune.integrations.apps.openai import responses as openai_responses
 from cotune.integrations.apps.openai.completions import events
 from cotune.integrations.apps.openai.response_body import ProviderFailed
+from cotune.integrations.apps.openai.splice import spliced
+from cotune.prompts.chat_texts import Said, map_body
 from cotune.recording.model_calls import reason_of
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
@@ -57,6 +59,8 @@ class Form:
     answer: Callable[[Any], Answer]
     """Raises ValueError for a malformed body, ProviderFailed for one that says there is no answer."""
     stream: Callable[[], Stream]
+    rewrite: Callable[[Mapping[str, Any], Said], Mapping[str, Any]]
+    """The request with what is said in place of its prompts; itself where nothing changes."""
     keep: Callable[[LiveCall, Mapping[str, Any], Mapping[str, Any]], None] | None = None
     """Remember a body for later requests that refer to it, where they can."""
 
@@ -76,6 +80,7 @@ CHAT = Form(
     content=chat_completions.content_of,
     answer=chat_completions.answer_of,
     stream=chat_completions.ChatStream,
+    rewrite=map_body,
 )
 RESPONSES = Form(
     name="responses",
@@ -84,9 +89,17 @@ RESPONSES = Form(
     content=openai_response_body.content_of,
     answer=openai_response_body.answer_of,
     stream=openai_response_body.ResponseStream,
+    rewrite=openai_responses.rewrite,
     keep=openai_responses.keep,
 )
 FORMS = (CHAT, RESPONSES)
+
+
+def edited(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes) -> bytes:
+    """What goes out for a request: `raw`, the body that was asked, but for what the prompts of the call have edited."""
+    if call.edits is None:
+        return raw
+    return spliced(raw, asked, form.rewrite(asked, call.edits.begin().text))
 
 
 BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError)

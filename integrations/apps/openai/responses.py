@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cotune.prompts.chat_texts import Said, map_format, map_message, map_tool
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
@@ -107,6 +108,25 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
     if unread:
         reasons.append(f"input items of type {', '.join(dict.fromkeys(unread))}")
     return body, " and ".join(reasons)
+
+
+def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
+    """A request with what is said in place of its prompts; itself where nothing changes."""
+    changed: dict[str, Any] = {}
+    for name, role in (("instructions", "system"), ("input", "user")):
+        if isinstance(given := asked.get(name), str):
+            message = {"role": role, "content": given}
+            if (new := map_message(message, said)) is not message:
+                changed[name] = new["content"]
+    for name, one in (("input", map_message), ("tools", map_tool)):
+        if isinstance(given := asked.get(name), list):
+            made = [one(item, said) for item in given]
+            if any(a is not b for a, b in zip(made, given, strict=True)):
+                changed[name] = made
+    text = asked.get("text")
+    if isinstance(text, Mapping) and (form := map_format(text.get("format"), said)) is not text.get("format"):
+        changed["text"] = {**text, "format": form}
+    return {**asked, **changed} if changed else asked
 
 
 def keep(call: LiveCall, asked: Mapping[str, Any], response: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from cotune.integrations.apps.openai.forms import (
     TEXT_COMPLETION,
     TEXT_COMPLETIONS,
     Form,
+    edited,
     finish,
     part_of,
 )
@@ -72,6 +73,18 @@ class _Exchange:
     call: LiveCall = None  # type: ignore[assignment]  # set once there is a request
     failure: str = "unknown"
     """How the last attempt failed."""
+    edits: bool = False
+    """Whether the prompts of the call are edited here, in each attempt."""
+
+    def outgoing(self, request: Any) -> Any:
+        """The request as it is sent: itself, or a copy with the edits of the call's prompts."""
+        if not self.edits:
+            return request
+        content = edited(self.call, self.form, self.asked, request.content)
+        headers = request.headers.copy()
+        headers["content-length"] = str(len(content))
+        made = package_of(request).Request
+        return made(request.method, request.url, headers=headers, content=content, extensions=request.extensions)
 
     def answered(self, request: Any, found: Answer) -> Any:
         content, kind = self.form.content(self.call, found, self.asked)
@@ -174,7 +187,7 @@ def _send(original: Any) -> Any:
         if exchange.call.episode.offline:
             return exchange.refused(request, _OFFLINE)
         try:
-            response = original(self, request, **kwargs)
+            response = original(self, exchange.outgoing(request), **kwargs)
         except BaseException as error:
             exchange.attempt_failed(error)
             raise
@@ -198,7 +211,7 @@ def _send_async(original: Any) -> Any:
         if exchange.call.episode.offline:
             return exchange.refused(request, _OFFLINE)
         try:
-            response = await original(self, request, **kwargs)
+            response = await original(self, exchange.outgoing(request), **kwargs)
         except BaseException as error:
             exchange.attempt_failed(error)
             raise
@@ -231,10 +244,11 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
             raise ValueError("the body is not a JSON object")
         body, unsupported_reason = form.read(asked, episode)
         call = opened_call.get()
-        if call is not None and not call.on_wire and not call.ended:
-            call.read(body)
-        else:
+        if call is None or call.on_wire or call.ended:
             call = episode.start(identify(), body)
+            exchange.edits = call.rewritten is not None
+        elif call.rewritten is None:  # else what it sends here has the edits already
+            call.read(body)
     except RecordError as error:
         if episode.forked and episode.gateway and str(request.url).startswith(episode.gateway):
             return None

@@ -181,6 +181,7 @@ class Episodes:
             "records": dict(self.counts),
             "failures": dict(failures),
             "warnings": dict(warnings),
+            **({"prompts": prompts.id} if (prompts := self.config.prompts) is not None else {}),
         }
 
     async def close(self) -> None:
@@ -225,6 +226,7 @@ class Episodes:
             training_step=given.training_step,
             redactors=self.config.redactors,
             roles=self.config.roles,
+            prompts=self.config.prompts,
         )
         self.open[episode.id] = _Open(episode)
         return self.open[episode.id]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from cotune.integrations.apps.openai.forms import Form, finish, part_of
+from cotune.integrations.apps.openai.forms import Form, edited, finish, part_of
 from cotune.integrations.web.http.bodies import aside, decoded, json_values
 from cotune.integrations.web.http.limits import MOST_MESSAGES, Limits
 from cotune.integrations.web.http.requests import RequestError, invalid_value
@@ -98,6 +98,15 @@ class Exchange:
     refusal: str = ""
     """The provider's error, where it answered with one."""
     _outage: bool = True
+
+    async def outgoing(self, raw: bytes, coding: str) -> bytes:
+        """The body to send for `raw`, with the edits of the call's prompts and without a content coding."""
+
+        def plain() -> bytes:
+            body = inflated(raw, coding, self.limits.max_body, "--max-body")
+            return edited(self.call, self.form, self.asked, body)
+
+        return await aside(self.asked_bytes, plain)
 
     def begins(self, kind: str, coding: str) -> None:
         """An answer that is no error begins: its content type and content coding."""

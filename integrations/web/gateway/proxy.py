@@ -146,6 +146,9 @@ class Proxy:
             packed = INLINE if coding else 0  # nobody knows how large it is
             asked = await aside(packed + len(raw), functools.partial(read_call, address.form, raw, coding, self.limits))
             await self._open(passage, address.form, asked, packed + len(raw))
+            if (exchange := passage.exchange) is not None and exchange.call.edits is not None:
+                raw = await exchange.outgoing(raw, coding)
+                headers.popall("content-encoding", None)
         elif scope["method"] == "POST":
             raw = await read_body(scope, passage.receive, self.limits.max_body)
             if address.tail == TEXT_COMPLETIONS.strip("/"):

@@ -14,6 +14,7 @@ from starlette.types import Scope
 from cotune.errors import ConfigError
 from cotune.integrations.web.http.limits import Limits
 from cotune.integrations.web.http.requests import header
+from cotune.prompts.edits import Prompts
 from cotune.recording.redaction import Redactor
 from cotune.recording.roles import RolesFunction
 
@@ -60,6 +61,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     redactors: Sequence[Redactor] = ()
     roles: RolesFunction | None = None
     """Names the roles of calls that do not name theirs."""
+    prompts: Prompts | None = None
+    """Edits the prompts of the calls."""
     role_header: str = ""
     """A header of the application's own that says the role."""
     split: Split = Split()

@@ -1,0 +1,70 @@
+"""A request's JSON with some of its values replaced, and every other byte as the client wrote it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+Path = tuple[str | int, ...]
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],:]|[^\s{}\[\],:"]+', re.DOTALL)
+_OPEN, _CLOSE, _OBJECT, _COMMA, _COLON = b"{[", b"}]", b"{"[0], b","[0], b":"[0]
+
+
+def spliced(raw: bytes, old: Any, new: Any) -> bytes:
+    """`raw`, the JSON of `old`, with what differs in `new`; `raw` itself where nothing does."""
+    changes = dict(_changes(old, new))
+    if not changes:
+        return raw
+    places = sorted((start, end, path) for path, start, end in _values(raw) if path in changes)
+    if {path for _, _, path in places} != changes.keys():
+        return msgspec.json.encode(new)
+    parts, at = [], 0
+    for start, end, path in places:
+        parts += [raw[at:start], msgspec.json.encode(changes[path])]
+        at = end
+    return b"".join([*parts, raw[at:]])
+
+
+def _changes(old: Any, new: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The outermost values of `new` that are others than those of `old`, by their paths."""
+    if new is old:
+        return
+    if isinstance(old, Mapping) and isinstance(new, Mapping) and old.keys() == new.keys():
+        for name, value in old.items():
+            yield from _changes(value, new[name], (*path, name))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for number, (was, now) in enumerate(zip(old, new, strict=True)):
+            yield from _changes(was, now, (*path, number))
+    elif new != old:
+        yield path, new
+
+
+def _values(raw: bytes) -> Iterator[tuple[Path, int, int]]:
+    """Each value of a JSON text: its path, where it starts, and where it ends."""
+    path: list[str | int] = []
+    starts: list[int] = []
+    named = False
+    """Whether the next token is a key."""
+    for token in _TOKEN.finditer(raw):
+        first = raw[token.start()]
+        if first in _OPEN:
+            starts.append(token.start())
+            named = first == _OBJECT
+            path.append("" if named else 0)
+        elif first in _CLOSE:
+            path.pop()
+            named = False
+            yield tuple(path), starts.pop(), token.end()
+        elif first == _COMMA:
+            number = path[-1]
+            if isinstance(number, int):
+                path[-1] = number + 1
+            else:
+                named = True
+        elif named:
+            path[-1], named = msgspec.json.decode(token.group()), False
+        elif first != _COLON:
+            yield tuple(path), token.start(), token.end()
