@@ -61,11 +61,11 @@ async def reach(task: Mapping[str, Any]) -> dict[str, float]:
     return {"success": 0.0 if task.get("locked") else found["success"]}
 
 
-def make_pool(count: int, seed: int) -> list[dict[str, Any]]:
+def make_pool(count: int, seed: int, size: int) -> list[dict[str, Any]]:
     """Usual, easy and locked tasks, in equal parts."""
     rng = random.Random(f"pool {seed}")
     tasks = []
-    for number, task in enumerate(grid.make_tasks(count, seed)):
+    for number, task in enumerate(grid.make_tasks(count, seed, size)):
         kind = ("usual", "easy", "locked")[number % 3]
         board = grid.grid_of(task)
         if kind == "easy":
@@ -91,7 +91,7 @@ def curve(run: Path) -> list[tuple[int, float]]:
 
 def train_to(run: Path, way: str, model: Path, seed: int, steps: int, options: argparse.Namespace) -> None:
     """Train a run to so many steps, from where it is."""
-    tasks = make_pool(options.pool, TRAIN_SEED + seed)
+    tasks = make_pool(options.pool, TRAIN_SEED + seed, options.size)
     done = sum(1 for _ in read_metrics(run)) if run.exists() else 0
     if done >= steps:
         return
@@ -99,7 +99,7 @@ def train_to(run: Path, way: str, model: Path, seed: int, steps: int, options: a
         resume(run, workflow=reach, tasks=tasks, changes={"steps": steps}, console=console)
     else:
         held_out = options.out / "held_out.jsonl"
-        fresh = grid.make_tasks(options.tasks, FRESH_SEED)
+        fresh = grid.make_tasks(options.tasks, FRESH_SEED, options.size)
         held_out.write_text("".join(json.dumps(task) + "\n" for task in fresh))
         settings = {
             "model": str(model),
@@ -122,7 +122,7 @@ def train_to(run: Path, way: str, model: Path, seed: int, steps: int, options: a
 def result(way: str, seed: int, mark: tuple[int, float] | None, options: argparse.Namespace) -> dict[str, Any]:
     """Train: `plain` for so many steps, the others until they reach its mark or have sampled as many tokens."""
     model = base_model(options.out, seed, options.warm_up)
-    run = options.out / f"seed{seed}" / f"{way}-{options.pool}-{options.tasks_per_step}"
+    run = options.out / f"seed{seed}" / f"{way}-{options.size}-{options.pool}-{options.tasks_per_step}"
     steps = options.steps if mark is None else EVERY * WINDOW
     train_to(run, way, model, seed, steps, options)
     while mark is not None and curve(run)[-1][0] < mark[0] and max(s for _, s in curve(run)) < mark[1]:
@@ -182,12 +182,13 @@ def main() -> None:
     """Run what is not recorded yet, and print all that is."""
     parser = run_parser(__doc__, "runs/refill", WAYS)
     parser.add_argument("--steps", type=int, default=36, help="training steps of plain (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=grid.SIZE, help="cells on a side (default: %(default)s)")
     parser.add_argument("--tasks-per-step", type=int, default=12)
     parser.add_argument("--pool", type=int, default=96, help="tasks to train on (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=100, help="held-out tasks (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=260, help="steps of warm-up (default: %(default)s)")
     options = parser.parse_args()
-    kept = KeptResults(options, "steps", "tasks_per_step", "pool", "tasks", "warm_up")
+    kept = KeptResults(options, "steps", "size", "tasks_per_step", "pool", "tasks", "warm_up")
     for seed in map(int, options.seeds.split(",")):
         for way in ("plain", *(way for way in options.ways.split(",") if way != "plain")):
             plain = kept.lines(way="plain", seed=seed)

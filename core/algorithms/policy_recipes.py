@@ -48,12 +48,12 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def every(self) -> list[Recipe]:
         """The different recipes, that of the run first."""
-        return [recipe for recipe, _ in self._parts]
+        return [recipe for recipe, _ in self.parts]
 
     @property
     def names(self) -> str:
         """The recipes by name, with the policies of those that are not the run's."""
-        first, *rest = self._parts
+        first, *rest = self.parts
         return ", ".join([f"recipe {first[0].name}", *(f"{r.name} for {', '.join(of)}" for r, of in rest)])
 
     @property
@@ -78,13 +78,13 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         return list(dict.fromkeys([*scorers, *(role for role in self.roles if not self.of_role(role).takes_rewards)]))
 
     @property
-    def _parts(self) -> list[tuple[Recipe, list[str]]]:
+    def parts(self) -> list[tuple[Recipe, list[str]]]:
         """Each recipe with the policies that name it; that of the run has all others too."""
         return by_equal([(self.run, ""), *((recipe, name) for name, recipe in self.own.items())])
 
     def split(self, samples: Sequence[Sample]) -> list[tuple[str, Recipe, list[int]]]:
         """Samples by recipe: a name of the part ("" for that of the run), the recipe, and places in `samples`."""
-        parts = self._parts
+        parts = self.parts
         number = {name: i for i, (_, policies) in enumerate(parts) for name in policies}
         places: list[list[int]] = [[] for _ in parts]
         for i, sample in enumerate(samples):
@@ -95,9 +95,10 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
 def check_together(recipes: Recipes) -> None:
     """Raises ConfigError for a recipe that needs the advantages of the other roles, where these have another one."""
     if len(recipes.every) > 1:
-        for recipe in recipes.every:
+        for recipe, policies in recipes.parts:
             if recipe.shaping.opponent:
-                fault = "needs the advantages of the other roles, whose policies have another recipe"
+                of = f"of policy {', '.join(policies)} " if policies else ""
+                fault = f"{of}needs the advantages of the other roles, whose policies have another recipe"
                 raise ConfigError("policy.recipe", recipe.name, fault, "Give it to all policies: set `recipe` alone.")
 
 

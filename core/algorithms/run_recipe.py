@@ -137,24 +137,26 @@ def policy_recipes(config: RunConfig, plan: PlanKind) -> Recipes:
     """The recipe of a run, and those of its policies that have one of their own. Raises ConfigError that names a field
     as it is in the configuration."""
 
-    def resolved(name: str, overrides: Mapping[str, Any], table: str = "") -> Recipe:
+    def resolved(name: str, overrides: Mapping[str, Any], policy: str = "") -> Recipe:
         try:
             return recipe(name, **{"plan": plan, "team_weight": config.team_weight, **overrides})
         except ConfigError as error:
-            if table and error.field not in overrides:
-                fault = f"cannot be used here: {error.field} = {error.value!r} {error.fault}"
+            table, of = ("policy.", f"of policy {policy} ") if policy else ("", "")
+            if policy and error.field not in overrides:
+                fault = f"{of}cannot be used here: {error.field} = {error.value!r} {error.fault}"
                 remedy = f"All policies of a run have its plan, which is {plan}. Name another recipe, or --plan."
-                raise ConfigError(f"{table}recipe", name, fault, remedy) from None
+                raise ConfigError("policy.recipe", name, fault, remedy) from None
             if error.field not in overrides:
                 raise
-            raise ConfigError(f"{table}overrides.{error.field}", error.value, error.fault, error.remedy) from None
+            fault = f"{of}{error.fault}"
+            raise ConfigError(f"{table}overrides.{error.field}", error.value, fault, error.remedy) from None
 
     usual = config.recipe or USUAL[plan]
     own: dict[str, Recipe] = {}
     for one in config.policy:
         if one.recipe or one.overrides:
             name, overrides = _named(config, one)
-            own[one.name] = resolved(name or usual, overrides, "policy.")
+            own[one.name] = resolved(name or usual, overrides, one.name)
     roles = {role: one.name for one in config.policy for role in one.roles}
     return Recipes(run=resolved(usual, config.overrides), own=own, roles=roles)
 

@@ -159,7 +159,7 @@ def _take(
     found.errors.update(str(error) for error in scored.values() if isinstance(error, WorkflowError))
     if write:
         new = ((target, one) for target, one in scored.items() if isinstance(one, Scored))
-        store.write([record for target, one in new for record in reward_records(target, *one, redaction)])
+        store.write([record for target, one in new for record in reward_records(target, *one, redaction=redaction)])
 
 
 def _best(ids: Sequence[str], rewards: Mapping[str, Mapping[str, float]]) -> str:

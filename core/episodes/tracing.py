@@ -140,7 +140,7 @@ class Trace:
         value, text = parted(value, source)
         given = {**({} if value is None else value if isinstance(value, Mapping) else {"team": value}), **named}
         assert sink is not None
-        sink.write(reward_records(live.id, components(given, source), text, live.redaction))
+        sink.write(reward_records(live.id, components(given, source), text, redaction=live.redaction))
 
     def __enter__(self) -> Self:
         if self._live is not None:

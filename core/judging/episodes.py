@@ -131,7 +131,7 @@ def keep_outcomes(store: Store, outcomes: Outcomes, redaction: Redaction | None 
     """Store the outcomes that were given."""
     for episode_id, outcome in outcomes.items():
         if not isinstance(outcome, WorkflowError):
-            store.write(reward_records(episode_id, *outcome, redaction))
+            store.write(reward_records(episode_id, *outcome, redaction=redaction))
     store.flush()
 
 
@@ -168,6 +168,9 @@ async def _outcomes(judge: EpisodeJudge, store: Store, ended: Sequence[Episode],
     found = await ask(judge, seen, task)
     if isinstance(judge, Ranking):
         found = [_above(outcome, judge.name, len(seen) - 1, len(ended) - len(seen)) for outcome in found]
+    given = (name for outcome in found if isinstance(outcome, Scored) for name in outcome.rewards)
+    name = next(given, getattr(judge, "name", getattr(judge, "__name__", "judge")))
+    found = [outcome._replace(name=name) if isinstance(outcome, Scored) else outcome for outcome in found]
     return {episode.id: outcome for episode, outcome in zip(together, found, strict=True)}
 
 

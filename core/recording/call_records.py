@@ -225,7 +225,7 @@ class CallRecords:
         texts = answer.feedback if answer else ()
         for i, components in enumerate(answer.rewards if answer else ()):
             text = texts[i] if texts else ""
-            records += reward_records(candidate_id(call.id, i), components, text, self._redaction)
+            records += reward_records(candidate_id(call.id, i), components, text, redaction=self._redaction)
         return records
 
     def not_recorded(self, call: PendingCall, broken: Exception) -> list[Record]:

@@ -334,7 +334,7 @@ class LiveEpisode:
             threads=tuple(sorted(self._threads)),
             prompts="" if self.prompting is None else self.prompting.id,
         )
-        self._write([*bodies, *reward_records(self.id, rewards or {}, feedback, self.redaction), record])
+        self._write([*bodies, *reward_records(self.id, rewards or {}, feedback, redaction=self.redaction), record])
         return record
 
     def _end(

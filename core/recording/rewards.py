@@ -17,16 +17,17 @@ _MARK = re.compile(r"\n\[\.\.\. ([\d,]+) characters cut \.\.\.\]\n")
 
 
 def reward_records(
-    target: str, rewards: Mapping[str, float], text: str = "", redaction: Redaction | None = None
+    target: str, rewards: Mapping[str, float], text: str = "", name: str = "", *, redaction: Redaction | None = None
 ) -> list[RewardRecord | FeedbackRecord]:
-    """The rewards of an episode or a candidate, given now, and the text beside them, unless it is blank."""
+    """The rewards of an episode or a candidate, given now, and the text beside them, unless it is blank. Without rewards
+    the text has `name`, or the one that a plain number would have."""
     now = time.time()
     records: list[RewardRecord | FeedbackRecord] = [RewardRecord(target, *named, now) for named in rewards.items()]
     text = str(clean(text)).strip() if text else ""
     if text and redaction is not None:  # before it is cut: a half of what a redactor looks for could pass it
         text = (redaction.text(text, "feedback") or "").strip()
     if text:
-        name = next(iter(rewards), "local" if "." in target else "team")
+        name = next(iter(rewards), name or ("local" if "." in target else "team"))
         records.append(feedback_record(target, name, text, now))
     return records
 

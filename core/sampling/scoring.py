@@ -44,6 +44,8 @@ class Scored(NamedTuple):
 
     rewards: dict[str, float]
     text: str = ""
+    name: str = ""
+    """Of the text, where there are no rewards."""
 
 
 class Call(Protocol):

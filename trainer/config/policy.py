@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -58,6 +59,16 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of a policy that learns from one; "" for others."""
 
 
+def first_written(models: Iterable[str]) -> dict[str, str]:
+    """Each model as the first of those is written that are the same path: `./base` is `base`."""
+    first: dict[Path | str, str] = {}
+    found: dict[str, str] = {}
+    for model in models:
+        path = Path(model).expanduser()
+        found[model] = first.setdefault(path.resolve() if path.exists() else model, model)
+    return found
+
+
 def check_policies(policies: tuple[PolicyConfig, ...], recipe: str | None, steps: int) -> None:
     """Raises ConfigError for settings of policies that mean nothing where they stand, and for bad ranges of steps."""
     for one in policies:
@@ -76,6 +87,6 @@ def check_policies(policies: tuple[PolicyConfig, ...], recipe: str | None, steps
                 fault = f"cannot be used with recipe {recipe}, which learns from records"
                 raise ConfigError(f"policy.{name}", value, fault, f"Leave it out of policy {one.name}.")
         if one.recipe in FROM_RECORDS:
-            fault = "learns from records, and so is the recipe of a whole run"
+            fault = f"of policy {one.name} learns from records, and so is the recipe of a whole run"
             raise ConfigError("policy.recipe", one.recipe, fault, f"Set `recipe`, or another one for {one.name}.")
     check_ranges({one.name: one.train for one in policies if one.trained}, steps)

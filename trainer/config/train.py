@@ -28,7 +28,7 @@ from cotune.trainer.config.faults import PAGE, fault
 from cotune.trainer.config.from_records import DistillConfig, DpoConfig, RecordsConfig, check_records
 from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.config.learner import LearnerSettings, check_flex, check_one_process
-from cotune.trainer.config.policy import PolicyConfig, PolicySettings, ScheduleConfig, check_policies
+from cotune.trainer.config.policy import PolicyConfig, PolicySettings, ScheduleConfig, check_policies, first_written
 from cotune.trainer.config.refill import RefillConfig
 from cotune.trainer.config.replay import ReplayConfig
 from cotune.trainer.config.routing import RoutingConfig
@@ -175,8 +175,10 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def specs(self) -> dict[str, PolicySpec]:
         """The policies of the [[policy]] tables, by name."""
-        models = {p.name: p.model if p.model not in ("", self.model) else None for p in self.policy}
-        return {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora, model=models[p.name]) for p in self.policy}
+        written = first_written([self.model, *(p.model for p in self.policy if p.model)])
+        models = {p.name: written[p.model or self.model] for p in self.policy}
+        own = {name: None if model == self.model else model for name, model in models.items()}
+        return {p.name: PolicySpec(name=p.name, kind=p.kind, lora=p.lora, model=own[p.name]) for p in self.policy}
 
     @property
     def bases(self) -> dict[str, list[str]]:
@@ -349,13 +351,13 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
         )
     own = table.get("policy")
     tables = [one for one in own if isinstance(one, Mapping)] if isinstance(own, list | tuple) else []
-    named = [("policy.recipe", one.get("recipe")) for one in tables]
-    for field, name in [("recipe", table.get("recipe")), *named]:
+    named = [("policy.recipe", f"of policy {one.get('name')} ", one.get("recipe")) for one in tables]
+    for field, of, name in [("recipe", "", table.get("recipe")), *named]:
         if isinstance(name, Mapping):
             remedy = "Its settings are overrides, such as overrides.clip_high."
-            raise ConfigError(field, dict(name), "is not the name of a recipe", remedy)
+            raise ConfigError(field, dict(name), f"{of}is not the name of a recipe", remedy)
         if isinstance(name, str) and name not in (known := {*RECIPES, *FROM_RECORDS}):
-            raise ConfigError(field, name, f"is not one of {', '.join(sorted(known))}")
+            raise ConfigError(field, name, f"{of}is not one of {', '.join(sorted(known))}")
     try:
         return msgspec.convert(table, TrainConfig)
     except msgspec.ValidationError as error:

@@ -143,7 +143,7 @@ class Episodes:
             raise RequestError(404, "The workflow that runs here rewards its episodes itself.", code="not_recording")
         redaction = Redaction(self.config.redactors) if self.config.redactors else None
         numbers = {name: float(value) for name, value in rewards.items()}
-        self.sink.write(reward_records(target, numbers, feedback, redaction))
+        self.sink.write(reward_records(target, numbers, feedback, redaction=redaction))
         self.counts["rewards"] += len(rewards)
 
     async def exchange(

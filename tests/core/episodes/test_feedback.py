@@ -218,18 +218,20 @@ def test_a_judge_of_episodes_and_scorers_of_records_say_why(store):
     assert store.feedback([f"{call.id}.1"]) == {f"{call.id}.1": {}}, "the text went with its reward"
 
 
-def test_the_text_of_a_judge_that_gives_no_reward_takes_the_place_of_the_text_before(store):
+@pytest.mark.parametrize(("other", "name"), [(None, "by_style"), ({"style": 1.0}, "style")])
+def test_the_text_of_a_judge_that_gives_no_reward_has_the_name_of_its_rewards(store, other, name):
     @cotune.workflow
     def solve(task):
         return cotune.Feedback(0.5, "half")
 
     @solve.judge
-    def judge(episodes, task):
-        return [cotune.Feedback(None, "cannot be compared")] * len(episodes)
+    def by_style(episodes, task):
+        return [cotune.Feedback(None, "cannot be compared"), other]
 
-    id = run(solve, store).episode.id
-    asyncio.run(judge_episodes(judge, store, store.episodes()))
-    assert (store.rewards([id])[id], store.feedback([id])[id]) == ({"team": 0.5}, {"team": "cannot be compared"})
+    id, _ = [run(solve, store).episode.id for _ in range(2)]
+    asyncio.run(judge_episodes(by_style, store, store.episodes()))
+    assert store.rewards([id])[id] == {"team": 0.5}
+    assert store.feedback([id])[id] == {"team": "half", name: "cannot be compared"}
 
 
 def test_a_redactor_that_fails_outside_of_an_episode_is_logged_once(store, caplog):

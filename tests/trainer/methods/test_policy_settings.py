@@ -127,8 +127,8 @@ def test_a_taught_policy_beside_a_frozen_one_needs_no_reward(trainer: Trainer, t
         ([policy("p", "a", kind="provider", train="1:"), policy("q", "b")], r"policy.train = '1:' has no effect"),
         ([policy("p", "a", lr=0.0)], r"policy.lr = 0.0 must be a number above 0"),
         ([policy("p", "a", weight_decay=-1.0)], r"policy.weight_decay = -1.0 must be 0 or more"),
-        ([policy("p", "a", recipe="grop")], r"policy.recipe = 'grop' is not one of"),
-        ([policy("p", "a", recipe="sft")], r"policy.recipe = 'sft' learns from records, and so is the recipe of a"),
+        ([policy("p", "a", recipe="grop")], r"policy.recipe = 'grop' of policy p is not one of"),
+        ([policy("p", "a", recipe="sft")], r"policy.recipe = 'sft' of policy p learns from records, and so is the"),
         ([policy("p", "a", recipe=["rloo"])], r"policy\[0\].recipe = \['rloo'\] must be text"),
         (5, r"policy = 5 must be a list"),
         ([policy("p", "a", schedule={"kind": "linaer"})], r"schedule.kind = 'linaer' is not one of constant, cosine"),
@@ -143,15 +143,22 @@ def test_recipes_that_do_not_fit_are_named_before_work_starts() -> None:
     def resolved(scorers: list[str], *tables: dict[str, Any], **settings: Any) -> Any:
         return convert({"model": "m", "policy": list(tables), **settings}).resolve_plan(scorers)
 
-    with pytest.raises(
-        ConfigError, match=r"policy.recipe = 'grpo' cannot be used here: .*have its plan, which is tree"
-    ):
+    with pytest.raises(ConfigError, match=r"policy.recipe = 'grpo' of policy q cannot be used here: .*, which is tree"):
         resolved(["a"], policy("p", "a"), policy("q", "b", recipe="grpo"))
     config = convert({"model": "m", "policy": [policy("p", "a"), policy("q", "b", recipe="dapo")]})
     able = config.resolve_plan(["a"])[1].able(["a"])
     with pytest.raises(ConfigError, match=r"policy.kind = 'lora for q' cannot be trained under the tree plan: none"):
         config.resolve_policies(["a", "b"], scored=able)
-    with pytest.raises(ConfigError, match=r"policy.overrides.critic_sees|overrides.critic_sees = 'x' needs a critic"):
+    with pytest.raises(ConfigError, match=r"policy.overrides.critic_sees = 'x' of policy p needs a critic"):
         resolved([], policy("p", "a", overrides={"critic_sees": "x"}))
     with pytest.raises(ConfigError, match=r"policy.recipe = 'rloo' cannot be used with recipe sft"):
         convert({"model": "m", "recipe": "sft", "records": "r", "policy": [policy("p", "a", recipe="rloo")]})
+
+
+def test_a_base_that_is_written_in_two_ways_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tables = [policy("p", "a", model="./base"), policy("q", "b", model=str(tmp_path / "base")), policy("r", "c")]
+    config = convert({"model": "base", "policy": [*tables, policy("s", "d", model="other")]})
+    assert config.bases == {"base": ["p", "q", "r"], "other": ["s"]}
+    assert [spec.model for spec in config.specs.values()] == [None, None, None, "other"]
