@@ -31,7 +31,8 @@ _FINISHED = {"stop", "length", "tool_calls", "function_call", "content_filter", 
 """Finish reasons that are none of a provider's own making."""
 FAILED = "[redaction failed]"
 WITHHELD = "[redacted]"
-"""In place of a grammar that holds redacted text, and of the hash of a redacted image."""
+"""In place of a grammar that holds redacted text, of the hash of a redacted image, and of a task's id that is its text
+where redactors leave none."""
 _KEPT, _MOST = 100_000, 16 << 20
 """Messages, and bytes of them, whose redaction an episode keeps; older ones are redacted again."""
 _json = msgspec.json.Encoder(enc_hook=plain)
@@ -120,10 +121,10 @@ class Redaction:
         return self.message(self._as_message(role, content)).get("content")
 
     def task(self, task: Task) -> Task:
-        """What to store of a task. One that is a text may have it as its id too."""
+        """What to store of a task. One that is a text may have it as its id too, which never is empty."""
         shown = self.content("task", task.input)
         same = isinstance(task.input, str) and task.id == task.input
-        return Task(id=str(shown) if same else task.id, input=shown)
+        return Task(id=str(shown or WITHHELD) if same else task.id, input=shown)
 
     def error(self, error: CotuneError) -> CotuneError:
         """An error of an episode, as it may be shown: its cause is an error text."""

@@ -19,8 +19,8 @@ _MARK = re.compile(r"\n\[\.\.\. ([\d,]+) characters cut \.\.\.\]\n")
 def reward_records(
     target: str, rewards: Mapping[str, float], text: str = "", name: str = "", *, redaction: Redaction | None = None
 ) -> list[RewardRecord | FeedbackRecord]:
-    """The rewards of an episode or a candidate, given now, and the text beside them, unless it is blank. Without rewards
-    the text has `name`, or the one that a plain number would have."""
+    """The rewards of an episode or a candidate, given now, and the text beside them, unless it is blank. Without
+    rewards the text has `name`, or the one that a plain number would have."""
     now = time.time()
     records: list[RewardRecord | FeedbackRecord] = [RewardRecord(target, *named, now) for named in rewards.items()]
     text = str(clean(text)).strip() if text else ""

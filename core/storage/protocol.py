@@ -237,8 +237,8 @@ class Store(Protocol):
         ...
 
     def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> set[str]:
-        """Those of some episodes in which a message, an answer, an error or the task's input holds a text. `verdicts`
-        remembers, from one search to the next for the same text, which messages do."""
+        """Those of some episodes in which a message, an answer, an error, feedback or the task's input holds a text.
+        `verdicts` remembers, from one search to the next for the same text, which messages do."""
         ...
 
     def close(self) -> None:

@@ -217,6 +217,11 @@ class SqliteFigures:
         needles = (f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1])}%", f"%{_escaped(text)}%")
         chosen = f"SELECT id FROM episodes WHERE id IN (SELECT value FROM json_each(?)) AND {_HOLDS}"
         hits = {id for (id,) in self.rows(chosen, (asked, *needles))}
+        beside = f"SELECT target FROM {FEEDBACK} AND text LIKE ? ESCAPE '\\' AND target"
+        of_calls = f"""SELECT DISTINCT episode FROM calls WHERE episode IN (SELECT value FROM json_each(?))
+            AND EXISTS ({beside} > calls.id || '.' AND target < calls.id || '/')"""  # candidates: the call's id, ".", n
+        hits |= {id for (id,) in self.rows(f"{beside} IN (SELECT value FROM json_each(?))", (needles[1], asked))}
+        hits |= {id for (id,) in self.rows(of_calls, (asked, needles[1]))}
         answers = _HOLDS.replace("body", "candidates")
         sql = f"""SELECT episode, {answers} OR coalesce(json_extract(body, '$.error'), '') LIKE ? ESCAPE '\\',
             json_extract(body, '$.messages') FROM calls WHERE episode IN (SELECT value FROM json_each(?))"""

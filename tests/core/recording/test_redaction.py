@@ -14,7 +14,7 @@ from cotune.episodes.workflows import workflow, workflow_of
 from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.redaction import FAILED, each_text, load_redactor
+from cotune.recording.redaction import FAILED, Redaction, each_text, load_redactor
 from cotune.records.answers import Answer
 from cotune.records.structs import CallRecord, Candidate, Episode, Message, PolicyRef, Segment, ShownToken, Task
 from cotune.storage.sqlite_store import SqliteStore
@@ -368,3 +368,11 @@ def test_a_grammar_of_a_request_that_no_redactor_changed_is_stored_with_the_ids(
     assert grammars(sink) == ["[redacted]", "start: JSON"]
     assert [call.candidates[0].token_ids for call in sink.of(CallRecord)] == [(), (9, 2)]
     assert [call.redacted for call in sink.of(CallRecord)] == [True, False]
+
+
+def test_the_id_of_a_task_that_is_its_text_is_never_none():
+    task = Task(id=SECRET, input=SECRET)
+    assert Redaction([hide]).task(task) == Task(id="[card]", input="[card]")
+    dropped = Redaction([lambda message: {"role": message["role"]}])
+    assert dropped.task(task) == Task(id="[redacted]", input=None)
+    assert dropped.task(Task(id="t", input=SECRET)).id == "t"

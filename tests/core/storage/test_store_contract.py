@@ -251,6 +251,19 @@ def test_feedback_of_a_consumed_group_stays(store):
     assert store.feedback(["C1.0"]) == {"C1.0": {"local": "first"}}
 
 
+def test_feedback_is_searched(store):
+    store.write([*(episode(id) for id in ("E1", "E2", "E3")), call("E2", "C1"), call("E3", "C10")])
+    store.write([FeedbackRecord("E1", "team", 'said "100%"', 1.0), FeedbackRecord("C1.0", "local", "too long", 1.0)])
+    store.write([RewardRecord("E1", "team", 0.0, 1.0), RewardRecord("C1.0", "local", 0.0, 1.0)])
+    store.flush()
+    every = ["E1", "E2", "E3"]
+    assert store.holding('"100%"', every, {}) == {"E1"} and store.holding("TOO long", every, {}) == {"E2"}
+    assert store.holding("too long", ["E1", "E3"], {}) == set() == store.holding("100_", every, {})
+    store.write([RewardRecord("C1.0", "local", 1.0, 2.0)])
+    store.flush()
+    assert store.holding("too long", every, {}) == set(), "the text went with its reward"
+
+
 def test_reward_may_be_nan(store):
     store.write([RewardRecord("C1.0", "format", math.nan)])
     store.flush()
