@@ -39,7 +39,7 @@ from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.train import resume, train
 
 TRAIN_SEED, FRESH_SEED = 100, 900
-EVERY = 3
+EVERY = 2
 """Steps between evaluations."""
 WINDOW = 3
 WAYS: Mapping[str, Mapping[str, Any]] = {

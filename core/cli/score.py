@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cotune.cli.command import APP, RECORDS, Parser
+from cotune.cli.command import APP, RECORDS, Parser, add_fields
 from cotune.episodes.rescore import Rescoring, rescore
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import load_workflow
 from cotune.errors import ConfigError
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import open_store
+from cotune.storage.run_layout import is_run, read_run
 from cotune.tables import grid, plural
 from cotune.terminal import tell, terminal
 
@@ -28,6 +29,7 @@ def arguments(command: Parser) -> None:
     command.add_argument("run", metavar="RUN", help=RECORDS)
     command.add_argument("workflow", help=APP)
     command.add_argument("--role", help="calls of this role only, and no episodes")
+    add_fields(command, "redact", redact="a redactor of feedback, in addition to those of the workflow and the run")
     command.add_argument("--phase", help="episodes of this phase only: train, eval, trace, ...")
     command.add_argument(
         "--write", action="store_true", help="store the rewards: each replaces the one of its name, others stay"
@@ -45,7 +47,9 @@ def run(a: argparse.Namespace) -> int:
     path = Path(a.run).absolute()
     if a.write and not path.exists():
         raise ConfigError("run", a.run, "does not exist", "Name a run folder or records file.")
-    run_folder.set(path if path.is_dir() else path.parent)
+    folder = path if path.is_dir() else path.parent
+    flow = flow.redacted(read_run(folder).config.redact if is_run(folder) else "").redacted(a.redact)
+    run_folder.set(folder)
     with open_store(path, read_only=not a.write) as store:
         rescored = run_sync(rescore(flow, store, phase=a.phase, role=a.role, write=a.write))
         store.flush()

@@ -11,10 +11,11 @@ from itertools import islice
 from cotune.episodes.workflows import Workflow
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.episodes import finished_call, outcomes_of
-from cotune.recording.redaction import Redaction
+from cotune.recording.redaction import Redaction, redacting
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Episode, Task
+from cotune.runtime.user_code import setting
 from cotune.sampling.scoring import Scored, score
 from cotune.storage.protocol import Store
 
@@ -89,7 +90,7 @@ async def rescore(
         _take(found, store, groups, scored, workflow.redaction, write=write)
     if role is None and workflow.episode_judge is not None:
         for together in _steps(episodes):
-            outcomes = await outcomes_of(workflow.episode_judge, store, together)
+            outcomes = await outcomes_of(workflow.episode_judge, store, together, redaction=workflow.redaction)
             tasks: dict[str, list[str]] = {}
             for episode in together:
                 if episode.id in outcomes:
@@ -114,7 +115,8 @@ async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[Ca
         return dict(zip(targets, scored, strict=True))
 
     wanted = [(call, task) for call, task in calls if scorable(workflow, call)]
-    found = await asyncio.gather(*(one(call, task) for call, task in wanted))
+    with setting(redacting, workflow.redaction):
+        found = await asyncio.gather(*(one(call, task) for call, task in wanted))
     return {target: rewards for some in found for target, rewards in some.items()}
 
 

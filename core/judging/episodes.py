@@ -11,9 +11,10 @@ import msgspec
 
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.shown import shown_message, shown_messages
-from cotune.recording.redaction import Redaction
+from cotune.recording.redaction import Redaction, redacting
 from cotune.recording.rewards import reward_records
 from cotune.records.structs import JUDGING, CallRecord, Candidate, Episode, Task
+from cotune.runtime.user_code import setting
 from cotune.sampling.scoring import Rewards, Scored, compare
 from cotune.storage.protocol import Store
 
@@ -122,7 +123,7 @@ async def judge_episodes(
     Returns the number of episodes that got none, by the error, where there was one. Raises that error where it is of
     all of them, unless the judge is a role of the run (`ask`), which may have to learn to judge.
     """
-    outcomes = await outcomes_of(judge, store, episodes, ask)
+    outcomes = await outcomes_of(judge, store, episodes, ask, redaction)
     keep_outcomes(store, outcomes, redaction)
     return refusals(outcomes, ask)
 
@@ -144,7 +145,11 @@ def refusals(outcomes: Outcomes, ask: AskJudge = ask_judge) -> Mapping[str, int]
 
 
 async def outcomes_of(
-    judge: EpisodeJudge | None, store: Store, episodes: Iterable[Episode], ask: AskJudge = ask_judge
+    judge: EpisodeJudge | None,
+    store: Store,
+    episodes: Iterable[Episode],
+    ask: AskJudge = ask_judge,
+    redaction: Redaction | None = None,
 ) -> Outcomes:
     """The outcomes of the episodes that ended well, by id, or why there is none; nothing without a judge, and of
     episodes of judging."""
@@ -152,7 +157,9 @@ async def outcomes_of(
     for episode in episodes:
         if episode.is_outcome and episode.phase != JUDGING and judge is not None:
             by_task.setdefault(episode.task.id, []).append(episode)
-    found = await asyncio.gather(*(_outcomes(judge, store, together, ask) for together in by_task.values() if judge))
+    with setting(redacting, redaction):
+        work = (_outcomes(judge, store, together, ask) for together in by_task.values() if judge)
+        found = await asyncio.gather(*work)
     return {episode: outcome for some in found for episode, outcome in some.items()}
 
 

@@ -125,6 +125,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The reward, after weights and gates, of an episode that the policy failed (bad output, prompt too long, too many
     calls, its time-out): lowest (the role's lowest in the step, and at most 0) | reward:<number> | exclude (it teaches
     nothing). An episode that the infrastructure failed has none."""
+    redact: str = ""
+    """module:function or file.py:function that gets each message before it is stored and returns what to store, in
+    addition to the workflow's own redactors; see docs/how-to/privacy.md."""
     prices: dict[str, tuple[float, float]] = {}
     """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy, for the costs
     that cotune eval shows."""

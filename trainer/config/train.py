@@ -108,9 +108,6 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_staleness: int = 1
     """In mode async, how many versions a sample may be behind the policy that trains on it. Older samples are dropped
     and counted."""
-    redact: str = ""
-    """module:function or file.py:function that gets each message before it is stored and returns what to store, in
-    addition to the workflow's own redactors; see docs/how-to/privacy.md."""
     keep_token_ids: bool = False
     """Store the token ids of redacted messages. Training on them needs these, and they can be read as text."""
     seed: int = 0

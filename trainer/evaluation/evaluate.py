@@ -90,6 +90,8 @@ def evaluate(
     evaluated.check_bases()
     trained = convert(read_config(source)) if of_run else None
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
+    if trained is not None:
+        app = app.redacted(trained.redact, keep_token_ids=trained.keep_token_ids)
     goal, note = _goal(trained, app, evaluated)
     prices = {**(trained.prices if trained else {}), **chosen.prices}
     for model, policies in evaluated.bases.items():

@@ -23,7 +23,7 @@ from cotune.sampling.scoring import Scored
 from cotune.storage.judge_ledger import run_folder, totals_of
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import is_run, known_workflow, read_run_json
+from cotune.storage.run_layout import is_run, known_workflow, read_run, read_run_json
 from cotune.tables import grid
 from cotune.trainer.evaluation.labels import EXAMPLE, labelled, load_labels
 from cotune.trainer.evaluation.statistics import mean, shown
@@ -75,8 +75,8 @@ def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None)
     if app is None:
         fault = f"is missing: {run} does not say which workflow it recorded"
         raise ConfigError("app", None, fault, "Pass --app app:solve.")
-    workflow = load_workflow(app)
     folder = Path(run).absolute() if Path(run).is_dir() else Path(run).absolute().parent
+    workflow = load_workflow(app).redacted(read_run(folder).config.redact if is_run(folder) else "")
     before = totals_of(folder)
     with open_store(run, read_only=True) as store:
         compared, left_out = run_sync(_compared(store, workflow, given, folder, str(labels)))
@@ -154,7 +154,8 @@ async def _compared(
         remedy = "Add @solve.judge, or leave those labels out."
         raise ConfigError("labels", episodes[0].id, "is an episode, and the workflow has no judge of episodes", remedy)
     left_out: Counter[str] = Counter()
-    scored = {**await score_calls(workflow, store, calls), **await outcomes_of(workflow.episode_judge, store, episodes)}
+    outcomes = await outcomes_of(workflow.episode_judge, store, episodes, redaction=workflow.redaction)
+    scored = {**outcomes, **await score_calls(workflow, store, calls)}
     groups: dict[tuple[str, str], list[str]] = {}
     for call, _ in calls:
         ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]

@@ -73,6 +73,6 @@ class JudgedStep:
 
     async def _outcomes(self, together: list[Episode]) -> Outcomes:
         await asyncio.to_thread(self._store.flush)
-        outcomes = await outcomes_of(self._judge, self._store, together, self._ask)
+        outcomes = await outcomes_of(self._judge, self._store, together, self._ask, self._redaction)
         await asyncio.to_thread(keep_outcomes, self._store, outcomes, self._redaction)
         return outcomes

@@ -19,7 +19,7 @@ from cotune.recording.call_records import CallerContext
 from cotune.recording.context import judging
 from cotune.recording.model_calls import ask_async
 from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.recording.redaction import Redaction
+from cotune.recording.redaction import Redaction, redacting
 from cotune.records.ids import address, canonical
 from cotune.records.structs import Candidate
 from cotune.sampling.scoring import Call, Feedback
@@ -133,7 +133,7 @@ class Judge(Ranking):
             return await self._made_up(shared, len(entries), asked, episode)
         if len(distinct) == 1:
             return [Feedback({self.name: 0.5}, "")] * len(entries)
-        ask, redaction = self._ask(episode), None if episode is None else episode.redaction
+        ask, redaction = self._ask(episode), redacting.get() if episode is None else episode.redaction
         questions = [asked(turn=turn) for turn in range(self.settings.passes)]
         passes = (self._verdict(one, ask, redaction) for one in questions)
         verdicts = await asyncio.gather(*passes, return_exceptions=True)

@@ -40,6 +40,19 @@ def newest(episodes, task):
 
 @cotune.workflow
 async def bare(task): return 0.0
+
+@cotune.workflow
+async def told(task): return 0.0
+
+@told.scorer("reader")
+def why(candidate, call, task):
+    return cotune.Feedback(0.0, f"{candidate.text} by 4111, of 5222, at 6333")
+
+def hiding(number):
+    return cotune.recording.redaction.each_text(lambda text: text.replace(number, "[card]"))
+
+told.redactor(hiding("4111"))
+of_run, asked = hiding("5222"), hiding("6333")
 """
 SAID = {"0": ["a", "abc"], "1": ["abcd", "ab"], "2": ["fail", "abc"]}
 
@@ -130,3 +143,14 @@ def test_what_cannot_be_scored(
 ) -> None:
     assert main(["score", *words]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_feedback_passes_the_redactors_of_workflow_run_and_command(traced: Provider) -> None:
+    Path("run/run.json").write_text(json.dumps({"config": {"redact": "scored_app.py:of_run"}}))
+    command = ["score", "run", "scored_app.py:told", "--redact", "scored_app.py:asked", "--write"]
+    assert main(command) == 0
+    with SqliteStore.open("run", read_only=True) as store:
+        call = next(call for e in store.episodes() for call in store.calls(e.id) if call.role == "reader")
+        assert store.feedback([f"{call.id}.0"])[f"{call.id}.0"] == {"local": "a by [card], of [card], at [card]"}
+    Path("run/run.json").write_text(json.dumps({"config": {"redact": "scored_app.py:gone"}}))
+    assert main(command) != 0

@@ -13,7 +13,7 @@ from cotune.episodes.workflows import workflow_of
 from cotune.judging.episodes import judge_episodes
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import current_episode
-from cotune.recording.redaction import FAILED
+from cotune.recording.redaction import FAILED, redacting
 from cotune.recording.rewards import LONGEST_FEEDBACK, feedback_record
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Task
@@ -180,6 +180,8 @@ def test_a_text_with_a_lone_surrogate_is_redacted_as_it_is_stored(store):
 
 
 def test_a_judge_of_episodes_and_scorers_of_records_say_why(store):
+    seen = []
+
     @cotune.workflow
     def solve(task):
         ask()
@@ -187,10 +189,12 @@ def test_a_judge_of_episodes_and_scorers_of_records_say_why(store):
 
     @solve.judge
     def judge(episodes, task):
+        seen.append(redacting.get())
         return [cotune.Feedback({"style": 0.5}, "polite, to 1234")] * len(episodes)
 
     @solve.scorer("writer")
     def brief(candidate, call, task):
+        seen.append(redacting.get())
         return cotune.Feedback(1.0, "brief, to 1234") if candidate.index else 0.25
 
     @solve.redactor
@@ -199,6 +203,7 @@ def test_a_judge_of_episodes_and_scorers_of_records_say_why(store):
 
     flow = solve.cotune
     id = run(solve, store).episode.id
+    seen.clear()
     asyncio.run(judge_episodes(judge, store, store.episodes(), redaction=flow.redaction))
     assert store.feedback([id])[id] == {"team": "the workflow's own", "style": "polite, to [card]"}
     (call,) = store.calls(id)
@@ -206,6 +211,7 @@ def test_a_judge_of_episodes_and_scorers_of_records_say_why(store):
     before = store.feedback([f"{call.id}.1"])
     asyncio.run(rescore(flow, store))
     assert store.feedback([f"{call.id}.1"]) == before, "nothing is stored without write"
+    assert [redaction and redaction.redactors for redaction in seen] == [[hide]] * 4, "a judge redacts what it keeps"
     asyncio.run(rescore(flow, store, write=True))
     store.flush()
     assert store.feedback([f"{call.id}.0", f"{call.id}.1"]) == {

@@ -16,8 +16,9 @@ import cotune
 from cotune.errors import ConfigError, JudgeError
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode, Nowhere
-from cotune.recording.redaction import each_text
+from cotune.recording.redaction import Redaction, each_text, redacting
 from cotune.records.structs import Candidate, Task
+from cotune.runtime.user_code import setting
 from cotune.storage.judge_ledger import FILE, Ledger, run_folder
 from cotune.types import JudgeSettings
 from tests.integrations.judge_server import by, entries, ranking, says
@@ -112,12 +113,16 @@ def test_each_pass_has_its_reason(server: Provider) -> None:
     assert re.fullmatch(r"This is [ABC]\. pass \d\nThis is [ABC]\. pass \d", first.text)
 
 
-def test_a_reason_is_kept_as_the_redactors_of_the_application_leave_it(server: Provider, tmp_path: Path) -> None:
+@pytest.mark.parametrize("live", [True, False])
+def test_a_reason_is_kept_as_the_redactors_of_the_application_leave_it(
+    server: Provider, tmp_path: Path, live: bool
+) -> None:
     server.reply = lambda body, number: says('{"reason": "card 1234 is named", "ranking": [["B", "A"], ["C"]]}')
     hide = each_text(lambda text: text.replace("1234", "[card]"))
     episode = LiveEpisode(Nowhere(), CALL.task, workflow="w", redactors=[hide])
     call = episode.start(CallerContext("writer", "test"), {"messages": CALL.messages})
-    first, *_ = told(judge(server), EIGHT[:3], call)
+    with setting(redacting, None if live else Redaction([hide])):
+        first, *_ = told(judge(server), EIGHT[:3], call if live else CALL)
     assert first.text.endswith("card 1234 is named"), "the recorder redacts what it stores"
     ((kept,),) = sqlite3.connect(tmp_path / FILE).execute("SELECT text FROM answers").fetchall()
     assert "1234" not in kept and "card [card] is named" in kept
