@@ -126,7 +126,7 @@ def result(way: str, seed: int, mark: tuple[int, float] | None, options: argpars
     steps = options.steps if mark is None else EVERY * WINDOW
     train_to(run, way, model, seed, steps, options)
     while mark is not None and curve(run)[-1][0] < mark[0] and max(s for _, s in curve(run)) < mark[1]:
-        steps += EVERY
+        steps += 2 * EVERY
         train_to(run, way, model, seed, steps, options)
     lines, points = read_metrics(run), curve(run)
     at = points[-1] if mark is None else next((point for point in points if point[1] >= mark[1]), None)

@@ -139,10 +139,10 @@ def resume(
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
         table = with_values(described["config"], changes or {})
-        for models in (table, *table.get("policy", ())):
-            models["model"] = relocated(models.get("model", ""), described, folder.path)
-        if (records := table.get("records")) and records["path"]:
-            table["records"] = {**records, "path": relocated(records["path"], described, folder.path)}
+        for fields in (table, *table.get("policy", ()), table.get("distill", {}), table.get("records", {})):
+            for name in ("model", "teacher", "path"):
+                if fields.get(name):
+                    fields[name] = relocated(fields[name], described, folder.path)
         was = convert(table)
         check_files(folder, done, was)
         config, found = apply_changes(was, changes or {}, done=done)

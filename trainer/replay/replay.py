@@ -30,8 +30,10 @@ from cotune.storage.checkpoints import newest_checkpoint
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout, is_run, known_workflow, read_run_json
+from cotune.tables import plural
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
 from cotune.trainer.replay.options import ReplayOptions
+from cotune.trainer.replay.vocabulary import RecordedIds, without_foreign_ids
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -110,6 +112,9 @@ async def _replay(
         who, policies = "", None
         if new:
             who, policies = await stack.enter_async_context(_answering(run, workflow, options))
+        if policies is not None and options.model is not None and options.call is not None:
+            plan, anew = await asyncio.to_thread(_readable, plan, RecordedIds(run, policies.chat_of))
+            who += f" (recorded prompts of {plural(anew, 'episode')} are rendered in its own template)" if anew else ""
 
         ended: dict[tuple[int, int], Seen] = {}
 
@@ -154,6 +159,14 @@ async def _replay(
         [Repetition(old, _step(old, one), new) for (old, one), new in zip(plan, together, strict=True) if new],
         len(places),
     )
+
+
+def _readable(
+    plan: Sequence[tuple[Seen, Replay | None]], ids: RecordedIds
+) -> tuple[list[tuple[Seen, Replay | None]], int]:
+    """The plan without token ids that another model cannot read, and the number of episodes with such."""
+    readable = [(old, replay and without_foreign_ids(replay, ids)) for old, replay in plan]
+    return [(old, found and found[0]) for old, found in readable], sum(1 for _, found in readable if found and found[1])
 
 
 @contextlib.asynccontextmanager
@@ -212,7 +225,8 @@ def _workflow(run: Path, options: ReplayOptions) -> Workflow:
         raise ConfigError(
             "workflow", None, "is missing, and the records do not say which application made them", remedy
         )
-    return load_workflow(spec).named_by(options.roles_by or described.get("config", {}).get("roles_by"))
+    config = described.get("config", {})
+    return load_workflow(spec).redacted(config.get("redact")).named_by(options.roles_by or config.get("roles_by"))
 
 
 def _episodes(store: Store, options: ReplayOptions) -> list[Episode]:

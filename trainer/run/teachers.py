@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from cotune.algorithms.policy_recipes import Recipes
+from cotune.errors import ConfigError
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.trainer.config.teachers import is_address, teachers_of
 from cotune.trainer.config.train import TrainConfig
@@ -57,5 +58,11 @@ async def _open(
             say("its server takes adapters, so it scores one answer at a time: better start it without --enable-lora")
         return served
     say(f"loading the teacher {name} ...")
-    await asyncio.to_thread(check_tokenizers, name, await asyncio.to_thread(tokenizer_of, name), bases)
-    return await asyncio.to_thread(LocalTeacher, name, config.learner)
+    try:
+        folder = str(await asyncio.to_thread(locate_model, name))
+    except ConfigError as error:
+        field = next(iter(bases.values()))
+        remedy = f"{error.remedy} If it was moved, give its place: --set distill.teacher=..., or in its [[policy]]."
+        raise ConfigError(field, name, error.fault, remedy.strip()) from None
+    await asyncio.to_thread(check_tokenizers, name, await asyncio.to_thread(tokenizer_of, folder), bases)
+    return await asyncio.to_thread(LocalTeacher, folder, config.learner)

@@ -8,11 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from cotune.cli.main import main
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.structs import CallRecord, Episode
 from cotune.storage.sqlite_store import SqliteStore
+from tests.integrations import tiny_models
 from tests.integrations.provider import Provider, serving
 from tests.trainer import replay_app
 from tests.trainer.conftest import Trainer
@@ -92,6 +94,25 @@ def test_another_model_plays_all_of_it(trained: Path, tiny_base: Path, capsys):
     assert status == 0
     assert f"2 episodes run again, answered by {tiny_base}, untrained" in text
     assert re.search(r"mean outcome old new ─+ team [\d.]+ of 2 [\d.]+ of 2", text)
+
+
+def test_a_model_of_another_vocabulary_gets_recorded_prompts_as_text(trained: Path, tmp_path: Path, capsys):
+    store, (trunk, *_) = records(trained)
+    tiny_models.build("llama", tmp_path / "other")
+    out = tmp_path / "again"
+    words = [str(trained), "--episode", trunk.id, "--call", "1", "--model", str(tmp_path / "other"), "--out", str(out)]
+    status, text = replay(capsys, *words, "--max-tokens", "4")
+    assert status == 0, text
+    assert "(recorded prompts of 1 episode are rendered in its own template)" in text
+    again = SqliteStore.open(out, read_only=True)
+    (episode,) = again.episodes()
+    first, *new = again.calls(episode.id)
+    assert (first.replayed, first.prompt) == (store.calls(trunk.id)[0].id, None)
+    assert said([first]) == said(store.calls(trunk.id)[:1]) and len(new) == 2
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "other")
+    for call in new:
+        asked = again.message(call.messages[-1])["content"]
+        assert asked in tokenizer.decode(again.token_ids(call.prompt or ""))
 
 
 def test_another_base_than_that_of_the_run_is_refused(

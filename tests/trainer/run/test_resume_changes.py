@@ -114,13 +114,15 @@ solve = application(first=letters, second=letters)
 
 
 def test_the_command_takes_changes_and_a_moved_run_finds_its_files(trainer: Trainer, tiny_base: Path) -> None:
-    """All of a project moves: application, tasks, base and run; it goes on from another folder."""
+    """All of a project moves: application, tasks, base, teacher and run; it goes on from another folder."""
     project = trainer.folder / "project"
-    shutil.copytree(tiny_base, project / "base")
+    for name in ("base", "teacher"):
+        shutil.copytree(tiny_base, project / name)
     (project / "moving_app.py").write_text(APP)
     (project / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in TASKS))
     app, tasks = f"{project}/moving_app.py:solve", project / "tasks.jsonl"
-    trainer(app, tasks, to="project/run", model=str(project / "base"), steps=1, plan={"k": 2})
+    taught = {"recipe": "distill", "distill": {"teacher": str(project / "teacher")}, "plan": {"k": 2}}
+    trainer(app, tasks, to="project/run", model=str(project / "base"), steps=1, **taught)
     moved = project.rename(trainer.folder / "elsewhere")
     assert [policy.model for policy in latest_policies(moved / "run")] == [str(moved / "base")] * 2
     words = ["train", "--resume", "elsewhere/run", "--steps", "2", "--set", "concurrency=2"]
