@@ -354,7 +354,7 @@ def _policies_of(described: RunDescription, checkpoint: Path, moved: Moved) -> l
             lora=entry.lora,
             metrics=entry.metrics,
             trained_on=described.held.of(entry.name),
-            tool_format=described.config.tool_format,
+            tool_format=described.config.tool_format_of(entry.name),
         )
         for entry in saved
     ]

@@ -81,6 +81,8 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """lora | full | frozen (its base, untrained) | provider (whatever the application uses today)."""
     model: str = ""
     """Folder, GGUF file or Hugging Face id of its base model; without a value the run's `model`."""
+    tool_format: str = ""
+    """How that base model writes tool calls, for all policies that have it; without a value the run's `tool_format`."""
     recipe: str | None = None
     """A recipe of its own, with the run's plan and without the run's `overrides`; without a value the run's. Policies
     with one recipe are compared together, others by themselves."""
@@ -146,6 +148,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     def own_of(self, name: str) -> RunPolicy | None:
         """The [[policy]] table of a policy; None where it has none."""
         return next((one for one in self.policy if one.name == name), None)
+
+    def tool_format_of(self, name: str) -> str:
+        """How the base model of a policy writes tool calls."""
+        own = self.own_of(name)
+        same = [one.tool_format for one in self.policy if own is not None and one.model and one.model == own.model]
+        return next(filter(None, same), self.tool_format)
 
     def decay_of(self, name: str) -> float:
         """The weight decay of a policy."""

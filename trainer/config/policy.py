@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +10,8 @@ import msgspec
 
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.errors import ConfigError, check_bounds
-from cotune.records.policies import UNTRAINED, LoraSpec
+from cotune.integrations.models.chat.tool_formats import check_tool_format
+from cotune.records.policies import UNTRAINED, LoraSpec, PolicySpec
 from cotune.records.step_ranges import check_ranges
 from cotune.storage.run_config import RunPolicy
 from cotune.trainer.config.learner import LearnerSettings
@@ -59,6 +60,23 @@ class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Of a policy that learns from one; "" for others."""
 
 
+def _check_tool_formats(policies: Iterable[PolicyConfig], specs: Mapping[str, PolicySpec]) -> None:
+    """Raises ConfigError for a format of tool calls that is unknown, of no base of its own, or not the only one of its
+    base."""
+    first: dict[str, PolicyConfig] = {}
+    for one in policies:
+        model = specs[one.name].model
+        if not one.tool_format:
+            continue
+        if model is None:
+            fault = f"is of a base model, and policy {one.name} has the run's"
+            raise ConfigError("policy.tool_format", one.tool_format, fault, "Set the run's `tool_format`.")
+        check_tool_format(one.tool_format, "policy.tool_format")
+        if (other := first.setdefault(model, one)).tool_format != one.tool_format:
+            fault = f"of policy {one.name} is not that of {other.name}, {other.tool_format!r}, which has the same base"
+            raise ConfigError("policy.tool_format", one.tool_format, fault, "Give both the same.")
+
+
 def first_written(models: Iterable[str]) -> dict[str, str]:
     """Each model as the first of those is written that are the same path: `./base` is `base`."""
     first: dict[Path | str, str] = {}
@@ -69,7 +87,9 @@ def first_written(models: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def check_policies(policies: tuple[PolicyConfig, ...], recipe: str | None, steps: int) -> None:
+def check_policies(
+    policies: Sequence[PolicyConfig], specs: Mapping[str, PolicySpec], recipe: str | None, steps: int
+) -> None:
     """Raises ConfigError for settings of policies that mean nothing where they stand, and for bad ranges of steps."""
     for one in policies:
         if one.model and one.kind == "provider":
@@ -89,4 +109,5 @@ def check_policies(policies: tuple[PolicyConfig, ...], recipe: str | None, steps
         if one.recipe in FROM_RECORDS:
             fault = f"of policy {one.name} learns from records, and so is the recipe of a whole run"
             raise ConfigError("policy.recipe", one.recipe, fault, f"Set `recipe`, or another one for {one.name}.")
+    _check_tool_formats(policies, specs)
     check_ranges({one.name: one.train for one in policies if one.trained}, steps)

@@ -162,7 +162,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for role, count in Counter(role for p in self.policy for role in p.roles).items():
             if count > 1:
                 raise ConfigError("policy.roles", role, "is in two policies", "Remove the role from all but one.")
-        check_policies(self.policy, self.recipe, self.steps)
+        check_policies(self.policy, self.specs, self.recipe, self.steps)
 
     @property
     def from_records(self) -> bool:
@@ -183,11 +183,18 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return Policies(self.specs, {}).bases(self.model)
 
     @property
+    def tool_formats(self) -> dict[str, str]:
+        """How each base model writes tool calls."""
+        own = {self.specs[p.name].model: p.tool_format for p in self.policy if p.tool_format}
+        return {model: own.get(model, self.tool_format) for model in self.bases}
+
+    @property
     def one_format(self) -> list[str]:
         """A note where `tool_format` is that of several base models, which may write tool calls in different ways."""
-        several = len(self.bases) > 1 and self.tool_format != AUTO
-        text = f"tool_format = {self.tool_format!r} is taken for all base models: {', '.join(self.bases)}"
-        return [text] if several else []
+        own = [self.specs[p.name].model for p in self.policy if p.tool_format]
+        models = [model for model in self.bases if model not in own]
+        text = f"tool_format = {self.tool_format!r} is taken for several base models: {', '.join(models)}"
+        return [text] if len(models) > 1 and self.tool_format != AUTO else []
 
     @property
     def of_rollouts(self) -> list[str]:

@@ -16,6 +16,7 @@ from cotune.adapters.load import load_export
 from cotune.adapters.manifest import is_export, read_manifest
 from cotune.errors import AdapterError
 from cotune.integrations.models.chat.formats import load_formats
+from cotune.integrations.models.chat.tool_formats import AUTO
 from cotune.integrations.models.engines import EngineConfig
 from cotune.integrations.models.folder.folder import locate_base
 from cotune.integrations.models.per_policy import open_engines
@@ -38,7 +39,7 @@ class EvaluatedPolicies:
     model: str
     policies: Sequence[TrainedPolicy]
     other_roles: OtherRoles = "frozen"
-    tool_format: str | Mapping[str, str] = "auto"
+    tool_format: str | Mapping[str, str] = AUTO
 
     @property
     def roles(self) -> dict[str, PolicyRef]:
@@ -111,7 +112,7 @@ def open_evaluated_policies(source: str | Path, model: Moved = None) -> Evaluate
     `model` says where base models are now, if elsewhere. Raises RunError, AdapterError, ConfigError.
     """
     folder = Path(source)
-    tool_format: str | dict[str, str]
+    tool_format: dict[str, str]
     if is_export(folder):
         manifest = read_manifest(folder)
         export = load_export(folder, model, untrained=True)
@@ -134,8 +135,9 @@ def open_evaluated_policies(source: str | Path, model: Moved = None) -> Evaluate
     else:
         policies, others = latest_policies(folder, model), untrained_policy(folder, model)
         base = others.model if others else next((policy.model for policy in policies if policy.model), None)
-        config = read_run(folder).config
-        other_roles, tool_format = config.other_roles, config.tool_format
+        other_roles = read_run(folder).config.other_roles
+        named = [*policies, *([others] if others else [])]
+        tool_format = {policy.model: policy.tool_format for policy in named if policy.model}
     if base is None:
         raise AdapterError(f"{folder} leaves every role to a provider.", "There is nothing to evaluate against it.")
     return EvaluatedPolicies(base, policies, other_roles, tool_format)

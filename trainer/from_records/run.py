@@ -124,7 +124,7 @@ async def open_records_run(
 
 
 def _read(config: TrainConfig, store: Store) -> Recorded:
-    templates = load_templates(config.bases, config.tool_format)
+    templates = load_templates(config.bases, config.tool_formats)
     by_base = {model: Reader(chat, context_length(locate_model(model))) for model, chat in templates.items()}
     specs, on_failure = config.specs, failure_reward(config.on_failure)
     by_role = {role: by_base[specs[p.name].model or config.model] for p in config.policy for role in p.roles}

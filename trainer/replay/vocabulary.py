@@ -1,4 +1,4 @@
-"""Recorded token ids for another model than the recorded one: its prompts are rendered anew where it cannot read them."""
+"""Recorded token ids for another model than the recorded one, which gets texts where it cannot read them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """A Sampler that crosses processes, such as RaySampler; None leaves all calls to the application's provider."""
     bases: dict[str, list[str]] = {}
     """Folders or ids whose chat templates the workers use, the run's own first, and the policies of each."""
-    tool_format: str = "auto"
+    tool_formats: dict[str, str] = {}
+    """How each of them writes tool calls."""
     run_folder: str | None = None
     """Folder of the run, where it has one."""
 

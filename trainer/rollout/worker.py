@@ -89,7 +89,7 @@ class RolloutWorker:
             from cotune.integrations.models.chat.formats import load_light
 
             self._sampler = setup.sampler
-            self._chats = load_light(setup.bases, setup.tool_format)
+            self._chats = load_light(setup.bases, setup.tool_formats)
         self._run_folder = Path(setup.run_folder) if setup.run_folder else None
         self._ticked = time.monotonic()
         self._thread.start()

@@ -73,11 +73,8 @@ class RolloutWorkers:
         setup = Setup(
             app=app_source(path, config),
             sampler=sampler,
-            bases={
-                str(Path(model).resolve()) if Path(model).exists() else model: names
-                for model, names in config.bases.items()
-            },
-            tool_format=config.tool_format,
+            bases={_place(model): names for model, names in config.bases.items()},
+            tool_formats={_place(model): format for model, format in config.tool_formats.items()},
             run_folder=str(folder) if (folder := run_folder.get()) else None,
         )
         pool = WorkerPool(
@@ -160,6 +157,11 @@ class RolloutWorkers:
         """The record of an episode that no worker brought to its end."""
         live = live_episode(self._workflow, request.task, sink, request.options)
         return live.end("error", error=cause, blame=blame)
+
+
+def _place(model: str) -> str:
+    """A model as a worker finds it, whose working directory is another."""
+    return str(Path(model).resolve()) if Path(model).exists() else model
 
 
 def _check_same(workflow: Workflow, path: str, started: Started) -> None:

@@ -169,7 +169,7 @@ def _load_chats(config: TrainConfig) -> ChatFormats:
     from cotune.integrations.models.chat.formats import load_formats
     from cotune.trainer.learner import local as local_learner  # noqa: F401
 
-    return load_formats(config.bases, config.tool_format)
+    return load_formats(config.bases, config.tool_formats)
 
 
 def _in_turns(config: TrainConfig) -> list[str]:

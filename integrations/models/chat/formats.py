@@ -25,7 +25,7 @@ def load_templates(
     templates: dict[str, ChatTemplate] = {}
     for model, policies in bases.items():
         try:
-            templates[model] = ChatTemplate.load(model, tools if isinstance(tools, str) else tools[model])
+            templates[model] = ChatTemplate.load(model, tools if isinstance(tools, str) else tools.get(model, AUTO))
         except ConfigError as error:
             raise (of_policy(error, policies[0]) if templates else error) from None
     return templates
@@ -38,14 +38,15 @@ def load_formats(bases: Mapping[str, Sequence[str]], tools: str | Mapping[str, s
     return ChatFormats(templates[own], {name: templates[model] for model, names in others for name in names})
 
 
-def load_light(bases: Mapping[str, Sequence[str]], tools: str = AUTO) -> ChatFormats:
+def load_light(bases: Mapping[str, Sequence[str]], tools: str | Mapping[str, str] = AUTO) -> ChatFormats:
     """`load_formats`, where transformers finds no torch: a third of the memory and half the time.
 
     In a process that has transformers or torch already, and for a tool parser of vLLM, it is the plain one. Afterwards
     transformers is imported anew by whoever asks for it, with torch. Not to be run while another thread imports
     transformers.
     """
-    if "transformers" in sys.modules or "torch" in sys.modules or tools.startswith(VLLM):
+    formats = [tools] if isinstance(tools, str) else tools.values()
+    if "transformers" in sys.modules or "torch" in sys.modules or any(one.startswith(VLLM) for one in formats):
         return load_formats(bases, tools)
     with _without_torch():
         return load_formats(bases, tools)

@@ -222,11 +222,11 @@ def tool_format(name: str, tokenizer: Any) -> ToolFormat:
     return FORMATS[name] if name in FORMATS else _of_vllm(name, tokenizer)
 
 
-def check_tool_format(name: str) -> None:
+def check_tool_format(name: str, field: str = "tool_format") -> None:
     """Raises ConfigError for what is no setting `tool_format`; whether vLLM has a parser shows when it is loaded."""
     if name in (AUTO, *FORMATS) or name.startswith(VLLM):
         return
-    raise ConfigError("tool_format", name, f"is not auto, {', '.join(FORMATS)}, or vllm:NAME of a tool parser of vLLM")
+    raise ConfigError(field, name, f"is not auto, {', '.join(FORMATS)}, or vllm:NAME of a tool parser of vLLM")
 
 
 def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:

@@ -11,6 +11,9 @@ import pytest
 import cotune
 from cotune.cli.main import main
 from cotune.errors import ConfigError
+from cotune.integrations.models.chat.formats import load_formats
+from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.trainer.config.train import convert
 from tests.trainer.bases.test_training import evens, team
 from tests.trainer.tiny_app import TASKS, application, ask
 
@@ -39,7 +42,17 @@ def test_check_renders_each_role_in_the_template_of_its_base(
     counts = {call.role: call.tokens for call in report.calls if call.turn == 0}
     assert counts["first"] == len("say a") + 3 and counts["second"] > 100  # the tools of the other are in its prompt
     (shared,) = [one for one in report.findings if one.about == "tool_format"]
-    assert shared.text == f"tool_format = 'hermes' is taken for all base models: {tiny_base}, {other_base}"
+    assert shared.text == f"tool_format = 'hermes' is taken for several base models: {tiny_base}, {other_base}"
+    one, two = team(other_base)
+    tables = [one, {**two, "tool_format": "qwen3_coder"}]
+    report = cotune.check(app, TASKS, model=str(tiny_base), policy=tables, tool_format="hermes")
+    assert not any(one.about == "tool_format" for one in report.findings)
+    config = convert({"model": str(tiny_base), "policy": tables, "tool_format": "hermes"})
+    chats = load_formats(config.bases, config.tool_formats)
+    for policy, name in (("one", "hermes"), ("two", "qwen3_coder")):
+        chat = chats.of(policy)
+        assert isinstance(chat, ChatTemplate) and chat.tool_format is not None and chat.tool_format.name == name
+        assert config.tool_format_of(policy) == name, "what an export is given"
     alone = cotune.check(app, TASKS, model=str(tiny_base), tool_format="hermes")
     assert not any(one.about == "tool_format" for one in alone.findings)
     assert not any(one.text.startswith("base ") for one in alone.findings)

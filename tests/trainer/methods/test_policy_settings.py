@@ -127,6 +127,15 @@ def test_a_taught_policy_beside_a_frozen_one_needs_no_reward(trainer: Trainer, t
         ([policy("p", "a", kind="provider", train="1:"), policy("q", "b")], r"policy.train = '1:' has no effect"),
         ([policy("p", "a", lr=0.0)], r"policy.lr = 0.0 must be a number above 0"),
         ([policy("p", "a", weight_decay=-1.0)], r"policy.weight_decay = -1.0 must be 0 or more"),
+        (
+            [policy("p", "a", tool_format="hermes")],
+            r"policy.tool_format = 'hermes' is of a base model, and policy p",
+        ),
+        ([policy("p", "a", model="o", tool_format="hermse")], r"policy.tool_format = 'hermse' is not auto, hermes"),
+        (
+            [policy(n, n, model="o", tool_format=how) for n, how in (("p", "hermes"), ("q", "mistral"), ("r", ""))],
+            r"policy.tool_format = 'mistral' of policy q is not that of p, 'hermes', which has the same base",
+        ),
         ([policy("p", "a", recipe="grop")], r"policy.recipe = 'grop' of policy p is not one of"),
         ([policy("p", "a", recipe="sft")], r"policy.recipe = 'sft' of policy p learns from records, and so is the"),
         ([policy("p", "a", recipe=["rloo"])], r"policy\[0\].recipe = \['rloo'\] must be text"),

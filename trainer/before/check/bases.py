@@ -30,7 +30,8 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
     named = {model: names for model, names in config.bases.items() if model != NO_MODEL}
     places = {m: str(locate_model(m)) if Path(m).expanduser().exists() else m for m in named}
     try:
-        templates = load_templates({places[model]: names for model, names in named.items()}, config.tool_format)
+        formats = {places[model]: config.tool_formats[model] for model in named}
+        templates = load_templates({places[model]: names for model, names in named.items()}, formats)
     except ConfigError as error:
         if config.model == NO_MODEL and error.field == "model":  # the first is a policy's own
             raise of_policy(error, next(iter(named.values()))[0]) from None
