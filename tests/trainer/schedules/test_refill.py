@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cotune
 from cotune.algorithms.task_signals import GroupSignal
 from cotune.errors import ConfigError
 from cotune.records.structs import Episode, Task
@@ -15,6 +17,7 @@ from cotune.trainer.config.refill import RefillConfig
 from cotune.trainer.rollout.refill import run_refill
 from cotune.trainer.schedules.refill import Refill
 from cotune.trainer.schedules.task_pool import DrawnTasks
+from tests.trainer.tiny_app import application
 
 OWN, RESERVE = ("a", "b", "c", "d"), ("w", "x", "y", "z")
 
@@ -149,3 +152,18 @@ def test_an_episode_that_raises_ends_the_refill():
 def test_wrong_refills_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         RefillConfig(**settings)
+
+
+def test_check_says_what_a_refill_may_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    tasks = [{"id": str(number), "letter": "a"} for number in range(10)]
+    settings: dict[str, Any] = {"tasks_per_step": 6, "plan": {"kind": "independent", "k": 4}}
+    report = cotune.check(application(), tasks, refill={"budget": 1.0}, **settings)
+    (found,) = [one.text for one in report.findings if one.about == "refill"]
+    assert found == (
+        "a step runs 6 tasks (24 episodes, about 48 calls), and up to 4 more (16 episodes, about 32 calls) "
+        "where groups have equal rewards."
+    )
+    assert not any(one.about == "refill" for one in cotune.check(application(), tasks, **settings).findings)
+    with pytest.raises(ConfigError, match=r"refill.budget = 1.0 has no effect with recipe distill"):
+        cotune.check(application(), tasks, refill={"budget": 1.0}, recipe="distill", distill={"teacher": "t"})

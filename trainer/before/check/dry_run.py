@@ -35,6 +35,7 @@ from cotune.trainer.before.check.findings import (
     connection_findings,
     fault_findings,
     idle_findings,
+    refill_findings,
     request_findings,
     role_findings,
     run_findings,
@@ -59,6 +60,8 @@ from cotune.trainer.before.stub.stub import StubResponder
 from cotune.trainer.before.stub.words import message_text
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.rollout.judging import Bench, judging_role
+from cotune.trainer.schedules.curriculum import check_curriculum
+from cotune.trainer.schedules.refill import check_refill
 
 
 def check(
@@ -99,8 +102,12 @@ def check(
         with watched() as watch:
             say("loading the application ...")
             flow = workflow_of(workflow).named_by(config.roles_by)
-            listed = as_tasks(tasks)[:limit]
+            every = as_tasks(tasks)
+            listed = every[:limit]
             plan, recipes, why = config.resolve_plan(list(flow.scorers))
+            check_curriculum(config.curriculum, plan, every)
+            for recipe in recipes.every:
+                check_refill(config, plan, recipe, flow)
             able = recipes.able(flow.scorers)
             bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
             loaded = time.perf_counter()
@@ -168,6 +175,7 @@ def check(
             findings.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
         findings += [*role_findings(roles), *idle_findings(idle, seen, parts.known)]
         findings += call_findings(seen, roles, plan, config)
+        findings += refill_findings(config, plan, len(every), sum(len(one.calls) for one in ran) / len(ran))
         if any(outcome.error is None for outcome in outcomes):
             findings += learning_findings(roles, local, team, recipes, rare)
         findings += [*run_findings(ran, watch), *connection_findings(outcomes, watch)]

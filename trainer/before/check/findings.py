@@ -11,6 +11,7 @@ from cotune.integrations.models.chat.content import for_template
 from cotune.integrations.models.chat.reply_grammar import unenforceable
 from cotune.recording.app_parts import Part
 from cotune.records.images import holds_images, images_of
+from cotune.records.plans import Plan
 from cotune.records.structs import CallRecord
 from cotune.runtime.user_code import origin, phrase
 from cotune.storage.protocol import Store
@@ -23,6 +24,8 @@ from cotune.trainer.before.check.watch import Watch
 from cotune.trainer.before.findings import Finding, RoleCheck, blocking
 from cotune.trainer.before.stub.fitting import quotes
 from cotune.trainer.before.stub.words import message_text
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.schedules.task_pool import extra_tasks
 
 _NAME_THEM = (
     "Name them: --roles-by caller (the function that calls), --roles-by model or a function of yours leave the "
@@ -236,6 +239,19 @@ def idle_findings(idle: Sequence[IdleCheck], calls: Sequence[CallRecord], known:
     if unlisted:
         text = f"no framework lists {', '.join(unlisted)}: roles that did not call may be missing."
         yield Finding("note", "roles", text, _RARE)
+
+
+def refill_findings(config: TrainConfig, plan: Plan, tasks: int, calls: float) -> Iterator[Finding]:
+    """What a refill may cost in a step; `tasks` are those of the run, `calls` those of an episode."""
+    own = min(config.tasks_per_step, tasks)
+    more = extra_tasks(config.refill.budget, own)
+    more = more if config.refill.draw == "again" else min(more, tasks - own)
+    if not config.refill.budget:
+        return
+    episodes = plan.k if plan.kind == "independent" else 1
+    ran, extra = (f"{n * episodes:,} episodes, about {n * episodes * calls:,.0f} calls" for n in (own, more))
+    first = f"a step runs {plural(own, 'task')} ({ran}), and up to {more} more ({extra})"
+    yield Finding("note", "refill", f"{first} where groups have equal rewards.")
 
 
 def request_findings(
