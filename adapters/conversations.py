@@ -12,14 +12,14 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cotune.adapters.open_policies import LocalPolicies
 from cotune.integrations.models.chat.content import text_of
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
-from cotune.records.ids import canonical, pack_ids, unpack_ids
+from cotune.records.ids import canonical, pack_ids
 from cotune.records.structs import PolicyRef
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 from cotune.sampling.protocol import SamplingParams
@@ -50,10 +50,10 @@ class _Turn:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request stands: the `paths` that its prompt may go on from, and the key under which it is kept."""
+    """Where a request stands: the packed `paths` that its prompt may go on from, and the key under which it is kept."""
 
     key: bytes = b""
-    paths: Sequence[tuple[int, ...]] = field(default=())
+    paths: Sequence[bytes] = ()
 
 
 class Conversations:
@@ -74,7 +74,7 @@ class Conversations:
             keys = _keys(name, messages)
             if not any(message.get("role") == "assistant" for message in messages):
                 return Place(keys[-1])
-            paths: list[tuple[int, ...]] = []
+            paths: list[bytes] = []
             for i, key in enumerate(keys, start=1):
                 turn = self._turns.get(key)
                 if turn is not None:
@@ -166,13 +166,13 @@ class LocalResponder(PolicyResponder):
         return policy
 
 
-def _paths(turn: _Turn, message: Mapping[str, Any]) -> list[tuple[int, ...]]:
+def _paths(turn: _Turn, message: Mapping[str, Any]) -> list[bytes]:
     """The prompt, and with it the reply whose content `message` has; the last reply where none does, as a message
     may say it in another form."""
     if message.get("role") != "assistant" or not turn.replies:
-        return [unpack_ids(turn.prompt)]
+        return [turn.prompt]
     prompt, reply = turn.replies.get(_reply_key(message)) or next(reversed(turn.replies.values()))
-    return [unpack_ids(prompt), unpack_ids(prompt + reply)]
+    return [prompt, prompt + reply]
 
 
 def _keys(name: str, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:

@@ -19,7 +19,7 @@ from cotune.recording.edits import Outgoing, sent_fields
 from cotune.recording.redaction import RedactedCall, Redaction
 from cotune.recording.rewards import reward_records
 from cotune.records.answers import Answer
-from cotune.records.ids import ROOT, address, candidate_id, canonical, message_id, new_id, pack_ids, unpack_ids
+from cotune.records.ids import ROOT, address, candidate_id, canonical, message_id, new_id, pack_ids
 from cotune.records.structs import CallRecord, CallStatus, Message, Record, Segment, Usage
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
@@ -184,8 +184,8 @@ class CallRecords:
         except Exception as error:  # noqa: BLE001
             self._warn("unlinked_call", f"A call of role {call.role!r} has no parents: {type(error).__name__}.")
 
-    def paths(self, role: str) -> list[tuple[int, ...]]:
-        """Token paths of a role so far: prompts, and prompts with the reply that was chosen."""
+    def paths(self, role: str) -> list[bytes]:
+        """Token paths of a role so far, packed: prompts, and prompts with the reply that was chosen."""
         with self._lock:
             return self._prompts.paths(role)
 
@@ -317,13 +317,10 @@ class _Path(msgspec.Struct, eq=False):
 
     packed: bytes
     base: _Path | None
-    replies: list[tuple[int, ...]] = []
+    replies: list[bytes] = []
     id: str = ""
     digest: Any = None
     """BLAKE2b over the whole path, once it is a segment."""
-
-    def with_replies(self) -> list[bytes]:
-        return [self.packed + pack_ids(reply) for reply in self.replies]
 
     def segment(self) -> Segment:
         """Take `id`, hashing only what this path adds to its base."""
@@ -362,7 +359,7 @@ class PromptTree:
                 if base is None or len(path.packed) > len(base.packed):
                     base = path
                 if path.replies and len(path.packed) < len(packed):
-                    known.extend([_Path(reply, path) for reply in path.with_replies()])
+                    known.extend([_Path(reply, path) for reply in path.replies])
                     path.replies.clear()
         segments: list[Segment] = []
         prompt = base
@@ -372,8 +369,8 @@ class PromptTree:
             prompt = _Path(packed, base)
             segments.append(prompt.segment())
             known.append(prompt)
-        if reply_ids and reply_ids not in prompt.replies:
-            prompt.replies.append(reply_ids)
+        if reply_ids and (reply := packed + pack_ids(reply_ids)) not in prompt.replies:
+            prompt.replies.append(reply)
         for segment in segments if withheld or self._withheld else ():
             if withheld or segment.parent in self._withheld:
                 self._withheld.add(segment.id)
@@ -381,8 +378,8 @@ class PromptTree:
             return None, [segment for segment in segments if segment.id not in self._withheld]
         return prompt.id, segments
 
-    def paths(self, role: str) -> list[tuple[int, ...]]:
-        """Token ids of the known paths of `role`, longest first."""
+    def paths(self, role: str) -> list[bytes]:
+        """The known paths of `role`, packed, longest first."""
         known = self._paths.get(role, ())
-        found = {packed for path in known for packed in (path.packed, *path.with_replies())}
-        return [unpack_ids(packed) for packed in sorted(found, key=len, reverse=True)]
+        found = {packed for path in known for packed in (path.packed, *path.replies)}
+        return sorted(found, key=len, reverse=True)

@@ -111,8 +111,8 @@ class LiveCall(PendingCall):
         self._take(body)
         self.episode._records.link(self)
 
-    def earlier(self) -> list[tuple[int, ...]]:
-        """Token paths of this role's earlier calls, longest first; none where no reply is part of the messages."""
+    def earlier(self) -> list[bytes]:
+        """Packed token paths of this role's earlier calls, longest first; none if no reply is part of the messages."""
         for message in self.messages:
             if message.get("role") == "assistant":
                 return self.episode._records.paths(self.role)

@@ -195,14 +195,15 @@ class ChatFormat(Protocol):
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         *,
-        earlier: Sequence[Sequence[int]] = (),
+        earlier: Sequence[bytes] = (),
         most: int | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the prompt, generation prompt included. Raises SamplerError when it cannot be rendered, and
         PromptTooLong when it has more than `most` tokens.
 
-        `earlier` are token paths of the same role; the longest one that the prompt extends is kept id for id.
+        `earlier` are token paths of the same role, packed (`ids.pack_ids`); the longest one that the prompt extends is
+        kept id for id.
         `options` are variables for the template (`enable_thinking`, ...).
         """
         ...

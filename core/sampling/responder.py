@@ -147,8 +147,8 @@ class PolicyResponder:
         """How many tokens a prompt of a role and its reply may have; None where the sampler says so."""
         return self.max_model_len
 
-    def request(self, call: LiveCall, earlier: Sequence[Sequence[int]]) -> tuple[list[int], SamplingParams]:
-        """The prompt, and how its reply is sampled. `earlier` are token paths that the prompt may go on from.
+    def request(self, call: LiveCall, earlier: Sequence[bytes]) -> tuple[list[int], SamplingParams]:
+        """The prompt, and how its reply is sampled. `earlier` are packed token paths that it may go on from.
 
         Raises RequestRefused for what cannot be honoured, counted.
         """

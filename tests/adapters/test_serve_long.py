@@ -111,6 +111,7 @@ def test_a_memory_is_bounded_in_entries_and_bytes() -> None:
 
 def test_kept_conversations_are_bounded(base: Path) -> None:
     from cotune.adapters.conversations import Conversations
+    from cotune.records.ids import pack_ids
 
     kept = Conversations(entries=10, size=20_000)
     for i in range(50):
@@ -119,7 +120,7 @@ def test_kept_conversations_are_bounded(base: Path) -> None:
     assert kept.kept()["requests"] <= 10
     assert kept.kept()["bytes"] <= 20_000
     later = [*chat, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "on"}]
-    assert kept.find("writer", later).paths == [tuple(range(300)), (*range(300), 1, 2)]
+    assert kept.find("writer", later).paths == [pack_ids(range(300)), pack_ids((*range(300), 1, 2))]
     assert kept.find("planner", later).paths == []
 
 

@@ -20,7 +20,7 @@ from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.chat.replies import Replies
 from cotune.integrations.models.chat.reply_grammar import Syntax, reply_grammar
 from cotune.integrations.models.chat.time_limit import TookTooLong, time_limit
-from cotune.integrations.models.chat.token_reuse import EarlierIds, Messages
+from cotune.integrations.models.chat.token_reuse import EarlierIds, Messages, PathTexts
 from cotune.integrations.models.chat.tool_formats import (
     AUTO,
     HERMES,
@@ -35,7 +35,7 @@ from cotune.integrations.models.chat.tool_formats import (
 from cotune.integrations.models.folder.folder import loading, reading
 from cotune.integrations.models.folder.kinds import end_ids, sees_images
 from cotune.integrations.models.folder.vision import ImageInputs
-from cotune.records.ids import pack_ids, unpack_ids
+from cotune.records.ids import address, pack_ids, unpack_ids
 from cotune.records.images import holds_images, images_of
 from cotune.runtime.bounded_cache import BoundedCache
 from cotune.sampling.protocol import TokenBytes
@@ -44,6 +44,19 @@ log = logging.getLogger("cotune")
 
 Options = Mapping[str, Any]
 """Variables for a chat template, by name."""
+
+
+class _Rendered(msgspec.Struct):
+    """A prompt as the template writes it, and its ids where they were needed."""
+
+    key: bytes
+    text: str
+    packed: bytes | None = None
+
+    @property
+    def bytes(self) -> int:
+        """About what it takes in memory."""
+        return 4 * len(self.text) + len(self.packed or b"") + _OVERHEAD
 
 
 class ChatTemplate:
@@ -69,7 +82,7 @@ class ChatTemplate:
         them in which the template spells a reply in another way), "diverged" (earlier ids were given, and the prompt
         does not go on from them), "cached"; those whose tools the template leaves out: "unshown_tools". Replies that
         the tokenizer's response template refuses: "unparsed", their text is kept as it is."""
-        self._rendered: BoundedCache[tuple[str, bytes]] = BoundedCache(PROMPTS, PROMPT_BYTES)
+        self._rendered: BoundedCache[_Rendered] = BoundedCache(PROMPTS, PROMPT_BYTES)
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder()
         self.spelled: str | None = None
@@ -77,6 +90,7 @@ class ChatTemplate:
         self.tool_format = self._recognised() if tools == AUTO else tool_format(tools, tokenizer)
         """How tool calls are written; None where the template writes them in no form that is known."""
         self._replies = Replies(tokenizer, self.end_token_ids, self.tool_format, lambda: self._count("unparsed"))
+        self._texts = PathTexts(self._replies.decode)
         self._grammars = Grammars(tokenizer, len(tokenizer))
         self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -118,7 +132,7 @@ class ChatTemplate:
         messages: Messages,
         tools: Tools | None,
         *,
-        earlier: Sequence[Sequence[int]] = (),
+        earlier: Sequence[bytes] = (),
         most: int | None = None,
         options: Options | None = None,
     ) -> list[int]:
@@ -127,10 +141,10 @@ class ChatTemplate:
         A prompt of more than `most` tokens is refused (PromptTooLong) and not kept; one whose text is far too long for
         them, before it is tokenized.
 
-        `earlier` are token paths (prompt, or prompt and reply) of the same role. The longest one that the new prompt
-        goes on from is kept id for id, and only the rest is tokenized. Where a message says what an earlier reply
-        said, the prompt goes on from the reply as the model wrote it, however the template would spell it. `options`
-        are variables for the template.
+        `earlier` are token paths (prompt, or prompt and reply) of the same role, packed. The longest one that the new
+        prompt goes on from is kept id for id, and only the rest is tokenized. Where a message says what an earlier
+        reply said, the prompt goes on from the reply as the model wrote it, however the template would spell it.
+        `options` are variables for the template.
         """
         if tools and self.tool_format is None and not self._replies.template:
             raise SamplerError(self._unknown(), _NAME_IT)
@@ -139,28 +153,45 @@ class ChatTemplate:
             if self.counts["unshown_tools"] == 1:
                 log.warning("%s %s", UNSHOWN_TOOLS, SHOW_TOOLS)
         options = options or {}
-        text, ids = self._render(messages, tools, options, most)
-        if not earlier:
-            return ids
+        rendered = self._render(messages, tools, options, most)
+        found = self._extended(rendered.text, messages, tools, options, earlier) if earlier else None
+        ids, text = found or (self._whole(rendered), rendered.text)
+        if most is not None and len(ids) > most:
+            raise _too_long(f"{len(ids)} tokens", most)
+        self._texts.keep(pack_ids(ids), text)
+        self._rendered.put(rendered.key, rendered, rendered.bytes)
+        return ids
+
+    def _extended(
+        self, text: str, messages: Messages, tools: Tools | None, options: Options, earlier: Sequence[bytes]
+    ) -> tuple[list[int], str] | None:
+        """Ids that begin with the longest earlier path that the prompt goes on from, and the text that they stand for;
+        None where it goes on from none."""
 
         def parse(prompt: Sequence[int], reply: Sequence[int]) -> Mapping[str, Any]:
             return self.parse(reply, prompt=prompt, tools=tools)[1]
 
-        known = EarlierIds(earlier, self._replies.decode, parse, self.end_token_ids)
+        offered = address(self._encoder.encode(tools)) if tools else ""
+        known = EarlierIds(earlier, self._texts, parse, self.end_token_ids, offered)
         kept, rest = known.longest(text)
         if len(kept) < len(known.paths[0]):
             spelled = None
             # A template that refuses a call without its mark, and messages of another form than OpenAI's.
             with contextlib.suppress(SamplerError, TypeError, AttributeError):
-                spelled = known.spelled(messages, lambda chat: self._template(chat, tools, options), text)
-            if spelled is not None and len(other := known.longest(spelled)[0]) > len(kept):
-                self.counts["respelled"] += 1
-                kept, rest = other, known.longest(spelled)[1]
-        if not kept:
-            self.counts["diverged"] += 1
+                spelled = known.spelled(messages, lambda chat: self._template(chat, tools, options), text, kept)
+            if spelled is not None and len((other := known.longest(spelled))[0]) > len(kept):
+                self._count("respelled")
+                (kept, rest), text = other, spelled
+        self._count("extended" if kept else "diverged")
+        return ([*unpack_ids(kept), *self._encode(rest)], text) if kept else None
+
+    def _whole(self, rendered: _Rendered) -> list[int]:
+        """The ids of a prompt that goes on from none."""
+        if rendered.packed is None:
+            ids = self._encode(rendered.text)
+            rendered.packed = pack_ids(ids)
             return ids
-        self.counts["extended"] += 1
-        return [*kept, *self._encode(rest)]
+        return list(unpack_ids(rendered.packed))
 
     def transcript(
         self, messages: Messages, tools: Tools | None, *, options: Options | None = None, generation: bool = False
@@ -264,27 +295,19 @@ class ChatTemplate:
         ids = self._encode(mark)
         return ids[0] if len(ids) == 1 and self._grammars.special(ids[0]) else None
 
-    def _render(
-        self, messages: Messages, tools: Tools | None, options: Options, most: int | None
-    ) -> tuple[str, list[int]]:
+    def _render(self, messages: Messages, tools: Tools | None, options: Options, most: int | None) -> _Rendered:
         try:
             key = hashlib.blake2b(self._encoder.encode((messages, tools, options)), digest_size=16).digest()
         except (TypeError, ValueError) as error:
             raise SamplerError(f"The messages are not JSON: {error}.", "Pass plain OpenAI messages.") from error
         if (known := self._rendered.get(key)) is not None:
             self._count("cached")
-            text, ids = known[0], list(unpack_ids(known[1]))
-        else:
-            text = self._template(messages, tools, options)
-            if most is not None and len(text) > most * self._longest_token:
-                raise _too_long(f"{len(text)} characters", most)
-            ids = self._encode(text)
-            self._count("rendered")
-        if most is not None and len(ids) > most:
-            raise _too_long(f"{len(ids)} tokens", most)
-        if known is None:
-            self._rendered.put(key, (text, pack_ids(ids)), 4 * (len(text) + len(ids)) + _OVERHEAD)
-        return text, ids
+            return known
+        text = self._template(messages, tools, options)
+        if most is not None and len(text) > most * self._longest_token:
+            raise _too_long(f"{len(text)} characters", most)
+        self._count("rendered")
+        return _Rendered(key, text)
 
     def _count(self, how: str) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ from cotune.algorithms.recipes import Attribution
 from cotune.errors import SamplerError
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
+from cotune.records.ids import pack_ids
 from cotune.records.plans import Plan
 from cotune.records.structs import PolicyRef, Task
 from cotune.sampling.protocol import Completion, SamplingParams, TokenBytes
@@ -80,7 +81,7 @@ def test_a_prompt_that_goes_on_from_a_reply_reuses_the_earlier_ids():
 
     turn({"role": "user", "content": "a"})
     turn({"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "b"})
-    assert chat.earlier == [(9, 9, 1, 2), (9, 9)]
+    assert chat.earlier == [pack_ids((9, 9, 1, 2)), pack_ids((9, 9))]
     turn({"role": "user", "content": "anew"})
     assert chat.earlier == []
 

@@ -26,6 +26,7 @@ from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
+from cotune.records.ids import pack_ids
 from cotune.records.policies import LoraSpec, Policies, PolicySpec
 from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.sampling.protocol import NEVER, SamplingParams
@@ -212,7 +213,7 @@ def test_the_prompt_of_a_conversation_goes_on_from_the_earlier_ids(folder, chat)
     reply = [*chat.tokenizer.encode("red", add_special_tokens=False), 2]
     text, message, _ = chat.parse(reply, prompt=prompt)
     more = [*first, message, asks("and?", picture("blue"))]
-    ids = chat.render(more, None, earlier=[[*prompt, *reply]])
+    ids = chat.render(more, None, earlier=[pack_ids([*prompt, *reply])])
     assert text == "red" and ids[: len(prompt) + len(reply)] == [*prompt, *reply]
     assert chat.counts["extended"] == 1 and chat.render(more, None)[-10:] == ids[-10:]
 

@@ -12,6 +12,7 @@ from tests.integrations.tiny_models import tokenizer
 
 CODE = """
 import sys
+from cotune.records.ids import pack_ids
 from cotune.integrations.models.chat.formats import load_light
 from cotune.integrations.models.chat.template import ChatTemplate
 
@@ -25,7 +26,7 @@ def work(chat):
     assert finish == "tool_calls"
     call = message["tool_calls"][0] | {"id": "1"}
     told = [*ASKED, message | {"tool_calls": [call]}, {"role": "tool", "content": "seen", "tool_call_id": "1"}]
-    onward = chat.render(told, TOOLS, earlier=[[*prompt, *reply], prompt])
+    onward = chat.render(told, TOOLS, earlier=[pack_ids([*prompt, *reply]), pack_ids(prompt)])
     assert chat.counts["extended"] == 1
     return prompt, onward, text, chat.end_token_ids
 

@@ -8,6 +8,7 @@ import pytest
 from cotune.errors import ConfigError, SamplerError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.chat.tool_formats import read_hermes, split_reasoning
+from cotune.records.ids import pack_ids
 from tests.integrations import tiny_models
 
 TOOLS = [{"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}]
@@ -95,7 +96,7 @@ def test_earlier_ids_are_kept_when_the_prompt_extends_them(chat: ChatTemplate) -
     path = [*prompt, *odd_reply]
     spelled = [*path[:-4], *path[-4:]]
     later = [USER, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"}]
-    extended = chat.render(later, None, earlier=[prompt, spelled])
+    extended = chat.render(later, None, earlier=[pack_ids(prompt), pack_ids(spelled)])
     assert extended[: len(spelled)] == spelled
     assert extended == chat.render(later, None)
     assert chat.counts["extended"] == 1
@@ -108,12 +109,12 @@ def test_ids_that_encode_differently_than_they_were_sampled_are_kept(chat: ChatT
     apart = [7 + ord("a") - 10, 7 + ord("b") - 10]
     later = [USER, {"role": "assistant", "content": "ab"}, USER]
     assert chat.render(later, None)[len(prompt)] == chat.tokenizer.convert_tokens_to_ids("ab")
-    assert chat.render(later, None, earlier=[[*prompt, *apart, 2]])[len(prompt) :][:3] == [*apart, 2]
+    assert chat.render(later, None, earlier=[pack_ids([*prompt, *apart, 2])])[len(prompt) :][:3] == [*apart, 2]
 
 
 def test_a_prompt_that_diverges_is_rendered_afresh_and_counted(chat: ChatTemplate) -> None:
     other = chat.render([{"role": "user", "content": "something else"}], None)
-    assert chat.render([USER], None, earlier=[other]) == chat.render([USER], None)
+    assert chat.render([USER], None, earlier=[pack_ids(other)]) == chat.render([USER], None)
     assert chat.counts["diverged"] == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cotune.integrations.models.chat.template import ChatTemplate
-from cotune.integrations.models.chat.token_reuse import EarlierIds
+from cotune.integrations.models.chat.token_reuse import EarlierIds, PathTexts
+from cotune.records.ids import pack_ids
 from tests.integrations import tiny_models
 
 USER = {"role": "user", "content": "hi"}
@@ -121,7 +123,7 @@ def test_every_prompt_begins_with_the_sampled_ids_of_the_turn_before(
     """Within one user's turn: the application sends replies back with other spaces in their JSON, and tool results."""
     chat, messages, earlier = chats[name], [USER], []
     for _ in range(data.draw(st.integers(2, 4))):
-        prompt = chat.render(messages, TOOLS, earlier=earlier)
+        prompt = chat.render(messages, TOOLS, earlier=[*map(pack_ids, earlier)])
         assert not earlier or prompt[: len(earlier[-1])] == earlier[-1]
         thought, said = data.draw(replies())
         if name == "hermes":
@@ -141,7 +143,7 @@ def respelled(chat: ChatTemplate, reply: str, message: dict[str, Any] | None = N
     prompt = chat.render([USER], TOOLS)
     path = [*prompt, *sampled(chat, reply, [1, 3]), 2]
     said = chat.parse(path[len(prompt) :])[1] if message is None else message
-    return path, chat.render([USER, said, then], TOOLS, earlier=[prompt, path])
+    return path, chat.render([USER, said, then], TOOLS, earlier=[pack_ids(prompt), pack_ids(path)])
 
 
 def test_a_call_that_the_template_spells_in_another_way_keeps_its_ids(chats: dict[str, ChatTemplate]) -> None:
@@ -186,33 +188,80 @@ def test_a_reply_with_another_end_token_is_kept_up_to_its_end() -> None:
     chat = ChatTemplate(tokenizer, [2, 0])
     prompt = chat.render([USER], None)
     reply = tokenizer.encode("yes", add_special_tokens=False)
-    after = chat.render(
-        [USER, {"role": "assistant", "content": "yes"}, USER], None, earlier=[prompt, [*prompt, *reply, 0]]
-    )
+    said = {"role": "assistant", "content": "yes"}
+    after = chat.render([USER, said, USER], None, earlier=[pack_ids(prompt), pack_ids([*prompt, *reply, 0])])
     assert after[: len(prompt) + 4] == [*prompt, *reply, 2]
 
 
 def test_two_replies_that_say_the_same_keep_each_their_own_spelling(chats: dict[str, ChatTemplate]) -> None:
     chat, messages, earlier = chats["hermes"], [USER], []
     for spelled in ('{"name":"go"}', '{ "name" : "go" }', '{"name": "go", "arguments": {}}'):
-        prompt = chat.render(messages, TOOLS, earlier=earlier)
+        prompt = chat.render(messages, TOOLS, earlier=[*map(pack_ids, earlier)])
         ids = [*sampled(chat, f"<tool_call>{spelled}</tool_call>", []), 2]
         earlier = [*earlier, prompt, [*prompt, *ids]]
         messages = [*messages, chat.parse(ids)[1], {"role": "tool", "content": "3"}]
-    after = chat.render(messages, TOOLS, earlier=earlier)
+    after = chat.render(messages, TOOLS, earlier=[*map(pack_ids, earlier)])
     assert after[: len(earlier[-1])] == earlier[-1]
 
 
 def test_of_a_long_conversation_the_path_alone_is_read_that_a_prompt_goes_on_from() -> None:
     read: list[int] = []
 
-    def decode(ids: list[int]) -> str:
+    def decode(ids: Any) -> str:
         read.append(len(ids))
         return "".join(map(chr, ids))
 
     turns = [tuple(range(97, 97 + length)) for length in range(2, 22)]
-    known = EarlierIds(turns, decode, lambda prompt, ids: {}, ())
+    known = EarlierIds(map(pack_ids, turns), PathTexts(decode), lambda prompt, ids: {}, ())
     text = "".join(map(chr, turns[-1]))
-    assert known.longest(text + "!") == (list(turns[-1]), "!")
-    assert known.longest(text + "?") == (list(turns[-1]), "?")
+    assert known.longest(text + "!") == (pack_ids(turns[-1]), "!")
+    assert known.longest(text + "?") == (pack_ids(turns[-1]), "?")
     assert read == [len(turns[-1])]
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_conversation_that_grows_is_read_once(strips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the template keeps earlier thoughts or strips them, each turn decodes and tokenizes what is new."""
+    tokenizer = tiny_models.tokenizer()
+    shown = "m.reasoning_content and loop.last" if strips else "m.reasoning_content"
+    tokenizer.chat_template = (
+        "{%- for m in messages %}<|im_start|>{{ m.role }}\n{% if " + shown + " %}<think>\n{{ m.reasoning_content }}\n"
+        "</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat, read = ChatTemplate(tokenizer, [2]), Counter[str]()
+    decode, encode = chat._replies.decode, chat._encode
+
+    def decoded(ids: Any) -> str:
+        read["decoded"] += len(ids)
+        return decode(ids)
+
+    def encoded(text: str) -> list[int]:
+        read["encoded"] += len(text)
+        return encode(text)
+
+    monkeypatch.setattr(chat._texts, "decode", decoded)
+    monkeypatch.setattr(chat, "_encode", encoded)
+    messages, earlier, turns = [USER], [], 16
+    for turn in range(turns):
+        prompt = chat.render(messages, None, earlier=[*map(pack_ids, earlier)])
+        ids = [*sampled(chat, f"<think>\nwhy {turn}\n</think>\n\nsaid {turn}", []), 2]
+        earlier += [prompt, [*prompt, *ids]]
+        messages = [*messages, chat.parse(ids, prompt=prompt)[1], USER]
+    assert chat.counts["extended"] == turns - 1
+    assert read["decoded"] < turns * 200 < len(prompt) * turns / 2
+    assert read["encoded"] < 3 * len(chat.tokenizer.decode(prompt))
+
+
+def test_a_reply_at_whose_beginning_a_text_is_written_otherwise_is_decoded_whole() -> None:
+    """As tokenizers do that drop the space before a text's first word."""
+
+    def decode(ids: Any) -> str:
+        return "".join(f" {id}" for id in ids).removeprefix(" ")
+
+    texts, prompt = PathTexts(decode), pack_ids([1, 2])
+    path = prompt + pack_ids([3])
+    assert texts.of(prompt) == "1 2"
+    assert texts.of(path, [prompt]) == decode([1, 2, 3]) == "1 2 3"
+    texts.keep(prompt, "changed")
+    assert texts.of(path + pack_ids([4]), [prompt]) == "1 2 3 4"
