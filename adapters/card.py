@@ -74,11 +74,21 @@ def card(manifest: Manifest, background: Background | None) -> str:
         "`roles.json` holds hashes, versions and metrics.",
         _roles(manifest),
         *(f"{text}." for text in not_updated(manifest)),
+        *_prompts(manifest),
     ]
     if background is not None:
         parts += [*_reached(background), *_curves(background), *_evaluation(background), *_bill(background)]
     parts += [*_serve(manifest), *_in_an_application(manifest)]
     return "\n\n".join(parts) + "\n"
+
+
+def _prompts(manifest: Manifest) -> list[str]:
+    if not manifest.prompts:
+        return []
+    return [
+        f"Use them with the edited prompts of `prompts.json` (`{manifest.prompts[:12]}`): `cotune serve` and "
+        "`cotune.deployed` do so by themselves, other servers do not."
+    ]
 
 
 def _front_matter(manifest: Manifest) -> str:

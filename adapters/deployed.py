@@ -13,9 +13,11 @@ from typing import Any
 from cotune.adapters.bases import Moved
 from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
+from cotune.adapters.prompts import prompts_for
 from cotune.episodes.episode import activators
 from cotune.episodes.run_sync import run_sync
-from cotune.errors import CotuneError
+from cotune.errors import ConfigError, CotuneError
+from cotune.prompts.edits import Prompts
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import carry_context, current_episode, recording
 from cotune.recording.recorder import LiveCall, LiveEpisode
@@ -24,12 +26,14 @@ from cotune.records.structs import CallRecord, Record, Task
 
 
 def deployed(
-    source: str | Path,
+    source: str | Path | None = None,
     *,
     base: Moved = None,
     temperature: float | None = None,
     max_tokens: int | None = None,
     roles: RolesFunction | str | None = None,
+    prompts: Prompts | str | Path | None = None,
+    any_prompts: bool = False,
 ) -> Deployment:
     """Answer every LLM call that the application makes inside by the policy of its role, from an export.
 
@@ -38,6 +42,10 @@ def deployed(
     `roles` names the role of each call, as in training (`cotune.workflow`). Calls of roles that the export does not
     have are answered as its run was configured (`other_roles`): by the untrained model, or by the application's own
     provider. Each role is logged once and counted in `unlisted`, and where the provider answers in `passed_through`.
+
+    Calls go out with the edited prompts that the export was trained with, if any, or with `prompts`: a file, or a
+    folder that has one. Others than it was trained with are refused unless `any_prompts` is true. Without a `source`
+    the application's own provider answers. `unedited` counts calls that do not have the texts that are edited.
 
     A `with` covers the code inside it, and threads and tasks started there. Elsewhere in the process (a web
     server's request handlers) use `with deployment.here():`. Raises AdapterError, ConfigError, SyncError.
@@ -50,14 +58,22 @@ def deployed(
     """
     override = {"temperature": temperature, "max_tokens": max_tokens}
     given = {name: value for name, value in override.items() if value is not None}
-    return Deployment(source, base, given, roles_function(roles))
+    if source is None and prompts is None:
+        raise ConfigError("source", None, "is missing", "Name an export, or pass prompts= for the provider to answer.")
+    chosen = prompts_for(source, prompts, any_prompts=any_prompts)
+    return Deployment(source, base, given, roles_function(roles), chosen)
 
 
 class Deployment:
     """Trained policies in this process. `served` has the policy of each role."""
 
     def __init__(
-        self, source: str | Path, base: Moved, override: Mapping[str, Any], roles: RolesFunction | None
+        self,
+        source: str | Path | None,
+        base: Moved,
+        override: Mapping[str, Any],
+        roles: RolesFunction | None,
+        prompts: Prompts | None = None,
     ) -> None:
         self.source = source
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -66,10 +82,15 @@ class Deployment:
         """Ended calls by role that the application's own provider answered."""
         self.unlisted: Counter[str] = Counter()
         """Ended calls by role that the export does not have, whoever answered."""
+        self.unedited: Counter[tuple[str, str]] = Counter()
+        """Ended calls by (role, reason) that went out as they were asked, although the prompts edit their role."""
+        self.prompts = prompts
+        """The edited prompts that calls go out with."""
         self.served: Mapping[str, ServedModel] = {}
         self._base = base
         self._override = override
         self._roles = roles
+        self._opened = False
         self._local: LocalPolicies | None = None
         self._responder: LocalResponder | None = None
         self._lock = threading.Lock()
@@ -81,25 +102,28 @@ class Deployment:
 
     def __enter__(self) -> Deployment:
         self._require_closed()
-        self._ready(run_sync(open_local(self.source, base=self._base)))
+        self._ready(None if self.source is None else run_sync(open_local(self.source, base=self._base)))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        run_sync(self._left().aclose())
+        if (local := self._left()) is not None:
+            run_sync(local.aclose())
 
     async def __aenter__(self) -> Deployment:
         self._require_closed()
-        self._ready(await open_local(self.source, base=self._base))
+        self._ready(None if self.source is None else await open_local(self.source, base=self._base))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._left().aclose()
+        if (local := self._left()) is not None:
+            await local.aclose()
 
     def write(self, records: Sequence[Record]) -> None:
         """Count calls by how they ended, and keep nothing of them."""
         ended = [record for record in records if isinstance(record, CallRecord)]
         with self._lock:
             self.calls.update((call.role, call.status) for call in ended)
+            self.unedited.update((call.role, call.unedited) for call in ended if call.unedited)
             outside = [call.role for call in ended if call.role not in self.served]
             left = () if self._local is None else self._local.left_to_provider
             self.unlisted.update(role for role in outside if role not in left)
@@ -107,30 +131,38 @@ class Deployment:
             self.passed_through.update(role for role in outside if provided or role in left)
 
     def _require_closed(self) -> None:
-        if self._local is not None:
-            raise CotuneError(f"{self.source} is already deployed by this object.", "Use deployment.here() inside it.")
+        if self._opened:
+            raise CotuneError(f"{self._name} is already deployed by this object.", "Use deployment.here() inside it.")
 
-    def _ready(self, local: LocalPolicies) -> None:
-        self._local = local
-        self.served = local.served
-        self._responder = LocalResponder(local, self._override)
+    @property
+    def _name(self) -> str:
+        return "This deployment" if self.source is None else str(self.source)
+
+    def _ready(self, local: LocalPolicies | None) -> None:
+        self._opened, self._local = True, local
+        if local is not None:
+            self.served = local.served
+            self._responder = LocalResponder(local, self._override)
         for activate in activators:
             activate()
         carry_context(callers=self._roles is not None)
         self._entered = current_episode.set(self._episode())
 
-    def _left(self) -> LocalPolicies:
-        assert self._local is not None and self._entered is not None
+    def _left(self) -> LocalPolicies | None:
+        assert self._opened and self._entered is not None
+        self._opened = False
         with contextlib.suppress(ValueError):  # entered in another context, where the variable stays as it is
             current_episode.reset(self._entered)
         local, self._local = self._local, None
         return local
 
     def _episode(self) -> LiveEpisode:
-        if self._local is None:
-            raise CotuneError(f"{self.source} is not open.", "Enter it first: with cotune.deployed(...) as deployment.")
+        if not self._opened:
+            raise CotuneError(f"{self._name} is not open.", "Enter it first: with cotune.deployed(...) as deployment.")
         task = Task(id="deployed", input=None)
-        made = _Unrecorded(self, task, workflow="deployed", responder=self._responder, roles=self._roles)
+        made = _Unrecorded(
+            self, task, workflow="deployed", responder=self._responder, roles=self._roles, prompts=self.prompts
+        )
         made.tape.keeps = False
         return made
 
@@ -148,4 +180,5 @@ class _Unrecorded(LiveEpisode):
             responder=self.responder,
             roles=self.roles,
         )
+        alone.prompting = self.prompting
         return alone.start(caller, body)

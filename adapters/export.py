@@ -38,6 +38,9 @@ from cotune.integrations.models.folder.folder import (
     write_model,
 )
 from cotune.integrations.models.folder.to_gguf import Precision, check_gguf, write_gguf
+from cotune.prompts.edits import Prompts
+from cotune.prompts.file import NAME as PROMPTS
+from cotune.prompts.file import write_prompts
 from cotune.reading.words import stayed_reasons, stayed_text
 from cotune.records.policies import TRAINED, UNTRAINED, LoraSpec, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
@@ -56,13 +59,15 @@ def export_run(
     gguf: Precision | None = None,
     evaluation: str | Path | None = None,
     model: Moved = None,
+    prompts: Prompts | None = None,
 ) -> Manifest:
     """Export the newest checkpoint of a run, or each policy at its `best` held-out evaluation, as far as it has one.
 
     With `merge` an adapter is added to its base model: each policy is a whole model. With `gguf` that model is one file
     for llama.cpp and Ollama, its matrices in this precision. The card has the figures of `evaluation`, a folder that
     `cotune eval --out` wrote; by default of the newest one that lies in a folder of the run. `model` is where the base
-    model lies if elsewhere than the run says; of several it maps those that were moved.
+    model lies if elsewhere than the run says; of several it maps those that were moved. `prompts` are edited prompts
+    with which the policies are used.
 
     Raises RunError, ConfigError, AdapterError.
     """
@@ -75,6 +80,7 @@ def export_run(
         merge=merge,
         gguf=gguf,
         background=read_background(Path(run), Path(evaluation) if evaluation else None),
+        prompts=prompts,
     )
 
 
@@ -87,6 +93,7 @@ def write_export(
     merge: bool = False,
     gguf: Precision | None = None,
     background: Background | None = None,
+    prompts: Prompts | None = None,
 ) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export.
 
@@ -109,7 +116,7 @@ def write_export(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        manifest = _write(partial, policies, others, run, merge, gguf)
+        manifest = _write(partial, policies, others, run, merge, gguf, prompts)
         write_card(partial, manifest, background)
         _sync(partial)
         old = target.with_name(f".{target.name}.{os.getpid()}.old")
@@ -135,6 +142,7 @@ def _write(
     run: str | None,
     merge: bool,
     gguf: Precision | None,
+    prompts: Prompts | None,
 ) -> Manifest:
     bases: dict[str, Base] = {}
 
@@ -172,7 +180,10 @@ def _write(
         roles=roles,
         other_roles="frozen" if others else "provider",
         other_base=base_of(others) if others else None,
+        prompts=prompts.id if prompts is not None else "",
     )
+    if prompts is not None:
+        write_prompts(folder, prompts)
     manifest = msgspec.structs.replace(manifest, serve=serve_commands(manifest))
     write_manifest(folder, manifest)
     return manifest
@@ -227,7 +238,7 @@ def _write_weights(folder: Path, policy: TrainedPolicy, base: Base, merge: bool,
 def _folder_name(policy: str, taken: list[str]) -> str:
     name = stem = re.sub(r"[^\w.-]+", "_", policy).lstrip(".") or "policy"
     number = 1
-    while name in taken or name in ("README.md", "roles.json", CURVE):
+    while name in taken or name in ("README.md", "roles.json", PROMPTS, CURVE):
         number += 1
         name = f"{stem}-{number}"
     return name

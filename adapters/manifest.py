@@ -65,7 +65,8 @@ class ExportedRole(msgspec.Struct, frozen=True, kw_only=True):
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content of roles.json. `serve` holds command lines by server, to be run in the folder of the export;
-    `other_roles` plays a role that is not among `roles`: if that is the untrained model, `other_base`."""
+    `other_roles` plays a role that is not among `roles`: if that is the untrained model, `other_base`. `prompts` is the
+    id of the edited prompts beside it (prompts.json), with which the policies are used; empty without any."""
 
     format: int
     cotune: str
@@ -76,6 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     other_roles: OtherRoles = "provider"
     other_base: Base | None = None
     serve: dict[str, list[str]] = {}
+    prompts: str = ""
 
     def policy(self, role: str) -> ExportedPolicy:
         """The policy of a role. Raises AdapterError for an unknown one, with the roles there are."""

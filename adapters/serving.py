@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cotune.adapters.bases import Moved
 from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local, with_aliases
+from cotune.adapters.prompts import prompts_for, told
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.apps.openai.chat_request import ChatRequest
 from cotune.integrations.apps.openai.forms import CHAT
@@ -38,6 +39,7 @@ from cotune.integrations.web.http.requests import (
     unless_gone,
 )
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
+from cotune.prompts.edits import Prompts
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Nowhere
 from cotune.records.answers import Answer
@@ -56,10 +58,13 @@ _LOOK = 0.5
 """Seconds between two looks at whether the engine is there."""
 
 
-def build_app(local: LocalPolicies, token: str | None = None, limits: BodyLimits | None = None) -> Starlette:
-    """The ASGI application. With a `token`, all but /health needs `Authorization: Bearer TOKEN`."""
+def build_app(
+    local: LocalPolicies, token: str | None = None, limits: BodyLimits | None = None, prompts: Prompts | None = None
+) -> Starlette:
+    """The ASGI application, which answers with edited `prompts`. With a `token`, all but /health needs
+    `Authorization: Bearer TOKEN`."""
     access = Access(token)
-    chat = ChatEndpoint(local, access, limits or BodyLimits())
+    chat = ChatEndpoint(local, access, limits or BodyLimits(), prompts)
 
     async def models(request: Request) -> Response:
         access.check(request.scope)
@@ -81,6 +86,7 @@ def build_app(local: LocalPolicies, token: str | None = None, limits: BodyLimits
         more = {
             "conversations": chat.responder.conversations.kept(),
             "engine_restarts": sum(engine.restarts for engine in local.engines),
+            **({} if prompts is None else {"prompts": prompts.id, "unedited": chat.unedited}),
         }
         return json_response({"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, **more, **counts})
 
@@ -103,6 +109,8 @@ class Endpoint:
     port: int
     local: LocalPolicies
     _running: RunningServer[LocalPolicies]
+    prompts: Prompts | None = None
+    """The edited prompts that it answers with."""
 
     def wait(self) -> None:
         """Block until the server stops. Raises EngineLost when its engine has ended too often."""
@@ -117,15 +125,19 @@ def serving(
     base: Moved = None,
     names: Sequence[str] = (),
     tool_format: str | None = None,
+    prompts: Prompts | str | Path | None = None,
+    any_prompts: bool = False,
     **options: Any,
 ) -> contextlib.AbstractContextManager[Endpoint]:
     """Serve an export, a model folder or a Hugging Face id from a background thread.
 
     `base` says where base models of an export are now, if elsewhere; `names` are further names of a plain model,
-    `tool_format` is how it writes tool calls; `options` are those of `serving_local`. Raises ConfigError, AdapterError,
-    SyncError when it cannot start.
+    `tool_format` is how it writes tool calls; `prompts` and `any_prompts` are as of `serve`, `options` those of
+    `serving_local`. Raises ConfigError, AdapterError, SyncError when it cannot start.
     """
-    return serving_local(lambda: open_local(source, base=base, names=names, tool_format=tool_format), **options)
+    chosen = prompts_for(source, prompts, any_prompts=any_prompts)
+    opened = functools.partial(open_local, source, base=base, names=names, tool_format=tool_format)
+    return serving_local(opened, prompts=chosen, **options)
 
 
 @contextlib.contextmanager
@@ -137,6 +149,7 @@ def serving_local(
     token: str | None = None,
     aliases: Mapping[str, str] | None = None,
     limits: BodyLimits | None = None,
+    prompts: Prompts | None = None,
 ) -> Iterator[Endpoint]:
     """Serve the policies that `opened` opens, in the server's loop, and close them with it; port 0 takes a free one.
 
@@ -148,12 +161,12 @@ def serving_local(
         local = await opened()
         try:
             named = with_aliases(local, aliases or {})
-            yield build_app(named, token, limits), named
+            yield build_app(named, token, limits, prompts), named
         finally:
             await local.aclose()
 
     with running(opening, host=host, port=port, token=token, name="cotune-serve") as found:
-        yield Endpoint(f"{found.url}/v1", found.port, found.opened, found)
+        yield Endpoint(f"{found.url}/v1", found.port, found.opened, found, prompts)
 
 
 def serve(
@@ -168,6 +181,8 @@ def serve(
     tool_format: str | None = None,
     max_body: int = 16 << 20,
     max_values: int = 250_000,
+    prompts: str | Path | None = None,
+    any_prompts: bool = False,
     say: Callable[[str], None] = tell,
 ) -> None:
     """Serve an export, or a plain model, over an OpenAI-compatible API until Ctrl-C, SIGTERM or SIGHUP.
@@ -176,8 +191,9 @@ def serve(
     answers for further names. `model` is the base model of an export where it lies elsewhere than the export says (of
     several, a mapping from the old place to the new one), `tool_format` how the model writes tool calls. Requests need
     `token` (default: the environment's COTUNE_TOKEN), if there is one, and have at most `max_body` bytes and
-    `max_values` JSON values. `say` receives the address and the policy of each name. Raises ConfigError, AdapterError,
-    SyncError when it cannot start, EngineLost.
+    `max_values` JSON values. Requests are answered with the edited prompts that the export was trained with, if any, or
+    with those of the file `prompts`; others than it was trained with need `any_prompts`. `say` receives the address and
+    the policy of each name. Raises ConfigError, AdapterError, SyncError when it cannot start, EngineLost.
 
     ```python
     cotune.serve("adapters/", port=8000, aliases={"gpt-4o-mini": "writer"})
@@ -193,10 +209,14 @@ def serve(
         token=token or os.environ.get("COTUNE_TOKEN"),
         aliases=aliases,
         limits=BodyLimits(max_body, max_values),
+        prompts=prompts,
+        any_prompts=any_prompts,
     )
     with opened as endpoint, stopped_by_signals():
         say(f"Serving {source} at {endpoint.url}")
         local = endpoint.local
+        if endpoint.prompts is not None:
+            say(f"  {told(endpoint.prompts)}")
         for name, entry in local.served.items():
             who = name if name == entry.name else f"{name}, as {entry.name}"
             say(f"  {who}: {entry.policy} ({entry.kind}), weights {entry.fingerprint[:12]}, {entry.base}")
@@ -232,7 +252,9 @@ class ChatEndpoint:
     `counts` tells requests by outcome, `not_enforced` the fields answered without.
     """
 
-    def __init__(self, local: LocalPolicies, access: Access, limits: BodyLimits) -> None:
+    def __init__(
+        self, local: LocalPolicies, access: Access, limits: BodyLimits, prompts: Prompts | None = None
+    ) -> None:
         self.local = local
         self.access = access
         self.limits = limits
@@ -240,7 +262,9 @@ class ChatEndpoint:
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
         self.not_enforced: Counter[str] = Counter()
-        self._episode = LiveEpisode(Nowhere(), Task(id="serve", input=None), workflow="serve")
+        self.unedited: Counter[str] = Counter()
+        """Requests that do not have the texts that the prompts edit, by reason."""
+        self._episode = LiveEpisode(Nowhere(), Task(id="serve", input=None), workflow="serve", prompts=prompts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.in_flight += 1
@@ -280,6 +304,9 @@ class ChatEndpoint:
         # The responder logs the options that it leaves out.
         self.not_enforced.update(name for name in template_options(asked) if not chat.reads(name))
         call = LiveCall(self._episode, CallerContext(request.model, "serve"), 0, 0, asked)
+        self._episode.edit(call, asked)
+        if call.unedited:
+            self.unedited[call.unedited] += 1
         try:
             held = [await self.responder.respond(call)]
         except SampleTimeout as error:

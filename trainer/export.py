@@ -8,6 +8,7 @@ from pathlib import Path
 from cotune.adapters.bases import Moved
 from cotune.adapters.export import export_run
 from cotune.adapters.manifest import Manifest, not_updated
+from cotune.adapters.prompts import prompts_for, told
 from cotune.integrations.models.folder.hub import check_repository, push_again
 from cotune.integrations.models.folder.hub import push as push_folder
 from cotune.integrations.models.folder.to_gguf import Precision
@@ -31,6 +32,8 @@ def export(
     model: Moved = None,
     push: str | None = None,
     private: bool = False,
+    prompts: str | Path | None = None,
+    any_prompts: bool = False,
     say: Callable[[str], None] = tell,
 ) -> Manifest:
     """Write the trained policies of a run to the folder `out`: PEFT folders with roles.json and a model card.
@@ -38,7 +41,9 @@ def export(
     `best` takes the best checkpoint by held-out evaluation in place of the newest, as far as there is one. With `merge`
     each policy is a whole model, with `gguf` one GGUF file in this precision. The card has the figures of `evaluation`,
     a folder that `evaluate` wrote (default: the newest one in `run`). `model` is the base model where it lies elsewhere
-    than the run says (of several, a mapping from the old place to the new one). The export is then sent to the run's
+    than the run says (of several, a mapping from the old place to the new one). The edited prompts that the run was
+    trained with lie beside the policies, or those of the file `prompts`: others than it was trained with are refused
+    unless they were found for its weights, or `any_prompts` is true. The export is then sent to the run's
     loggers, and with `push` (USER/NAME) to the Hugging Face Hub. `say` receives lines about it. Raises RunError,
     ConfigError, AdapterError.
 
@@ -49,10 +54,13 @@ def export(
     """
     if push:
         check_repository(push)
-    manifest = export_run(run, out, best=best, merge=merge, gguf=gguf, evaluation=evaluation, model=model)
+    chosen = prompts_for(run, prompts, any_prompts=any_prompts)
+    manifest = export_run(
+        run, out, best=best, merge=merge, gguf=gguf, evaluation=evaluation, model=model, prompts=chosen
+    )
     kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
     trained = sorted(role for role, kind in kinds.items() if kind in TRAINED)
-    say(f"exported {', '.join(trained)} to {out}")
+    say(f"exported {', '.join(trained)} to {out}{f', with {told(chosen)}' if chosen else ''}")
     _say_checkpoint(RunLayout(run), best, {manifest.policy(role).name for role in trained}, say)
     for text in not_updated(manifest):
         say(text)

@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from cotune.adapters.prompts import prompts_of
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.exchange.trackers.tracker import check_tools
 from cotune.integrations.models.folder.folder import locate_base, locate_model, of_policy
+from cotune.prompts.file import write_prompts
 from cotune.records.structs import Task
 from cotune.records.tasks import as_tasks
 from cotune.runtime.interrupts import stop_by
@@ -87,6 +89,7 @@ def train(
         check_privileged(recipes, listed)
     chosen = _with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
+    flow = flow.prompted(chosen.prompts)
     if chosen.learner.needing_gpu and not chosen.cluster.address:  # there the learners' machines count
         from cotune.trainer.learner.memory.optimizer import check_hardware
 
@@ -101,8 +104,11 @@ def train(
         workflow=absolute(workflow) if isinstance(workflow, str) else None,
         tasks=str(Path(tasks).resolve()) if isinstance(tasks, str | Path) else None,
         held={"tasks": tasks_digest(listed), "count": len(listed), "held_out": list(split.own)},
+        **({} if flow.prompts is None else {"prompts": flow.prompts.id}),
     )
     try:
+        if flow.prompts is not None:
+            write_prompts(folder.path, flow.prompts)
         return run_sync(_train(folder, chosen, flow, split, console))
     except BaseException:
         folder.discard_unbegun()
@@ -156,6 +162,7 @@ def resume(
         for model, policies in config.bases.items():
             locate_base(model, of="" if model == config.model else policies[0])
         flow = flow.redacted(config.redact, keep_token_ids=config.keep_token_ids).named_by(config.roles_by)
+        flow = flow.prompted(prompts_of(folder.path))
         stack.pop_all()
     split = split_again(listed, config, described)
     notes = [
@@ -222,6 +229,7 @@ def _with_whole_paths(config: TrainConfig) -> TrainConfig:
         model=located(config.model),
         policy=tuple(of(policy) for policy in config.policy),
         init=whole(config.init),
+        prompts=whole(config.prompts),
         records=replace(config.records, path=whole(config.records.path)),
         evaluation=replace(config.evaluation, tasks=held_out if held_out == NO_TASKS else whole(held_out)),
         distill=replace(config.distill, teacher=there(config.distill.teacher)),

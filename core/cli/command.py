@@ -33,6 +33,7 @@ _FLAGS = {
     "on_failure": ("--on-failure", "HOW"),
     "redact": ("--redact", "MODULE:FUNCTION"),
     "roles_by": ("--roles-by", "WHO"),
+    "prompts": ("--prompts", "FILE"),
     "cluster.address": ("--cluster", "ADDRESS"),
     "evaluation.tasks": ("--eval-tasks", "FILE"),
     "init": ("--init", "RUN"),
@@ -109,6 +110,15 @@ def add_moved(command: Any, whose: str) -> None:
     """Add `--model` of a command that opens a run or an export whose base models may lie elsewhere by now."""
     text = f"base model, where it lies elsewhere than the {whose} says; OLD=NEW if there are several"
     add_repeated(command, "--model", "BASE", text)
+
+
+def add_prompts(command: Any, default: str) -> None:
+    """Add `--prompts` and `--any-prompts` of a command that uses weights with edited prompts."""
+    command.add_argument(
+        "--prompts", metavar="FILE", help=f"prompts.json, or a folder that has one (default: {default})"
+    )
+    text = "allow others than the weights were trained with"
+    command.add_argument("--any-prompts", action="store_true", help=text)
 
 
 def moved(texts: Sequence[str]) -> str | dict[str, str] | None:

@@ -38,7 +38,7 @@ def arguments(command: Parser) -> None:
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
     add_moved(command, "run or export")
-    options = ("limit", "samples", "concurrency", "timeout", "out", "roles_by", "records")
+    options = ("limit", "samples", "concurrency", "timeout", "out", "roles_by", "prompts", "records")
     add_fields(command, *options, table=EvaluationOptions)
     add_trust(command)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import Parser, add_moved, add_trust, moved
+from cotune.cli.command import Parser, add_moved, add_prompts, add_trust, moved
 from cotune.terminal import tell
 
 EXAMPLE = "cotune export runs/r1 --out adapters/"
@@ -35,6 +35,7 @@ def arguments(command: Parser) -> None:
         metavar="DIR",
         help="folder that cotune eval --out wrote: its figures go into the README (default: the newest one in RUN)",
     )
+    add_prompts(command, "what the run was trained with")
     command.add_argument("--push", metavar="USER/NAME", help="then upload the folder to the Hugging Face Hub")
     command.add_argument("--private", action="store_true", help="make that repository private, if it is new")
     add_trust(command)
@@ -44,6 +45,7 @@ def run(a: argparse.Namespace) -> int:
     from cotune.trainer.export import export
 
     form = {"best": a.best, "merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation, "model": moved(a.model)}
+    form |= {"prompts": a.prompts, "any_prompts": a.any_prompts}
     export(a.run, a.out, push=a.push, private=a.private, say=tell, **form)
     how = "README.md there has the commands for llama.cpp and Ollama" if a.gguf else f"cotune serve {a.out}"
     tell(f"next: {how}")

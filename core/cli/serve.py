@@ -9,6 +9,7 @@ from cotune.cli.command import (
     add_address,
     add_fields,
     add_moved,
+    add_prompts,
     add_repeated,
     add_trust,
     fields_of,
@@ -37,6 +38,7 @@ def arguments(command: Parser) -> None:
         help="how the model writes tool calls: auto, hermes, qwen3_coder, mistral, mistral_v11, llama3_json, or "
         "vllm:NAME for a tool parser of vLLM (default: as exported, or auto: as its chat template does)",
     )
+    add_prompts(command, "what the export was trained with")
     add_trust(command)
 
 
@@ -53,6 +55,8 @@ def run(a: argparse.Namespace) -> int:
         names=a.role,
         aliases=pairs("--as", a.aliases, "NAME=ROLE", "For example: --as gpt-4o-mini=planner"),
         tool_format=a.tool_format,
+        prompts=a.prompts,
+        any_prompts=a.any_prompts,
         **fields_of(a),
     )
     return 0

@@ -17,6 +17,7 @@ from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import load_workflow
 from cotune.errors import RunError, WorkflowError
+from cotune.reading.prompt_use import prompt_lines
 from cotune.recording.chance import start_freezing
 from cotune.records.structs import Episode
 from cotune.records.tasks import load_tasks
@@ -29,7 +30,7 @@ EXAMPLE = "cotune trace app:solve --tasks tasks.jsonl --out runs/traced"
 
 
 class TraceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How `cotune trace` records. `redact` and `roles_by` are as in a run's configuration."""
+    """How `cotune trace` records. `redact`, `roles_by` and `prompts` are as in a run's configuration."""
 
     concurrency: int = 8
     """Episodes in flight."""
@@ -47,6 +48,7 @@ class TraceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """With --otlp, send messages and task inputs too."""
     redact: str | None = None
     roles_by: str | None = None
+    prompts: str | None = None
 
 
 def arguments(command: Parser) -> None:
@@ -74,6 +76,7 @@ def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: C
     if options.freeze:
         start_freezing()
     flow = load_workflow(workflow).redacted(options.redact).named_by(options.roles_by)
+    flow = flow.prompted(options.prompts)
     listed = load_tasks(tasks)[: options.limit]
     console = console or terminal()
     exporter = otlp_exporter(options.otlp) if options.otlp else None
@@ -103,11 +106,13 @@ def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: C
         lost = store.lost
         # Where records were lost, the share of those that remain would mislead.
         solved = () if lost else store.success_counts(episode.id for episode in episodes)
+        edited = prompt_lines(store, [episode.id for episode in episodes]) if flow.prompts else []
     finally:
         if live is not None:
             live.close()
             console.print(f"{live.spans} spans sent to {options.otlp}, {live.failed} episodes could not be sent")
         store.close()
+    console.print(*edited, sep="\n", end="\n" if edited else "", markup=False)
     return _report(episodes, solved, lost, out, console)
 
 

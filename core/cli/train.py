@@ -36,7 +36,7 @@ def arguments(command: Parser) -> None:
     add_fields(
         command.more("rollouts"),
         *("plan.kind", "plan.select", "tasks_per_step", "concurrency", "sampling.max_tokens", "seed"),
-        *("on_failure", "roles_by", "redact"),
+        *("on_failure", "roles_by", "redact", "prompts"),
     )
     add_fields(command.more("learning"), "learner.lr", "mode", "init")
     add_fields(command.more("learning from records"), "records.path", "records.min_reward", "records.best_of")

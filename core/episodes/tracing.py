@@ -229,7 +229,7 @@ class Within(LiveEpisode):
             call.copies = (*call.copies, super().start(caller, body))
         return call
 
-    def _edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:
+    def edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:
         """A copy takes the edits of the outer episode's call when that ends."""
 
     def warn(self, kind: str, message: str, error: BaseException | None = None) -> None:

@@ -158,8 +158,8 @@ def _reason(
 def _answer(store: Store, episode: Episode, call: CallRecord) -> RecordedAnswer | None:
     assert call.chosen is not None
     try:
-        messages = [store.message(id) for id in call.messages]
-        tools = store.message(call.tools) if call.tools else None
+        messages = [store.message(id) for id in call.messages_out]
+        tools = store.message(call.tools_out) if call.tools_out else None
     except RecordError:
         return None
     return RecordedAnswer(episode, call, messages, tools, call.candidates[call.chosen].message)

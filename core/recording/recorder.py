@@ -240,10 +240,11 @@ class LiveEpisode:
             if caller.thread is not None:
                 self._threads.add(caller.thread)
             self._records.link(call)  # under the lock: calls that end from now on were not read
-        self._edit(call, body)
+        self.edit(call, body)
         return call
 
-    def _edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:
+    def edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:
+        """Edit the prompts of a call that asks `body`, where the episode has any for its role."""
         if self.prompting is not None:
             self.prompting.edit(call, body, self.warn)
 

@@ -170,6 +170,12 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"
         """Whether prompts changed the request."""
         return bool(self.sent or self.sent_tools or self.sent_format)
 
+    @property
+    def changed(self) -> dict[int, str]:
+        """Ids of the messages that went out in place of those that were asked, by their place among these."""
+        pairs = enumerate(zip(self.messages, self.sent, strict=False))
+        return {place: sent for place, (asked, sent) in pairs if sent != asked}
+
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
     """Where an episode leaves the one that it repeats: the recorded `call` of the episode `trunk`, and the id of the

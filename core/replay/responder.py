@@ -129,7 +129,7 @@ class ReplayResponder:
         if self.replay.answer is not None:
             return answer
         was = recorded.answer.prompt_ids
-        if answer is not None and was and answer.prompt_ids != was:
+        if answer is not None and was and answer.prompt_ids != was and call.prompts == recorded.prompts:
             at = next((i for i, pair in enumerate(zip(was, answer.prompt_ids, strict=False)) if pair[0] != pair[1]), -1)
             where = f"from token {at + 1} on" if at >= 0 else "in their number"
             why = f"{_place(recorded)}: the messages are the same, but their token ids differ {where}."

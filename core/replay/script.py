@@ -34,6 +34,8 @@ class ScriptCall(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
     answer: Answer
     fault: str = ""
+    prompts: str = ""
+    """Id of the prompts that its role was edited by."""
 
 
 class Script(msgspec.Struct, frozen=True):
@@ -108,6 +110,7 @@ def _script_call(store: Store, call: CallRecord) -> ScriptCall:
         params=call.params,
         messages=call.messages,
         tools=call.tools,
+        prompts=call.prompts,
         started=call.started,
         ended=call.started + call.latency,
         answer=Answer(

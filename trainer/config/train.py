@@ -94,6 +94,9 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """module:function or file.py:function that names the role of each call from its messages, model, tools and caller |
     caller: the name of the application's function that makes it | model: the name of the model that it asks; see
     docs/how-to/roles.md."""
+    prompts: str = ""
+    """File of edited prompts, or a folder that has one: calls go out with them; see docs/how-to/prompts.md. The run
+    keeps a copy as prompts.json."""
     init: str = ""
     """Run or export whose policies this run starts from, instead of the untrained model; see
     docs/how-to/distillation.md."""

@@ -14,12 +14,14 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.manifest import is_export
+from cotune.adapters.prompts import prompts_for, prompts_named, prompts_of, told
 from cotune.algorithms.goal import Goal, goal_of, goal_of_policies
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
 from cotune.reading.evaluations import EVALUATION, EvaluatedMode, EvaluationReport, claim_folder
+from cotune.reading.prompt_use import prompt_lines
 from cotune.recording.recorder import Nowhere
 from cotune.records.policies import UNTRAINED
 from cotune.records.structs import Episode, Task
@@ -92,6 +94,8 @@ def evaluate(
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
     if trained is not None:
         app = app.redacted(trained.redact, keep_token_ids=trained.keep_token_ids)
+    app = app.prompted(prompts_for(source, chosen.prompts, any_prompts=True))
+    prompted = _prompts_note(app, source)
     goal, note = _goal(trained, app, evaluated)
     prices = {**(trained.prices if trained else {}), **chosen.prices}
     for model, policies in evaluated.bases.items():
@@ -107,7 +111,7 @@ def evaluate(
         report = run_sync(_evaluate(app, held_out, evaluated, chosen, out, usual, goal))
     if recorded is not None:
         report = beside(report, *recorded)
-    report = msgspec.structs.replace(report, notes=(*report.notes, *notes, *([note] if note else [])))
+    report = msgspec.structs.replace(report, notes=(*report.notes, *notes, *filter(None, (note, prompted))))
     if out is not None:
         newest = newest_checkpoint(RunLayout(source).checkpoints) if of_run else None
         named = str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else ""
@@ -151,15 +155,16 @@ async def _evaluate(
             )
         )
         context = (await responder.sampler.info()).max_model_len
+        store = None if out is None else stack.enter_context(open_store(out.records))
         batch = EpisodeBatch(
             tasks=tasks,
-            sink=Nowhere() if out is None else stack.enter_context(open_store(out.records)),
+            sink=Nowhere() if store is None else store,
             phase="eval",
             rollouts=options.samples,
             concurrency=options.concurrency,
             timeout=options.timeout,
         )
-        return await evaluate_modes(
+        report = await evaluate_modes(
             app,
             batch,
             responder,
@@ -170,6 +175,11 @@ async def _evaluate(
             goal=goal,
             on_mode=shown,
         )
+        if app.prompts is None or store is None:
+            return report
+        store.flush()
+        lines = prompt_lines(store, [episode.id for episode in store.episodes()])
+        return msgspec.structs.replace(report, notes=(*report.notes, *lines))
 
 
 async def evaluate_modes(
@@ -244,6 +254,16 @@ def _goal(config: TrainConfig | None, app: Workflow, evaluated: EvaluatedPolicie
         return goal_of(None, config.on_failure), note
     players = {role: one.name for one in evaluated.policies if one.name in evaluated.trained for role in one.roles}
     return goal_of_policies(recipes, config.on_failure, players), ""
+
+
+def _prompts_note(app: Workflow, source: str | Path) -> str:
+    """Which edited prompts the calls go out with, and that the policies were trained with others; empty without any."""
+    if app.prompts is None:
+        return ""
+    own = prompts_of(source)
+    trained = own.id if own is not None else ""
+    note = f"All modes have {told(app.prompts)}."
+    return note if app.prompts.id == trained else f"{note} The policies were trained with {prompts_named(trained)}."
 
 
 @contextlib.contextmanager

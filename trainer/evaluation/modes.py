@@ -11,6 +11,7 @@ import msgspec
 
 from cotune.adapters.bases import Moved
 from cotune.errors import ConfigError, check_bounds
+from cotune.prompts.edits import Prompts
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import UNSHAPED
 
@@ -67,6 +68,9 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Run folder or records file of the application with its provider, to be shown and compared with the modes."""
     roles_by: str | None = None
     """What names the roles: caller | model | module:function; without a value: what did in the run."""
+    prompts: Prompts | str | Path | None = None
+    """File of edited prompts, or a folder that has one, with which the calls of all modes go out; without a value:
+    those of the run or export."""
 
     def __post_init__(self) -> None:
         check_modes(self.modes)

@@ -39,6 +39,9 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: str | None = None
     """Also write the records to this new folder."""
     roles_by: str | None = None
+    prompts: str | None = None
+    """File of edited prompts, or a folder that has one, with which new calls go out; without it those of the run. What
+    is answered from the record is found by what the application asks."""
 
     def __post_init__(self) -> None:
         if self.episode is None and not self.all:

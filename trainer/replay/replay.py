@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.manifest import is_export
+from cotune.adapters.prompts import prompts_of
 from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.rollout import repeating
 from cotune.episodes.run_sync import run_sync
@@ -226,7 +227,8 @@ def _workflow(run: Path, options: ReplayOptions) -> Workflow:
             "workflow", None, "is missing, and the records do not say which application made them", remedy
         )
     config = described.get("config", {})
-    return load_workflow(spec).redacted(config.get("redact")).named_by(options.roles_by or config.get("roles_by"))
+    flow = load_workflow(spec).redacted(config.get("redact")).named_by(options.roles_by or config.get("roles_by"))
+    return flow.prompted(options.prompts or prompts_of(run))
 
 
 def _episodes(store: Store, options: ReplayOptions) -> list[Episode]:

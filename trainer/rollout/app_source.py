@@ -13,6 +13,7 @@ import msgspec
 
 from cotune.episodes.workflows import Workflow, load_workflow
 from cotune.errors import ConfigError
+from cotune.prompts.edits import Prompts
 from cotune.trainer.config.train import TrainConfig
 
 PASSED_ON = (
@@ -49,6 +50,7 @@ class AppSource(msgspec.Struct, frozen=True, kw_only=True):
     redact: str = ""
     keep_token_ids: bool = False
     roles_by: str = ""
+    prompts: Prompts | None = None
 
     def load(self) -> Workflow:
         """Make this process like the driver and import the workflow. Raises ConfigError, WorkflowError."""
@@ -58,11 +60,12 @@ class AppSource(msgspec.Struct, frozen=True, kw_only=True):
         known = [entry for entry in self.sys_path if Path(entry).exists()]
         sys.path[:] = [*known, *(entry for entry in sys.path if entry not in known)]
         found = load_workflow(self.path).redacted(self.redact, keep_token_ids=self.keep_token_ids)
-        return found.named_by(self.roles_by)
+        return found.named_by(self.roles_by).prompted(self.prompts)
 
 
-def app_source(path: str, config: TrainConfig) -> AppSource:
-    """How other processes find the workflow at the import path `path`, as this process stands.
+def app_source(path: str, config: TrainConfig, prompts: Prompts | None = None) -> AppSource:
+    """How other processes find the workflow at the import path `path`, as this process stands; `prompts` are its edited
+    ones.
 
     A `working_dir` in `cluster.runtime_env` replaces the folder of this process, and a relative path then starts there.
     """
@@ -75,6 +78,7 @@ def app_source(path: str, config: TrainConfig) -> AppSource:
         redact=config.redact,
         keep_token_ids=config.keep_token_ids,
         roles_by=config.roles_by,
+        prompts=prompts,
     )
 
 

@@ -71,7 +71,7 @@ class RolloutWorkers:
                 'Put the call under `if __name__ == "__main__":`.',
             )
         setup = Setup(
-            app=app_source(path, config),
+            app=app_source(path, config, workflow.prompts),
             sampler=sampler,
             bases={_place(model): names for model, names in config.bases.items()},
             tool_formats={_place(model): format for model, format in config.tool_formats.items()},

@@ -60,7 +60,8 @@ def _call(store: Store, call: CallRecord) -> dict[str, Any]:
         del candidate["token_ids"], candidate["logprobs"], candidate["shown"]
     messages = [_message(store, id) for id in call.messages]
     about = msgspec.to_builtins(msgspec.structs.replace(call, candidates=()))
-    return {**about, "messages": messages, "candidates": candidates}
+    sent = [_message(store, id) for id in call.sent]
+    return {**about, "messages": messages, "sent": sent, "candidates": candidates}
 
 
 def _message(store: Store, id: str) -> Any:

@@ -100,6 +100,10 @@ def _call_line(call: CallRecord, known: Mapping[str, CallRecord]) -> Text:
     line.append(f" · {call.policy or call.model or 'no model name'}", style=QUIET)
     if call.replayed:
         line.append(" · from the record", style=QUIET)
+    if call.unedited:
+        line.append(f" · {call.unedited}: sent as asked", style=BAD)
+    elif call.edited:
+        line.append(f" · edited prompts {call.prompts[:8]}", style=QUIET)
     if call.attempts:
         line.append(f" · {plural(len(call.attempts), 'retry', 'retries')}", style=QUIET)
     if call.status != "ok":
@@ -109,13 +113,14 @@ def _call_line(call: CallRecord, known: Mapping[str, CallRecord]) -> Text:
 
 def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
     """The message asked last (with `full` the whole prompt), an error, and every candidate."""
-    for id in call.messages if full else call.messages[-1:]:
-        try:
-            message = store.message(id)
-            asked = _whole(message) if full else snippet(message)
-        except RecordError:
-            asked = "lost"
-        yield _line(Text(f"< {asked}", style=QUIET), full)
+    last = len(call.messages) - 1
+    for place, id in enumerate(call.messages):
+        if not full and place < last:
+            continue
+        yield _line(Text(f"< {_asked(store, id, full)}", style=QUIET), full)
+        if place in call.changed:
+            sent = _asked(store, call.changed[place], full)
+            yield _line(Text(f"< sent instead, by edited prompts: {sent}"), full)
     for attempt in call.attempts:
         yield _short(Text(f"retried after {attempt}", style=QUIET))
     if call.error:
@@ -134,6 +139,15 @@ def _call_details(store: Store, call: CallRecord, full: bool) -> Iterable[Text]:
         line.append(said, style="" if chosen else QUIET)
         yield _line(line, full)
         yield from _feedback(feedback[target], full)
+
+
+def _asked(store: Store, id: str, full: bool) -> str:
+    """A message: the whole of it, or its beginning."""
+    try:
+        message = store.message(id)
+    except RecordError:
+        return "lost"
+    return _whole(message) if full else snippet(message)
 
 
 def _feedback(texts: Mapping[str, str], full: bool) -> Iterable[Text]:

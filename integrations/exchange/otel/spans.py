@@ -75,7 +75,7 @@ class _Episode:
         self.left_out = left_out
         self.calls = store.calls(episode.id)
         self.messages = {
-            call.id: [body for body in map(self._body, call.messages) if isinstance(body, Mapping)]
+            call.id: [body for body in map(self._body, call.messages_out) if isinstance(body, Mapping)]
             for call in self.calls
         }
         targets = [candidate_id(call.id, c.index) for call in self.calls for c in call.candidates]
@@ -176,6 +176,8 @@ class _Episode:
             names.FINISH_REASONS: None if call.chosen is None else [c.finish_reason for c in call.candidates],
             names.PARENTS: list(call.parents) or None,
             names.ATTEMPTS: len(call.attempts) or None,
+            names.PROMPTS: call.prompts or None,
+            names.UNEDITED: call.unedited or None,
             **(self._content(call) if self.detail.content else {}),
             **(self._tokens(call) if self.detail.tokens else {}),
         }
@@ -188,8 +190,12 @@ class _Episode:
                 for c in call.candidates
             ]
             found[names.OUTPUT_MESSAGES] = as_text(answers)
-        if call.tools:
-            found[names.TOOL_DEFINITIONS] = as_text([tool_definition(tool) for tool in self._body(call.tools) or ()])
+        if call.tools_out:
+            offered = self._body(call.tools_out) or ()
+            found[names.TOOL_DEFINITIONS] = as_text([tool_definition(tool) for tool in offered])
+        if call.sent:
+            asked = [body for body in map(self._body, call.messages) if isinstance(body, Mapping)]
+            found[names.ASKED_MESSAGES] = as_text([to_parts(m, self.left_out) for m in asked])
         return found
 
     def _tokens(self, call: CallRecord) -> dict[str, Any]:

@@ -113,6 +113,8 @@ def call_page(viewer: Viewer, request: Request) -> Response:
         tokens={c.index: shown_tokens(c, model) for c in record.candidates if coloured and _has_logprobs(c)},
         coloured=coloured,
         tools=message(run, record.tools) if record.tools else None,
+        sent=[(place, message(run, id)) for place, id in record.changed.items()],
+        sent_tools=message(run, record.sent_tools) if record.sent_tools else None,
         hues=hues(run, record.role),
     )
 
