@@ -23,6 +23,7 @@ TERMINAL = {"rich"}
 PRINTS = {
     "tables.py",
     *(f"cli/{name}.py" for name in ("runs", "trace", "printing/episode", "printing/groups", "printing/overview")),
+    "cli/printing/prompts.py",
     "cli/printing/steps.py",
 }
 """Modules of core that are imported only to print; all others open rich where they need it."""

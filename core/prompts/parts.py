@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, get_args
 
@@ -81,7 +81,8 @@ class _Found:
     group: Group
     template: Template
     order: tuple[int, int]
-    why: str
+    blocked: bool = False
+    """One of its texts also reads as another part."""
 
 
 def find_parts(
@@ -131,15 +132,16 @@ def _of_place(place: Place, texts: Sequence[SeenText], many: bool) -> tuple[list
             continue
         template = group.template()
         if template.constant:
-            found.append(_Found(place, group, template, min(text.order for text in group.texts), _why(group, template)))
+            found.append(_Found(place, group, template, min(text.order for text in group.texts)))
     return [_apart(one, found) for one in found], inputs
 
 
-def _why(group: Group, template: Template) -> str:
-    if len(group.tasks) < TASKS:
+def why_not(old: Template, tasks: int) -> str:
+    """Why a text that was seen in so many tasks cannot be edited; "" where it can."""
+    if tasks < TASKS:
         return "seen in one task: what is constant cannot be told from its input"
-    if template.constant < CONSTANT:
-        return f"only {template.constant} characters are constant"
+    if old.constant < CONSTANT:
+        return f"only {old.constant} characters are constant"
     return ""
 
 
@@ -150,10 +152,8 @@ def _apart(one: _Found, all_found: Sequence[_Found]) -> _Found:
         for other in all_found
         if other is not one and other.template.constant >= one.template.constant and other.template != one.template
     ]
-    for text in one.group.texts:
-        if any(other.template.match(text.text) is not None for other in rivals):
-            return _Found(one.place, one.group, one.template, one.order, "one of its texts also reads as another part")
-    return one
+    blocked = any(other.template.match(text.text) is not None for other in rivals for text in one.group.texts)
+    return replace(one, blocked=blocked)
 
 
 def _named(found: Iterable[_Found]) -> list[FoundPart]:
@@ -180,8 +180,7 @@ def _part(alike: Sequence[_Found], number: int) -> FoundPart:
     template = alike[0].template
     calls = {call for one in alike for call in one.group.calls}
     tasks = {task for one in alike for task in one.group.tasks}
-    why = "" if any(not one.why for one in alike) and len(tasks) >= TASKS else alike[0].why
-    blocked = [one.why for one in alike if "another part" in one.why]
+    blocked = "one of its texts also reads as another part" if any(one.blocked for one in alike) else ""
     part = PromptPart(
         name=name,
         roles=tuple(one.place.role for one in alike),
@@ -193,7 +192,7 @@ def _part(alike: Sequence[_Found], number: int) -> FoundPart:
     texts = sorted((text for one in alike for text in one.group.texts), key=lambda text: min(text.calls))
     values = [read for text in texts if (read := _read(template, text)) is not None]
     examples = tuple(tuple(_examples(row[slot - 1] for row in values)) for slot in template.slots)
-    return FoundPart(part=part, examples=examples, why=blocked[0] if blocked else why)
+    return FoundPart(part=part, examples=examples, why=blocked or why_not(template, len(tasks)))
 
 
 def _read(template: Template, text: SeenText) -> tuple[str, ...] | None:

@@ -1,0 +1,31 @@
+"""`cotune prompts`: each of its subcommands is a module of its name in this folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from cotune.cli.command import Parser, described
+
+SUBCOMMANDS: Sequence[str] = ("show", "edit", "diff", "export")
+"""A module has `TEXT`, `EXAMPLE`, `arguments` and `run`."""
+EXAMPLE = "cotune prompts show runs/traced"
+EXTRA = "prompts"
+
+
+def arguments(command: Parser) -> None:
+    below = command.add_subparsers(dest="subcommand", required=True, metavar=" | ".join(SUBCOMMANDS))
+    for name in SUBCOMMANDS:
+        module = import_module(f"cotune.cli.prompts.{name}")
+        sub = below.add_parser(name, help=module.TEXT, **described(module.TEXT, module.EXAMPLE))
+        sub.set_defaults(run_subcommand=module.run)
+        module.arguments(sub)
+        if "--help-all" not in sys.argv:
+            sub.shorten()
+
+
+def run(a: argparse.Namespace) -> int:
+    status: int = a.run_subcommand(a)
+    return status

@@ -1,0 +1,39 @@
+"""`cotune prompts diff`."""
+
+from __future__ import annotations
+
+import argparse
+
+from cotune.cli.command import Parser
+from cotune.terminal import tell, terminal
+
+TEXT = "Show what was changed in prompts, part by part"
+EXAMPLE = "cotune prompts diff prompts.json"
+
+
+def arguments(command: Parser) -> None:
+    command.add_argument("prompts", metavar="PROMPTS", help="prompts.json, or a folder that has one")
+    command.add_argument(
+        "other", metavar="OTHER", nargs="?", help="a later one to compare with (default: the old texts)"
+    )
+
+
+def run(a: argparse.Namespace) -> int:
+    from cotune.cli.printing.prompts import shown_diff
+    from cotune.prompts.file import read_prompts
+
+    first = read_prompts(a.prompts)
+    if a.other:
+        later = {(part.kind, part.key, part.old, part.roles): part for part in read_prompts(a.other).parts}
+        both = [(part, later.get((part.kind, part.key, part.old, part.roles))) for part in first.parts]
+        pairs = [(part, part.now, other.now) for part, other in both if other is not None and other.now != part.now]
+        missing = [part.name for part, other in both if other is None]
+        if missing:
+            tell(f"not in {a.other}: {', '.join(missing)}")
+    else:
+        pairs = [(part, part.old, part.now) for part in first.parts if part.edited]
+    if not pairs:
+        tell("nothing is changed")
+        return 0
+    terminal().print(shown_diff(pairs))
+    return 0

@@ -1,0 +1,112 @@
+"""`cotune prompts edit`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from cotune.cli.command import Parser, add_repeated
+from cotune.errors import ConfigError
+from cotune.prompts.edits import PromptPart, Prompts
+from cotune.prompts.templates import Template, fault_of
+from cotune.prompts.wording import Wording
+from cotune.terminal import tell, terminal
+
+TEXT = "Change a part of a role's prompts in your editor"
+EXAMPLE = "cotune prompts edit runs/traced --part writer.system"
+
+
+def arguments(command: Parser) -> None:
+    from cotune.cli.prompts.sources import SOURCE
+
+    command.add_argument("source", metavar="PROMPTS", help=SOURCE)
+    command.add_argument("--part", required=True, metavar="NAME", help="such as writer.system: cotune prompts show")
+    command.add_argument("--out", metavar="FILE", help="file of prompts to write (default: the one that was read)")
+    command.add_argument("--text", metavar="FILE", help="take the new text from FILE, or - for standard input")
+    command.add_argument("--undo", action="store_true", help="say again what the application says")
+    add_repeated(command, "--keep", "REGEX", "with records: text that stays as it is")
+
+
+def run(a: argparse.Namespace) -> int:
+    from cotune.cli.printing.prompts import shown_diff
+    from cotune.cli.prompts.sources import part_named, source
+    from cotune.prompts.file import prompts_path, write_prompts
+    from cotune.prompts.parts import why_not
+
+    prompts, kept, found = source(a.source, keep=a.keep)
+    file = prompts_path(a.out) if a.out else kept
+    if found is not None and file.is_file():
+        raise ConfigError("--out", str(file), "is there already", f"Edit it: cotune prompts edit {file} --part ...")
+    part = part_named(prompts, a.part)
+    reasons = [one.why for one in found.parts if one.part == part] if found else []
+    if why := next(filter(None, reasons), "") or why_not(part.old, part.support.tasks):
+        raise ConfigError("--part", part.name, f"cannot be edited: {why}", "Record more tasks that differ.")
+    before = part.now
+    new = part.old if a.undo else _asked(a, part, prompts)
+    if new == before:
+        tell(f"{part.name} is as it was; nothing is written")
+        return 0
+    changed = msgspec.structs.replace(part, new=None if new == part.old else new)
+    parts = tuple(changed if one is part else one for one in prompts.parts)
+    # Figures of other texts say nothing of these.
+    write_prompts(file, msgspec.structs.replace(prompts, parts=parts, evaluation={}))
+    terminal().print(shown_diff([(changed, before, new)]))
+    workflow = prompts.workflow if ":" in prompts.workflow else "app:solve"
+    tell(f"written: {file}; compare: cotune eval {workflow} --tasks tasks.jsonl --prompts {file}")
+    return 0
+
+
+def _asked(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Template:
+    """The new text, with every slot. Raises ConfigError."""
+    wording = Wording(prompts.parts)
+    old = wording.text(part.now)
+    if a.text:
+        text = sys.stdin.read() if a.text == "-" else Path(a.text).read_text(encoding="utf-8")
+        return _read(part, wording, text, old, a.text)
+    with tempfile.NamedTemporaryFile("w", suffix=".md", prefix="prompt-", delete=False, encoding="utf-8") as made:
+        made.write(old)
+    path = Path(made.name)
+    if part.old.slots:
+        marks = ", ".join(map(wording.mark, part.old.slots))
+        tell(f"{marks}: what differs from call to call; each stays in the text, once, at any place")
+    while True:
+        _open_editor(path)
+        try:
+            new = _read(part, wording, path.read_text(encoding="utf-8"), old, str(path))
+        except ConfigError as error:
+            if not sys.stdin.isatty() or input(f"{error} Edit again? [Y/n] ").strip().lower().startswith("n"):
+                raise
+        else:
+            path.unlink()
+            return new
+
+
+def _read(part: PromptPart, wording: Wording, text: str, old: str, where: str) -> Template:
+    """The template of a text, without the line end that editors add."""
+    if text.endswith("\n") and not old.endswith("\n"):
+        text = text.removesuffix("\n").removesuffix("\r")
+    new = wording.template(text)
+    if not text.strip():
+        raise ConfigError("text", where, "is empty", "A prompt says something; --undo takes an edit back.")
+    if fault := fault_of(part.old, new):
+        marks = ", ".join(map(wording.mark, part.old.slots)) or "none"
+        raise ConfigError("text", where, f"cannot stand for {part.name}: {fault}", f"Its slots, once each: {marks}.")
+    return new
+
+
+def _open_editor(path: Path) -> None:
+    editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
+    try:
+        done = subprocess.run([*shlex.split(editor), str(path)], check=False)
+    except (OSError, ValueError) as error:
+        remedy = "Set EDITOR to one, or give the text: --text FILE."
+        raise ConfigError("EDITOR", editor, f"cannot be started ({error})", remedy) from None
+    if done.returncode:
+        raise ConfigError("EDITOR", editor, f"failed with status {done.returncode}", f"Your text is in {path}.")

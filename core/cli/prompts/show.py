@@ -1,0 +1,75 @@
+"""`cotune prompts show`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from cotune.cli.command import APP, TASKS, Parser, add_repeated, printing_aside
+from cotune.errors import ConfigError
+from cotune.terminal import tell, terminal
+
+TEXT = "Show the constant text of each role's prompts, and the slots that vary"
+EXAMPLE = "cotune prompts show runs/traced"
+_KINDS = ("system", "user", "tool", "format")
+
+
+def arguments(command: Parser) -> None:
+    command.add_argument("source", help=f"run folder, records file or prompts.json; or {APP}, which is recorded first")
+    command.add_argument("--tasks", metavar="FILE", help=f"with an application: {TASKS}")
+    command.add_argument(
+        "--limit", type=int, default=8, metavar="N", help="with an application: tasks to run (default: %(default)s)"
+    )
+    command.add_argument(
+        "--records",
+        default="runs/prompts",
+        metavar="DIR",
+        help="with an application: run folder for its records (default: %(default)s)",
+    )
+    add_repeated(command, "--role", "NAME", "parts of this role only")
+    command.add_argument(
+        "--part", default="system,user", metavar="KINDS", help=f"of {','.join(_KINDS)} (default: %(default)s)"
+    )
+    add_repeated(command, "--keep", "REGEX", "text that stays as it is: it becomes a slot")
+    command.add_argument("--out", metavar="FILE", help="also write the parts as a file of prompts, to edit")
+    command.add_argument("--full", action="store_true", help="whole texts")
+    command.add_argument("--json", action="store_true", help="the parts as one JSON value")
+
+
+def run(a: argparse.Namespace) -> int:
+    from cotune.cli.printing.prompts import found_of, parts_as_json, shown_parts
+    from cotune.cli.prompts.sources import found_in, has_prompts, made
+    from cotune.prompts.file import read_prompts, write_prompts
+
+    kinds = tuple(a.part.split(","))
+    if unknown := [kind for kind in kinds if kind not in _KINDS]:
+        raise ConfigError("--part", unknown[0], "is no kind of part", f"There are: {', '.join(_KINDS)}.")
+    records = a.source
+    if ":" in a.source and not Path(a.source).exists():
+        records = _recorded(a)
+    if has_prompts(records) and not Path(records).is_dir():
+        found = found_of(read_prompts(records), a.role)
+    else:
+        found = found_in(records, roles=a.role, keep=a.keep)
+    if a.json:
+        print(json.dumps(parts_as_json(found), ensure_ascii=False))
+    else:
+        terminal().print(shown_parts(found, kinds, full=a.full))
+    if a.out:
+        file = write_prompts(a.out, found.prompts(**made(records)))
+        if not a.json:
+            tell(f"written: {file}; to change one: cotune prompts edit {file} --part NAME")
+    return 0 if found.editable else 1
+
+
+def _recorded(a: argparse.Namespace) -> str:
+    """Record the application on its tasks, with its own model; the folder of its records."""
+    from cotune.cli.trace import TraceOptions, trace
+
+    if not a.tasks:
+        example = f"For example: cotune prompts show {a.source} --tasks tasks.jsonl --limit 8"
+        raise ConfigError("--tasks", None, "is missing: the application is run to record its prompts", example)
+    with printing_aside():
+        trace(a.source, a.tasks, a.records, TraceOptions(limit=a.limit), terminal(stderr=True))
+    return str(a.records)
