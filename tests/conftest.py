@@ -76,6 +76,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     items.sort(key=_rank)
 
 
+def pytest_fixture_setup(request: pytest.FixtureRequest) -> None:
+    """One Ray, not one for each worker, whatever asks for it while it runs."""
+    if request.fixturename in ENGINES:
+        assert _uses_engines(request._pyfuncitem), "name the parameter by which this test asks for Ray as in BY_NAME"
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.getoption("loadgroup", False):
         assert all("@" in item.nodeid for item in session.items), "pytest-xdist has read no groups"

@@ -176,12 +176,13 @@ def sticky_tasks() -> list[dict[str, str]]:
     return [{"id": name, "letter": name, "kind": kinds.get(name, "")} for name in ids]
 
 
-@pytest.mark.parametrize("cluster", [{}, pytest.param(CLUSTER, marks=pytest.mark.slow)], ids=["here", "ray"])
-def test_in_mode_async_a_late_episode_is_not_waited_for_and_counted(trainer, cluster, request):
-    if cluster:
-        request.getfixturevalue("ray_runtime")
+@pytest.mark.parametrize("where", ["here", pytest.param("ray", marks=pytest.mark.slow)])
+def test_in_mode_async_a_late_episode_is_not_waited_for_and_counted(trainer, where, request):
     settings = {**SETTINGS, "concurrency": 64, "mode": "async", "refill": {"budget": 2.0, "groups": 1}}
-    trainer(worker_app.sticky, sticky_tasks(), steps=2, cluster=cluster, **settings)
+    if where == "ray":
+        request.getfixturevalue("ray_runtime")
+        settings["cluster"] = CLUSTER
+    trainer(worker_app.sticky, sticky_tasks(), steps=2, **settings)
     line = trainer.metrics()[0]
     cancelled = [e for e in episodes_in(trainer)[0] if e.status == "cancelled"]
     assert "stuck" in {e.task.input["kind"] for e in cancelled}
