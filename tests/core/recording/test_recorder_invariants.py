@@ -320,7 +320,7 @@ def test_an_end_waits_for_a_call_that_is_being_written():
         def write(self, records):
             if any(isinstance(r, CallRecord) for r in records):
                 writing.set()
-                may_write.wait(5)
+                may_write.wait(60)
             super().write(records)
 
     sink = Slow()
@@ -328,7 +328,7 @@ def test_an_end_waits_for_a_call_that_is_being_written():
     call = episode.start(CallerContext("a", "test"), {"messages": []})
     finishing = threading.Thread(target=call.finish, args=(answer_of(["x"], (1,)),))
     finishing.start()
-    writing.wait(5)
+    assert writing.wait(60)
     ending = threading.Thread(target=episode.end, args=("ok",))
     ending.start()
     ending.join(0.02)

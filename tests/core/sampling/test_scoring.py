@@ -84,7 +84,7 @@ def test_async_scorers_overlap():
             await both.wait()
             return {"team": candidate.index}
 
-        return await asyncio.wait_for(score(scorer, CANDIDATES, CALL, "writer"), 5)
+        return await asyncio.wait_for(score(scorer, CANDIDATES, CALL, "writer"), 60)
 
     assert asyncio.run(main()) == (Scored({"team": 0.0}), Scored({"team": 1.0}))
 

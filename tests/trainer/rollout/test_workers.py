@@ -330,7 +330,7 @@ def test_an_episode_that_loses_its_worker_once_is_run_again(troubled: Driver) ->
 
 
 def test_code_that_blocks_its_worker_is_a_timeout_of_its_episode(troubled: Driver) -> None:
-    episodes, _ = troubled.trouble({"id": "hung", "do": "block"}, *nothings(3, 1.0), timeout=8.0)
+    episodes, _ = troubled.trouble({"id": "hung", "do": "block"}, *nothings(3, 0.5), timeout=8.0)
     assert {task for task, episode in episodes.items() if episode.status != "ok"} == {"hung"}
     assert "in block: time.sleep(60), by the episode hung/0, which has a time-out of 8.0 s" in episodes["hung"].error
     assert len(troubled.ran("hung")) == 1

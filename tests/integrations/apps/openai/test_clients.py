@@ -185,7 +185,7 @@ def test_one_map_in_many_threads_at_once(record: Recorded):
     together = threading.Barrier(2)
 
     def one(name):
-        together.wait(5)
+        together.wait(60)
         return ask_as(name)
 
     outcome = record(lambda task: "".join(THREAD_POOL.map(one, "ab", chunksize=1)) == "ab", lambda call: call.role)

@@ -53,7 +53,7 @@ def server(contract_model: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def asked(server: FakeServer, tokenizer: Any) -> Iterator[VllmTeacher]:
-    opened = VllmTeacher(server.url + "/v1", tokenizer, timeout=5.0, concurrency=3)
+    opened = VllmTeacher(server.url + "/v1", tokenizer, timeout=60.0, concurrency=3)
     server.asked.clear()
     yield opened
     opened.close()

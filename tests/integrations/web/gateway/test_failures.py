@@ -33,7 +33,7 @@ BODY = {"model": "m", "messages": HELLO}
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench(tmp_path_factory.mktemp("gateway"), limits=Limits(max_body=4096, max_inflight=2, timeout=5)) as made:
+    with bench(tmp_path_factory.mktemp("gateway"), limits=Limits(max_body=4096, max_inflight=2, timeout=60)) as made:
         yield made
 
 
@@ -192,7 +192,7 @@ def test_a_request_that_takes_too_long(tmp_path: Path) -> None:
         assert call.status == "timeout"
 
         def slow(body: dict[str, Any], number: int) -> Any:
-            gate.provider.over.wait(5)
+            gate.provider.over.wait(60)
             return scripted.said(body)
 
         gate.provider.reply = slow
