@@ -1,9 +1,10 @@
-"""Peak memory of one update of a model, as passes of so many tokens, of "auto", and under a limit.
+"""Memory and pages of updates of a model: by default, under a limit, and with every tensor's pages asked for anew.
 
     python -m benchmarks.memory --model MODEL [--rows 256] [--limit 2GiB]
 
 LoRA of rank 16, fp32, groups of 8 rows with a prompt of 64 and answers of 32 random tokens; each row of the table is a
-process of its own. The last line is JSON: peak_gb by setting.
+process of its own, which makes three updates: the peak is that of all, times are of the last, `pages` are those that it
+had the system hand out. The last line is JSON: peak_gb by setting, and the CPU of pages kept over that of pages anew.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import resource
 import subprocess
 import sys
-import time
 from typing import Any
 
 from cotune.algorithms.samples import TrainRow
@@ -47,14 +48,17 @@ def make_rows(model: str, rows: int) -> list[TrainRow]:
     ]
 
 
-def measure(model: str, rows: int, settings: dict[str, Any]) -> dict[str, float]:
-    """One update in this process: tokens of a pass, seconds, and the largest resident size in GB."""
+def measure(model: str, rows: int, settings: dict[str, Any], anew: bool) -> dict[str, float]:
+    """Updates in this process: tokens of a pass, CPU seconds, pages, and the largest resident size in GB."""
     from cotune.algorithms.catalogue import recipe
     from cotune.integrations.models.folder.folder import locate_model
     from cotune.records.policies import LoraSpec, policies_for
     from cotune.trainer.config.learner import LearnerSettings
     from cotune.trainer.learner.local import LocalLearner
+    from cotune.trainer.learner.memory import pass_size
 
+    if anew:
+        pass_size._MALLOC = ((-3, 256 << 10),)  # every larger tensor is a mapping of its own
     folder = str(locate_model(model))
     made = make_rows(folder, rows)
     learner = LocalLearner.open(
@@ -63,11 +67,17 @@ def measure(model: str, rows: int, settings: dict[str, Any]) -> dict[str, float]
         LearnerSettings(lr=1e-4, mini_batch=rows, device="cpu", **settings),
         recipe("at_grpo").loss,
     )
-    began = time.perf_counter()
-    metrics = learner.update("a", made)
-    seconds = time.perf_counter() - began
-    peak = peak_memory() / 1e9
-    return {"tokens": metrics["pass_tokens"], "seconds": seconds, "peak_gb": peak}
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        metrics = learner.update("a", made)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "tokens": metrics["pass_tokens"],
+        "user": after.ru_utime - before.ru_utime,
+        "system": after.ru_stime - before.ru_stime,
+        "pages": after.ru_minflt - before.ru_minflt,
+        "peak_gb": peak_memory() / 1e9,
+    }
 
 
 def main() -> None:
@@ -76,20 +86,23 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--limit", default="2GiB")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--anew", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.model, args.rows, json.loads(args.one))))
+        print(json.dumps(measure(args.model, args.rows, json.loads(args.one), args.anew)))
         return
-    found = {}
-    print(f"{'setting':24} {'tokens of a pass':>16} {'peak, GB':>9} {'seconds':>8}")
-    for name, settings in {"auto": {}, "limit": {"memory": args.limit}}.items():
+    found, cpu = {}, {}
+    print(f"{'setting':24} {'tokens of a pass':>16} {'peak, GB':>9} {'user, s':>8} {'system, s':>9} {'pages':>9}")
+    for name, settings in {"auto": {}, "limit": {"memory": args.limit}, "anew": {}}.items():
         command = [sys.executable, "-m", "benchmarks.memory", "--model", args.model, "--rows", str(args.rows)]
-        done = subprocess.run([*command, "--one", json.dumps(settings)], stdout=subprocess.PIPE, text=True, check=True)
+        command += ["--one", json.dumps(settings), *(["--anew"] if name == "anew" else [])]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         row = json.loads(done.stdout.splitlines()[-1])
-        label = f"learner.memory = {args.limit}" if settings else "defaults"
-        print(f"{label:24} {row['tokens']:16,.0f} {row['peak_gb']:9.2f} {row['seconds']:8.1f}", flush=True)
-        found[name] = round(row["peak_gb"], 2)
-    print(json.dumps({"peak_gb": found}))
+        label = {"auto": "defaults", "limit": f"learner.memory = {args.limit}", "anew": "pages asked for anew"}[name]
+        figures = f"{row['user']:8.1f} {row['system']:9.1f} {row['pages']:9,.0f}"
+        print(f"{label:24} {row['tokens']:16,.0f} {row['peak_gb']:9.2f} {figures}", flush=True)
+        found[name], cpu[name] = round(row["peak_gb"], 2), row["user"] + row["system"]
+    print(json.dumps({"peak_gb": found, "cpu_ratio": round(cpu["auto"] / cpu["anew"], 2)}))
 
 
 if __name__ == "__main__":

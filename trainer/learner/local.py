@@ -152,7 +152,7 @@ class LocalLearner:
         """
         started = time.perf_counter()
         model, (settings, loss), size = self._model(policy), self._methods[policy], self._passes[policy]
-        with giving_back(model.device):
+        with giving_back(model):
             # Rows into optimizer steps; which of them go through the model.
             rows = model.without_forced_tokens(rows)
             epochs = [mini_batches(rows, settings.mini_batch, self._order[policy]) for _ in range(settings.epochs)]

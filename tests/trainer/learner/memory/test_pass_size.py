@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,16 +72,21 @@ def test_a_limit_makes_passes_smaller(base: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("tokens", ["auto", 64])
-def test_freed_memory_goes_back_to_the_system_whoever_chose_the_passes(
+def test_pages_are_kept_during_an_update_and_given_back_after_it(
     base: str, monkeypatch: pytest.MonkeyPatch, tokens: int | str
 ) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(pass_size, "_give_memory_back", lambda: given.append(1))
-    open_one(base, change(FAST, micro_batch_tokens=tokens))
-    assert given == []  # a small model: handing out pages would cost more than its passes
+    asked: list[str] = []
+    libc = SimpleNamespace(
+        mallopt=lambda option, value: asked.append("keep"), malloc_trim=lambda left: asked.append("give back")
+    )
+    monkeypatch.setattr(pass_size, "_glibc", lambda: libc)
+    open_one(base, change(FAST, micro_batch_tokens=tokens)).update("a", make_rows())
+    assert asked == []  # a small model: its passes take hardly any pages
     monkeypatch.setattr(pass_size, "_is_large", lambda network: True)
-    open_one(base, change(FAST, micro_batch_tokens=tokens))
-    assert given == [1]
+    learner = open_one(base, change(FAST, micro_batch_tokens=tokens))
+    assert asked == ["keep", "keep"]
+    learner.update("a", make_rows())
+    assert asked == ["keep", "keep", "give back"]
 
 
 class Scarce:
