@@ -19,7 +19,7 @@ ifneq ($(LINKS),)
 export UV_FIND_LINKS ?= $(LINKS)
 endif
 
-.PHONY: install browser bubblewrap demo demo-cluster demo-smollm docs test test-fast test-long test-versions lint lock clean
+.PHONY: install browser bubblewrap demo demo-cluster demo-smollm docs test test-fast test-long test-versions lint style lock clean
 
 install: $(STAMP) browser bubblewrap
 
@@ -63,9 +63,12 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
-# Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile.
-test: lint browser bubblewrap
-	$(BIN)/python -m pytest -p xdist -n 2 --dist loadgroup --no-loadscope-reorder
+# Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile. mypy, which
+# would leave a core idle for a minute, runs while they begin.
+test: style browser bubblewrap
+	$(BIN)/mypy > build/mypy.log 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -p xdist -n 2 --dist loadgroup --no-loadscope-reorder; tests=$$?; \
+	wait $$types; types=$$?; echo mypy:; cat build/mypy.log; test $$tests -eq 0 && test $$types -eq 0
 
 # All that needs no Ray, vLLM or FSDP, no pretrained weights, no process of its own and no training by the hundred steps.
 test-fast: lint browser bubblewrap
@@ -82,12 +85,14 @@ test-long: $(STAMP)
 test-versions: $(STAMP)
 	$(BIN)/python tests/versions.py --write
 
-lint: $(STAMP)
+lint: style
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layers.py -k circle
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/test_layers.py -k circle
 
 # Keeps the versions that still fit, torch by its public version, so that CPU and GPU builds both match. Delete constraints.txt first to move to the newest.
 lock: $(STAMP)
