@@ -20,7 +20,7 @@ from examples.plan_path.base import build
 
 
 def test_two_steps_train_both_policies(in_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build(tmp_path / "base", steps=30, count=2000)
+    build(tmp_path / "base", steps=20, count=400)
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     update, trained, moved = LocalLearner.update, [], []
 
@@ -34,7 +34,7 @@ def test_two_steps_train_both_policies(in_thread: None, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(LocalLearner, "update", watched)
     options = example.Options(
-        model=str(tmp_path / "base"), out=tmp_path, steps=2, tasks_per_step=8, held_out=4, k=4, lr=3e-3
+        model=str(tmp_path / "base"), out=tmp_path, steps=2, tasks_per_step=4, held_out=2, k=4, lr=3e-3
     )
     results = asyncio.run(example.train(options))
 
