@@ -149,13 +149,13 @@ class LocalResponder(PolicyResponder):
 
     async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
         pool = self._forms if fixes_form(call.params, call.tools) else None
-        if bytes_of(call.out.messages, LONG) > LONG:
+        if bytes_of((call.rewritten or call).messages, LONG) > LONG:
             pool = self._long
         self._places[call.id], prepared = await asyncio.get_running_loop().run_in_executor(pool, self._prepare, call)
         return prepared
 
     def _prepare(self, call: LiveCall) -> tuple[Place, tuple[list[int], SamplingParams]]:
-        place = self.conversations.find(call.role, call.out.messages)
+        place = self.conversations.find(call.role, (call.rewritten or call).messages)
         return place, self.request(call, place.paths)
 
     def _policy(self, role: str) -> PolicyRef | None:

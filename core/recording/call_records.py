@@ -106,13 +106,8 @@ class PendingCall:
         self.edits: RoleEdits | None = None
         """The edits by which it was rewritten."""
         self.rewritten: Outgoing | None = None
-        """What goes out, where prompts have changed the request."""
+        """What goes out, to a provider or to a policy, where prompts have changed the request."""
         self._take(body)
-
-    @property
-    def out(self) -> PendingCall | Outgoing:
-        """The request as it goes out, to a provider or to a policy: what was asked, with the edits of the prompts."""
-        return self.rewritten or self
 
     def _take(self, body: Mapping[str, Any]) -> None:
         self.params = dict(body)

@@ -240,7 +240,8 @@ class LiveEpisode:
             if caller.thread is not None:
                 self._threads.add(caller.thread)
             self._records.link(call)  # under the lock: calls that end from now on were not read
-        self.edit(call, body)
+        if self.prompting is not None:
+            self.edit(call, body)
         return call
 
     def edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:

@@ -127,7 +127,7 @@ class PolicyResponder:
         In a thread where it may take long, so that no other call on this loop waits.
         """
         earlier = call.earlier()
-        if fixes_form(call.params, call.tools) or bytes_of(call.out.messages, INLINE) > INLINE:
+        if fixes_form(call.params, call.tools) or bytes_of((call.rewritten or call).messages, INLINE) > INLINE:
             return await asyncio.to_thread(self.request, call, earlier)
         return self.request(call, earlier)
 
@@ -152,7 +152,7 @@ class PolicyResponder:
 
         Raises RequestRefused for what cannot be honoured, counted.
         """
-        out, episode, chat = call.out, call.episode, self.chat_of(call.role)
+        out, episode, chat = call.rewritten or call, call.episode, self.chat_of(call.role)
         asked = out.params
         try:
             # 1. The parameters. What training sets otherwise is told here; of the temperature `cotune check` speaks.

@@ -32,6 +32,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import cotune
 from cotune.adapters.serving import Endpoint
 from cotune.algorithms.catalogue import recipe
+from cotune.prompts.file import write_prompts
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
@@ -39,6 +40,7 @@ from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from cotune.types import Call, Candidate, FinishedEpisode, Reward
+from tests.integrations.edits import part, prompts
 from tests.integrations.provider import completion, json_reply, said, serving
 from tests.test_docs import ROOT, blocks
 from tests.trainer.learner.learner_rows import build_learner_base, make_rows
@@ -218,6 +220,8 @@ def supposed(page: str, folder: Path) -> dict[str, Any]:
         return {**kinds, "weights": learner.weights("planner")}
     if page == "how-to/opentelemetry.md":
         return {"store": SqliteStore.open("runs/r1", read_only=True), "my_exporter": InMemorySpanExporter()}
+    if page == "how-to/prompts.md":
+        write_prompts("prompts.json", prompts(part("Old.", "New.", role="writer")))
     if page == "frameworks/openai.md":
         return {"queue": queue.Queue(), "question": "2 + 2"}
     return {}
