@@ -7,6 +7,13 @@ from typing import Any, Literal
 
 Kind = Literal["system", "user", "tool", "format"]
 """Where a text stands: a system or developer message, a user message, a tool's description, a response's schema."""
+KIND_NAMES: Mapping[Kind, tuple[str, str]] = {
+    "system": ("system message", "system messages"),
+    "user": ("user message", "user messages"),
+    "tool": ("tool description", "tool descriptions"),
+    "format": ("schema description", "schema descriptions"),
+}
+"""What one text of a kind is called, and several."""
 Said = Callable[[Kind, str, str], str | None]
 """Told of a text (kind, key, text); what stands in its place, or None where it stays."""
 

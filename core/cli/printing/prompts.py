@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from cotune.prompts.chat_texts import Kind
+from cotune.prompts.chat_texts import KIND_NAMES, Kind
 from cotune.prompts.edits import PromptPart, Prompts
 from cotune.prompts.parts import FoundPart, FoundParts, FoundRole
 from cotune.prompts.templates import Template
@@ -25,12 +25,6 @@ _LINES = 24
 _VALUE = 58
 """Characters of an example that are shown."""
 _WORDS = re.compile(r"\s|\S+")
-_KINDS: dict[Kind, tuple[str, str]] = {
-    "system": ("system message", "system messages"),
-    "user": ("user message", "user messages"),
-    "tool": ("tool description", "tool descriptions"),
-    "format": ("schema description", "schema descriptions"),
-}
 
 
 def shown_parts(found: FoundParts, kinds: Sequence[Kind], *, full: bool = False) -> Group:
@@ -70,7 +64,7 @@ def _role(
         yield _note(f"{plural(role.inputs, 'user message')} of one task alone: input, no prompt")
     hidden = Counter(one.part.kind for one in parts if one.part.kind not in kinds)
     if hidden:
-        counts = " and ".join(plural(count, *_KINDS[kind]) for kind, count in hidden.items())
+        counts = " and ".join(plural(count, *KIND_NAMES[kind]) for kind, count in hidden.items())
         yield _note(f"{counts}: --part {','.join(hidden)} shows them")
 
 

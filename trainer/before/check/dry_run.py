@@ -41,6 +41,7 @@ from cotune.trainer.before.check.findings import (
     run_findings,
     twice_findings,
 )
+from cotune.trainer.before.check.prompts import prompt_findings
 from cotune.trainer.before.check.report import CallCheck, CheckReport, Framework, GroupCheck, IdleCheck
 from cotune.trainer.before.check.runs import Runner, refused
 from cotune.trainer.before.check.watch import watched
@@ -174,6 +175,8 @@ def check(
         if flow.episode_judge is not None:
             findings.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
         findings += [*role_findings(roles), *idle_findings(idle, seen, parts.known)]
+        named = workflow if isinstance(workflow, str) else "app:solve"
+        findings += prompt_findings(store, named, str(tasks) if isinstance(tasks, str | Path) else "tasks.jsonl")
         findings += call_findings(seen, roles, plan, config)
         findings += refill_findings(config, plan, len(every), sum(len(one.calls) for one in ran) / len(ran))
         if any(outcome.error is None for outcome in outcomes):
