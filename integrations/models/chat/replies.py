@@ -47,11 +47,11 @@ class Replies:
             message = self._by_template(marked, self.decode(prompt), tools)
             if message is None:
                 return text, {"role": "assistant", "content": text}, "malformed"
-            return text, message, _finish(message, HERMES)
+            return text, message, _finish(message, HERMES if tools else None)
         reader = self.format or HERMES
         reasoning, rest = split_reasoning(text, opened=self.opened(prompt))
         try:
-            content, calls = reader.read(rest, tools) if tools or reader is HERMES else (rest, [])
+            content, calls = reader.read(rest, tools) if tools else (rest, [])
         except (ValueError, KeyError, TypeError):
             self._refused()
             return text, {"role": "assistant", "content": rest} | _thought(reasoning), "malformed"
@@ -59,7 +59,7 @@ class Replies:
         if calls:
             message["tool_calls"] = [tool_call(c) for c in calls]
         message |= _thought(reasoning)
-        return text, message, _finish(message, reader)
+        return text, message, _finish(message, reader if tools else None)
 
     def opened(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends with the mark that opens reasoning."""
@@ -90,7 +90,9 @@ class Replies:
         if not all(is_call(c) for c in calls):
             self._refused()
             return None
-        if calls:
+        if calls and not tools:  # none were offered: what reads like a call is text
+            message["content"] = split_reasoning(reply, opened=prompt.rstrip().endswith(REASONING[0]))[1]
+        elif calls:
             message["tool_calls"] = [tool_call(c) for c in calls]
         return message
 
@@ -99,8 +101,9 @@ def _thought(reasoning: str) -> dict[str, Any]:
     return {"reasoning_content": reasoning} if reasoning else {}
 
 
-def _finish(message: Mapping[str, Any], reader: ToolFormat) -> str:
-    if reader.unread(message.get("content") or ""):
+def _finish(message: Mapping[str, Any], reader: ToolFormat | None) -> str:
+    """`reader`: the format of calls, where tools were offered."""
+    if reader is not None and reader.unread(message.get("content") or ""):
         return "malformed"
     return "tool_calls" if message.get("tool_calls") else "stop"
 

@@ -168,10 +168,13 @@ class ChatTemplate:
         """Ids that begin with the longest earlier path that the prompt goes on from, and the text that they stand for;
         None where it goes on from none."""
 
-        def parse(prompt: Sequence[int], reply: Sequence[int]) -> Mapping[str, Any]:
-            return self.parse(reply, prompt=prompt, tools=tools)[1]
+        # A last request may offer no tools, and yet go on from replies that called some.
+        once = tools or (_SOME if any(message.get("tool_calls") for message in messages) else None)
 
-        offered = address(self._encoder.encode(tools)) if tools else ""
+        def parse(prompt: Sequence[int], reply: Sequence[int]) -> Mapping[str, Any]:
+            return self.parse(reply, prompt=prompt, tools=once)[1]
+
+        offered = address(self._encoder.encode(once)) if once else ""
         known = EarlierIds(earlier, self._texts, parse, self.end_token_ids, offered)
         kept, rest = known.longest(text)
         if len(kept) < len(known.paths[0]):
@@ -224,9 +227,9 @@ class ChatTemplate:
         """Return (text, assistant message in OpenAI form, finish reason: "stop", "tool_calls" or "malformed").
 
         `prompt` is what the reply goes on from: some templates open the reasoning there. `tools` are those offered.
-        End tokens and everything from the first stop string on are not part of the text. A tool call that cannot be
-        read stays in the text, and the reason is "malformed", also where others beside it could be read. A reply that
-        ends within its reasoning has no content.
+        End tokens and everything from the first stop string on are not part of the text. Where no tools are offered, a
+        call is text. A call that cannot be read stays in the text, and the reason is "malformed", also where others
+        beside it could be read. A reply that ends within its reasoning has no content.
         """
         return self._replies.parse(token_ids, stop, prompt, tools or ())
 
@@ -343,6 +346,8 @@ PATIENCE = 10.0
 """Seconds that a chat template has for one prompt."""
 _PROBE = "hello"
 _NAME_IT = "Set tool_format to the format; vllm:NAME is any tool parser of vLLM."
+_SOME = [{"type": "function", "function": {"name": "any"}}]
+"""Tools, where any will do."""
 _NO_MARK = "\0"
 """Where a format marks no call: what no reply contains."""
 PROMPTS, PROMPT_BYTES = 2048, 32 << 20

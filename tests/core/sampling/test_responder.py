@@ -55,10 +55,12 @@ class Chat:
 def call(role="writer", task="t", turn=0, tools=None, **params):
     episode = SimpleNamespace(phase="train", training_step=3, rollout=0)
     messages = [{"role": "user", "content": "hello"}]
-    return SimpleNamespace(
+    made = SimpleNamespace(
         role=role, task=Task(id=task, input="b"), turn=turn, messages=messages, tools=tools, params=params,
         episode=episode, earlier=lambda: [], unsupported_reason="",
     )  # fmt: skip
+    made.out = made
+    return made
 
 
 class Remembering(Chat):

@@ -22,7 +22,7 @@ ASKED = [{"role": "user", "content": "hello"}]
 def work(chat):
     prompt = chat.render(ASKED, TOOLS)
     reply = chat._encode('so <tool_call>{"name": "look", "arguments": {}}</tool_call>')
-    text, message, finish = chat.parse(reply)
+    text, message, finish = chat.parse(reply, tools=TOOLS)
     assert finish == "tool_calls"
     call = message["tool_calls"][0] | {"id": "1"}
     told = [*ASKED, message | {"tool_calls": [call]}, {"role": "tool", "content": "seen", "tool_call_id": "1"}]

@@ -79,7 +79,8 @@ def test_a_forced_call_is_read_and_fits_its_schema(choice: Any, seed: int) -> No
     format = chat()
     asked = {"tool_choice": choice, "parallel_tool_calls": False}
     first = '<tool_call>\n{"name": "go"' if seed % 2 else ""
-    _, message, finish = format.parse(walk(format, asked, [GO] if choice == "required" else [GO, STAY], seed, first))
+    tools = [GO] if choice == "required" else [GO, STAY]
+    _, message, finish = format.parse(walk(format, asked, tools, seed, first), tools=tools)
     assert finish == "tool_calls"
     assert message["content"] is None
     (call,) = message["tool_calls"]

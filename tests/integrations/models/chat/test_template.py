@@ -129,7 +129,7 @@ def test_a_reply_ends_before_the_first_stop_string(chat: ChatTemplate) -> None:
 
 def test_a_tool_call_is_in_openai_form(chat: ChatTemplate) -> None:
     reply = 'Going.\n<tool_call>\n{"name": "go", "arguments": {"to": "é"}}\n</tool_call>'
-    text, message, finish = chat.parse([*ids(chat, reply), 2])
+    text, message, finish = chat.parse([*ids(chat, reply), 2], tools=TOOLS)
     [call] = message.pop("tool_calls")
     assert (text, finish, message) == (reply, "tool_calls", {"role": "assistant", "content": "Going."})
     assert call["type"] == "function"
@@ -139,7 +139,7 @@ def test_a_tool_call_is_in_openai_form(chat: ChatTemplate) -> None:
 
 def test_two_tool_calls_have_ids_of_their_own_and_no_content(chat: ChatTemplate) -> None:
     reply = '<tool_call>{"name": "a"}</tool_call>\n<tool_call>{"name": "b"}</tool_call>'
-    _, message, _ = chat.parse(ids(chat, reply))
+    _, message, _ = chat.parse(ids(chat, reply), tools=TOOLS)
     assert message["content"] is None
     assert [c["function"] for c in message["tool_calls"]] == [
         {"name": "a", "arguments": "{}"},
@@ -165,11 +165,21 @@ def test_a_malformed_tool_call_stays_in_the_text(body: str) -> None:
     assert read_hermes(reply) == (reply, [])
 
 
+def test_a_call_is_text_where_no_tools_are_offered(chat: ChatTemplate) -> None:
+    """A request without tools has no place for a call: AutoGen's selector would fail on one."""
+    reply = 'Go. <tool_call>{"name": "go"}</tool_call>'
+    assert chat.parse([*ids(chat, reply), 2]) == (reply, {"role": "assistant", "content": reply}, "stop")
+
+
 @pytest.mark.parametrize("reply", ["<tool_call>{oops</tool_call>", '<tool_call>{"name": "go"}', "Now <tool_call>"])
 def test_a_malformed_or_unclosed_tool_call_is_named(chat: ChatTemplate, reply: str) -> None:
-    assert chat.parse([*ids(chat, reply), 2]) == (reply, {"role": "assistant", "content": reply}, "malformed")
+    assert chat.parse([*ids(chat, reply), 2], tools=TOOLS) == (
+        reply,
+        {"role": "assistant", "content": reply},
+        "malformed",
+    )
     beside = f'<tool_call>{{"name": "go"}}</tool_call>{reply}'
-    _, message, finish = chat.parse(ids(chat, beside))
+    _, message, finish = chat.parse(ids(chat, beside), tools=TOOLS)
     assert (finish, len(message["tool_calls"]), message["content"]) == ("malformed", 1, reply)
 
 
@@ -218,12 +228,12 @@ def test_the_tokenizers_own_response_template_comes_first(folder: Path) -> None:
         },
     }
     reply = 'Going.<tool_call>{"name": "go", "arguments": {"to": 1}}</tool_call>'
-    _, message, finish = chat.parse([*ids(chat, reply), 2])
+    _, message, finish = chat.parse([*ids(chat, reply), 2], tools=TOOLS)
     assert finish == "tool_calls"
     assert message["content"] == "Going."
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"to": 1}
     broken = "<tool_call>{oops</tool_call>"
-    assert chat.parse(ids(chat, broken)) == (broken, {"role": "assistant", "content": broken}, "malformed")
+    assert chat.parse(ids(chat, broken), tools=TOOLS) == (broken, {"role": "assistant", "content": broken}, "malformed")
     assert chat.counts["unparsed"] == 1
 
 

@@ -131,7 +131,7 @@ def test_every_prompt_begins_with_the_sampled_ids_of_the_turn_before(
         ids = sampled(chat, thought + said, data.draw(st.lists(st.integers(0, 99), max_size=4)))
         ids += [2] if data.draw(st.booleans()) or not ids else []
         earlier += [prompt, [*prompt, *ids]]
-        message = chat.parse(ids)[1]
+        message = chat.parse(ids, tools=TOOLS)[1]
         for call in message.get("tool_calls", ()):
             arguments = json.loads(call["function"]["arguments"])
             call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=True, separators=(",", ":"))
@@ -142,7 +142,7 @@ def test_every_prompt_begins_with_the_sampled_ids_of_the_turn_before(
 def respelled(chat: ChatTemplate, reply: str, message: dict[str, Any] | None = None, *, then: Any = USER):
     prompt = chat.render([USER], TOOLS)
     path = [*prompt, *sampled(chat, reply, [1, 3]), 2]
-    said = chat.parse(path[len(prompt) :])[1] if message is None else message
+    said = chat.parse(path[len(prompt) :], tools=TOOLS)[1] if message is None else message
     return path, chat.render([USER, said, then], TOOLS, earlier=[pack_ids(prompt), pack_ids(path)])
 
 
@@ -152,6 +152,15 @@ def test_a_call_that_the_template_spells_in_another_way_keeps_its_ids(chats: dic
     assert after[: len(path)] == path
     assert chat.tokenizer.decode(after[len(path) :]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert chat.counts["respelled"] >= 1
+
+
+def test_a_last_request_without_tools_goes_on_from_replies_that_called_some(chats: dict[str, ChatTemplate]) -> None:
+    chat, tools = chats["hermes"], None
+    prompt = chat.render([USER], tools)
+    path = [*prompt, *sampled(chat, '<tool_call>{"arguments":{"to":1},"name":"go"}</tool_call>', [1]), 2]
+    said = chat.parse(path[len(prompt) :], tools=TOOLS)[1]
+    after = chat.render([USER, said, USER], tools, earlier=[pack_ids(prompt), pack_ids(path)])
+    assert said["tool_calls"] and after[: len(path)] == path
 
 
 @pytest.mark.parametrize(
@@ -199,7 +208,7 @@ def test_two_replies_that_say_the_same_keep_each_their_own_spelling(chats: dict[
         prompt = chat.render(messages, TOOLS, earlier=[*map(pack_ids, earlier)])
         ids = [*sampled(chat, f"<tool_call>{spelled}</tool_call>", []), 2]
         earlier = [*earlier, prompt, [*prompt, *ids]]
-        messages = [*messages, chat.parse(ids)[1], {"role": "tool", "content": "3"}]
+        messages = [*messages, chat.parse(ids, tools=TOOLS)[1], {"role": "tool", "content": "3"}]
     after = chat.render(messages, TOOLS, earlier=[*map(pack_ids, earlier)])
     assert after[: len(earlier[-1])] == earlier[-1]
 
