@@ -88,7 +88,8 @@ def with_hints(
             found = f"{spec}: {_text(call.task, spec, 'teacher_sees')}"
         if not found or collected.calls[sample.call].sampling.get("images"):
             continue
-        messages = with_text(call.messages, found) if isinstance(found, str) else found
+        sent = [store.message(name) for name in collected.calls[sample.call].messages_out]
+        messages = with_text(sent, found) if isinstance(found, str) else found
         chat, options = chats.of(sample.policy.name), template_options(call.params) or None
         room = most[sample.policy.name] - sample.tokens
         try:

@@ -17,7 +17,7 @@ from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import load_workflow
 from cotune.errors import RunError, WorkflowError
-from cotune.reading.prompt_use import prompt_lines
+from cotune.reading.prompt_use import PromptUse
 from cotune.recording.chance import start_freezing
 from cotune.records.structs import Episode
 from cotune.records.tasks import load_tasks
@@ -89,11 +89,12 @@ def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: C
         remedy = "Free some space, or name another --out." if is_full(error) else "Name another --out."
         raise RunError(f"{folder} cannot be written: {why}.", remedy) from None
     live = LiveExport(store, exporter, detail=Detail(content=options.otlp_content)) if exporter else None
+    use = PromptUse(live or store)
     try:
         with episode_bar(console, len(listed)) as advance:
             batch = EpisodeBatch(
                 tasks=listed,
-                sink=live or store,
+                sink=use,
                 phase="trace",
                 concurrency=options.concurrency,
                 timeout=options.timeout,
@@ -106,13 +107,13 @@ def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: C
         lost = store.lost
         # Where records were lost, the share of those that remain would mislead.
         solved = () if lost else store.success_counts(episode.id for episode in episodes)
-        edited = prompt_lines(store, [episode.id for episode in episodes]) if flow.prompts else []
     finally:
         if live is not None:
             live.close()
             console.print(f"{live.spans} spans sent to {options.otlp}, {live.failed} episodes could not be sent")
         store.close()
-    console.print(*edited, sep="\n", end="\n" if edited else "", markup=False)
+    for line in use.lines():
+        console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     return _report(episodes, solved, lost, out, console)
 
 

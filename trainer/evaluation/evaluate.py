@@ -21,7 +21,7 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
 from cotune.reading.evaluations import EVALUATION, EvaluatedMode, EvaluationReport, claim_folder
-from cotune.reading.prompt_use import prompt_lines
+from cotune.reading.prompt_use import PromptUse
 from cotune.recording.recorder import Nowhere
 from cotune.records.policies import UNTRAINED
 from cotune.records.structs import Episode, Task
@@ -155,10 +155,10 @@ async def _evaluate(
             )
         )
         context = (await responder.sampler.info()).max_model_len
-        store = None if out is None else stack.enter_context(open_store(out.records))
+        use = PromptUse(Nowhere() if out is None else stack.enter_context(open_store(out.records)))
         batch = EpisodeBatch(
             tasks=tasks,
-            sink=Nowhere() if store is None else store,
+            sink=use,
             phase="eval",
             rollouts=options.samples,
             concurrency=options.concurrency,
@@ -175,11 +175,7 @@ async def _evaluate(
             goal=goal,
             on_mode=shown,
         )
-        if app.prompts is None or store is None:
-            return report
-        store.flush()
-        lines = prompt_lines(store, [episode.id for episode in store.episodes()])
-        return msgspec.structs.replace(report, notes=(*report.notes, *lines))
+        return msgspec.structs.replace(report, notes=(*report.notes, *use.lines()))
 
 
 async def evaluate_modes(

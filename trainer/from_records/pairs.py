@@ -91,7 +91,7 @@ def _by_prompt(store: Store, left_out: Counter[str], on_failure: OnFailure) -> d
                 continue
             repeated.add(first)
             same = call.prompt and prompt_id(call.prompt, call.sampling.get("images") or ())
-            prompt: Hashable = (episode.task.id, call.role, same or (call.messages, call.tools))
+            prompt: Hashable = (episode.task.id, call.role, same or (call.messages_out, call.tools_out))
             bare = msgspec.structs.replace(call, candidates=())
             ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
             found = store.rewards(ids)
@@ -131,7 +131,7 @@ def _rows(store: Store, reader: Reader, best: _Answer, worst: _Answer) -> list[T
             return ids
         found.append(ids)
     try:
-        messages = [store.message(id) for id in best.call.messages]
+        messages = [store.message(id) for id in best.call.messages_out]
         images = chat.images(messages)
     except (RecordError, RequestRefused) as error:
         return "lost_message" if isinstance(error, RecordError) else "unrenderable"
@@ -165,7 +165,7 @@ def _sampled(store: Store, chat: ChatTemplate, answer: _Answer) -> Ids | None:
         return None
     try:
         prompt = store.token_ids(call.prompt)
-        tools = store.message(call.tools) if call.tools else None
+        tools = store.message(call.tools_out) if call.tools_out else None
     except RecordError:
         return None
     read = chat.parse(ids, call.sampling.get("stop") or (), prompt=prompt, tools=tools)[0]
@@ -175,8 +175,8 @@ def _sampled(store: Store, chat: ChatTemplate, answer: _Answer) -> Ids | None:
 def _encoded(store: Store, chat: ChatTemplate, answer: _Answer) -> Ids | str:
     call = answer.call
     try:
-        messages = [store.message(id) for id in call.messages]
-        tools = store.message(call.tools) if call.tools else None
+        messages = [store.message(id) for id in call.messages_out]
+        tools = store.message(call.tools_out) if call.tools_out else None
     except RecordError:
         return "lost_message"
     options: Mapping[str, object] = template_options(call.params)
