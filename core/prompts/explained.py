@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from cotune.json_values import json_or_none
@@ -12,14 +12,28 @@ from cotune.records.structs import CallRecord
 
 WHOLE, PART = 8, 12
 """Least characters of a whole answer or a text of the task, and of a part of one, that count where they are found."""
+_OTHER = 20
+"""Least characters of a text of another task: a shorter one may be a label that prompts name, too."""
+Texts = dict[str, set[str]]
+"""Texts by their first characters."""
+
+
+def texts_of(tasks: Iterable[Any]) -> Texts:
+    """Long texts of all tasks: an application may remember those of earlier episodes."""
+    found: Texts = {}
+    for task in tasks:
+        for text in map(str.strip, strings(task)):
+            if len(text) >= _OTHER and " " in text:
+                found.setdefault(text[:WHOLE], set()).add(text)
+    return found
 
 
 class Explained:
     """The texts of one episode so far, and where they stand in others."""
 
-    def __init__(self, task: Any) -> None:
-        self._texts: dict[str, set[str]] = {}
-        """By their first characters."""
+    def __init__(self, task: Any, others: Texts) -> None:
+        self._others = others
+        self._texts: Texts = {}
         for text in strings(task):
             self._add(text)
 
@@ -44,7 +58,8 @@ class Explained:
         found: list[Span] = []
         past = 0
         for at in range(len(text) - WHOLE + 1):
-            for known in self._texts.get(text[at : at + WHOLE], ()):
+            start = text[at : at + WHOLE]
+            for known in (*self._texts.get(start, ()), *self._others.get(start, ())):
                 if at + len(known) > past and text.startswith(known, at):
                     past = at + len(known)
                     found.append((at, past))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cotune.errors import RecordError
 from cotune.prompts.chat_texts import Kind, map_format, map_message, map_tool
-from cotune.prompts.explained import Explained
+from cotune.prompts.explained import Explained, Texts, texts_of
 from cotune.prompts.volatile import Span, intersection, union, volatile
 from cotune.records.ids import canonical
 from cotune.records.images import content_text
@@ -86,7 +86,7 @@ def read_texts(
         count += len(own)
         read.append((episode, own))
     roles = {call.role for _, own in read for call in own}
-    reading = _Reading(store, found, roles, keep)
+    reading = _Reading(store, found, roles, keep, texts_of(episode.task.input for episode, _ in read))
     for episode, own in read:
         reading.episode(episode, own)
     return found
@@ -111,15 +111,17 @@ def _in_turn(episodes: Iterable[Episode]) -> Iterator[Episode]:
 
 
 class _Reading:
-    def __init__(self, store: Store, found: Recorded, roles: set[str], keep: Sequence[re.Pattern[str]]) -> None:
-        self._store, self.found, self.roles, self._keep = store, found, roles, keep
+    def __init__(
+        self, store: Store, found: Recorded, roles: set[str], keep: Sequence[re.Pattern[str]], tasks: Texts
+    ) -> None:
+        self._store, self.found, self.roles, self._keep, self._tasks = store, found, roles, keep, tasks
         self._bodies: dict[str, Any] = {}
         self._changing: dict[str, list[Span]] = {}
 
     def episode(self, episode: Episode, calls: Sequence[CallRecord]) -> None:
         self.found.workflows.add(episode.workflow)
         task = task_key(episode, calls)
-        explained = Explained(episode.task.input)
+        explained = Explained(episode.task.input, self._tasks)
         spans: dict[str, list[Span]] = {}
         returned: set[str] = set()
         results = sorted(episode.results, key=lambda result: result.started)

@@ -126,6 +126,22 @@ def test_what_was_answered_after_a_text_does_not_explain_it(tmp_path: Path) -> N
     assert pieces(found, "a.system") == (SYSTEM,)
 
 
+def test_what_an_application_remembers_of_earlier_tasks_is_no_prompt(tmp_path: Path) -> None:
+    asked = [Asked("bot", [("system", SYSTEM), *QUESTIONS[: n + 1]]) for n in range(3)]
+    found = found_in(tmp_path, [({"q": q}, [one]) for q, one in zip(QUESTIONS, asked, strict=True)])
+    assert [one.part.name for one in found.parts] == ["bot.system"]
+
+
+def test_a_label_that_prompts_name_stays(tmp_path: Path) -> None:
+    sort = "Sort the mail: say accounting or shipping, and nothing else."
+    labels = ["accounting", "shipping", "shipping"]
+    found = found_in(
+        tmp_path,
+        [({"q": q, "label": a}, [Asked("a", [("system", sort), q])]) for q, a in zip(QUESTIONS, labels, strict=True)],
+    )
+    assert pieces(found, "a.system") == (sort,)
+
+
 def test_tool_results_are_slots(tmp_path: Path) -> None:
     down = "The service for weather is not available."
     asked = Asked(
