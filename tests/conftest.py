@@ -5,6 +5,7 @@ those whose own processes start a Ray are with the rest, or one worker would hav
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ hypothesis.settings.register_profile("cotune", deadline=None, suppress_health_ch
 hypothesis.settings.load_profile("cotune")
 
 ROOT = Path(__file__).parent
-ENGINES = {"ray_runtime", "own_vllm", "vllm_url"}
+ENGINES = {"ray_runtime", "vllm_url"}
 BY_NAME = {"ray", "routed-ray", "fsdp", "vllm-ray", "vllm-url", "vllm_in_ray", "vllm_by_url", "vllm_full"}
 """Parameters by which a test asks for one of these while it runs."""
 PUBLISHES = "test_one_prompt"
@@ -62,6 +63,17 @@ def smollm2() -> Path:
     folder = locate_model(pretrained())
     assert folder is not None
     return folder
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What it imports stays: over a million objects, which are searched for garbage neither meanwhile nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

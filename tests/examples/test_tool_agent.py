@@ -48,14 +48,14 @@ def own_client() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clerk") / "base"
-    losses = clerk_base.build(folder)
+    losses = clerk_base.build(folder, count=400)
     assert losses[-1] < 0.4 < losses[0]
     return folder
 
 
 @pytest.fixture(scope="module")
 def trained(base: Path, in_thread: None) -> Iterator[tuple[RunSummary, SqliteStore]]:
-    settings = {"model": str(base), "policies": "lora", "steps": 3, "tasks_per_step": 8, "plan": {"k": 4}}
+    settings = {"model": str(base), "policies": "lora", "steps": 2, "tasks_per_step": 8, "plan": {"k": 4}}
     learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
     summary = train(
         load_workflow("examples.tool_agent.train:solve"),
@@ -160,13 +160,13 @@ def test_the_vocabulary_is_the_same_in_every_process() -> None:
 def test_a_few_steps_of_training_run_through_both_tools(trained: tuple[RunSummary, SqliteStore]) -> None:
     summary, store = trained
     calls = answered(store)
-    assert (summary.steps, summary.finished, summary.lost_records) == (3, True, 0)
-    assert summary.versions == {"clerk": 3}
+    assert (summary.steps, summary.finished, summary.lost_records) == (2, True, 0)
+    assert summary.versions == {"clerk": 2}
     assert {call.role for call in calls} == {"clerk"}
     assert all(len(call.candidates) == 4 for call in calls if call.status == "ok")
     used = {c.tool_calls[0]["function"]["name"] for call in calls for c in call.candidates if c.tool_calls}
     assert used >= {"search", "calculator"}
-    assert summary.groups > 20
+    assert summary.groups > 12
     scores = [value for call in calls for value in _scores(store, call)]
     assert {0.0, 1.0} <= set(scores)
     assert 0.2 < sum(scores) / len(scores) < 0.99

