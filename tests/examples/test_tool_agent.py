@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -148,10 +149,10 @@ def test_the_words_of_the_shop_are_tokens_and_every_text_survives() -> None:
 
 
 def test_the_vocabulary_is_the_same_in_every_process() -> None:
-    code = "from examples.tool_agent import clerk_base; print(json.dumps(clerk_base.build_tokenizer().get_vocab()))"
-    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
-    told = subprocess.check_output([sys.executable, "-c", f"import json; {code}"], env=environment)
-    assert json.loads(told) == clerk_base.build_tokenizer().get_vocab()
+    """Its words come from a set, whose order a process chooses: they have one of their own."""
+    places = clerk_base.build_tokenizer().get_vocab()
+    words = [token for token in sorted(places, key=places.__getitem__) if re.fullmatch("[A-Za-z]{2,}", token)]
+    assert len(words) > 30 and words == sorted(words, key=lambda word: (-len(word), word))
 
 
 # Training through the tools

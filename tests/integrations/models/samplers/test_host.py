@@ -37,19 +37,46 @@ os._exit(7)
 """
 
 
-def test_it_leaves_the_cores_to_others_while_its_threads_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_models.build("qwen3", tmp_path)
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], int]:
+    """The environment of a host that starts amid Ctrl-C, and how often that reached it."""
+    model, stop, sent = tmp_path_factory.mktemp("host"), threading.Event(), 0
+    tiny_models.build("qwen3", model)
+
+    def interrupt_children() -> None:
+        nonlocal sent
+        while not stop.wait(0.02):
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    if "cotune.integrations.models.transformers.host" in child.cmdline():
+                        child.send_signal(signal.SIGINT)
+                        sent += 1
 
     async def environment() -> dict[str, str]:
-        sampler = await TransformersSampler.open(tmp_path, host="process")
+        sampler = await TransformersSampler.open(model, host="process")
         try:
             return psutil.Process(sampler._host._process.pid).environ()
         finally:
             await sampler.aclose()
 
-    assert asyncio.run(environment())["GOMP_SPINCOUNT"] == str(SPINS)
+    thread = threading.Thread(target=interrupt_children)
+    thread.start()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+                patch.delenv(name, raising=False)
+            return asyncio.run(environment()), sent
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_ctrl_c_does_not_reach_a_host_that_starts(started: tuple[dict[str, str], int]) -> None:
+    assert started[1] > 0
+
+
+def test_it_leaves_the_cores_to_others_while_its_threads_wait(started: tuple[dict[str, str], int]) -> None:
+    assert started[0]["GOMP_SPINCOUNT"] == str(SPINS)
 
 
 @pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\1\0half of a message"])
@@ -64,7 +91,7 @@ def test_a_host_whose_application_has_ended_ends_without_a_word(sent: bytes) -> 
     assert (host.returncode, said) == (0, b"")
 
 
-@pytest.mark.parametrize("sent", [b"\0\0", b"\0\0\1\0half of a message", "command"])
+@pytest.mark.parametrize("sent", [b"\0\0\1\0half of a message", "command"])
 def test_an_application_that_ends_amid_a_command_ends_the_host_without_a_word(
     sent: bytes | str, tmp_path: Path
 ) -> None:
@@ -88,31 +115,6 @@ def runs(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
-
-
-def test_ctrl_c_does_not_reach_a_host_that_starts(tmp_path: Path) -> None:
-    tiny_models.build("qwen3", tmp_path)
-    stop = threading.Event()
-
-    def interrupt_children() -> None:
-        while not stop.wait(0.02):
-            for child in psutil.Process().children():
-                with contextlib.suppress(psutil.Error):
-                    if "cotune.integrations.models.transformers.host" in child.cmdline():
-                        child.send_signal(signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt_children)
-    thread.start()
-    try:
-        asyncio.run(opened_and_closed(tmp_path))
-    finally:
-        stop.set()
-        thread.join()
-
-
-async def opened_and_closed(model: Path) -> None:
-    sampler = await TransformersSampler.open(model, host="process")
-    await sampler.aclose()
 
 
 def test_an_opening_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
