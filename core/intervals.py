@@ -30,8 +30,8 @@ def share(successes: float, n: int) -> Interval | None:
     return Interval(mean=successes / n, low=low, high=high, n=n)
 
 
-def wilson(p: float, n: float) -> tuple[float, float]:
+def wilson(p: float, n: float, z: float = Z) -> tuple[float, float]:
     """Bounds of a share `p` of `n` trials (Wilson 1927, JASA 22, 209-212)."""
-    centre = (p + Z**2 / (2 * n)) / (1 + Z**2 / n)
-    half = Z / (1 + Z**2 / n) * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
+    centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     return max(centre - half, 0.0), min(centre + half, 1.0)

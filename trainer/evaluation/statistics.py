@@ -20,8 +20,8 @@ def shown(found: Interval | None, form: str) -> str:
     return f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]"
 
 
-def mean(values: Sequence[float], bounds: tuple[float, float] | None = None) -> Interval | None:
-    """Mean with its Student's t interval, unknown for a single value; None without values.
+def mean(values: Sequence[float], bounds: tuple[float, float] | None = None, level: float = LEVEL) -> Interval | None:
+    """Mean with its Student's t interval of this level, unknown for a single value; None without values.
 
     Where the values have `bounds` the interval stays within them, and half an observation at each of both is added: few
     values that are all equal do not tell the mean exactly (Agresti and Min 2005, Statistics in Medicine 24, 729-740,
@@ -38,7 +38,7 @@ def mean(values: Sequence[float], bounds: tuple[float, float] | None = None) -> 
     total = n + len(ends) / 2
     middle = float(array.sum() + ends.sum() / 2) / total
     spread = float(((array - middle) ** 2).sum() + ((ends - middle) ** 2).sum() / 2)
-    half = float(stats.t.ppf(0.5 + LEVEL / 2, total - 1)) * math.sqrt(spread / (total - 1) / total)
+    half = float(stats.t.ppf(0.5 + level / 2, total - 1)) * math.sqrt(spread / (total - 1) / total)
     low, high = min(centre, middle - half), max(centre, middle + half)
     if bounds is not None:
         low, high = max(low, bounds[0]), min(high, bounds[1])
@@ -64,21 +64,21 @@ def pass_at(k: int, tried: Sequence[tuple[int, int]]) -> Interval | None:
     return mean([1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in tried], (0.0, 1.0))
 
 
-def paired_difference(after: Mapping[str, float], before: Mapping[str, float]) -> Interval | None:
+def paired_difference(after: Mapping[str, float], before: Mapping[str, float], level: float = LEVEL) -> Interval | None:
     """Mean over shared tasks of after - before, with an interval over tasks as `mean_reward` has it; that of
     `paired_shares` where all rewards are 0 or 1. None without shared tasks."""
     tasks = [task for task in after if task in before]
     rewards = [side[task] for side in (after, before) for task in tasks]
     if len(tasks) > 1 and set(rewards) <= {0.0, 1.0}:
-        return paired_shares({t: after[t] == 1.0 for t in tasks}, {t: before[t] == 1.0 for t in tasks})
+        return paired_shares({t: after[t] == 1.0 for t in tasks}, {t: before[t] == 1.0 for t in tasks}, level)
     found = [after[task] - before[task] for task in tasks]
     if _unit(rewards):
-        return mean(found, (-1.0, 1.0))
+        return mean(found, (-1.0, 1.0), level)
     size = max([abs(x) for x in found], default=0.0)
-    return _wider(mean(found), mean(found, (-size, size)))
+    return _wider(mean(found, level=level), mean(found, (-size, size), level))
 
 
-def paired_shares(after: Mapping[str, bool], before: Mapping[str, bool]) -> Interval | None:
+def paired_shares(after: Mapping[str, bool], before: Mapping[str, bool], level: float = LEVEL) -> Interval | None:
     """Difference of two success shares over shared tasks, with Newcombe's hybrid interval for paired data.
 
     Wilson bounds of both shares, joined by their correlation (Newcombe 1998, Statistics in Medicine 17, 2635-2650,
@@ -92,8 +92,8 @@ def paired_shares(after: Mapping[str, bool], before: Mapping[str, bool]) -> Inte
     both = sum(after[t] and before[t] for t in tasks)
     gained = sum(after[t] and not before[t] for t in tasks)
     lost = sum(before[t] and not after[t] for t in tasks)
-    difference, low, high = _newcombe(both, gained, lost, n - both - gained - lost)
-    if gained == lost or stats.binomtest(gained, gained + lost).pvalue > 1 - LEVEL:
+    difference, low, high = _newcombe(both, gained, lost, n - both - gained - lost, _z(level))
+    if gained == lost or stats.binomtest(gained, gained + lost).pvalue > 1 - level:
         low, high = min(low, 0.0), max(high, 0.0)
     return Interval(mean=difference, low=low, high=high, n=n)
 
@@ -108,10 +108,14 @@ def _wider(one: Interval | None, other: Interval | None) -> Interval | None:
     return Interval(mean=one.mean, low=min(one.low, other.low), high=max(one.high, other.high), n=one.n)
 
 
-def _newcombe(both: int, gained: int, lost: int, neither: int) -> tuple[float, float, float]:
+def _z(level: float) -> float:
+    return float(stats.norm.ppf(0.5 + level / 2))
+
+
+def _newcombe(both: int, gained: int, lost: int, neither: int, z: float) -> tuple[float, float, float]:
     n = both + gained + lost + neither
     p1, p2 = (both + gained) / n, (both + lost) / n
-    (low1, high1), (low2, high2) = wilson(p1, n), wilson(p2, n)
+    (low1, high1), (low2, high2) = wilson(p1, n, z), wilson(p2, n, z)
     product = (both + gained) * (lost + neither) * (both + lost) * (gained + neither)
     cross = float(both * neither - gained * lost)
     if cross > 0:

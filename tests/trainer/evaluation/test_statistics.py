@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from cotune.intervals import Interval, share
+from cotune.intervals import LEVEL, Interval, share
 from cotune.trainer.evaluation.statistics import (
     mean,
     mean_reward,
@@ -160,3 +160,12 @@ def test_a_difference_of_rewards_stays_within_what_there_is() -> None:
 def test_the_interval_of_large_samples_is_students() -> None:
     rewards = np.random.default_rng(0).beta(2.0, 2.0, 2000).tolist()
     assert bounds(mean_reward(rewards)) == pytest.approx(bounds(mean(rewards)), abs=1e-3)
+
+
+def test_a_higher_level_widens_paired_intervals() -> None:
+    before = {str(n): float(n < 4) for n in range(20)}
+    for after in ({str(n): float(n < 11) for n in range(20)}, {str(n): n / 20 for n in range(20)}):
+        low, high = bounds(paired_difference(after, before))
+        assert (low, high) == bounds(paired_difference(after, before, LEVEL))
+        lower, higher = bounds(paired_difference(after, before, 0.99))
+        assert lower < low and higher > high
