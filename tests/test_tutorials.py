@@ -147,3 +147,31 @@ def test_a_tutorial_works_as_it_stands(
         runpy.run_path(str(script), run_name="__main__")
         assert capsys.readouterr().out
     assert len(provider.requests) == asked, "the trained policies answer, not the provider"
+
+
+def obedient(body: dict[str, Any], number: int) -> tuple[int, str, list[Any]]:
+    """A provider whose jokes have what their prompt asks for, and that knows one rule to add to a prompt."""
+    text = body["messages"][-1]["content"]
+    if body["model"] == "gpt-5-mini":
+        now = text.partition("<text>\n")[2].partition("\n</text>")[0]
+        rule = "Name the topic" if "generate_joke" in text.partition("\n")[0] else "Use at most twenty words"
+        return json_reply(completion({"role": "assistant", "content": f"<new-text>{rule}. {now}</new-text>"}))
+    topic = text.partition("joke about ")[2] or text.partition("wordplay: ")[2]
+    said = topic if "Name the topic" in text or "wordplay" in text else f"Number {hash(topic)} is the funniest"
+    said += "" if "wordplay" not in text or "twenty words" in text else " and" * 30
+    return json_reply(completion({"role": "assistant", "content": said}))
+
+
+def test_the_tutorial_on_prompts_finds_better_ones(
+    provider: Provider, in_thread: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    provider.reply = obedient
+    reader = Here(tmp_path, capsys, {})
+    reader.follow(ROOT / "docs" / "tutorials" / "prompts.md")
+    (said,) = [text for line, text in reader.said.items() if "improve" in line]
+    assert "The new prompts are better on held-out tasks: 0.000 before, 1.000 after" in said
+    sent = [body["messages"][-1]["content"] for body in provider.requests if body["model"] == "gpt-4o-mini"]
+    assert any(text.startswith("Name the topic. Write a short joke about ") for text in sent)

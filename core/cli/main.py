@@ -44,10 +44,8 @@ COMMANDS = {
         "sft": "Write recorded answers as chat lines for supervised fine-tuning",
         "otel": "Exchange records with tracing tools, as OpenTelemetry spans",
     },
-    "Prompts": {
+    "Prompts and weights": {
         "prompts": "Improve the prompts of an application's roles, without training",
-    },
-    "Weights": {
         "export": "Write the trained policies as PEFT folders, whole models or GGUF",
         "serve": "Serve an export, or a plain model, over an OpenAI-compatible API",
     },

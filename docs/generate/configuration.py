@@ -14,6 +14,7 @@ from cotune.cli.command import documentation
 from cotune.errors import ConfigError
 from cotune.trainer.config.policy import PolicyConfig
 from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.prompting.options import ImproveOptions
 
 BAD: dict[type, Any] = {int: -1, float: -1.0, str: "?"}
 """By type a value that a field with bounds refuses; what it says then is what it allows."""
@@ -28,6 +29,12 @@ def fields() -> str:
         said = (table.__doc__ or "").partition(title)[2].strip()
         parts += [f"### {title} {{#{name}}}", prose(said), *_entries(table, f"{name}.")]
     return "\n\n".join(parts)
+
+
+def search_fields() -> str:
+    """Every option of a search for prompts."""
+    said = prose(ImproveOptions.__doc__ or "")
+    return "\n\n".join([said, *_entries(ImproveOptions, "prompts.")])
 
 
 def overrides() -> str:

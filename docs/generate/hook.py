@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from command_line import commands
-from configuration import fields, overrides
+from configuration import fields, overrides, search_fields
 from figures import TABLES
 from metrics import figures as metrics
 from metrics import reasons
@@ -26,6 +26,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "commands": commands,
     "fields of the configuration": fields,
     "settings of a recipe": overrides,
+    "options of a search for prompts": search_fields,
     "reasons": reasons,
     **{f"metrics of {of}": functools.partial(metrics, of) for of in ("candidates", "update", "records", "policies")},
     "recipes": recipes,

@@ -9,9 +9,9 @@ from importlib import import_module
 
 from cotune.cli.command import Parser, described
 
-SUBCOMMANDS: Sequence[str] = ("show", "edit", "diff", "export")
+SUBCOMMANDS: Sequence[str] = ("show", "improve", "edit", "diff", "export")
 """A module has `TEXT`, `EXAMPLE`, `arguments` and `run`."""
-EXAMPLE = "cotune prompts show runs/traced"
+EXAMPLE = "cotune prompts improve app:solve --tasks train.jsonl --reflection gpt-5-mini --out runs/p1"
 EXTRA = "prompts"
 
 

@@ -1,0 +1,64 @@
+"""`cotune prompts improve`."""
+
+from __future__ import annotations
+
+import argparse
+
+from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, add_trust, fields_of, prices, settings
+from cotune.errors import ConfigError
+from cotune.terminal import tell, terminal
+
+TEXT = "Search for better prompts of an application's roles, and compare them on held-out tasks"
+EXAMPLE = (
+    "cotune prompts improve app:solve --tasks train.jsonl --eval-tasks held.jsonl --reflection gpt-5-mini --out runs/p1"
+)
+NOT_SHOWN = 3
+"""Exit status where the held-out tasks show no improvement."""
+
+
+def arguments(command: Parser) -> None:
+    from cotune.trainer.prompting.options import ImproveOptions
+
+    command.add_argument("workflow", nargs="?", help=APP)
+    command.add_argument("--tasks", metavar="FILE", help=TASKS)
+    command.add_argument("--out", required=True, metavar="DIR", help="new folder; with --resume that of the search")
+    command.add_argument(
+        "--resume", action="store_true", help="go on with a search that was interrupted, or whose limits were raised"
+    )
+    command.add_argument("--config", metavar="FILE", help="TOML file with a table [prompts]. Flags override it")
+    add_fields(command, "eval_tasks", "reflection", "reflection_url", "max_calls", "max_cost", table=ImproveOptions)
+    text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
+    add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
+    add_fields(command, "roles", "kinds", "keep", "max_growth", "prompts", table=ImproveOptions)
+    add_fields(
+        command.more("search"),
+        *("weight", "minibatch", "validation", "shown", "credit", "rounds", "seed", "concurrency", "timeout"),
+        table=ImproveOptions,
+    )
+    answers = command.more("who answers")
+    add_fields(answers, "run", "model", "temperature", "max_tokens", "roles_by", table=ImproveOptions)
+    add_repeated(command, "--set", "FIELD=VALUE", "any other field, such as replay=false")
+    add_trust(command)
+
+
+def run(a: argparse.Namespace) -> int:
+    tell(f"loading {a.workflow or a.out} ...")
+    from cotune.trainer.prompting.improve import improve
+    from cotune.trainer.prompting.options import load_options, read_search
+    from cotune.trainer.prompting.outcome import render
+
+    given = {**fields_of(a), **settings(a.set)}
+    if a.price:
+        given["prices"] = prices(a.price)
+    workflow, tasks, table = read_search(a.out) if a.resume else ("", "", {})
+    workflow, tasks = a.workflow or workflow, a.tasks or tasks
+    for name, value in (("workflow", workflow), ("tasks", tasks)):
+        if not value:
+            raise ConfigError(name, None, "is missing", f"For example: {EXAMPLE}")
+    options = load_options(a.config, given, table)
+    report = improve(workflow, tasks, options, out=a.out, resume=a.resume)
+    terminal().print(render(report))
+    tell(f"written: {report.path}/prompts.json; to look at it: cotune prompts diff {report.path}")
+    if report.ended:
+        tell(f"to go on: cotune prompts improve --out {a.out} --resume, with a higher limit")
+    return 0 if report.verdict == "better" else NOT_SHOWN

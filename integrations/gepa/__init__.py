@@ -1,0 +1,1 @@
+"""The `gepa` library, which searches for texts by reflection; imported nowhere else."""

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cotune
+from cotune.prompts.edits import PromptPart
+from cotune.prompts.templates import Template
+from cotune.recording.recorder import LiveCall
+from cotune.records.answers import Answer
+from cotune.trainer.prompting.credit import Turns
+from cotune.trainer.prompting.improve import improve
+from cotune.trainer.prompting.options import ImproveOptions
+from tests.trainer.prompting import travel
+
+PARTS = [
+    PromptPart(name=f"{role}.system", roles=(role,), kind="system", old=Template((f"You are the {role}.",)))
+    for role in ("planner", "writer")
+]
+
+
+def turns(number: int, **options: Any) -> list[list[str]]:
+    made = Turns(PARTS, **options)
+    return [made.next() for _ in range(number)]
+
+
+def test_roles_are_changed_in_proportion_to_what_their_calls_decide() -> None:
+    taken = [name for (name,) in turns(22, weights={"planner": 3.0, "writer": 0.0}, scored=True)]
+    # The mean is 1.5, and no role has less than a tenth of that.
+    assert taken.count("planner.system") == 21 and taken.count("writer.system") == 1
+
+
+def test_roles_are_changed_in_turn_where_nothing_is_known() -> None:
+    assert turns(4, weights={}, scored=True) == [["planner.system"], ["writer.system"]] * 2
+
+
+def test_without_scorers_every_second_proposal_changes_all_roles() -> None:
+    both = ["planner.system", "writer.system"]
+    assert turns(4, weights={}, scored=False) == [both, ["planner.system"], both, ["writer.system"]]
+
+
+class Moody(travel.Office):
+    """The writer repeats the planner's answer only every second time; the planner always says the same."""
+
+    async def respond(self, call: LiveCall) -> Answer:
+        await super().respond(call)
+        if call.role == "planner":
+            return travel.answer(f"a journey to {call.messages[1]['content'].split()[3].strip(',')}")
+        return travel.answer(call.messages[1]["content"] if len(self.asked) % 2 else "Of course.")
+
+
+def test_forks_show_whose_calls_decide_and_give_contrasts(tmp_path: Path) -> None:
+    office, reflector = Moody(), travel.Reflector()
+    options = ImproveOptions(rounds=3, max_calls=400, concurrency=1)
+    report = improve(
+        travel.application(), travel.tasks(24), options, out=tmp_path / "p", responder=office, reflector=reflector
+    )
+    assert "writer" in report.credit and "forks on 6 tasks" in report.credit
+    assert report.credit.startswith("writer")
+    assert any("Other answers to this very request" in request for request in reflector.requests)
+
+
+@pytest.mark.parametrize("diverges", [False, True])
+def test_calls_before_the_changed_role_come_from_the_record(tmp_path: Path, diverges: bool) -> None:
+    asked = 0
+
+    @cotune.workflow
+    async def solve(task: Any) -> float:
+        nonlocal asked
+        asked += 1
+        said = f"{task['days']} days in {task['city']}, please." + (f" ({asked})" if diverges else "")
+        plan = await travel.ask("planner", travel.PLANNER + " " + travel.NAME_CITY, said)
+        return float(task["city"] in await travel.ask("writer", travel.WRITER, plan))
+
+    office = travel.Office()
+    report = improve(
+        solve,
+        travel.tasks(24),
+        ImproveOptions(rounds=6, max_calls=400, credit=0, roles=("writer",)),
+        out=tmp_path / "p",
+        responder=office,
+        reflector=travel.Reflector(rules=(travel.REPEAT,)),
+    )
+    assert report.verdict == "better"
+    planner, writer = report.spending["planner"]["calls"], report.spending["writer"]["calls"]
+    if diverges:
+        assert report.counts["diverged"] > 0 and "repeated" not in report.counts and planner == writer
+    else:
+        assert "diverged" not in report.counts and planner == writer - report.counts["repeated"]

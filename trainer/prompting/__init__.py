@@ -1,0 +1,1 @@
+"""`cotune prompts improve`: a search for better prompts, by role."""

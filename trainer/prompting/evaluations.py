@@ -1,0 +1,212 @@
+"""Runs candidates on tasks, and never twice: what a record holds is answered from it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from cotune.episodes.episode import EpisodeOptions, run_episode
+from cotune.episodes.rescore import score_calls
+from cotune.episodes.rollout import repeating
+from cotune.episodes.workflows import Workflow
+from cotune.errors import CotuneError, RunError, WorkflowError
+from cotune.judging.episodes import judge_episodes
+from cotune.prompts.edits import Prompts
+from cotune.recording.recorder import Responder
+from cotune.recording.rewards import reward_records
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Episode, Task
+from cotune.replay.forks import repeatable
+from cotune.replay.script import Replay, Script, read_script
+from cotune.sampling.scoring import Scored
+from cotune.storage.protocol import Store
+from cotune.trainer.prompting.options import ImproveOptions
+from cotune.trainer.prompting.spending import LimitReached, Spending
+from cotune.trainer.prompting.tried import Tried, read_tried
+
+SEARCH, HELD_OUT, FORKS = "prompts", "prompts-held-out", "prompts-forks"
+"""Phases of the episodes of a search."""
+_ATTEMPTS = 3
+"""Times that an episode is begun that fails through no fault of the application."""
+
+
+@dataclass
+class Evaluations:
+    """The episodes of a search, run and remembered."""
+
+    workflow: Workflow
+    store: Store
+    responder: Responder | None
+    options: ImproveOptions
+    spending: Spending
+    on_episode: Callable[[Episode], None] = lambda episode: None
+    counts: Counter[str] = field(default_factory=Counter)
+    """What happened beside plain episodes: repeated prefixes, divergences, retries, calls without an edit."""
+
+    def __post_init__(self) -> None:
+        self._known: dict[tuple[str, str, str], Tried] = {}
+        self._seen: dict[tuple[str, str, str], Episode] = {}
+        self._gate = asyncio.Semaphore(self.options.concurrency)
+        for phase in (SEARCH, HELD_OUT, FORKS):
+            for episode in self.store.episodes(phase=phase):
+                self.spending.count(_asked(episode, self.store.calls(episode.id, lean=True)))
+                if episode.is_outcome and phase != FORKS:
+                    self._seen.setdefault((phase, episode.prompts, episode.task.id), episode)
+
+    async def run(
+        self, prompts: Prompts, tasks: Sequence[Task], *, phase: str = SEARCH, parent: Prompts | None = None
+    ) -> list[Tried]:
+        """The candidate on these tasks, in their order. Where `parent` ran on a task before, calls before the first
+        one of a changed role are answered from its record.
+
+        Raises LimitReached once the episodes under way have ended, RunError where models cannot be reached.
+        """
+        due = {task.id: task for task in tasks if self.known(prompts, task.id, phase) is None}
+        made = await asyncio.gather(
+            *(self._run(prompts, task, phase, parent) for task in due.values()), return_exceptions=True
+        )
+        errors = [one for one in made if isinstance(one, BaseException)]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, LimitReached))
+        found = (self.known(prompts, task.id, phase) for task in tasks)
+        return [one for one in found if one is not None]
+
+    def known(self, prompts: Prompts, task: str, phase: str = SEARCH) -> Tried | None:
+        """What a candidate did on a task, if it ran on it."""
+        key = phase, prompts.id, task
+        if key not in self._known and key in self._seen:
+            self._keep(key, self._seen[key])
+        return self._known.get(key)
+
+    def asked(self, phase: str) -> set[str]:
+        """Ids of the candidates that have run in a phase; "" is the prompts as they were."""
+        return {prompts for of, prompts, _ in (*self._seen, *self._known) if of == phase}
+
+    async def fork(self, prompts: Prompts, script: Script, fork: str, task: Task, number: int) -> Episode:
+        """An episode that repeats another of these prompts up to the call `fork`, from which on all is new."""
+        replay = Replay(script=_unsealed(script, fork), fork=fork)
+        async with self._gate:
+            self.spending.require_room()
+            return await self._episode(task, FORKS, prompts, replay, number)
+
+    async def _run(self, prompts: Prompts, task: Task, phase: str, parent: Prompts | None) -> None:
+        async with self._gate:
+            self.spending.require_room()
+            episode = await self._whole(prompts, task, phase, parent)
+        self._keep((phase, prompts.id, task.id), episode)
+
+    async def _whole(self, prompts: Prompts, task: Task, phase: str, parent: Prompts | None) -> Episode:
+        replay = self._prefix(prompts, task, phase, parent) if parent is not None and self.options.replay else None
+        if replay is not None:
+            episode = await self._episode(task, phase, prompts, replay)
+            if episode.blame != "divergence":
+                self.counts["repeated"] += 1
+                return await self._sound(episode, task, phase, prompts)
+            self.counts["diverged"] += 1
+        return await self._sound(await self._episode(task, phase, prompts), task, phase, prompts)
+
+    async def _sound(self, episode: Episode, task: Task, phase: str, prompts: Prompts) -> Episode:
+        """The episode, or another one where it failed through no fault of the application."""
+        for attempt in range(1, _ATTEMPTS):
+            if episode.is_outcome:
+                return episode
+            self.counts["retried"] += 1
+            await asyncio.sleep(attempt)
+            episode = await self._episode(task, phase, prompts)
+        if episode.is_outcome:
+            return episode
+        raise RunError(
+            f"Task {task.id} failed {_ATTEMPTS} times, and not by the application: {episode.error or episode.status}",
+            "Go on with --resume once the models can be reached.",
+        )
+
+    async def _episode(
+        self, task: Task, phase: str, prompts: Prompts, replay: Replay | None = None, number: int = 0
+    ) -> Episode:
+        flow, responder = replace(self.workflow, prompts=prompts if prompts.id else None), self.responder
+        if replay is not None:
+            flow, responder = repeating(flow, replay, responder)
+        options = EpisodeOptions(
+            phase=phase,
+            rollout=number,
+            timeout=self.options.timeout,
+            record_tools=replay is not None and bool(replay.script.results),
+            freeze=replay is not None and bool(replay.script.reads),
+        )
+        self.spending.running += 1
+        try:
+            outcome = await run_episode(flow, task, sink=self.store, responder=responder, options=options)
+            episode = outcome.episode
+            await asyncio.to_thread(self.store.flush)
+            calls = self.store.calls(episode.id)
+            self.spending.count(_asked(episode, calls))
+        finally:
+            self.spending.running -= 1
+        await self._score(episode, calls)
+        self.on_episode(episode)
+        return episode
+
+    async def _score(self, episode: Episode, calls: Iterable[CallRecord]) -> None:
+        """Give answers, and the episode, the rewards of the workflow's scorers and judge that they do not have yet."""
+        chosen = {call.id: candidate_id(call.id, call.chosen or 0) for call in calls if call.chosen is not None}
+        scored = self.store.rewards(chosen.values())
+        bare = [call for call in calls if call.id in chosen and not scored.get(chosen[call.id])]
+        given = await score_calls(self.workflow, self.store, ((call, episode.task) for call in bare))
+        for target, one in given.items():
+            if isinstance(one, Scored):
+                self.store.write(reward_records(target, *one, redaction=self.workflow.redaction))
+            else:
+                self.counts["scorer_errors"] += 1
+        if self.workflow.episode_judge is not None and episode.status == "ok":
+            try:
+                await judge_episodes(
+                    self.workflow.episode_judge, self.store, [episode], redaction=self.workflow.redaction
+                )
+            except WorkflowError:
+                self.counts["judge_errors"] += 1
+        await asyncio.to_thread(self.store.flush)
+
+    def _prefix(self, prompts: Prompts, task: Task, phase: str, parent: Prompts) -> Replay | None:
+        """How the candidate's episode repeats its parent's; None where it cannot, or nothing would be saved."""
+        before = self.known(parent, task.id, phase)
+        if before is None:
+            return None
+        was = {part.name: part.now for part in parent.parts}
+        changed = {role for part in prompts.parts if part.now != was.get(part.name) for role in part.roles}
+        calls = self.store.calls(before.episode)
+        fork = next((call for call in calls if call.role in changed), None)
+        if fork is None or fork is calls[0] or not repeatable(calls, fork):
+            return None
+        try:
+            script = read_script(self.store, before.episode)
+        except CotuneError:
+            return None
+        held = script.before(fork.id)
+        if any(call.id in held and call.role in changed for call in script.calls):
+            return None  # calls side by side: the record would answer some of them under the old prompt
+        return Replay(script=_unsealed(script, fork.id), fork=fork.id)
+
+    def _keep(self, key: tuple[str, str, str], episode: Episode) -> None:
+        tried = read_tried(self.store, episode)
+        self.counts["unmatched"] += sum(tried.unmatched.values())
+        self._known[key] = tried
+
+
+def _asked(episode: Episode, calls: Sequence[CallRecord]) -> Sequence[CallRecord]:
+    """Its calls without the one at which it diverged from a record, which nobody was asked."""
+    return [call for call in calls if call.status == "ok"] if episode.blame == "divergence" else calls
+
+
+def _unsealed(script: Script, fork: str) -> Script:
+    """The script without the token ids of the prompt at the fork, which is another one under other prompts."""
+    calls = tuple(
+        msgspec.structs.replace(call, answer=msgspec.structs.replace(call.answer, prompt_ids=()))
+        if call.id == fork
+        else call
+        for call in script.calls
+    )
+    return msgspec.structs.replace(script, calls=calls)

@@ -1,0 +1,92 @@
+"""What a search is worth: its best prompts and those before, on tasks that it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, Literal
+
+import msgspec
+
+from cotune.intervals import LEVEL, Interval
+from cotune.prompts.edits import Prompts
+from cotune.records.structs import Task
+from cotune.trainer.evaluation.statistics import paired_difference
+from cotune.trainer.prompting.evaluations import HELD_OUT, Evaluations
+from cotune.trainer.prompting.tried import Tried
+
+Verdict = Literal["better", "worse", "not shown"]
+
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison. `asked` are the candidates that these tasks have been asked about, this one included, and
+    `level` is that of the interval: 95% over all of them (Bonferroni)."""
+
+    tasks: int
+    base: float
+    best: float
+    difference: Interval
+    asked: int
+    level: float
+    prompt_tokens: tuple[float, float]
+    """A run, before and after."""
+    unmatched: int = 0
+    """Calls to which the edits did not apply."""
+
+    @property
+    def verdict(self) -> Verdict:
+        low, high = self.difference.low, self.difference.high
+        if low is None or high is None or low <= 0 <= high:
+            return "not shown"
+        return "better" if low > 0 else "worse"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tasks": self.tasks,
+            "base": self.base,
+            "best": self.best,
+            "difference": [self.difference.low, self.difference.mean, self.difference.high],
+            "asked": self.asked,
+            "level": self.level,
+            "prompt_tokens": list(self.prompt_tokens),
+            "unmatched": self.unmatched,
+        }
+
+
+async def compare_held_out(
+    evaluations: Evaluations, base: Prompts, best: Prompts, tasks: Sequence[Task]
+) -> HeldOut | None:
+    """Run both on the held-out tasks, once each; None where no outcome is known. Raises as `Evaluations.run` does.
+
+    A failed episode counts the lowest outcome of both, and at most 0.
+    """
+    before = await evaluations.run(base, tasks, phase=HELD_OUT)
+    after = await evaluations.run(best, tasks, phase=HELD_OUT)
+    asked = len(evaluations.asked(HELD_OUT) - {base.id})
+    known = [one.outcome for one in (*before, *after) if one.outcome is not None]
+    if not known:
+        return None
+    floor = min(0.0, *known)
+    was, now = _outcomes(before, floor), _outcomes(after, floor)
+    level = 1 - (1 - LEVEL) / max(asked, 1)
+    difference = paired_difference(now, was, level)
+    if difference is None:
+        return None
+    return HeldOut(
+        tasks=len(was),
+        base=fmean(was.values()),
+        best=fmean(now.values()),
+        difference=difference,
+        asked=asked,
+        level=level,
+        prompt_tokens=(_tokens(before), _tokens(after)),
+        unmatched=sum(sum(one.unmatched.values()) for one in after),
+    )
+
+
+def _outcomes(tried: Sequence[Tried], floor: float) -> Mapping[str, float]:
+    return {one.task: floor if one.outcome is None else one.outcome for one in tried}
+
+
+def _tokens(tried: Sequence[Tried]) -> float:
+    return fmean(one.prompt_tokens for one in tried)

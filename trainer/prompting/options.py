@@ -1,0 +1,142 @@
+"""The options of `cotune prompts improve`; its flags and the table [prompts] are these fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
+from cotune.trainer.config.train import read_toml
+from cotune.trainer.evaluation.modes import Prices
+
+
+class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a search for better prompts may do and spend. Raises ConfigError for values that do not fit."""
+
+    reflection: str | None = None
+    """Model that reads what went wrong and writes new texts, at the OpenAI-compatible address of the environment."""
+    reflection_url: str | None = None
+    """Another address for it, such as http://localhost:8000/v1 of vLLM, llama.cpp or cotune serve."""
+    reflection_params: dict[str, float | int | str] = {}
+    """More of its requests, such as `temperature` or `reasoning_effort`."""
+    eval_tasks: str | None = None
+    """Held-out tasks: the only ones whose figures count. Without it a third of the tasks is held out."""
+    max_calls: int = 2000
+    """Most calls of models, those of the reflection model and of the last comparison included."""
+    max_cost: float | None = None
+    """Most money, at the given prices."""
+    prices: Prices = {}
+    """Money for a million prompt tokens and a million completion tokens, by model."""
+    roles: tuple[str, ...] = ()
+    """Improve only these roles."""
+    kinds: tuple[str, ...] = ()
+    """Texts to improve, of: system, user, tool, format. Without it system messages, and user messages of roles that
+    have none."""
+    keep: tuple[str, ...] = ()
+    """Regular expressions of text that stays as it is."""
+    max_growth: float = 1.5
+    """Most characters of a new text, as a multiple of the old one, and 500 more."""
+    weight: float = 0.5
+    """What the mean of the roles' own scorers counts beside the outcome, in the score that the search climbs."""
+    minibatch: int = 4
+    """Tasks on which a new text is tried first."""
+    validation: float = 0.4
+    """Share of the tasks that chooses between candidates; the others are reflected on."""
+    shown: int = 3
+    """Runs that the reflection model is shown each time: the worst, and one of the best."""
+    credit: float = 0.15
+    """Most of max_calls that may go into forks, which tell whose calls decide; 0 changes the roles in turn."""
+    replay: bool = True
+    """Whether calls before the first one of a changed role are answered from the record."""
+    rounds: int = 1000
+    """Most rounds of the search."""
+    seed: int = 0
+    """Of the search and the split of tasks."""
+    run: str | None = None
+    """Run or export whose policies answer; without it and `model` the application's own provider does."""
+    model: str | None = None
+    """Model that answers for all roles, untrained: a folder or a Hugging Face id."""
+    temperature: float | None = None
+    """Temperature of these answers; without it the application's own."""
+    max_tokens: int = 256
+    """Most new tokens of these answers where the application names no limit."""
+    concurrency: int = 8
+    """Episodes in flight."""
+    timeout: float = 600.0
+    """Seconds for one episode."""
+    prompts: str | None = None
+    """Prompts to start from, as prompts.json of an earlier search."""
+    roles_by: str | None = None
+    """What names the roles: caller | model | module:function."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "max_calls", "max_cost", "minibatch", "shown", "rounds", "concurrency", "timeout")
+        check_bounds(self, "weight", "credit", least=0)
+        check_bounds(self, "max_growth", least=0.1)
+        if not 0 < self.validation < 1:
+            raise ConfigError("validation", self.validation, "must be between 0 and 1", "It is a share of the tasks.")
+        if self.run is not None and self.model is not None:
+            raise ConfigError("model", self.model, "cannot be used with run", "Leave one of them out.")
+        if self.max_cost is not None and not self.prices:
+            raise ConfigError(
+                "max_cost", self.max_cost, "needs prices", "For example: --price gpt-4o-mini=0.15/0.60 --max-cost 5"
+            )
+        for kind in self.kinds:
+            if kind not in ("system", "user", "tool", "format"):
+                raise ConfigError("kinds", kind, "is not one of system, user, tool, format")
+
+
+def load_options(
+    config: str | Path | None, given: Mapping[str, Any], before: Mapping[str, Any] | None = None
+) -> ImproveOptions:
+    """The options of the table [prompts] of a TOML file (if any), and over them those that are `given`. `before` are
+    those of a search that goes on. Raises ConfigError."""
+    table = {**(before or {}), **read_toml(config).get("prompts", {}), **given}
+    try:
+        return msgspec.convert(table, ImproveOptions, strict=True)
+    except msgspec.ValidationError as error:
+        field, fault = field_and_fault(error)
+        if unknown := sorted(set(table) - set(ImproveOptions.__struct_fields__)):
+            raise ConfigError(unknown[0], table[unknown[0]], "is no option of a search for prompts", PAGE) from None
+        raise ConfigError(f"prompts.{field}", table.get(field), expected(fault), PAGE) from None
+
+
+PAGE = "See docs/reference/configuration.md."
+CHANGEABLE = frozenset({"max_calls", "max_cost", "prices", "rounds", "concurrency", "timeout", "reflection_url"})
+"""Options that a resumed search may change: none of them changes what was found so far."""
+
+
+class PromptRun:
+    """The files of a search.
+
+    RUN/improve.json   options, tasks and application
+    RUN/records.db     every episode and every request to the reflection model
+    RUN/parts.json     the parts that were found, unchanged
+    RUN/prompts.json   the best prompts so far, with what is known of them
+    RUN/candidates.json  every candidate of the search
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        self.described = self.path / "improve.json"
+        self.records = self.path / "records.db"
+        self.parts = self.path / "parts.json"
+        self.prompts = self.path / "prompts.json"
+        self.candidates = self.path / "candidates.json"
+        self.lock = self.path / "lock"
+
+
+def read_search(path: str | Path) -> tuple[str, str, dict[str, Any]]:
+    """Of a search that was begun: the address of its application, its tasks file, and its options. Raises RunError."""
+    file = PromptRun(path).described
+    if not file.is_file():
+        raise RunError(f"{path} holds no search to go on with.", "Leave out --resume.")
+    try:
+        read = json.loads(file.read_bytes())
+        return str(read["app"]), str(read["tasks"]), dict(read["options"])
+    except (ValueError, KeyError, TypeError):
+        raise RunError(f"{file} is broken.", "Begin a new search, with another --out.") from None

@@ -1,0 +1,147 @@
+"""What a search has found: the file of prompts with its provenance, and the report."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cotune.integrations.versions import installed
+from cotune.prompts.edits import Prompts
+from cotune.prompts.wording import Wording
+from cotune.tables import BAD, GOOD, cells, grid, plural
+from cotune.trainer.evaluation.statistics import shown
+from cotune.trainer.prompting.held_out import HeldOut, Verdict
+from cotune.trainer.prompting.options import PromptRun
+from cotune.trainer.prompting.problem import PromptProblem
+from cotune.trainer.run.run_folder import write_atomically
+
+
+class ImproveReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of `improve`. `verdict` is that on the held-out tasks."""
+
+    path: str
+    prompts: Prompts
+    verdict: Verdict
+    held_out: HeldOut | None
+    validation: tuple[float, float]
+    """Mean score on the tasks to choose by, of the prompts before and of the best."""
+    candidates: int
+    spending: dict[str, Any]
+    refused: dict[str, int]
+    counts: dict[str, int]
+    credit: str
+    taken: dict[str, int]
+    ended: str = ""
+    """Why the search ended before its last round; empty where it came to it."""
+    notes: tuple[str, ...] = ()
+
+
+def described(
+    problem: PromptProblem, credit: str, held: HeldOut | None, ended: str, notes: tuple[str, ...], folder: PromptRun
+) -> ImproveReport:
+    """The report, with the prompts as they are to be written."""
+    best, first = problem.best(), problem.pool[0]
+    verdict: Verdict = "not shown" if held is None else held.verdict
+    options, spending = problem.evaluations.options, problem.evaluations.spending
+    counts = dict(problem.evaluations.counts)
+    if problem.unscored:
+        counts["unscored"] = problem.unscored
+    versions = installed(("cotune", "gepa"))
+    prompts = msgspec.structs.replace(
+        problem.prompts(best.texts),
+        workflow=problem.evaluations.workflow.name,
+        created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        cotune=str(versions.get("cotune", "")),
+        provenance={
+            "made_by": "cotune prompts improve",
+            "reflection": {"model": options.reflection, "requests": problem.reflection.asked},
+            "spent": spending.to_json(),
+            "candidates": len(problem.pool),
+            "rounds": problem.rounds,
+            "refused": dict(problem.refused),
+            "counts": counts,
+            "credit": credit,
+            "seed": options.seed,
+            "gepa": versions.get("gepa"),
+            "started_from": problem.base.id,
+        },
+        evaluation={
+            "verdict": verdict,
+            "held_out": None if held is None else held.to_json(),
+            "validation": {"base": first.score, "best": best.score, "tasks": len(first.scores)},
+        },
+    )
+    return ImproveReport(
+        path=str(folder.path),
+        prompts=prompts,
+        verdict=verdict,
+        held_out=held,
+        validation=(first.score, best.score),
+        candidates=len(problem.pool) - 1,
+        spending=dict(spending.to_json()),
+        refused=dict(problem.refused),
+        counts=counts,
+        credit=credit,
+        taken=dict(problem.turns.taken),
+        ended=ended,
+        notes=notes,
+    )
+
+
+def write_candidates(folder: PromptRun, problem: PromptProblem) -> None:
+    """Write the pool of a search, each candidate with its texts and scores."""
+    pool = [
+        {"texts": dict(one.texts), "score": one.score, "scores": dict(one.scores), "made_of": one.parent}
+        for one in problem.pool
+    ]
+    write_atomically(folder.candidates, json.dumps(pool, indent=2, ensure_ascii=False).encode())
+
+
+def render(report: ImproveReport) -> Group:
+    """The report for the terminal."""
+    lines: list[RenderableType] = []
+    wording = Wording(report.prompts.parts)
+    for part in report.prompts.parts:
+        if part.new is not None:
+            lines.append(Text(f"\n{part.name}: {part.old.constant} -> {part.new.constant} characters", style="bold"))
+            lines += [Text(f"- {line}", style=BAD) for line in wording.text(part.old).splitlines()]
+            lines += [Text(f"+ {line}", style=GOOD) for line in wording.text(part.new).splitlines()]
+    table = grid("role", "calls>", "prompt tokens>", "answer tokens>", "cost>", title="\nspent")
+    for role, spent in report.spending.items():
+        cost = f"{spent['cost']:.4g}" if spent["cost"] else "-"
+        counts = (spent["calls"], spent["prompt_tokens"], spent["completion_tokens"])
+        table.add_row(role, *cells((*counts, cost)))
+    lines.append(table)
+    taken = ", ".join(f"{name} {count}" for name, count in report.taken.items())
+    lines.append(Text(f"\nwhose calls decide: {report.credit}{f'; changed: {taken}' if taken else ''}"))
+    for title, counted in (("refused", report.refused), ("beside that", report.counts)):
+        if counted := {name: count for name, count in counted.items() if count}:
+            lines.append(Text(f"{title}: " + ", ".join(f"{count} {name}" for name, count in counted.items())))
+    lines += [Text(text) for text in (*report.notes, report.ended) if text]
+    lines += [Text(""), Text(verdict_text(report), style=GOOD if report.verdict == "better" else "bold")]
+    return Group(*lines)
+
+
+def verdict_text(report: ImproveReport) -> str:
+    """The verdict in one or two sentences."""
+    before, after = report.validation
+    luck = (
+        f"On the tasks to choose by the score went from {before:.3f} to {after:.3f}, which says little: the best of "
+        f"{plural(report.candidates, 'candidate')} is mostly luck."
+    )
+    held = report.held_out
+    if held is None:
+        if not any(part.edited for part in report.prompts.parts) or before == after:
+            return "No better prompts were found."
+        return f"Not shown: the held-out tasks were not asked. {luck}"
+    interval = msgspec.structs.replace(held.difference)
+    said = f"{held.base:.3f} before, {held.best:.3f} after, difference {shown(interval, '+.3f')} on {held.tasks} tasks"
+    level = "95%" if held.asked <= 1 else f"{100 * held.level:.1f}%, as {held.asked} candidates were asked about"
+    words = {"better": "The new prompts are better", "worse": "The new prompts are worse", "not shown": "Not shown"}
+    tokens = f"Tokens of prompts a run: {held.prompt_tokens[0]:.0f} -> {held.prompt_tokens[1]:.0f}."
+    return f"{words[report.verdict]} on held-out tasks: {said} ({level}). {tokens}"

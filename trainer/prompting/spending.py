@@ -1,0 +1,106 @@
+"""What a search has spent, by role, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cotune.errors import CotuneError
+from cotune.records.structs import CallRecord
+from cotune.trainer.evaluation.modes import Prices
+
+MILLION = 1_000_000
+
+
+class LimitReached(CotuneError):
+    """The next episode could pass a limit of the search."""
+
+
+@dataclass
+class Spent:
+    """Calls that a model has answered or refused, their tokens and their money."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    unpriced: int = 0
+    """Calls whose model has no price, or that report no tokens."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass
+class Spending:
+    """Spent by role, and the limits. `reserve` is what must be left for the comparison on held-out tasks."""
+
+    max_calls: int
+    max_cost: float | None
+    prices: Prices
+    by_role: dict[str, Spent] = field(default_factory=dict)
+    episodes: int = 0
+    """Of the application; a request to the reflection model is none."""
+    asked: int = 0
+    """Calls of these, those that were answered from a record too."""
+    running: int = 0
+    """Episodes under way, of which nothing is counted yet."""
+    reserve: int = 0
+    """Episodes."""
+
+    def count(self, calls: Sequence[CallRecord], *, reflection: bool = False) -> None:
+        """Count the calls of an episode that has ended; those answered from a record cost nothing."""
+        if not reflection:
+            self.episodes += 1
+            self.asked += len(calls)
+        for call in calls:
+            if call.replayed is None:
+                self._add(call)
+
+    def _add(self, call: CallRecord) -> None:
+        spent = self.by_role.setdefault(call.role, Spent())
+        prompt = call.prompt_tokens or call.usage.prompt_tokens
+        completion = sum(len(one.token_ids) for one in call.candidates) or call.usage.completion_tokens
+        spent.calls += 1
+        spent.prompt_tokens += prompt
+        spent.completion_tokens += completion
+        price = self.prices.get(call.policy.name if call.policy else call.model)
+        if price is None or not (prompt or completion):
+            spent.unpriced += 1
+        else:
+            spent.cost += (prompt * price[0] + completion * price[1]) / MILLION
+
+    @property
+    def calls(self) -> int:
+        return sum(one.calls for one in self.by_role.values())
+
+    @property
+    def cost(self) -> float:
+        return sum(one.cost for one in self.by_role.values())
+
+    @property
+    def calls_per_episode(self) -> float:
+        return self.asked / self.episodes if self.episodes else 1.0
+
+    @property
+    def cost_per_episode(self) -> float:
+        return self.cost / self.calls * self.calls_per_episode if self.calls else 0.0
+
+    @property
+    def limit(self) -> str:
+        """The limit that one more episode could pass, in words; empty where there is room."""
+        further = self.running + self.reserve + 1
+        if self.calls + further * self.calls_per_episode > self.max_calls:
+            return f"max_calls = {self.max_calls}"
+        if self.max_cost is not None and self.cost + further * self.cost_per_episode > self.max_cost:
+            return f"max_cost = {self.max_cost:g}"
+        return ""
+
+    def require_room(self) -> None:
+        """Raise LimitReached where one more episode could pass a limit."""
+        if limit := self.limit:
+            raise LimitReached(f"The search has reached {limit}.", "Raise it and go on with --resume.")
+
+    def to_json(self) -> Mapping[str, Any]:
+        return {role: spent.to_json() for role, spent in sorted(self.by_role.items())}
