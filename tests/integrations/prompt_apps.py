@@ -134,3 +134,4 @@ async def sdk(task: Any) -> float:
 
 
 APPLICATIONS = {"langgraph": langgraph, "autogen": autogen, "crewai": crewai, "sdk": sdk}
+plain = cotune.workflow(sdk)

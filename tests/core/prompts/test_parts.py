@@ -1,5 +1,6 @@
 """Parts found in recorded calls."""
 
+import random
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ QUESTIONS = [
     "My invoice of last month shows the wrong address.",
     "Please cancel the second seat of my booking.",
 ]
+WORDS = [f"word{number}" for number in range(400)]
 SYSTEM = "You are a careful assistant of a small shop. Answer in one sentence, and never promise a refund."
 
 
@@ -277,3 +279,15 @@ def test_no_more_calls_than_asked_are_read_of_all_tasks_alike(tmp_path: Path, li
     assert found.roles[0].tasks == 3
     assert found.roles[0].calls == min(limit, 12)
     assert found.left_out.get("more than are needed", 0) == 12 - min(limit, 12)
+
+
+def test_long_texts_are_compared_by_lines_first(tmp_path: Path) -> None:
+    dice = random.Random(3)
+    text = lambda lines: "".join(" ".join(dice.choices(WORDS, k=8)) + "\n" for _ in range(lines))  # noqa: E731
+    top, middle, end = text(300), text(300), text(300)
+    prompts = [f"{top}First {text(200)}{middle}Then {text(200)}{end}" for _ in QUESTIONS]
+    found = found_in(tmp_path, [(q, [Asked("a", [("system", p)])]) for q, p in zip(QUESTIONS, prompts, strict=True)])
+    (one,) = found.parts
+    assert one.part.old.constant >= len(top + middle + end) and len(one.part.old.slots) == 2
+    for prompt in prompts:
+        assert isinstance(one.part.old.match(prompt), tuple)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 import cotune
+from cotune.cli.main import main
 from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import workflow_of
 from cotune.prompts.edits import Prompts, rewrite_chat
@@ -108,3 +110,16 @@ def test_a_crew(provider: Provider, tmp_path: Path) -> None:
     before, after = texts["Travel Guide.user"]
     assert before.endswith("Plan a day trip: ") and "A plan with times." in after
     assert edited(found, calls) == {("Travel Guide", "edited"): 1}
+
+
+def test_an_application_is_recorded_to_show_its_prompts(
+    provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"id": q[:2], "q": q}) + "\n" for q in QUESTIONS))
+    app = f"{Path(apps.__file__)}:plain"
+    assert main(["prompts", "show", app, "--tasks", "tasks.jsonl", "--limit", "2"]) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("sdk · 6 calls · 3 roles · m\n") and "2 episodes, 6 calls" in err
+    assert main(["prompts", "show", "runs/prompts", "--json"]) == 0
+    assert [part["name"] for part in json.loads(capfd.readouterr().out)["parts"]] == list(FOUND["sdk"])
