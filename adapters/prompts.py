@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cotune.adapters.manifest import is_export, read_manifest
+from cotune.adapters.manifest import MANIFEST, is_export, read_manifest
 from cotune.errors import AdapterError
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import prompts_path, read_prompts
-from cotune.storage.run_layout import is_run
+from cotune.storage.run_layout import is_run, read_run
 
 
 def prompts_named(id: str) -> str:
@@ -18,19 +18,20 @@ def prompts_named(id: str) -> str:
 
 def prompts_of(source: str | Path | None) -> Prompts | None:
     """The edited prompts that the weights of a run or an export were trained with; None where there are none, also for
-    a plain model. Raises ConfigError, AdapterError for a file that is missing or is another than roles.json names."""
+    a plain model. Raises ConfigError for a file that is missing, AdapterError for another than roles.json or run.json
+    names."""
     folder = Path(source) if source is not None else None
     if folder is None or not (is_export(folder) or is_run(folder)):
         return None
-    if is_run(folder):
-        return read_prompts(folder) if prompts_path(folder).is_file() else None
-    named = read_manifest(folder).prompts
+    exported = is_export(folder)
+    named = read_manifest(folder).prompts if exported else read_run(folder).prompts
     if not named:
         return None
     found = read_prompts(folder)
     if found.id != named:
-        cause = f"{prompts_path(folder)} holds {prompts_named(found.id)}, and roles.json names {prompts_named(named)}."
-        raise AdapterError(cause, "Export the run again.")
+        file = MANIFEST if exported else "run.json"
+        cause = f"{prompts_path(folder)} holds {prompts_named(found.id)}, and {file} names {prompts_named(named)}."
+        raise AdapterError(cause, "Export the run again." if exported else "Put the file of the run back.")
     return found
 
 

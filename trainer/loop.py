@@ -91,7 +91,8 @@ async def commit(run: Run, *, due: bool = False) -> None:
     due = due or bool(state.new_roles) or state.steps % config.checkpoint_every == 0 or state.steps == config.steps
     if state.steps == run.committed or not due:
         return
-    state.run = read_run(run.folder.path).id
+    described = read_run(run.folder.path)
+    state.run, state.prompts = described.id, described.prompts
     spare = {name for name in [safe_checkpoint(run)] if name}
     best = run.best if config.evaluation.keep_best else None
     try:

@@ -66,7 +66,8 @@ class Rollback(msgspec.Struct, frozen=True):
 
 class RunDescription(msgspec.Struct, frozen=True):
     """The part of run.json that is read again. `model` is a folder or Hugging Face id, `workflow` an address like
-    `app:solve`, and `rollbacks` are those that the run has made, oldest first."""
+    `app:solve`, `rollbacks` are those that the run has made, oldest first, and `prompts` is the id of its edited
+    prompts, empty without any."""
 
     id: str = ""
     model: str | None = None
@@ -74,6 +75,7 @@ class RunDescription(msgspec.Struct, frozen=True):
     workflow: str | None = None
     config: RunConfig = RunConfig()
     rollbacks: tuple[Rollback, ...] = ()
+    prompts: str = ""
 
     def base_of(self, policy: str) -> str | None:
         """The base model of a policy, where it is not the run's `model`."""

@@ -53,6 +53,8 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     """Steps done."""
     run: str = ""
     """The id of the run."""
+    prompts: str = ""
+    """The id of the edited prompts that it was trained with."""
     timeline: int = 0
     """Rollbacks that the run had made before."""
     versions: dict[str, int] = {}

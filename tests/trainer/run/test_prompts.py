@@ -33,6 +33,8 @@ def test_training_to_export(trainer: Trainer, tmp_path: Path, capsys: pytest.Cap
     run = trainer.folder / "run"
     trainer.resume(None, steps=2)
     assert (json.loads((run / "run.json").read_text())["prompts"], read_prompts(run).id) == (EDITS.id, EDITS.id)
+    newest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip() / "checkpoint.json"
+    assert json.loads(newest.read_text())["prompts"] == EDITS.id
     seen = sent(run)
     assert {first for first, _, _ in seen["first"]} == {"say a ", "say b ", "say c "}
     assert {out for _, out, _ in seen["first"]} == {"please spell a ", "please spell b ", "please spell c "}
@@ -50,6 +52,9 @@ def test_training_to_export(trainer: Trainer, tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(AdapterError, match="was trained with prompts"):
         export(run, tmp_path / "out", prompts=others)
     export(run, tmp_path / "out")
+    write_prompts(run, read_prompts(others))
+    with pytest.raises(AdapterError, match=r"run\.json names .*Put the file of the run back"):
+        export(run, tmp_path / "again")
     assert read_manifest(tmp_path / "out").prompts == read_prompts(tmp_path / "out").id == EDITS.id
 
 
