@@ -107,8 +107,12 @@ def write_export(
         fault = "holds other files, which an export would replace"
         raise ConfigError("out", str(target), fault, "Name a new or empty folder.")
     if gguf is not None:
-        for model in {policy.model for policy in policies if policy.kind in TRAINED and policy.model}:
-            check_gguf(locate_model(model))
+        for model, name in {p.model: p.name for p in reversed(policies) if p.kind in TRAINED and p.model}.items():
+            try:
+                check_gguf(locate_model(model))
+            except ConfigError as error:
+                fault = f"(the base of policy {name!r}) {error.fault}"
+                raise ConfigError(error.field, error.value, fault, error.remedy) from None
     if not any(policy.roles for policy in policies):
         raise ConfigError("policies", None, "play no role", "Train a run first.")
     # All is written next to the target, reaches the disk, and then takes its place in one rename.

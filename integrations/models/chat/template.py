@@ -42,6 +42,10 @@ from cotune.sampling.protocol import TokenBytes
 
 log = logging.getLogger("cotune")
 
+_IMPORTING = threading.Lock()
+"""Two threads that import transformers at once may find it half made: an export of several bases loads a template for
+each."""
+
 Options = Mapping[str, Any]
 """Variables for a chat template, by name."""
 
@@ -98,7 +102,8 @@ class ChatTemplate:
     def load(cls, model: str | Path, tools: str = AUTO) -> ChatTemplate:
         """Load from a model folder or hub id. Raises ConfigError when there is none, no chat template or one that does
         not end, and for a format of tool calls that is unknown."""
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+        with _IMPORTING:
+            from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
         path, ends = Path(model), None
         if path.exists() and not (path / "config.json").exists():

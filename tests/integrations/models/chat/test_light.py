@@ -50,3 +50,22 @@ def test_the_same_without_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "PyTorch" not in done.stderr
+
+
+AT_ONCE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from cotune.integrations.models.chat.template import ChatTemplate
+
+sys.setswitchinterval(1e-5)
+with ThreadPoolExecutor(4) as pool:
+    assert len({chat.end_token_ids for chat in pool.map(ChatTemplate.load, sys.argv[1:] * 4)}) == 1
+"""
+
+
+@pytest.mark.slow
+def test_templates_may_be_loaded_at_once(tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "eos_token_id": 2}')
+    done = subprocess.run([sys.executable, "-c", AT_ONCE, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
