@@ -1,8 +1,8 @@
-"""What the groups of each task show: whether their rewards differ, and so what the task is worth drawing again."""
+"""What the groups of each task show: whether their rewards differ, and so how often the task is worth drawing again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -16,6 +16,8 @@ from cotune.algorithms.samples import Floats, codes
 
 HALF = 0.5
 """What a try leaves of the weight of those before it, as the policies have changed since."""
+PRIOR = 2.0
+"""Rewards that the average of all tasks counts as, beside those that a task has shown."""
 
 
 class GroupSignal(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,3 +111,33 @@ def _pooled(before: RoleFacts | None, signals: Sequence[GroupSignal]) -> RoleFac
         return old
     total = sum(signal.rewards * signal.variance for signal in signals)
     return RoleFacts(old.rewards + new, (old.rewards * old.variance + total) / (old.rewards + new))
+
+
+def chances(places: Mapping[str, int], known: Mapping[str, TaskFacts], roles: Collection[str], floor: float) -> Floats:
+    """[tasks] the chance of each in a draw, at its place.
+
+    `floor` is spread evenly over all tasks, the rest evenly over the roles, and what a role has over the tasks by the
+    variance that its groups are expected to have there. That is the mean of what a task has shown and of the average
+    task, which weighs as much as `PRIOR` rewards; a task that was never tried counts as the average one. The variance
+    of a group of rewards 0 and 1 is p (1 - p). Where a role did not act in a task that was tried, its rewards count as
+    equal. A role that has never shown a variance has no share.
+    """
+    tried = [(places[name], facts.roles) for name, facts in known.items() if name in places]
+    index = np.array([place for place, _ in tried], np.int64)
+    shares = []
+    for role in sorted(roles):
+        shown = [_shown(of, role) for _, of in tried]
+        average = sum(variance for _, variance in shown) / max(len(shown), 1)
+        if average > 0.0:
+            expected = np.full(len(places), average)
+            expected[index] = [(n * variance + PRIOR * average) / (n + PRIOR) for n, variance in shown]
+            shares.append(expected / expected.sum())
+    even = np.full(len(places), 1.0 / len(places))
+    return np.asarray(floor * even + (1.0 - floor) * np.mean(shares, axis=0)) if shares else even
+
+
+def _shown(roles: Mapping[str, RoleFacts], role: str) -> tuple[float, float]:
+    """How many rewards a role has had on a task that was tried, and their variance."""
+    if (own := roles.get(role)) is not None:
+        return own.rewards, own.variance
+    return max((other.rewards for other in roles.values()), default=0.0), 0.0

@@ -1,13 +1,20 @@
-"""Success by task over the steps of a run: which tasks never succeed, which always, and which changed."""
+"""Success by task over the steps of a run: which tasks never succeed, which always, and which changed; and how often an
+adaptive pool draws each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from cotune.algorithms.task_signals import TaskFacts, chances
+from cotune.errors import RunError
 from cotune.reading.headline import SINGLE
 from cotune.reading.run import OpenedRun
+from cotune.records.policies import TRAINED
+from cotune.storage.checkpoints import CHECKPOINT, newest_checkpoint, read_policies
+from cotune.storage.run_layout import RunLayout, read_config
+from cotune.storage.typed_json import read_if_typed
 
 PAGE = 60
 COLUMNS = 30
@@ -18,6 +25,8 @@ KINDS: Mapping[str, Callable[[float, float], bool]] = {
     "sometimes": lambda low, high: high > 0 and low < 1,
 }
 """Kinds of tasks, by the lowest and the highest outcome of one."""
+ORDERS = ("hardest", "most")
+"""Orders beside that of the ids: the lowest outcome first; those that an adaptive pool draws most often first."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -30,16 +39,19 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A task: the mean of its outcome over all episodes, and by steps."""
+    """A task: the mean of its outcome over all episodes, and by steps; `draws` is how often an adaptive pool draws it,
+    1 for as often as the average task, None where that is not known."""
 
     id: str
     episodes: int
     value: float | None
+    draws: float | None
     cells: tuple[Cell, ...]
 
 
 class TaskPage(msgspec.Struct, frozen=True, kw_only=True):
-    """The averaged `measure` is `success`, or the sum of an episode's rewards. `counts` are tasks by kind."""
+    """The averaged `measure` is `success`, or the sum of an episode's rewards. `counts` are tasks by kind; `adaptive`:
+    whether tasks of the run are drawn so."""
 
     rows: tuple[TaskRow, ...]
     measure: str
@@ -48,17 +60,56 @@ class TaskPage(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     after: str = ""
+    adaptive: bool = False
 
 
-def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "") -> TaskPage:
-    """A page of tasks in the order of their ids. `kind` is one of KINDS, or empty for all."""
+class _Curriculum(msgspec.Struct):
+    pool: str = "even"
+    floor: float = 0.1
+
+
+class _Known(msgspec.Struct):
+    """What a checkpoint holds of tasks."""
+
+    tasks: dict[str, TaskFacts] = {}
+
+
+def _draws(run: OpenedRun, tasks: Iterable[str]) -> tuple[dict[str, float], bool]:
+    """How often an adaptive pool would draw each task next, as a multiple of the average one, by the newest checkpoint;
+    and whether the run has such a pool."""
+    if not run.is_run or run.folder is None:
+        return {}, False
+    try:
+        newest = newest_checkpoint(RunLayout(run.folder).checkpoints)
+        settings = msgspec.convert(read_config(run.folder).get("curriculum") or {}, _Curriculum)
+        played = [] if newest is None else read_policies(newest)
+    except (RunError, msgspec.ValidationError):
+        return {}, False
+    known = None if newest is None else read_if_typed(newest / CHECKPOINT, _Known)
+    if known is None or not known.tasks:
+        return {}, settings.pool == "adaptive"
+    places = {name: i for i, name in enumerate(dict.fromkeys([*tasks, *known.tasks]))}
+    roles = {role for policy in played if policy.kind in TRAINED for role in policy.roles}
+    found = chances(places, known.tasks, roles, settings.floor) * len(places)
+    return {name: float(found[place]) for name, place in places.items()}, settings.pool == "adaptive"
+
+
+def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: str = "") -> TaskPage:
+    """A page of tasks, those after the task `after`, in the order of their ids or of ORDERS. `kind` is one of KINDS, or
+    empty for all."""
     store, on_failure = run.store, run.config.on_failure
     measure, every = store.outcomes_by_task(phase, on_failure)
     known = [(low, high) for *_, low, high in every if low is not None]
     counts = {name: sum(fits(low, high) for low, high in known) for name, fits in KINDS.items()}
     fits = KINDS.get(kind)
     chosen = [row for row in every if fits is None or (row[3] is not None and fits(row[3], row[4]))]
-    rest = [row for row in chosen if str(row[0]) > after]
+    draws, adaptive = _draws(run, [str(task) for task, *_ in every]) if phase == "train" else ({}, False)
+    if order == "hardest":
+        chosen.sort(key=lambda row: (row[2] is None, row[2]))
+    elif order == "most":
+        chosen.sort(key=lambda row: -draws.get(str(row[0]), 0.0))
+    ids = [str(row[0]) for row in chosen]
+    rest = chosen[ids.index(after) + 1 :] if after in ids else chosen
     page = rest[:PAGE]
 
     made = [step + 1 for step in store.steps(phase)]
@@ -75,6 +126,7 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "") -> TaskPa
                 id=str(task),
                 episodes=n,
                 value=mean,
+                draws=draws.get(str(task)),
                 cells=tuple(
                     Cell(total / count if count else None, count, *steps)
                     for (count, total), steps in zip(sums[str(task)], columns, strict=True)
@@ -88,6 +140,7 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "") -> TaskPa
         low=min([0.0, *(low for low, _ in known)]),
         high=max([1.0, *(high for _, high in known)]),
         after=page[-1][0] if len(rest) > PAGE else "",
+        adaptive=adaptive,
     )
 
 

@@ -6,12 +6,13 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
+import numpy as np
 
-from cotune.algorithms.task_signals import TaskFacts
+from cotune.algorithms.samples import Codes, Floats
+from cotune.algorithms.task_signals import TaskFacts, chances
 from cotune.records.plans import seed_of
 from cotune.records.structs import Task
 from cotune.trainer.config.curriculum import CurriculumConfig
-from cotune.trainer.schedules.adaptive import chances, in_order
 from cotune.trainer.schedules.curriculum import schedule_of
 
 
@@ -77,3 +78,9 @@ class TaskPool:
 def extra_tasks(budget: float, own: int) -> int:
     """The most tasks that a refill draws in a step with so many of its own."""
     return math.ceil(round(budget * own, 9))
+
+
+def in_order(weights: Floats, seed: Sequence[int]) -> Codes:
+    """[tasks] their places in the order in which they are drawn with these chances, none put back."""
+    times = np.random.default_rng(seed).exponential(size=len(weights))  # the first of them is drawn first
+    return np.argsort(times / weights, kind="stable")

@@ -232,7 +232,9 @@ def folder_sees_images(folder: Path) -> bool:
 def _model(base: Path) -> Any:
     import torch
     from transformers import AutoConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     with reading(base):
         kind = auto_class(AutoConfig.from_pretrained(base, **loading()))
         return kind.from_pretrained(base, dtype=torch.float32, **loading_weights())

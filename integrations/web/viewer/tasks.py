@@ -14,14 +14,15 @@ def tasks_page(viewer: Viewer, request: Request) -> Response:
     run, asked = viewer.run(request), request.query_params
     phases = run.store.phases()
     phase = asked.get("phase") or ("train" if "train" in phases else next(iter(phases), ""))
-    kind = asked.get("kind", "")
+    kind, order = asked.get("kind", ""), asked.get("order", "")
     return viewer.page(
         request,
         "tasks.html",
         run,
-        found=tasks(run, phase, kind, asked.get("after", "")),
+        found=tasks(run, phase, kind, asked.get("after", ""), order),
         path=selected_path(run) if phase == "train" else "",
         phase=phase,
         phases=phases,
         kind=kind,
+        order=order,
     )

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.algorithms.task_signals import HALF, RoleFacts, TaskFacts
+from cotune.algorithms.task_signals import HALF, PRIOR, RoleFacts, TaskFacts, chances
 from cotune.records.structs import Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
-from cotune.trainer.schedules.adaptive import PRIOR, chances, in_order
-from cotune.trainer.schedules.task_pool import TaskPool
+from cotune.trainer.schedules.task_pool import TaskPool, in_order
 from tests.trainer.tiny_app import application, ask
 
 ADAPTIVE = CurriculumConfig(pool="adaptive")
