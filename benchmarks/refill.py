@@ -129,7 +129,8 @@ def result(way: str, seed: int, mark: tuple[int, float] | None, options: argpars
         steps += 2 * EVERY
         train_to(run, way, model, seed, steps, options)
     lines, points = read_metrics(run), curve(run)
-    at = points[-1] if mark is None else next((point for point in points if point[1] >= mark[1]), None)
+    wanted = points[-1][1] if mark is None else mark[1]  # plain too may have stood there before its end
+    at = next((point for point in points if point[1] >= wanted), None)
     flat = [role["zero_variance"] for line in lines for role in line["roles"].values() if "zero_variance" in role]
     return {
         "tokens": points[-1][0],

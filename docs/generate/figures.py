@@ -107,6 +107,23 @@ def teams() -> str:
     return _table(titles, rows)
 
 
+def refill() -> str:
+    """Tokens until the success of plain training, by seed and way."""
+    lines = _lines("refill")
+    rows = []
+    for plain in (line for line in lines if line["way"] == "plain"):
+        for line in (line for line in lines if line["seed"] == plain["seed"]):
+            most, wanted = plain["tokens"], round(plain["success"], 4)
+            within = [success for tokens, success in line["curve"] if tokens <= most]
+            at = next((tokens for tokens, success in line["curve"] if success >= wanted and tokens <= most), None)
+            share = f"{at:,} ({at / most:.2f})" if at else "not reached"
+            cells = (share, f"{within[-1]:.1%}", str(line["steps"]), f"{line['flat']:.0%}")
+            rows.append((str(plain["seed"]), f"`{line['way']}`", *cells))
+    until = "tokens until plain's last success (share of plain's)"
+    titles = ("seed", "way", until, "success by then", "steps", "flat groups")
+    return _table(titles, rows)
+
+
 def outcomes(name: str, **settings: int) -> str:
     """Success by the way of training: `replay` or `credit`, of the runs with these settings."""
     lines = [line for line in _lines(name) if settings.items() <= line["settings"].items()]
@@ -203,6 +220,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "learning": learning,
     "selection": selection,
     "teams": teams,
+    "refill": refill,
     "replay": partial(outcomes, "replay", steps=20),
     "replay, forks alone": partial(outcomes, "replay", steps=30),
     "credit, 320,000 tokens": partial(outcomes, "credit", tokens=320_000),
