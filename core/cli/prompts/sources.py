@@ -26,7 +26,7 @@ class Source(NamedTuple):
 
 def has_prompts(path: str) -> bool:
     """Whether a file of prompts is meant: it is one by its name, or the folder has one."""
-    return path.endswith(".json") or prompts_path(path).is_file()
+    return path.endswith(".json") or (Path(path).is_dir() and prompts_path(path).is_file())
 
 
 def patterns(texts: Sequence[str]) -> list[re.Pattern[str]]:

@@ -56,7 +56,7 @@ def test_show(records: str, capsys) -> None:
 
 
 def test_show_as_json_and_of_one_role(records: str, capsys) -> None:
-    assert main(["prompts", "show", records, "--json", "--role", "writer"]) == 0
+    assert main(["prompts", "show", f"{records}/records.db", "--json", "--role", "writer"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(part["name"], part["editable"]) for part in found["parts"]] == [("writer.user", True)]
     assert found["parts"][0]["examples"] == [MAILS]
