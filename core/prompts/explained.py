@@ -34,6 +34,8 @@ class Explained:
     def __init__(self, task: Any, others: Texts) -> None:
         self._others = others
         self._texts: Texts = {}
+        self._short: set[str] = set()
+        """Whole texts that are too short to be looked for anywhere: they count where they are a line of their own."""
         for text in strings(task):
             self._add(text)
 
@@ -63,12 +65,20 @@ class Explained:
                 if at + len(known) > past and text.startswith(known, at):
                     past = at + len(known)
                     found.append((at, past))
+        at = 0
+        for line in text.splitlines(keepends=True):
+            if (short := line.strip()) in self._short:
+                begin = at + line.index(short)
+                found.append((begin, begin + len(short)))
+            at += len(line)
         return union(found)
 
     def _add(self, text: Any) -> None:
         if not isinstance(text, str):
             return
         self._put(text, WHOLE)
+        if 0 < len(text.strip()) < WHOLE:
+            self._short.add(text.strip())
         for line in text.splitlines():
             self._put(line, PART)
         if text.lstrip()[:1] in ("{", "["):

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.cli.command import Parser, add_repeated
+from cotune.cli.command import APP, TASKS, Parser, add_repeated
 from cotune.errors import ConfigError
 from cotune.prompts.edits import PromptPart, Prompts
 from cotune.prompts.templates import Template, fault_of
 from cotune.prompts.wording import Wording
+from cotune.records.ids import new_id
 from cotune.terminal import tell, terminal
 
-TEXT = "Change a part of a role's prompts in your editor"
+TEXT = "Change a part of a role's prompts in your editor, and compare before and after"
 EXAMPLE = "cotune prompts edit runs/traced --part writer.system"
 
 
@@ -32,6 +33,12 @@ def arguments(command: Parser) -> None:
     command.add_argument("--text", metavar="FILE", help="take the new text from FILE, or - for standard input")
     command.add_argument("--undo", action="store_true", help="say again what the application says")
     add_repeated(command, "--keep", "REGEX", "with records: text that stays as it is")
+    command.add_argument("--app", metavar="APP", help=f"compare before and after with it: {APP}")
+    command.add_argument("--tasks", metavar="FILE", help=f"with --app: {TASKS}; each is run twice")
+    command.add_argument("--limit", type=int, metavar="N", help="with --app: the first N tasks")
+    command.add_argument(
+        "--max-calls", type=int, default=2000, metavar="N", help="with --app: most calls (default: %(default)s)"
+    )
 
 
 def run(a: argparse.Namespace) -> int:
@@ -40,6 +47,8 @@ def run(a: argparse.Namespace) -> int:
     from cotune.prompts.file import prompts_path, write_prompts
     from cotune.prompts.parts import why_not
 
+    if bool(a.app) != bool(a.tasks):
+        raise ConfigError("--app", a.app, "and --tasks belong together", "For example: --app app:solve --tasks t.jsonl")
     prompts, kept, found = source(a.source, keep=a.keep)
     file = prompts_path(a.out) if a.out else kept
     if found is not None and file.is_file():
@@ -56,11 +65,28 @@ def run(a: argparse.Namespace) -> int:
     changed = msgspec.structs.replace(part, new=None if new == part.old else new)
     parts = tuple(changed if one is part else one for one in prompts.parts)
     # Figures of other texts say nothing of these.
-    write_prompts(file, msgspec.structs.replace(prompts, parts=parts, evaluation={}))
+    after = msgspec.structs.replace(prompts, parts=parts, evaluation={})
+    write_prompts(file, after)
     terminal().print(shown_diff([(changed, before, new)]))
-    workflow = prompts.workflow if ":" in prompts.workflow else "app:solve"
-    tell(f"written: {file}; compare: cotune eval {workflow} --tasks tasks.jsonl --prompts {file}")
+    tell(f"written: {file}; to use it: cotune trace app:solve --tasks tasks.jsonl --prompts {file}")
+    if a.app:
+        _compare(a, prompts, after, file)
     return 0
+
+
+def _compare(a: argparse.Namespace, before: Prompts, after: Prompts, file: Path) -> None:
+    """Run both, say what came of it, and keep it with the prompts."""
+    from cotune.prompts.file import write_prompts
+    from cotune.trainer.prompting.by_hand import compare, result
+
+    folder = file.parent / f"compared-{new_id()}"
+    held = compare(a.app, a.tasks, before, after, folder, limit=a.limit, max_calls=a.max_calls)
+    if held is None:
+        tell(f"nothing to compare: the workflow gave no outcome; its episodes: cotune show {folder}")
+        return
+    evaluation = {"verdict": held.verdict, "held_out": held.to_json(), "records": str(folder)}
+    write_prompts(file, msgspec.structs.replace(after, evaluation=evaluation))
+    tell(f"{result(held)}; episodes: cotune show {folder}")
 
 
 def _asked(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Template:

@@ -103,6 +103,13 @@ def test_what_an_earlier_call_answered_is_a_slot_though_it_was_always_the_same(t
     assert pieces(found, "critic.user") == ("Criticise this draft in two sentences: ", 1, " Be strict.")
 
 
+def test_a_short_answer_is_a_slot_where_it_is_a_line_of_its_own(tmp_path: Path) -> None:
+    asks = "Say whether this is wrong or right, and why.\n\nSolution:\nwrong\n\nBe brief."
+    found = found_in(tmp_path, [(q, [Asked("a", [q], "wrong"), Asked("b", [asks])]) for q in QUESTIONS])
+    before, after = asks.split("wrong\n\nBe")
+    assert pieces(found, "b.user") == (before, 1, "\n\nBe" + after)
+
+
 def test_what_only_looks_like_an_answer_stays(tmp_path: Path) -> None:
     """A text that one episode explains, and another does not, is the application's own."""
     stop = "Say APPROVED AS IT IS when the text is good enough, else name one fault of it."

@@ -16,6 +16,7 @@ from cotune.cli.main import main
 from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import workflow_of
 from cotune.prompts.edits import Prompts, rewrite_chat
+from cotune.prompts.file import read_prompts
 from cotune.prompts.parts import FoundParts, find_parts
 from cotune.prompts.templates import Template
 from cotune.records.structs import CallRecord
@@ -123,3 +124,25 @@ def test_an_application_is_recorded_to_show_its_prompts(
     assert out.startswith("sdk · 6 calls · 3 roles · m\n") and "2 episodes, 6 calls" in err
     assert main(["prompts", "show", "runs/prompts", "--json"]) == 0
     assert [part["name"] for part in json.loads(capfd.readouterr().out)["parts"]] == list(FOUND["sdk"])
+
+
+def test_an_edit_by_hand_is_compared_on_the_same_tasks(
+    provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The provider says that a solution is correct where the new text asks for it."""
+    provider.reply = lambda body, number: json_reply(
+        completion({"role": "assistant", "content": "correct" if "Be honest." in str(body["messages"]) else "wrong"})
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text(
+        "".join(json.dumps({"q": f"{q} {n}"}) + "\n" for q in QUESTIONS for n in range(3))
+    )
+    app = ["--tasks", "tasks.jsonl"]
+    assert main(["prompts", "show", f"{Path(apps.__file__)}:plain", *app, "--out", "p.json"]) == 0
+    (tmp_path / "new.txt").write_text("Be honest. Problem: ⟦1⟧. Solution: ⟦2⟧.")
+    edit = ["prompts", "edit", "p.json", "--part", "checker.user", "--text", "new.txt"]
+    assert main([*edit, "--app", f"{Path(apps.__file__)}:plain"]) == 1
+    assert main([*edit, "--app", f"{Path(apps.__file__)}:plain", *app]) == 0
+    assert "\nbetter: 0.000 before, 1.000 after, difference +1.000" in capfd.readouterr().out
+    evaluation = read_prompts("p.json").evaluation
+    assert evaluation["verdict"] == "better" and evaluation["held_out"]["unmatched"] == 0

@@ -1,0 +1,55 @@
+"""What a change by hand is worth: the prompts before and after it, on the same tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import WorkflowSource, workflow_of
+from cotune.prompts.edits import Prompts
+from cotune.records.tasks import as_tasks
+from cotune.storage.open_store import open_store
+from cotune.storage.run_layout import RunLayout
+from cotune.tables import plural
+from cotune.terminal import terminal
+from cotune.trainer.prompting.evaluations import Evaluations
+from cotune.trainer.prompting.held_out import HeldOut, compare_held_out
+from cotune.trainer.prompting.options import ImproveOptions
+from cotune.trainer.prompting.spending import Spending
+from cotune.trainer.reporting.progress import episode_bar
+
+
+def compare(
+    workflow: WorkflowSource,
+    tasks: str | Path | Iterable[Any],
+    before: Prompts,
+    after: Prompts,
+    folder: Path,
+    *,
+    limit: int | None = None,
+    max_calls: int = 2000,
+) -> HeldOut | None:
+    """Run the application with both prompts on each task, and record that in a new `folder`; None where the workflow
+    gives no outcome. The application's own provider answers. Raises LimitReached after `max_calls` calls."""
+    app = workflow_of(workflow)
+    listed = as_tasks(tasks)[:limit]
+    options = ImproveOptions(max_calls=max_calls)
+    console = terminal(stderr=True)
+    console.print(f"comparing the prompts before and after on {plural(len(listed), 'task')}, once each ...")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_store(RunLayout(folder).records) as store, episode_bar(console, 2 * len(listed)) as bar:
+        evaluations = Evaluations(app, store, None, options, Spending(max_calls, None, {}), bar)
+        return run_sync(compare_held_out(evaluations, before, after, listed))
+
+
+def result(held: HeldOut) -> str:
+    """The result in one sentence."""
+    said = {"better": "better", "worse": "worse", "not shown": "not shown to be better or worse"}[held.verdict]
+    difference = held.difference
+    text = f"{said}: {held.base:.3f} before, {held.best:.3f} after, difference {difference.mean:+.3f}"
+    if difference.low is not None and difference.high is not None:
+        text += f" [{difference.low:+.3f}, {difference.high:+.3f}]"
+    text += f" on {plural(held.tasks, 'task')} ({held.level:.0%})"
+    return text + (f"; {plural(held.unmatched, 'call')} did not have the old text" if held.unmatched else "")
