@@ -23,6 +23,7 @@ from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Shaping, T
 from cotune.cli.main import parser
 from cotune.trainer.config.policy import PolicyConfig
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.prompting.options import ImproveOptions
 
 ROOT = Path(__file__).parents[2]
 BASIC = set(RECIPES) - {recipe.name for recipe in PUBLISHED}
@@ -95,7 +96,7 @@ def fields(kind: Any, prefix: str = "") -> Iterator[str]:
 def test_every_field_is_there(site: Path) -> None:
     terms = re.findall(r"<dt><code>([^<]+)</code>", page(site, "configuration"))
     policy = [name for name in fields(PolicyConfig, "policy.") if name.startswith("policy.")]
-    assert sorted(terms) == sorted([*fields(TrainConfig), *policy])
+    assert sorted(terms) == sorted([*fields(TrainConfig), *policy, *fields(ImproveOptions, "prompts.")])
 
 
 @pytest.mark.parametrize(
