@@ -28,7 +28,7 @@ hypothesis.settings.register_profile("cotune", deadline=None, suppress_health_ch
 hypothesis.settings.load_profile("cotune")
 
 ROOT = Path(__file__).parent
-ENGINES = {"ray_runtime", "own_vllm", "vllm_url"}
+ENGINES = {"ray_runtime", "vllm_url"}
 BY_NAME = {"ray", "routed-ray", "fsdp", "vllm-ray", "vllm-url", "vllm_in_ray", "vllm_by_url", "vllm_full"}
 """Parameters by which a test asks for one of these while it runs."""
 PUBLISHES = "test_one_prompt"

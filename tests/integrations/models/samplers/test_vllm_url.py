@@ -6,8 +6,6 @@ import functools
 import io
 import json
 import random
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ from cotune.trainer.learner.teacher import LocalTeacher, tokenizer_of
 from cotune.trainer.train import train
 from tests.adapters.test_gguf import LORA, adapter, greedy
 from tests.integrations import tiny_models
-from tests.integrations.models.samplers.vllm_server import vllm_server
 from tests.trainer import worker_app
 from tests.trainer.methods.test_distill import sharpened
 from tests.trainer.tiny_app import TASKS, application, build_base, converse
@@ -38,34 +35,31 @@ from tests.trainer.tiny_app import TASKS, application, build_base, converse
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("nowhere")]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_base(tmp_path_factory.mktemp("tiny") / "base")
-
-
-@pytest.fixture(scope="module")
-def own_vllm(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with vllm_server(base, tmp_path_factory.mktemp("vllm") / "log") as url:
-        yield url
-
-
-def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(base: Path, own_vllm: str, tmp_path: Path) -> None:
-    weights, lora = adapter(base), msgspec.structs.replace(LORA, alpha=64.0)
+def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(
+    contract_model: Path, vllm_url: str, tmp_path: Path
+) -> None:
+    weights, lora = adapter(contract_model), msgspec.structs.replace(LORA, alpha=64.0)
     policy = TrainedPolicy(
-        name="planner", kind="lora", version=1, roles=("planner",), model=str(base), weights=weights, lora=lora
+        name="planner",
+        kind="lora",
+        version=1,
+        roles=("planner",),
+        model=str(contract_model),
+        weights=weights,
+        lora=lora,
     )
     write_export(tmp_path / "out", [policy])
     folder = tmp_path / "out" / "planner"
     asked = {"lora_name": "planner", "lora_path": str(folder)}
-    httpx.post(f"{own_vllm}/v1/load_lora_adapter", json=asked, timeout=120).raise_for_status()
+    httpx.post(f"{vllm_url}/v1/load_lora_adapter", json=asked, timeout=120).raise_for_status()
     prompt = [5, 6, 7, 8]
-    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain = AutoModelForCausalLM.from_pretrained(contract_model)
     expected = greedy(PeftModel.from_pretrained(plain, folder), prompt)[:8]
     sent = {"model": "planner", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    reply = httpx.post(f"{own_vllm}/v1/completions", json={**sent, "return_token_ids": True}, timeout=120).json()
-    httpx.post(f"{own_vllm}/v1/unload_lora_adapter", json={"lora_name": "planner"}, timeout=120).raise_for_status()
+    reply = httpx.post(f"{vllm_url}/v1/completions", json={**sent, "return_token_ids": True}, timeout=120).json()
+    httpx.post(f"{vllm_url}/v1/unload_lora_adapter", json={"lora_name": "planner"}, timeout=120).raise_for_status()
     assert reply["choices"][0]["token_ids"] == expected
-    assert greedy(AutoModelForCausalLM.from_pretrained(base), prompt)[:8] != expected
+    assert greedy(AutoModelForCausalLM.from_pretrained(contract_model), prompt)[:8] != expected
 
 
 def run(base: Path, url: str, folder: Path, **settings: Any) -> list[dict[str, Any]]:
@@ -73,12 +67,12 @@ def run(base: Path, url: str, folder: Path, **settings: Any) -> list[dict[str, A
     learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
     given = {"model": str(base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 8}, "team_weight": 0.0, **settings}
     given |= {"cluster": cluster, "learner": learner}
-    train(worker_app.solve, TASKS, given, out=folder, console=Console(file=io.StringIO()))
+    train(worker_app.parity, TASKS, given, out=folder, console=Console(file=io.StringIO()))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_server_scores_as_the_teacher_in_this_process(base: Path, own_vllm: str) -> None:
-    tokenizer = tokenizer_of(str(base))
+def test_a_server_scores_as_the_teacher_in_this_process(contract_model: Path, vllm_url: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(str(contract_model))
     draw = random.Random(0)
     rows = [
         TrainRow(
@@ -91,28 +85,29 @@ def test_a_server_scores_as_the_teacher_in_this_process(base: Path, own_vllm: st
         )
         for n in range(40)
     ]
-    rows.append(msgspec.structs.replace(rows[0], response_ids=(5,) * 300))  # longer than its context
-    served = VllmTeacher(own_vllm, tokenizer)
+    rows.append(msgspec.structs.replace(rows[0], response_ids=(5,) * 600))  # longer than its context
+    served = VllmTeacher(vllm_url, tokenizer)
     found = served.logprobs(rows)
     served.close()
     assert found.pop() is None and served.counters["unscored"] == 1
-    here = LocalTeacher(str(base), LearnerSettings(device="cpu")).logprobs(rows[:-1])
+    here = LocalTeacher(str(contract_model), LearnerSettings(device="cpu")).logprobs(rows[:-1])
     np.testing.assert_allclose(np.concatenate(found), np.concatenate(here), atol=1e-4)
-    tiny_models.build("qwen3", other := base.parent / "other")
+    other = build_base(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"reads the tokens 0 to .* differently"):
-        VllmTeacher(own_vllm, tokenizer_of(str(other)))
+        VllmTeacher(vllm_url, tokenizer_of(str(other)))
 
 
 def test_a_run_comes_nearer_to_a_teacher_by_its_address(
-    base: Path, own_vllm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    contract_model: Path, vllm_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = functools.partial(TransformersSampler.open, host="thread", device="cpu")
     monkeypatch.setattr(TransformersSampler, "open", opened)
-    student = sharpened(build_base(tmp_path / "student", seed=5))
+    tiny_models.build("qwen3", tmp_path / "student", seed=5)
+    student = sharpened(tmp_path / "student")
     given = {"model": str(student), "steps": 4, "tasks_per_step": 3, "plan": {"k": 8}, "policies": "full"}
     given |= {
         "recipe": "distill",
-        "distill": {"teacher": f"{own_vllm}/v1"},
+        "distill": {"teacher": f"{vllm_url}/v1"},
         "learner": {"lr": 2e-3, "device": "cpu"},
     }
     train(application(converse), TASKS, given, out=tmp_path / "run", console=Console(file=io.StringIO()))
@@ -125,20 +120,25 @@ def test_a_run_comes_nearer_to_a_teacher_by_its_address(
 
 
 def test_a_run_trains_adapters_on_a_server_and_leaves_it_as_it_was(
-    ray_runtime: str, base: Path, own_vllm: str, tmp_path: Path
+    ray_runtime: str, contract_model: Path, vllm_url: str, tmp_path: Path
 ) -> None:
-    lines = run(base, own_vllm, tmp_path / "run", policies="lora", lora={"rank": 4})
+    before = served(vllm_url)
+    lines = run(contract_model, vllm_url, tmp_path / "run", policies="lora", lora={"rank": 4})
     assert len(lines) == 2
     assert all(line["updated"] and not line["failed"] and set(line["staleness"]) == {"0"} for line in lines)
-    with urllib.request.urlopen(f"{own_vllm}/v1/models") as answer:
-        assert [card["id"] for card in json.load(answer)["data"]] == [str(base)]
+    assert served(vllm_url) == before
     with pytest.raises(ConfigError, match=r"rank 16 .*Start it with .* --max-lora-rank of at least 16"):
-        run(base, own_vllm, tmp_path / "wide", policies="lora", lora={"rank": 16})
+        run(contract_model, vllm_url, tmp_path / "wide", policies="lora", lora={"rank": 16})
 
 
-def test_full_weights_are_refused(ray_runtime: str, base: Path, tmp_path: Path) -> None:
+def served(url: str) -> list[str]:
+    """Its model, and the adapters on it."""
+    return [card["id"] for card in httpx.get(f"{url}/v1/models", timeout=120).json()["data"]]
+
+
+def test_full_weights_are_refused(ray_runtime: str, contract_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policies = 'full' .* it takes adapters only"):
-        run(base, "http://127.0.0.1:9", tmp_path / "full", policies="full")
+        run(contract_model, "http://127.0.0.1:9", tmp_path / "full", policies="full")
 
 
 @pytest.mark.parametrize(
