@@ -57,7 +57,7 @@ def call(role="writer", task="t", turn=0, tools=None, **params):
     messages = [{"role": "user", "content": "hello"}]
     made = SimpleNamespace(
         role=role, task=Task(id=task, input="b"), turn=turn, messages=messages, tools=tools, params=params,
-        episode=episode, earlier=lambda: [], unsupported_reason="",
+        episode=episode, earlier=lambda: [], rewritten=None, unsupported_reason="",
     )  # fmt: skip
     made.out = made
     return made
