@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cotune.intervals import share
+from cotune.trainer.evaluation.statistics import mean
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "figures"
 
@@ -143,6 +144,24 @@ def warm_start() -> str:
     return _table(("policies", "success", "95% interval", "by seed"), rows)
 
 
+def prompts() -> str:
+    """Outcomes on held-out tasks before and after a search for prompts, by way and seed, and pooled."""
+    rows: list[Sequence[str]] = []
+    for way, title in {"reflect": "scripted reflection", "random": "random edits"}.items():
+        lines = [line for line in _lines("prompts") if line["way"] == way]
+        for line in lines:
+            if (held := line["held_out"]) is None:
+                rows.append((title, str(line["seed"]), "", "", "nothing better found", ""))
+                continue
+            low, middle, high = held["difference"]
+            outcomes = (f"{held['base']:.3f}", f"{held['best']:.3f}", f"{middle:+.3f}")
+            rows.append((title, str(line["seed"]), *outcomes, f"{low:+.3f} to {high:+.3f}"))
+        found = mean([value for line in lines for value in line["by_task"]], (-1.0, 1.0))
+        assert found is not None and found.low is not None and found.high is not None
+        rows.append((title, "all", "", "", f"{found.mean:+.3f}", f"{found.low:+.3f} to {found.high:+.3f}"))
+    return _table(("way", "seed", "before", "after", "difference", "95% interval"), rows)
+
+
 def frameworks() -> str:
     """One team in three frameworks."""
     rows = [
@@ -226,6 +245,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "credit, 320,000 tokens": partial(outcomes, "credit", tokens=320_000),
     "credit, 100,000 tokens": partial(outcomes, "credit", tokens=100_000),
     "warm_start": warm_start,
+    "prompts": prompts,
     "frameworks": frameworks,
     "workloads": workloads,
     "without_tool": without_tool,

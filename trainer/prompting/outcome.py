@@ -20,6 +20,17 @@ from cotune.trainer.prompting.options import PromptRun
 from cotune.trainer.prompting.problem import PromptProblem
 from cotune.trainer.run.run_folder import write_atomically
 
+_COUNTED = {
+    "repeated": "runs began with calls from the record",
+    "diverged": "runs asked something else than the record has, and ran whole",
+    "retried": "runs failed by the models' infrastructure, and were begun again",
+    "unmatched": "calls went out without the edits of their role",
+    "unscored": "candidates were not scored, as calls went out without their edits",
+    "scorer_errors": "answers got no reward, as their scorer failed",
+    "judge_errors": "runs got no outcome, as their judge failed",
+}
+"""What is counted beside runs and calls."""
+
 
 class ImproveReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `improve`. `verdict` is that on the held-out tasks."""
@@ -119,9 +130,10 @@ def render(report: ImproveReport) -> Group:
     lines.append(table)
     taken = ", ".join(f"{name} {count}" for name, count in report.taken.items())
     lines.append(Text(f"\nwhose calls decide: {report.credit}{f'; changed: {taken}' if taken else ''}"))
-    for title, counted in (("refused", report.refused), ("beside that", report.counts)):
-        if counted := {name: count for name, count in counted.items() if count}:
-            lines.append(Text(f"{title}: " + ", ".join(f"{count} {name}" for name, count in counted.items())))
+    if report.refused:
+        refused = ", ".join(f"{count} {rule}" for rule, count in report.refused.items())
+        lines.append(Text(f"proposals refused: {refused}"))
+    lines += [Text(f"{name}: {count} {_COUNTED[name]}") for name, count in report.counts.items() if count]
     lines += [Text(text) for text in (*report.notes, report.ended) if text]
     lines += [Text(""), Text(verdict_text(report), style=GOOD if report.verdict == "better" else "bold")]
     return Group(*lines)

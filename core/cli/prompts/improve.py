@@ -56,7 +56,11 @@ def run(a: argparse.Namespace) -> int:
         if not value:
             raise ConfigError(name, None, "is missing", f"For example: {EXAMPLE}")
     options = load_options(a.config, given, table)
-    report = improve(workflow, tasks, options, out=a.out, resume=a.resume)
+    try:
+        report = improve(workflow, tasks, options, out=a.out, resume=a.resume)
+    except KeyboardInterrupt:
+        tell(f"what is done is kept; to go on: cotune prompts improve --out {a.out} --resume")
+        raise
     terminal().print(render(report))
     tell(f"written: {report.path}/prompts.json; to look at it: cotune prompts diff {report.path}")
     if report.ended:
