@@ -13,6 +13,7 @@ from cotune.records.answers import Answer
 from cotune.trainer.prompting.credit import Turns
 from cotune.trainer.prompting.improve import improve
 from cotune.trainer.prompting.options import ImproveOptions
+from tests.integrations.tiny_models import build_bytes
 from tests.trainer.prompting import travel
 
 PARTS = [
@@ -89,3 +90,21 @@ def test_calls_before_the_changed_role_come_from_the_record(tmp_path: Path, dive
         assert report.counts["diverged"] > 0 and "repeated" not in report.counts and planner == writer
     else:
         assert "diverged" not in report.counts and planner == writer - report.counts["repeated"]
+
+
+@pytest.mark.slow
+def test_policies_answer_edited_prompts_and_repeat_what_came_before(tmp_path: Path) -> None:
+    build_bytes(tmp_path / "model")
+    options = ImproveOptions(
+        rounds=3, max_calls=120, credit=0, minibatch=2, max_tokens=4, model=str(tmp_path / "model"), roles=("writer",)
+    )
+
+    @cotune.workflow
+    async def solve(task: Any) -> float:
+        plan = await travel.ask("planner", travel.PLANNER, f"{task['days']} days in {task['city']}, please.")
+        return float(len(await travel.ask("writer", travel.WRITER, plan)) % 2)
+
+    reflector = travel.Reflector()
+    report = improve(solve, travel.tasks(12), options, out=tmp_path / "p", reflector=reflector)
+    assert reflector.requests and report.counts["repeated"] > 0
+    assert not {"diverged", "retried"} & report.counts.keys() and not report.counts["unmatched"]
