@@ -56,6 +56,8 @@ class Evaluations:
                 self.spending.count(_asked(episode, self.store.calls(episode.id, lean=True)))
                 if episode.is_outcome and phase != FORKS:
                     self._seen.setdefault((phase, episode.prompts, episode.task.id), episode)
+        for id in self.store.unfinished():  # a killed process had asked them, and they were paid
+            self.spending.add(self.store.calls(id, lean=True))
 
     async def run(
         self, prompts: Prompts, tasks: Sequence[Task], *, phase: str = SEARCH, parent: Prompts | None = None

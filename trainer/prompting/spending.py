@@ -54,6 +54,10 @@ class Spending:
         if not reflection:
             self.episodes += 1
             self.asked += len(calls)
+        self.add(calls)
+
+    def add(self, calls: Sequence[CallRecord]) -> None:
+        """Count calls of an episode that has not come to its end."""
         for call in calls:
             if call.replayed is None:
                 self._add(call)

@@ -79,6 +79,10 @@ def test_a_killed_search_goes_on_to_the_same_candidates(tmp_path: Path) -> None:
         assert report.prompts.id == whole.prompts.id
         total = sum(spent["calls"] for role, spent in whole.spending.items() if role != "reflection")
         assert len(office.asked) < total or calls == 1
+        # What the killed process had asked was paid too, also by runs that did not come to their end.
+        assert sum(spent["calls"] for spent in report.spending.values()) >= sum(
+            spent["calls"] for spent in whole.spending.values()
+        )
 
 
 def test_a_search_ends_at_its_limit_and_goes_on_when_it_is_raised(tmp_path: Path) -> None:
