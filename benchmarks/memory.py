@@ -58,7 +58,7 @@ def measure(model: str, rows: int, settings: dict[str, Any], anew: bool) -> dict
     from cotune.trainer.learner.memory import pass_size
 
     if anew:
-        pass_size._MALLOC = ((-3, 256 << 10),)  # every larger tensor is a mapping of its own
+        pass_size._KEEP = pass_size._ANEW
     folder = str(locate_model(model))
     made = make_rows(folder, rows)
     learner = LocalLearner.open(

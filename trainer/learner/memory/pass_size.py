@@ -39,10 +39,12 @@ _OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "STAT
 libraries (cuBLAS, cuDNN)."""
 OPTIMIZER_BYTES = 12
 """Per trained parameter: its gradient and AdamW's two moments, in fp32."""
-_MALLOC = ((-3, 32 << 20), (-1, 2047 << 20))
+_KEEP = ((-3, 32 << 20), (-1, 2047 << 20))
 """glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: during an update, pages of tensors up to 32 MiB are used again instead
-of being asked of the system anew for each, which took a quarter of its time. By itself glibc raises the thresholds with
-the sizes that it sees."""
+of being asked of the system anew for each, which takes a quarter of its time. The gaps between them take memory."""
+_ANEW = ((-3, 256 << 10),)
+"""Larger tensors are given back to the system when they are freed, where `learner.memory` is a limit. By itself glibc
+raises the threshold with the sizes that it sees, and the gaps then take twice the memory."""
 
 
 class PassSize:
@@ -161,7 +163,7 @@ def choose_pass_sizes(
     models = list(policies)
     networks = {id(model.network): model for model in models}
     if models[0].device.type == "cpu" and any(_is_large(model) for model in networks.values()):
-        _keep_pages()
+        _manage_pages(_ANEW if settings.memory else _KEEP)
     to_come = sum(p.numel() for model in models for p in model.parameters().values()) * OPTIMIZER_BYTES // group.size
     fixed = to_come + max(_logit_bytes(model) for model in networks.values())
     room, limit, where = _room(models[0], settings, fixed)
@@ -297,7 +299,7 @@ def _glibc() -> ctypes.CDLL | None:
     return library if hasattr(library, "malloc_trim") else None
 
 
-def _keep_pages() -> None:
+def _manage_pages(options: Sequence[tuple[int, int]]) -> None:
     if (libc := _glibc()) is not None:
-        for option, value in _MALLOC:
+        for option, value in options:
             libc.mallopt(option, value)

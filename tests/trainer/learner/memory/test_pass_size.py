@@ -77,16 +77,20 @@ def test_pages_are_kept_during_an_update_and_given_back_after_it(
 ) -> None:
     asked: list[str] = []
     libc = SimpleNamespace(
-        mallopt=lambda option, value: asked.append("keep"), malloc_trim=lambda left: asked.append("give back")
+        mallopt=lambda option, value: asked.append(f"{value >> 10} KiB"),
+        malloc_trim=lambda left: asked.append("give back"),
     )
     monkeypatch.setattr(pass_size, "_glibc", lambda: libc)
     open_one(base, change(FAST, micro_batch_tokens=tokens)).update("a", make_rows())
     assert asked == []  # a small model: its passes take hardly any pages
     monkeypatch.setattr(pass_size, "_is_large", lambda network: True)
     learner = open_one(base, change(FAST, micro_batch_tokens=tokens))
-    assert asked == ["keep", "keep"]
+    assert asked == (kept := ["32768 KiB", "2096128 KiB"])
     learner.update("a", make_rows())
-    assert asked == ["keep", "keep", "give back"]
+    assert asked == [*kept, "give back"]
+    asked.clear()
+    open_one(base, change(FAST, micro_batch_tokens=tokens, memory="100GiB"))
+    assert asked == ["256 KiB"]  # under a limit the gaps count
 
 
 class Scarce:
