@@ -28,6 +28,9 @@ takes `CONTEXT` of the device."""
 CONTEXT = 0.5e9
 PEAK = 1.05
 """Peak of a pass, as a multiple of what it keeps for its backward pass; passes are chosen with more."""
+GAPS = 1.2
+"""What the pages that an update keeps on the CPU take beside a pass, as a multiple of it, for a large model with
+room for them: measured at 512 tokens of SmolLM2."""
 OPTIMIZERS = {"adamw": 8, "adamw8bit": 2}
 """Bytes of both moments of a trained parameter."""
 GRADIENT = 4
@@ -144,7 +147,7 @@ def learner_memory(
 ) -> ProcessMemory:
     """The learner of one base: weights, gradients and moments, and a pass; `taken` are bytes of other bases beside it.
     A publication's copy takes the place of the gradients, which are gone by then."""
-    from cotune.trainer.learner.memory.pass_size import LAYER_MARGIN, usual_share
+    from cotune.trainer.learner.memory.pass_size import LARGE, LAYER_MARGIN, keeps_pages, usual_share
 
     settings, cluster = config.learner, config.cluster
     parts = cluster.learners if cluster.address else 1
@@ -165,6 +168,8 @@ def learner_memory(
     each = PEAK * size.token_bytes
     if checkpointed:
         each = PEAK * size.checkpointed_bytes + LAYER_MARGIN * size.token_bytes / size.layers
+    large = device == "cpu" and size.parameters > LARGE
+    keeps = large and not settings.memory and keeps_pages(share, bound - fixed)
     name = f"a pass of {tokens} tokens" + (", checkpointed" if checkpointed else "")
     whole = size.parameters * (4.0 if settings.dtype == "float32" else 2.0)
     return ProcessMemory(
@@ -178,6 +183,7 @@ def learner_memory(
             WEIGHTS: weights + adapters,
             STATE: state,
             name: tokens * each + size.pass_bytes + logits,
+            **({"pages kept during an update": GAPS * tokens * each} if keeps else {}),
             **({"all weights, for a pass": whole} if size.sees and parts > 1 else {}),
             **_image_parts(size, device),
         },

@@ -39,11 +39,14 @@ _OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "STAT
 libraries (cuBLAS, cuDNN)."""
 OPTIMIZER_BYTES = 12
 """Per trained parameter: its gradient and AdamW's two moments, in fp32."""
+LARGE = 2**24
+"""Parameters from which on passes take so many pages that it matters how they are asked for."""
 _KEEP = ((-3, 32 << 20), (-1, 2047 << 20))
 """glibc's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: during an update, pages of tensors up to 32 MiB are used again instead
-of being asked of the system anew for each, which takes a quarter of its time. The gaps between them take memory."""
+of being asked of the system anew for each, which takes a quarter of its time. The gaps between them take about as much
+memory as a pass."""
 _ANEW = ((-3, 256 << 10),)
-"""Larger tensors are given back to the system when they are freed, where `learner.memory` is a limit. By itself glibc
+"""Larger tensors are given back to the system when they are freed, where memory is short. By itself glibc
 raises the threshold with the sizes that it sees, and the gaps then take twice the memory."""
 
 
@@ -162,11 +165,11 @@ def choose_pass_sizes(
     """
     models = list(policies)
     networks = {id(model.network): model for model in models}
-    if models[0].device.type == "cpu" and any(_is_large(model) for model in networks.values()):
-        _manage_pages(_ANEW if settings.memory else _KEEP)
     to_come = sum(p.numel() for model in models for p in model.parameters().values()) * OPTIMIZER_BYTES // group.size
     fixed = to_come + max(_logit_bytes(model) for model in networks.values())
     room, limit, where = _room(models[0], settings, fixed)
+    if models[0].device.type == "cpu" and any(_is_large(model) for model in networks.values()):
+        _manage_pages(_KEEP if keeps_pages(room, limit) and not settings.memory else _ANEW)
 
     def agreed(tokens: float) -> int:
         return -int(group.max(torch.tensor([-int(tokens)], device=models[0].device)).item())
@@ -283,6 +286,11 @@ def usual_share(room: float, total: float, device: str) -> float:
     return min(total * CPU_SHARE, room) if device == "cpu" else room * GPU_SHARE
 
 
+def keeps_pages(share: float, room: float) -> bool:
+    """Whether there is room for the gaps between kept pages, where a pass takes a `share` of the `room`, in bytes."""
+    return 3 * share <= room
+
+
 def _logit_bytes(model: PolicyModel) -> int:
     """Three buffers of a chunk of logits, in fp32."""
     vocabulary = int(model.network.get_output_embeddings().weight.shape[0])
@@ -290,7 +298,7 @@ def _logit_bytes(model: PolicyModel) -> int:
 
 
 def _is_large(model: PolicyModel) -> bool:
-    return sum(int(p.numel()) for p in model.network.parameters()) > 2**24
+    return sum(int(p.numel()) for p in model.network.parameters()) > LARGE
 
 
 def _glibc() -> ctypes.CDLL | None:
