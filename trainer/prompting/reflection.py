@@ -30,7 +30,8 @@ _NOWHERE = "http://localhost/v1"
 """The address of a model that a responder plays: nothing is sent."""
 MOST_FAILURES = 3
 """Requests in a row that may fail."""
-_NEW = re.compile(r"<new-text>(.*)</new-text>", re.DOTALL)
+_NEW = re.compile(r"<new-text>((?:(?!<new-text>).)*?)</new-text>", re.DOTALL)
+"""The marks alone may stand in what the model thinks aloud: the last text between them counts."""
 
 _SYSTEM = """You improve one text of an application that calls language models: an instruction that one of its roles \
 gets with every request. You see the text as it is now, and runs of the application with it. Find out why answers went \
@@ -72,8 +73,8 @@ def request(
 
 def new_text(reply: str, old: str) -> str | None:
     """The text that a reply proposes, with the white space at the ends of the old one; None without one."""
-    found = _NEW.search(reply)
-    return None if found is None or not found[1].strip() else as_wide(found[1], old)
+    found = _NEW.findall(reply)
+    return as_wide(found[-1], old) if found and found[-1].strip() else None
 
 
 def _what(part: PromptPart) -> str:

@@ -42,4 +42,7 @@ def test_white_space_at_the_ends_stays_that_of_the_application() -> None:
     assert as_wide("  Be brief.\n\n", "\n\tSay it.\n") == "\n\tBe brief.\n"
     assert new_text("Sure!\n<new-text>\nBe brief.\n</new-text> Done.", "Say it.\n") == "Be brief.\n"
     assert new_text("Be brief.", "Say it.") is None
+    aloud = "It goes between <new-text> and </new-text>. A draft: <new-text>No.</new-text>\n"
+    assert new_text(f"{aloud}<new-text>Be brief.</new-text>", "Say it.") == "Be brief."
+    assert new_text("<new-text>Be bri", "Say it.") is None
     assert new_text("<new-text>\n \n</new-text>", "Say it.") is None
