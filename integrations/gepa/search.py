@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 log = logging.getLogger("cotune")
@@ -45,6 +46,11 @@ class Problem(Protocol):
     def stop(self) -> bool:
         """Asked before each iteration."""
         ...
+
+
+def require() -> None:
+    """Raise ModuleNotFoundError without gepa: before anything is spent."""
+    import_module("gepa.api")
 
 
 def search(

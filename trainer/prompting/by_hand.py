@@ -8,6 +8,7 @@ from typing import Any
 
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import WorkflowSource, workflow_of
+from cotune.errors import RunError
 from cotune.prompts.edits import Prompts
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
@@ -17,7 +18,7 @@ from cotune.terminal import terminal
 from cotune.trainer.prompting.evaluations import Evaluations
 from cotune.trainer.prompting.held_out import HeldOut, compare_held_out
 from cotune.trainer.prompting.options import ImproveOptions
-from cotune.trainer.prompting.spending import Spending
+from cotune.trainer.prompting.spending import LimitReached, Spending
 from cotune.trainer.reporting.progress import episode_bar
 
 
@@ -41,7 +42,12 @@ def compare(
     folder.mkdir(parents=True, exist_ok=True)
     with open_store(RunLayout(folder).records) as store, episode_bar(console, 2 * len(listed)) as bar:
         evaluations = Evaluations(app, store, None, options, Spending(max_calls, None, {}), bar)
-        return run_sync(compare_held_out(evaluations, before, after, listed))
+        try:
+            return run_sync(compare_held_out(evaluations, before, after, listed))
+        except LimitReached as error:
+            raise LimitReached(error.cause, "Name fewer tasks with --limit, or raise --max-calls.") from None
+        except RunError as error:
+            raise RunError(error.cause, "Edit the part again once the models can be reached.") from None
 
 
 def result(held: HeldOut) -> str:
@@ -52,4 +58,5 @@ def result(held: HeldOut) -> str:
     if difference.low is not None and difference.high is not None:
         text += f" [{difference.low:+.3f}, {difference.high:+.3f}]"
     text += f" on {plural(held.tasks, 'task')} ({held.level:.0%})"
-    return text + (f"; {plural(held.unmatched, 'call')} did not have the old text" if held.unmatched else "")
+    text += f"; {plural(held.unmatched, 'call')} did not have the old text" if held.unmatched else ""
+    return text + (f"; {plural(held.unknown, 'task')} left out without an outcome" if held.unknown else "")

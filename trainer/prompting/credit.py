@@ -75,12 +75,13 @@ async def _measured(
     store = evaluations.store
     before: dict[tuple[str, int], Episode] = {}
     for episode in store.episodes(phase=FORKS):
-        if episode.fork is not None:
+        if episode.fork is not None and episode.is_outcome:  # one that was interrupted is forked anew
             before.setdefault((episode.fork.call, episode.rollout), episode)
 
     async def branch(task: Task, fork: CallRecord, number: int) -> Episode:
-        known = before.get((fork.id, number))
-        return known or await evaluations.fork(base, read_script(store, fork.episode), fork.id, task, number)
+        if known := before.get((fork.id, number)):
+            return await evaluations.complete(known)
+        return await evaluations.fork(base, read_script(store, fork.episode), fork.id, task, number)
 
     variances: dict[str, list[float]] = {}
     contrasts: dict[str, list[tuple[str, float]]] = {}

@@ -46,11 +46,14 @@ class Evaluations:
     on_episode: Callable[[Episode], None] = lambda episode: None
     counts: Counter[str] = field(default_factory=Counter)
     """What happened beside plain episodes: repeated prefixes, divergences, retries, calls without an edit."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Of scorers and of the judge, by the name of the count: the first one."""
 
     def __post_init__(self) -> None:
         self._known: dict[tuple[str, str, str], Tried] = {}
         self._seen: dict[tuple[str, str, str], Episode] = {}
         self._gate = asyncio.Semaphore(self.options.concurrency)
+        self._down: RunError | None = None
         for phase in (SEARCH, HELD_OUT, FORKS):
             for episode in self.store.episodes(phase=phase):
                 self.spending.count(_asked(episode, self.store.calls(episode.id, lean=True)))
@@ -67,6 +70,7 @@ class Evaluations:
 
         Raises LimitReached once the episodes under way have ended, RunError where models cannot be reached.
         """
+        await asyncio.gather(*(self._recall((phase, prompts.id, task)) for task in {task.id for task in tasks}))
         due = {task.id: task for task in tasks if self.known(prompts, task.id, phase) is None}
         made = await asyncio.gather(
             *(self._run(prompts, task, phase, parent) for task in due.values()), return_exceptions=True
@@ -79,14 +83,17 @@ class Evaluations:
 
     def known(self, prompts: Prompts, task: str, phase: str = SEARCH) -> Tried | None:
         """What a candidate did on a task, if it ran on it."""
-        key = phase, prompts.id, task
-        if key not in self._known and key in self._seen:
-            self._keep(key, self._seen[key])
-        return self._known.get(key)
+        return self._known.get((phase, prompts.id, task))
 
     def asked(self, phase: str) -> set[str]:
         """Ids of the candidates that have run in a phase; "" is the prompts as they were."""
         return {prompts for of, prompts, _ in (*self._seen, *self._known) if of == phase}
+
+    async def complete(self, episode: Episode) -> Episode:
+        """An episode of an earlier process, with the rewards that this one was stopped before."""
+        async with self._gate:
+            await self._score(episode, self.store.calls(episode.id), again=True)
+        return episode
 
     async def fork(self, prompts: Prompts, script: Script, fork: str, task: Task, number: int) -> Episode:
         """An episode that repeats another of these prompts up to the call `fork`, from which on all is new."""
@@ -95,8 +102,14 @@ class Evaluations:
             self.spending.require_room()
             return await self._episode(task, FORKS, prompts, replay, number)
 
+    async def _recall(self, key: tuple[str, str, str]) -> None:
+        if key in self._seen and key not in self._known:
+            self._keep(key, await self.complete(self._seen[key]))
+
     async def _run(self, prompts: Prompts, task: Task, phase: str, parent: Prompts | None) -> None:
         async with self._gate:
+            if self._down is not None:  # what waits would fail as well, each after its own time-outs
+                raise self._down
             self.spending.require_room()
             episode = await self._whole(prompts, task, phase, parent)
         self._keep((phase, prompts.id, task.id), episode)
@@ -121,10 +134,11 @@ class Evaluations:
             episode = await self._episode(task, phase, prompts)
         if episode.is_outcome:
             return episode
-        raise RunError(
+        self._down = RunError(
             f"Task {task.id} failed {_ATTEMPTS} times, and not by the application: {episode.error or episode.status}",
             "Go on with --resume once the models can be reached.",
         )
+        raise self._down
 
     async def _episode(
         self, task: Task, phase: str, prompts: Prompts, replay: Replay | None = None, number: int = 0
@@ -152,8 +166,9 @@ class Evaluations:
         self.on_episode(episode)
         return episode
 
-    async def _score(self, episode: Episode, calls: Iterable[CallRecord]) -> None:
-        """Give answers, and the episode, the rewards of the workflow's scorers and judge that they do not have yet."""
+    async def _score(self, episode: Episode, calls: Iterable[CallRecord], *, again: bool = False) -> None:
+        """Give answers, and the episode, the rewards of the workflow's scorers and judge that they do not have yet.
+        With `again` an episode that has an outcome is not judged."""
         chosen = {call.id: candidate_id(call.id, call.chosen or 0) for call in calls if call.chosen is not None}
         scored = self.store.rewards(chosen.values())
         bare = [call for call in calls if call.id in chosen and not scored.get(chosen[call.id])]
@@ -162,15 +177,20 @@ class Evaluations:
             if isinstance(one, Scored):
                 self.store.write(reward_records(target, *one, redaction=self.workflow.redaction))
             else:
-                self.counts["scorer_errors"] += 1
-        if self.workflow.episode_judge is not None and episode.status == "ok":
+                self._fault("scorer_errors", one)
+        due = not again or not self.store.rewards([episode.id]).get(episode.id)
+        if self.workflow.episode_judge is not None and episode.status == "ok" and due:
             try:
                 await judge_episodes(
                     self.workflow.episode_judge, self.store, [episode], redaction=self.workflow.redaction
                 )
-            except WorkflowError:
-                self.counts["judge_errors"] += 1
+            except WorkflowError as error:
+                self._fault("judge_errors", error)
         await asyncio.to_thread(self.store.flush)
+
+    def _fault(self, name: str, error: WorkflowError) -> None:
+        self.counts[name] += 1
+        self.errors.setdefault(name, str(error))
 
     def _prefix(self, prompts: Prompts, task: Task, phase: str, parent: Prompts) -> Replay | None:
         """How the candidate's episode repeats its parent's; None where it cannot, or nothing would be saved."""

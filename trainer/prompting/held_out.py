@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Literal
 
@@ -32,6 +32,8 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
     """A run, before and after."""
     unmatched: int = 0
     """Calls to which the edits did not apply."""
+    unknown: int = 0
+    """Tasks that are left out, as a run on them ended well and nobody knows its outcome."""
 
     @property
     def verdict(self) -> Verdict:
@@ -50,6 +52,7 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
             "level": self.level,
             "prompt_tokens": list(self.prompt_tokens),
             "unmatched": self.unmatched,
+            "unknown": self.unknown,
         }
 
 
@@ -58,7 +61,8 @@ async def compare_held_out(
 ) -> HeldOut | None:
     """Run both on the held-out tasks, once each; None where no outcome is known. Raises as `Evaluations.run` does.
 
-    A failed episode counts the lowest outcome of both, and at most 0.
+    A failed episode counts the lowest outcome of both, and at most 0. A task is left out where an episode did not fail
+    and has no outcome, as of a judge that could not be asked: that says nothing of the prompts.
     """
     before = await evaluations.run(base, tasks, phase=HELD_OUT)
     after = await evaluations.run(best, tasks, phase=HELD_OUT)
@@ -67,7 +71,8 @@ async def compare_held_out(
     if not known:
         return None
     floor = min(0.0, *known)
-    was, now = _outcomes(before, floor), _outcomes(after, floor)
+    unknown = {one.task for one in (*before, *after) if one.outcome is None and not one.error}
+    was, now = _outcomes(before, floor, unknown), _outcomes(after, floor, unknown)
     level = 1 - (1 - LEVEL) / max(asked, 1)
     difference = paired_difference(now, was, level)
     if difference is None:
@@ -81,11 +86,12 @@ async def compare_held_out(
         level=level,
         prompt_tokens=(_tokens(before), _tokens(after)),
         unmatched=sum(sum(one.unmatched.values()) for one in after),
+        unknown=len(unknown),
     )
 
 
-def _outcomes(tried: Sequence[Tried], floor: float) -> Mapping[str, float]:
-    return {one.task: floor if one.outcome is None else one.outcome for one in tried}
+def _outcomes(tried: Sequence[Tried], floor: float, unknown: Collection[str]) -> Mapping[str, float]:
+    return {one.task: floor if one.outcome is None else one.outcome for one in tried if one.task not in unknown}
 
 
 def _tokens(tried: Sequence[Tried]) -> float:

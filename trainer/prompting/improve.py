@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, RunError
-from cotune.integrations.gepa.search import search
+from cotune.integrations.gepa.search import require, search
 from cotune.integrations.versions import installed
 from cotune.judging.episodes import Ranking
 from cotune.prompts.edits import Prompts
@@ -41,6 +41,7 @@ from cotune.trainer.prompting.problem import Accepted, PromptProblem
 from cotune.trainer.prompting.reflection import Reflection
 from cotune.trainer.prompting.spending import LimitReached, Spending
 from cotune.trainer.prompting.tasks import SearchTasks, split_for_search
+from cotune.trainer.prompting.tried import Tried
 from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run.run_folder import write_atomically
 
@@ -73,6 +74,7 @@ def improve(
             "compares episodes with each other, and a search needs a number for each",
             "Give the workflow an outcome, or a judge of single episodes.",
         )
+    require()
     known = as_tasks(tasks)
     split = split_for_search(known, options)
     folder = PromptRun(out)
@@ -147,6 +149,7 @@ async def _improve(
         spending.reserve = 2 * len(tasks.held_out)
         base, notes = await _base(evaluations, tasks, folder, say)
         tried = await evaluations.run(base, tasks.validation)
+        _check_outcomes(tried, evaluations, say)
         floor = min([0.0, *(one.outcome for one in tried if one.outcome is not None)])
         say(_plan(base, tasks, options, spending))
         credit = await measure(evaluations, base, improved(base), tasks.train, floor)
@@ -189,12 +192,36 @@ async def _searched(
             try:
                 held = await compare_held_out(problem.evaluations, base, best, tasks.held_out)
             except LimitReached as error:
-                why = f"{error} The held-out tasks were not asked."
+                why = f"{error} The held-out tasks were not all asked."
     except BaseException:
-        if problem.pool:
+        if problem.pool and not _says_more(folder, problem):
             _write(problem, folder, credit, None)
         raise
     return _write(problem, folder, credit, held, why, notes)
+
+
+def _says_more(folder: PromptRun, problem: PromptProblem) -> bool:
+    """Whether the file of an earlier process is of a longer search, or has the verdict on these very prompts."""
+    if not folder.prompts.exists():
+        return False
+    before = read_prompts(folder.prompts)
+    if before.provenance.get("candidates", 0) != len(problem.pool):
+        return bool(before.provenance.get("candidates", 0) > len(problem.pool))
+    return bool(before.evaluation.get("held_out")) and before.id == problem.prompts(problem.best().texts).id
+
+
+def _check_outcomes(tried: Sequence[Tried], evaluations: Evaluations, say: Say) -> None:
+    """Raise RunError where nobody knows the outcome of any run: neither candidates nor held-out tasks would say a
+    thing. Runs that failed may be what better prompts mend."""
+    if any(one.outcome is not None for one in tried):
+        return
+    why = next((f" The first error: {text}" for name, text in evaluations.errors.items() if name == "judge_errors"), "")
+    if any(not one.error for one in tried):
+        raise RunError(
+            f"No run on the {len(tried)} tasks to choose by has an outcome, and a search needs one.{why}",
+            "Return a number from the workflow, and choose another --out. If a judge failed, mend it and use --resume.",
+        )
+    say(f"all {plural(len(tried), 'run')} of the prompts as they are failed; the first: {tried[0].error}")
 
 
 async def _search(problem: PromptProblem, tasks: SearchTasks) -> None:
@@ -269,6 +296,7 @@ def _plan(base: Prompts, tasks: SearchTasks, options: ImproveOptions, spending: 
         f"out; {spending.calls_per_episode:.1f} calls a run\n"
         f"at most {options.max_calls} calls{money}, of which {spending.calls} are made; "
         f"{spending.reserve} runs of these are kept for the held-out tasks"
+        + (f"\n{spending.unpriced}" if spending.unpriced else "")
     )
 
 

@@ -85,6 +85,13 @@ class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 "max_cost", self.max_cost, "needs prices", "For example: --price gpt-4o-mini=0.15/0.60 --max-cost 5"
             )
+        if self.max_cost is not None and self.reflection is not None and self.reflection not in self.prices:
+            raise ConfigError(
+                "max_cost",
+                self.max_cost,
+                f"needs a price of the reflection model {self.reflection}",
+                f"For example: --price {self.reflection}=0.25/2.00, or 0/0 for one that costs nothing.",
+            )
         for kind in self.kinds:
             if kind not in ("system", "user", "tool", "format"):
                 raise ConfigError("kinds", kind, "is not one of system, user, tool, format")

@@ -13,6 +13,7 @@ from rich.text import Text
 from cotune.integrations.versions import installed
 from cotune.prompts.edits import Prompts
 from cotune.prompts.wording import Wording
+from cotune.storage.judge_ledger import totals_of
 from cotune.tables import BAD, GOOD, cells, grid, plural
 from cotune.trainer.evaluation.statistics import shown
 from cotune.trainer.prompting.held_out import HeldOut, Verdict
@@ -30,6 +31,19 @@ _COUNTED = {
     "judge_errors": "runs got no outcome, as their judge failed",
 }
 """What is counted beside runs and calls."""
+_REFUSED = {
+    "lost_slot": "lost or repeated a slot",
+    "same": "said what the prompt says now",
+    "too_long": "were too long (max_growth)",
+    "copies_task": "quoted a task or a run",
+    "new_address": "named a new address",
+    "unknown_name": "named an unknown tool or field",
+    "not_called": "had no run to be shown",
+    "no_answer": "got no answer of the reflection model",
+    "unfenced": "had no whole <new-text>...</new-text>: look whether the answers are cut off",
+    "quotes_mark": "quoted a mark of data",
+}
+"""Why proposals are refused."""
 
 
 class ImproveReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +59,8 @@ class ImproveReport(msgspec.Struct, frozen=True, kw_only=True):
     spending: dict[str, Any]
     refused: dict[str, int]
     counts: dict[str, int]
+    errors: dict[str, str] = {}
+    """The first error of scorers, and of the judge, by the name of the count."""
     credit: str
     taken: dict[str, int]
     ended: str = ""
@@ -97,11 +113,20 @@ def described(
         spending=dict(spending.to_json()),
         refused=dict(problem.refused),
         counts=counts,
+        errors=dict(problem.evaluations.errors),
         credit=credit,
         taken=dict(problem.turns.taken),
         ended=ended,
-        notes=notes,
+        notes=tuple(note for note in (*notes, spending.unpriced, _judges(folder)) if note),
     )
+
+
+def _judges(folder: PromptRun) -> str:
+    """What judges have asked, which has limits of its own."""
+    total = totals_of(folder.path)
+    if not total.get("requests"):
+        return ""
+    return f"judges, beside this: {plural(int(total['requests']), 'request')}, {total['cost']:.4g} of money"
 
 
 def write_candidates(folder: PromptRun, problem: PromptProblem) -> None:
@@ -131,9 +156,10 @@ def render(report: ImproveReport) -> Group:
     taken = ", ".join(f"{name} {count}" for name, count in report.taken.items())
     lines.append(Text(f"\nwhose calls decide: {report.credit}{f'; changed: {taken}' if taken else ''}"))
     if report.refused:
-        refused = ", ".join(f"{count} {rule}" for rule, count in report.refused.items())
+        refused = "; ".join(f"{count} {_REFUSED.get(rule, rule)}" for rule, count in report.refused.items())
         lines.append(Text(f"proposals refused: {refused}"))
     lines += [Text(f"{name}: {count} {_COUNTED[name]}") for name, count in report.counts.items() if count]
+    lines += [Text(f"first of {name}: {text}") for name, text in report.errors.items()]
     lines += [Text(text) for text in (*report.notes, report.ended) if text]
     lines += [Text(""), Text(verdict_text(report), style=GOOD if report.verdict == "better" else "bold")]
     return Group(*lines)
@@ -150,10 +176,11 @@ def verdict_text(report: ImproveReport) -> str:
     if held is None:
         if not any(part.edited for part in report.prompts.parts) or before == after:
             return "No better prompts were found."
-        return f"Not shown: the held-out tasks were not asked. {luck}"
+        return f"Not shown: there is no comparison on the held-out tasks. {luck}"
     interval = msgspec.structs.replace(held.difference)
     said = f"{held.base:.3f} before, {held.best:.3f} after, difference {shown(interval, '+.3f')} on {held.tasks} tasks"
     level = "95%" if held.asked <= 1 else f"{100 * held.level:.1f}%, as {held.asked} candidates were asked about"
     words = {"better": "The new prompts are better", "worse": "The new prompts are worse", "not shown": "Not shown"}
     tokens = f"Tokens of prompts a run: {held.prompt_tokens[0]:.0f} -> {held.prompt_tokens[1]:.0f}."
-    return f"{words[report.verdict]} on held-out tasks: {said} ({level}). {tokens}"
+    left_out = f" Left out: {plural(held.unknown, 'task')} without a known outcome." if held.unknown else ""
+    return f"{words[report.verdict]} on held-out tasks: {said} ({level}).{left_out} {tokens}"

@@ -104,7 +104,21 @@ class Spending:
     def require_room(self) -> None:
         """Raise LimitReached where one more episode could pass a limit."""
         if limit := self.limit:
-            raise LimitReached(f"The search has reached {limit}.", "Raise it and go on with --resume.")
+            kept = f", and {self.reserve} runs are kept for the held-out tasks" if self.reserve else ""
+            each = f"a run takes about {self.calls_per_episode:.1f}{kept}"
+            raise LimitReached(
+                f"The search has reached {limit}: {self.calls} calls are made, {each}.",
+                "Raise it and go on with --resume.",
+            )
+
+    @property
+    def unpriced(self) -> str:
+        """The calls that count as no money, in words; empty without any, or without prices."""
+        found = {role: spent.unpriced for role, spent in sorted(self.by_role.items()) if spent.unpriced}
+        if not found or not self.prices:
+            return ""
+        calls = ", ".join(f"{count} of {role}" for role, count in found.items())
+        return f"counted as no money: calls whose model has no --price, or that reported no tokens ({calls})"
 
     def to_json(self) -> Mapping[str, Any]:
         return {role: spent.to_json() for role, spent in sorted(self.by_role.items())}
