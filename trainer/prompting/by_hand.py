@@ -11,11 +11,12 @@ from cotune.episodes.workflows import WorkflowSource, workflow_of
 from cotune.errors import RunError
 from cotune.prompts.edits import Prompts
 from cotune.records.tasks import as_tasks
+from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunLayout
 from cotune.tables import plural
 from cotune.terminal import terminal
-from cotune.trainer.prompting.evaluations import Evaluations
+from cotune.trainer.prompting.evaluations import Evaluations, check_judge
 from cotune.trainer.prompting.held_out import HeldOut, compare_held_out
 from cotune.trainer.prompting.options import ImproveOptions
 from cotune.trainer.prompting.spending import LimitReached, Spending
@@ -35,19 +36,24 @@ def compare(
     """Run the application with both prompts on each task, and record that in a new `folder`; None where the workflow
     gives no outcome. The application's own provider answers. Raises LimitReached after `max_calls` calls."""
     app = workflow_of(workflow)
+    check_judge(app)
     listed = as_tasks(tasks)[:limit]
     options = ImproveOptions(max_calls=max_calls)
     console = terminal(stderr=True)
     console.print(f"comparing the prompts before and after on {plural(len(listed), 'task')}, once each ...")
     folder.mkdir(parents=True, exist_ok=True)
+    run_folder.set(folder)
     with open_store(RunLayout(folder).records) as store, episode_bar(console, 2 * len(listed)) as bar:
         evaluations = Evaluations(app, store, None, options, Spending(max_calls, None, {}), bar)
         try:
-            return run_sync(compare_held_out(evaluations, before, after, listed))
+            held = run_sync(compare_held_out(evaluations, before, after, listed))
         except LimitReached as error:
             raise LimitReached(error.cause, "Name fewer tasks with --limit, or raise --max-calls.") from None
         except RunError as error:
             raise RunError(error.cause, "Edit the part again once the models can be reached.") from None
+    for name, error in evaluations.errors.items():
+        console.print(f"{name} {evaluations.counts[name]}, the first: {error}", markup=False, highlight=False)
+    return held
 
 
 def result(held: HeldOut) -> str:

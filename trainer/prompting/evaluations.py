@@ -13,8 +13,8 @@ from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.rescore import score_calls
 from cotune.episodes.rollout import repeating
 from cotune.episodes.workflows import Workflow
-from cotune.errors import CotuneError, RunError, WorkflowError
-from cotune.judging.episodes import judge_episodes
+from cotune.errors import ConfigError, CotuneError, RunError, WorkflowError
+from cotune.judging.episodes import Ranking, judge_episodes
 from cotune.prompts.edits import Prompts
 from cotune.recording.recorder import Responder
 from cotune.recording.rewards import reward_records
@@ -216,6 +216,17 @@ class Evaluations:
         tried = read_tried(self.store, episode)
         self.counts["unmatched"] += sum(tried.unmatched.values())
         self._known[key] = tried
+
+
+def check_judge(workflow: Workflow) -> None:
+    """Raise ConfigError for a judge that compares episodes with each other."""
+    if isinstance(workflow.episode_judge, Ranking):
+        raise ConfigError(
+            "judge",
+            None,
+            "compares episodes with each other, and prompts are compared by a number for each",
+            "Give the workflow an outcome, or a judge of single episodes.",
+        )
 
 
 def _asked(episode: Episode, calls: Sequence[CallRecord]) -> Sequence[CallRecord]:

@@ -18,7 +18,6 @@ from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.gepa.search import require, search
 from cotune.integrations.versions import installed
-from cotune.judging.episodes import Ranking
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts, write_prompts
 from cotune.prompts.wording import Wording
@@ -32,7 +31,7 @@ from cotune.tables import plural
 from cotune.terminal import terminal
 from cotune.trainer.prompting.answering import answering
 from cotune.trainer.prompting.credit import Credit, Turns, measure
-from cotune.trainer.prompting.evaluations import Evaluations
+from cotune.trainer.prompting.evaluations import Evaluations, check_judge
 from cotune.trainer.prompting.found import earlier_base, find_base, guard_of, improved
 from cotune.trainer.prompting.held_out import HeldOut, compare_held_out
 from cotune.trainer.prompting.options import CHANGEABLE, ImproveOptions, PromptRun, read_search
@@ -67,13 +66,7 @@ def improve(
     app = workflow_of(workflow).named_by(options.roles_by)
     if options.reflection is None and reflector is None:
         raise ConfigError("reflection", None, "is missing", "Name a model that writes texts: --reflection gpt-5-mini")
-    if isinstance(app.episode_judge, Ranking):
-        raise ConfigError(
-            "judge",
-            None,
-            "compares episodes with each other, and a search needs a number for each",
-            "Give the workflow an outcome, or a judge of single episodes.",
-        )
+    check_judge(app)
     require()
     known = as_tasks(tasks)
     split = split_for_search(known, options)
@@ -253,11 +246,12 @@ async def _search(problem: PromptProblem, tasks: SearchTasks) -> None:
 def _perfect(problem: PromptProblem, tasks: SearchTasks) -> float | None:
     """The score above which there is none, where outcomes are known to be shares."""
     tried = [problem.evaluations.known(problem.base, task.id) for task in tasks.validation]
-    outcomes = [one.outcome for one in tried if one is not None and one.outcome is not None]
+    outcomes = [value for one in tried if one is not None for value in one.rewards.values()]
+    names = {name for one in tried if one is not None for name in one.rewards}
     own = [value for one in tried if one is not None for value in one.by_role.values()]
     if not outcomes or not all(0 <= value <= 1 for value in (*outcomes, *own)):
         return None
-    return 1.0 + (problem.evaluations.options.weight if own else 0.0)
+    return len(names) + (problem.evaluations.options.weight if own else 0.0)
 
 
 async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun, say: Say) -> tuple[Prompts, list[str]]:

@@ -94,7 +94,7 @@ def _asked(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Templat
     wording = Wording(prompts.parts)
     old = wording.text(part.now)
     if a.text:
-        text = sys.stdin.read() if a.text == "-" else Path(a.text).read_text(encoding="utf-8")
+        text = sys.stdin.read() if a.text == "-" else _text_of(Path(a.text))
         return _read(part, wording, text, old, a.text)
     with tempfile.NamedTemporaryFile("w", suffix=".md", prefix="prompt-", delete=False, encoding="utf-8") as made:
         made.write(old)
@@ -105,7 +105,7 @@ def _asked(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Templat
     while True:
         _open_editor(path)
         try:
-            new = _read(part, wording, path.read_text(encoding="utf-8"), old, str(path))
+            new = _read(part, wording, _text_of(path), old, str(path))
         except ConfigError as error:
             if not sys.stdin.isatty() or input(f"{error} Edit again? [Y/n] ").strip().lower().startswith("n"):
                 raise
@@ -125,6 +125,13 @@ def _read(part: PromptPart, wording: Wording, text: str, old: str, where: str) -
         marks = ", ".join(map(wording.mark, part.old.slots)) or "none"
         raise ConfigError("text", where, f"cannot stand for {part.name}: {fault}", f"Its slots, once each: {marks}.")
     return new
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError("text", str(path), "is not in UTF-8", "Save it in this encoding.") from None
 
 
 def _open_editor(path: Path) -> None:

@@ -70,14 +70,17 @@ def test_show_as_json_and_of_one_role(records: str, capsys) -> None:
         (["show", "RECORDS", "--part", "poem"], "There are: system, user, tool, format."),
         (["edit", "RECORDS", "--part", "writer.usr"], "Did you mean writer.user?"),
         (["edit", "RECORDS", "--part", "writer.user", "--text", "TEXT"], "slot 1 is lost. Its slots, once each: ⟦1⟧."),
+        (["edit", "RECORDS", "--part", "writer.user", "--text", "LATIN"], "is not in UTF-8"),
         (["diff", "RECORDS"], "has no file of prompts"),
         (["export", "PROMPTS"], "has no edited part"),
     ],
 )
 def test_errors_say_what_to_do(records: str, tmp_path: Path, capsys, line: list[str], said: str) -> None:
     (tmp_path / "text.txt").write_text("No slot.")
+    (tmp_path / "latin.txt").write_bytes("Pr\u00fcfe ⟦1⟧".encode("latin-1", "replace"))
     main(["prompts", "show", records, "--out", str(tmp_path / "p.json")])
-    given = {"RECORDS": records, "TEXT": str(tmp_path / "text.txt"), "PROMPTS": str(tmp_path / "p.json")}
+    names = {"TEXT": "text.txt", "LATIN": "latin.txt", "PROMPTS": "p.json"}
+    given = {"RECORDS": records, **{word: str(tmp_path / name) for word, name in names.items()}}
     assert main(["prompts", *(given.get(word, word) for word in line)]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run/prompts.json").exists()

@@ -16,6 +16,7 @@ import pytest
 import cotune
 from cotune.episodes.workflows import workflow_of
 from cotune.errors import ConfigError, RunError
+from cotune.judging.episodes import Ranking
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts
 from cotune.recording.recorder import LiveCall
@@ -35,6 +36,10 @@ ROUNDS = ImproveOptions(rounds=16, max_calls=600, credit=0)
 def searched(out: Path, app: Any = None, options: ImproveOptions = ROUNDS, **given: Any) -> ImproveReport:
     given = {"responder": travel.Office(), "reflector": travel.Reflector(), **given}
     return improve(app or travel.application(), travel.tasks(30), options, out=out, **given)
+
+
+def compared(app: Any, out: Path) -> None:
+    compare(app, travel.tasks(4), Prompts(parts=()), Prompts(parts=()), out)
 
 
 def single(outcome: Callable[[Any, str], Any]) -> Any:
@@ -80,6 +85,25 @@ def test_held_out_tasks_without_an_outcome_are_left_out_of_the_verdict(tmp_path:
     assert held is not None and held.unknown and held.tasks + held.unknown == 10
     assert (held.base, held.best, report.verdict) == (0.0, 1.0, "better")
     assert "without a known outcome" in verdict_text(report)
+
+
+def test_rewards_of_several_names_are_perfect_at_their_sum(tmp_path: Path) -> None:
+    app = single(lambda task, said: {"answered": True, "city": task["city"] in said})
+    report = searched(tmp_path / "p", app, reflector=travel.Reflector(rules=(travel.NAME_CITY,)))
+    assert report.verdict == "better" and report.held_out is not None and report.held_out.best == 2.0
+
+
+class Compares(Ranking):
+    name = "liked"
+
+
+def test_a_judge_that_compares_episodes_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    app = workflow_of(single(lambda task, said: None))
+    judged: Any = replace(app, episode_judge=Compares())
+    for ask in (lambda: searched(tmp_path / "p", judged), lambda: compared(judged, tmp_path / "c")):
+        with pytest.raises(ConfigError, match="a judge of single episodes"):
+            ask()
+    assert not list(tmp_path.iterdir())
 
 
 class Down(travel.Office):
@@ -158,4 +182,4 @@ def test_a_limit_that_leaves_no_room_says_why(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr("cotune.trainer.prompting.by_hand.compare_held_out", full)
     with pytest.raises(LimitReached, match="--limit, or raise --max-calls"):
-        compare(travel.application(), travel.tasks(4), Prompts(parts=()), Prompts(parts=()), tmp_path / "c")
+        compared(travel.application(), tmp_path / "c")
