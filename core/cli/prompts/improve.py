@@ -29,7 +29,15 @@ def arguments(command: Parser) -> None:
     add_fields(command, "eval_tasks", "reflection", "reflection_url", "max_calls", "max_cost", table=ImproveOptions)
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
-    add_fields(command, "roles", "kinds", "keep", "max_growth", "prompts", table=ImproveOptions)
+    add_fields(
+        command,
+        *("roles", "kinds", "keep", "max_growth", "prompts"),
+        table=ImproveOptions,
+        roles="improve only this role; repeatable",
+        kinds="kind of text to improve: system, user, tool or format; repeatable. Without it system messages, and user "
+        "messages of roles that have none",
+        keep="regular expression of text that stays as it is; repeatable",
+    )
     add_fields(
         command.more("search"),
         *("weight", "minibatch", "validation", "shown", "credit", "rounds", "seed", "concurrency", "timeout"),
