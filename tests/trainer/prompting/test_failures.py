@@ -174,7 +174,7 @@ def test_what_has_no_price_is_said(tmp_path: Path) -> None:
 
 
 def test_a_limit_that_leaves_no_room_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LimitReached, match="0 calls are made.*20 runs are kept for the held-out tasks"):
+    with pytest.raises(LimitReached, match=r"0 calls are made.*20 runs are kept for the held-out tasks"):
         searched(tmp_path / "p", options=ImproveOptions(max_calls=12))
 
     async def full(*_: Any) -> None:
