@@ -66,10 +66,13 @@ def run(a: argparse.Namespace) -> int:
 def _recorded(a: argparse.Namespace) -> str:
     """Record the application on its tasks, with its own model; the folder of its records."""
     from cotune.cli.trace import TraceOptions, trace
+    from cotune.storage.run_layout import RunLayout
 
     if not a.tasks:
         example = f"For example: cotune prompts show {a.source} --tasks tasks.jsonl --limit 8"
         raise ConfigError("--tasks", None, "is missing: the application is run to record its prompts", example)
     with printing_aside():
+        if RunLayout(Path(a.records)).records.exists():
+            tell(f"{a.records} has earlier records, which count too; for those of now alone: --records DIR")
         trace(a.source, a.tasks, a.records, TraceOptions(limit=a.limit), terminal(stderr=True))
     return str(a.records)

@@ -122,6 +122,9 @@ def test_an_application_is_recorded_to_show_its_prompts(
     assert main(["prompts", "show", app, "--tasks", "tasks.jsonl", "--limit", "2"]) == 0
     out, err = capfd.readouterr()
     assert out.startswith("sdk · 6 calls · 3 roles · m\n") and "2 episodes, 6 calls" in err
+    assert main(["prompts", "show", app, "--tasks", "tasks.jsonl", "--limit", "1", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out) and "runs/prompts has earlier records, which count too" in err
     assert main(["prompts", "show", "runs/prompts", "--json"]) == 0
     assert [part["name"] for part in json.loads(capfd.readouterr().out)["parts"]] == list(FOUND["sdk"])
 
