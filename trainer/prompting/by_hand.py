@@ -51,8 +51,8 @@ def compare(
             raise LimitReached(error.cause, "Name fewer tasks with --limit, or raise --max-calls.") from None
         except RunError as error:
             raise RunError(error.cause, "Edit the part again once the models can be reached.") from None
-    for name, error in evaluations.errors.items():
-        console.print(f"{name} {evaluations.counts[name]}, the first: {error}", markup=False, highlight=False)
+    for name, first in evaluations.errors.items():
+        console.print(f"{name} {evaluations.counts[name]}, the first: {first}", markup=False, highlight=False)
     return held
 
 
