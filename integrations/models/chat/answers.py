@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cotune.errors import SamplerError
 from cotune.integrations.models.chat.content import calls_of, text_of
-from cotune.integrations.models.chat.template import ChatTemplate
+from cotune.integrations.models.chat.template import ANY_TOOLS, ChatTemplate
 from cotune.integrations.models.chat.tool_formats import split_reasoning
 
 
@@ -45,7 +45,8 @@ def encode_answer(
     if not whole.startswith(opened):
         return "inexpressible"
     ids = _ended(chat, whole[len(opened) :])
-    _, read, _ = chat.parse(ids, prompt=prompt, tools=tools)
+    # Traces of other tools may have no tools on record, and yet answers that called some.
+    _, read, _ = chat.parse(ids, prompt=prompt, tools=tools or (ANY_TOOLS if answer.get("tool_calls") else None))
     if _said(read) != _said(answer):
         return "inexpressible"
     dropped = bool(_reasoning(answer)) and not _reasoning(read)

@@ -174,7 +174,7 @@ class ChatTemplate:
         None where it goes on from none."""
 
         # A last request may offer no tools, and yet go on from replies that called some.
-        once = tools or (_SOME if any(message.get("tool_calls") for message in messages) else None)
+        once = tools or (ANY_TOOLS if any(message.get("tool_calls") for message in messages) else None)
 
         def parse(prompt: Sequence[int], reply: Sequence[int]) -> Mapping[str, Any]:
             return self.parse(reply, prompt=prompt, tools=once)[1]
@@ -351,7 +351,7 @@ PATIENCE = 10.0
 """Seconds that a chat template has for one prompt."""
 _PROBE = "hello"
 _NAME_IT = "Set tool_format to the format; vllm:NAME is any tool parser of vLLM."
-_SOME = [{"type": "function", "function": {"name": "any"}}]
+ANY_TOOLS = [{"type": "function", "function": {"name": "any"}}]
 """Tools, where any will do."""
 _NO_MARK = "\0"
 """Where a format marks no call: what no reply contains."""

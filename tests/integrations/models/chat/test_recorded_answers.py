@@ -56,6 +56,12 @@ def test_a_tool_call_is_written_as_the_model_writes_it() -> None:
     assert found.startswith("I look.<tool_call>") and found.endswith("</tool_call><|im_end|>")
 
 
+def test_a_call_is_an_answer_where_the_record_has_no_tools() -> None:
+    """As traces of other tools may have none, though the answer calls one."""
+    found = answer_of(chat(), said(None, ("look", '{"item": "pen"}')))
+    assert found.startswith("<tool_call>") and found.endswith("</tool_call><|im_end|>")
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
