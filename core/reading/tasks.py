@@ -109,7 +109,10 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
     elif order == "most":
         chosen.sort(key=lambda row: -draws.get(str(row[0]), 0.0))
     ids = [str(row[0]) for row in chosen]
-    rest = chosen[ids.index(after) + 1 :] if after in ids else chosen
+    if after in ids:
+        rest = chosen[ids.index(after) + 1 :]
+    else:  # it has left this kind since
+        rest = [row for row in chosen if order in ORDERS or str(row[0]) > after]
     page = rest[:PAGE]
 
     made = [step + 1 for step in store.steps(phase)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import normpath
 from typing import Any
 
 import msgspec
@@ -152,7 +153,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     def tool_format_of(self, name: str) -> str:
         """How the base model of a policy writes tool calls."""
         own = self.own_of(name)
-        same = [one.tool_format for one in self.policy if own is not None and one.model and one.model == own.model]
+        if own is None or not own.model:
+            return self.tool_format
+        same = (one.tool_format for one in self.policy if one.model and normpath(one.model) == normpath(own.model))
         return next(filter(None, same), self.tool_format)
 
     def decay_of(self, name: str) -> float:

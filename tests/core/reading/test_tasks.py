@@ -57,6 +57,14 @@ def test_pages_go_on_in_their_order(run: Path, monkeypatch: pytest.MonkeyPatch) 
     opened.close()
 
 
+def test_pages_by_id_go_on_after_a_task_that_has_left_its_kind(run: Path) -> None:
+    """As a task does that is solved for the first time while somebody looks at those that never were."""
+    opened = OpenedRun(run)
+    assert [row.id for row in tasks(opened, "train", "never", after="a").rows] == ["b"]
+    assert [row.id for row in tasks(opened, "train", "never", after="ba").rows] == []
+    opened.close()
+
+
 def test_a_run_without_a_checkpoint_has_no_shares(run: Path) -> None:
     (run / "checkpoints" / "latest").unlink()
     opened = OpenedRun(run)

@@ -11,7 +11,7 @@ import pytest
 from cotune.errors import RunError
 from cotune.storage.checkpoints import newest_checkpoint, read_best, read_policies, steps_of
 from cotune.storage.metrics_file import read_metrics
-from cotune.storage.run_config import RunConfig
+from cotune.storage.run_config import RunConfig, RunPolicy
 from cotune.storage.run_layout import (
     RunDescription,
     RunLayout,
@@ -25,6 +25,17 @@ from cotune.storage.run_layout import (
 def run(folder: Path, described: Any) -> Path:
     (folder / "run.json").write_text(described if isinstance(described, str) else json.dumps(described))
     return folder
+
+
+def test_a_format_of_tool_calls_is_that_of_the_base_however_it_is_written() -> None:
+    config = RunConfig(
+        policy=(
+            RunPolicy(name="a", roles=("a",), model="./base", tool_format="mistral"),
+            RunPolicy(name="b", roles=("b",), model="base"),
+            RunPolicy(name="c", roles=("c",), model="other"),
+        )
+    )
+    assert [config.tool_format_of(name) for name in "abc"] == ["mistral", "mistral", "auto"]
 
 
 def test_what_is_read_again_is_typed_and_the_rest_is_kept(tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ def usual_share(room: float, total: float, device: str) -> float:
 
 def keeps_pages(share: float, room: float) -> bool:
     """Whether there is room for the gaps between kept pages, where a pass takes a `share` of the `room`, in bytes."""
-    return 3 * share <= room
+    return 0 < 3 * share <= room
 
 
 def _logit_bytes(model: PolicyModel) -> int:

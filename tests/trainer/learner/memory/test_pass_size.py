@@ -93,6 +93,10 @@ def test_pages_are_kept_during_an_update_and_given_back_after_it(
     assert asked == ["256 KiB"]  # under a limit the gaps count
 
 
+def test_pages_are_kept_only_where_there_is_room() -> None:
+    assert [pass_size.keeps_pages(share, room) for share, room in ((1, 3), (1, 2), (-1, -1))] == [True, False, False]
+
+
 class Scarce:
     """A policy's forward pass on a machine that has memory for so many tokens."""
 
