@@ -15,7 +15,7 @@ from cotune.integrations.models.folder.folder import loading, locate_model
 from cotune.records.answers import Answer
 from cotune.replay.script import Replay, ScriptCall
 from cotune.sampling.protocol import ChatFormat
-from cotune.storage.run_layout import is_run, read_run
+from cotune.storage.run_layout import is_run, read_run, read_run_json, relocated
 
 
 class RecordedIds:
@@ -24,7 +24,7 @@ class RecordedIds:
 
     def __init__(self, run: Path, chat_of: Callable[[str], ChatFormat]) -> None:
         """`chat_of` has the chat format of who answers a role now."""
-        self._run = read_run(run) if is_run(run) else None
+        self._folder, self._run = run, read_run(run) if is_run(run) else None
         self._chat_of = chat_of
         self._recorded = functools.cache(self._load)
 
@@ -41,7 +41,8 @@ class RecordedIds:
         from transformers import AutoTokenizer
 
         try:
-            return _spelling(AutoTokenizer.from_pretrained(locate_model(model), **loading()))
+            place = relocated(model, read_run_json(self._folder), self._folder.absolute())
+            return _spelling(AutoTokenizer.from_pretrained(locate_model(place), **loading()))
         except (ConfigError, OSError, ValueError):
             return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -11,9 +12,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from cotune.cli.main import main
+from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.transformers.sampler import TransformersSampler
-from cotune.records.structs import CallRecord, Episode
+from cotune.records.answers import Answer
+from cotune.records.structs import CallRecord, Episode, PolicyRef
+from cotune.replay.script import ScriptCall
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.trainer.replay.vocabulary import RecordedIds
 from tests.integrations import tiny_models
 from tests.integrations.provider import Provider, serving
 from tests.trainer import replay_app
@@ -113,6 +118,21 @@ def test_a_model_of_another_vocabulary_gets_recorded_prompts_as_text(trained: Pa
     for call in new:
         asked = again.message(call.messages[-1])["content"]
         assert asked in tokenizer.decode(again.token_ids(call.prompt or ""))
+
+
+def test_a_policys_base_that_moved_with_its_run_reads_the_recorded_ids(tiny_base: Path, tmp_path: Path) -> None:
+    run, base = tmp_path / "new" / "run", tmp_path / "new" / "base"
+    shutil.copytree(tiny_base, base)
+    run.mkdir()
+    own = {"name": "own", "roles": ["first"], "model": str(tmp_path / "old" / "base")}
+    described = {"id": "r", "model": "a/b", "run": str(tmp_path / "old" / "run"), "config": {"policy": [own]}}
+    (run / "run.json").write_text(json.dumps(described))
+    chat, answer = ChatTemplate.load(base), Answer(candidates=(), prompt_ids=(1,), policy=PolicyRef("own"))
+    call = ScriptCall(
+        id="c", role="first", step=0, turn=0, model="", params={}, messages=(), tools=None, started=0.0, ended=1.0,
+        answer=answer,
+    )  # fmt: skip
+    assert RecordedIds(run, lambda role: chat).readable(call)
 
 
 def test_another_base_than_that_of_the_run_is_refused(
