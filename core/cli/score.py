@@ -14,7 +14,7 @@ from cotune.episodes.workflows import load_workflow
 from cotune.errors import ConfigError
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import open_store
-from cotune.storage.run_layout import is_run, read_run
+from cotune.storage.run_layout import redactor_of
 from cotune.tables import grid, plural
 from cotune.terminal import tell, terminal
 
@@ -48,7 +48,7 @@ def run(a: argparse.Namespace) -> int:
     if a.write and not path.exists():
         raise ConfigError("run", a.run, "does not exist", "Name a run folder or records file.")
     folder = path if path.is_dir() else path.parent
-    flow = flow.redacted(read_run(folder).config.redact if is_run(folder) else "").redacted(a.redact)
+    flow = flow.redacted(redactor_of(folder)).redacted(a.redact)
     run_folder.set(folder)
     with open_store(path, read_only=not a.write) as store:
         rescored = run_sync(rescore(flow, store, phase=a.phase, role=a.role, write=a.write))

@@ -148,6 +148,12 @@ def read_run(path: str | Path) -> RunDescription:
     return msgspec.structs.replace(found, model=relocated(found.model, known, Path(path).absolute()))
 
 
+def redactor_of(folder: Path) -> str:
+    """The redactor of the run whose records are in a folder: its own ones, or those of its evaluation; "" for none."""
+    run = next((one for one in (folder, folder.parent) if is_run(one)), None)
+    return "" if run is None else read_run(run).config.redact
+
+
 def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
     """`path` of run.json if it exists; else its place next to the run, if the whole project has moved."""
     if Path(path).exists() or not Path(path).is_absolute():

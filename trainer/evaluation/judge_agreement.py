@@ -23,7 +23,7 @@ from cotune.sampling.scoring import Scored
 from cotune.storage.judge_ledger import run_folder, totals_of
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import is_run, known_workflow, read_run, read_run_json
+from cotune.storage.run_layout import is_run, known_workflow, read_run_json, redactor_of
 from cotune.tables import grid
 from cotune.trainer.evaluation.labels import EXAMPLE, labelled, load_labels
 from cotune.trainer.evaluation.statistics import mean, shown
@@ -76,7 +76,7 @@ def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None)
         fault = f"is missing: {run} does not say which workflow it recorded"
         raise ConfigError("app", None, fault, "Pass --app app:solve.")
     folder = Path(run).absolute() if Path(run).is_dir() else Path(run).absolute().parent
-    workflow = load_workflow(app).redacted(read_run(folder).config.redact if is_run(folder) else "")
+    workflow = load_workflow(app).redacted(redactor_of(folder))
     before = totals_of(folder)
     with open_store(run, read_only=True) as store:
         compared, left_out = run_sync(_compared(store, workflow, given, folder, str(labels)))

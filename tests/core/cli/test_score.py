@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,10 +148,12 @@ def test_what_cannot_be_scored(
 
 def test_feedback_passes_the_redactors_of_workflow_run_and_command(traced: Provider) -> None:
     Path("run/run.json").write_text(json.dumps({"config": {"redact": "scored_app.py:of_run"}}))
-    command = ["score", "run", "scored_app.py:told", "--redact", "scored_app.py:asked", "--write"]
-    assert main(command) == 0
-    with SqliteStore.open("run", read_only=True) as store:
-        call = next(call for e in store.episodes() for call in store.calls(e.id) if call.role == "reader")
-        assert store.feedback([f"{call.id}.0"])[f"{call.id}.0"] == {"local": "a by [card], of [card], at [card]"}
+    shutil.copytree("run", "run/eval", ignore=shutil.ignore_patterns("run.json", "eval"))
+    for folder in ("run", "run/eval"):  # an evaluation of a run is the run's as well
+        command = ["score", folder, "scored_app.py:told", "--redact", "scored_app.py:asked", "--write"]
+        assert main(command) == 0
+        with SqliteStore.open(folder, read_only=True) as store:
+            call = next(call for e in store.episodes() for call in store.calls(e.id) if call.role == "reader")
+            assert store.feedback([f"{call.id}.0"])[f"{call.id}.0"] == {"local": "a by [card], of [card], at [card]"}
     Path("run/run.json").write_text(json.dumps({"config": {"redact": "scored_app.py:gone"}}))
     assert main(command) != 0
