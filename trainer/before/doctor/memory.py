@@ -38,6 +38,7 @@ LOGITS = 12
 """Bytes of a logit: three buffers in fp32."""
 
 
+PAGES = "pages kept during an update"
 WEIGHTS, STATE = HELD = ("weights", "gradients and optimizer")
 """Parts of a learner that each of its bases adds to."""
 
@@ -183,7 +184,7 @@ def learner_memory(
             WEIGHTS: weights + adapters,
             STATE: state,
             name: tokens * each + size.pass_bytes + logits,
-            **({"pages kept during an update": GAPS * tokens * each} if keeps else {}),
+            **({PAGES: GAPS * tokens * each} if keeps else {}),
             **({"all weights, for a pass": whole} if size.sees and parts > 1 else {}),
             **_image_parts(size, device),
         },
@@ -284,6 +285,8 @@ def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
             found.append("lower concurrency, plan.k or sampling.max_tokens")
         elif name.startswith("a pass") and "checkpointed" not in name:
             found.append("set learner.activation_checkpointing = true")
+        elif name == PAGES:
+            found.append("set learner.memory, under which no pages are kept")
         elif name.startswith("earlier"):
             found.append("lower sampling.prefix_cache")
         elif name.startswith(("gradients", "published")) and not lora:

@@ -29,6 +29,7 @@ from cotune.trainer.before.doctor.memory import (
     learner_memory,
     pass_tokens,
     processes,
+    remedies,
     sampler_memory,
     shortages,
 )
@@ -162,6 +163,14 @@ def test_what_does_not_fit_blocks_and_says_what_to_change(tiny_base: Path) -> No
     assert finding.level == "blocks"
     assert "this machine takes" in finding.text and "GB too much (2 policies, prompts of up to 512" in finding.text
     assert 'policies = "lora"' in finding.remedy and "ower concurrency" in finding.remedy
+
+
+def test_pages_that_do_not_fit_are_not_kept_under_a_limit() -> None:
+    plan = [learner_memory(BILLION, asked(), LOAD, device="cpu", free=16e9, total=32e9)]
+    assert parts(plan[0])["pages kept during an update"] > 0 and "learner.memory" in remedies(plan, asked())
+    limit = asked(learner={"memory": "12GiB"})
+    plan = [learner_memory(BILLION, limit, LOAD, device="cpu", free=16e9, total=32e9)]
+    assert "pages kept during an update" not in parts(plan[0]) and "learner.memory" not in remedies(plan, limit)
 
 
 def test_a_gpu_that_is_too_small(tiny_base: Path) -> None:
