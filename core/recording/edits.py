@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from cotune.prompts.chat_texts import Kind, map_body
 from cotune.prompts.edits import Prompts, RoleEdits, rewrite_chat
 from cotune.records.ids import canonical
 
@@ -81,6 +82,23 @@ class Prompting:
             warn(outcome, f"{whose}: {unread}.")
         elif changed is not body:
             call.edits, call.rewritten = edits, Outgoing.of(changed)
+
+
+def as_asked(call: Asked | None, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A further request that is made for a call, with the texts that the call asked in place of those that its edits
+    have made of them; `body` itself where it has none of these."""
+    if call is None or call.edits is None:
+        return body
+    edited = call.edits.begin().text
+    asked: dict[tuple[Kind, str, str], str] = {}
+
+    def said(kind: Kind, key: str, text: str) -> None:
+        if (new := edited(kind, key, text)) is not None:
+            asked[kind, key, new] = text
+
+    form = call.params.get("response_format")
+    map_body({"messages": call.messages, "tools": call.tools, "response_format": form}, said)
+    return map_body(body, lambda kind, key, text: asked.get((kind, key, text)))
 
 
 def leave_format(call: Asked, warn: Callable[..., None]) -> None:

@@ -31,6 +31,7 @@ from cotune.integrations.apps.openai.forms import (
 from cotune.integrations.apps.patching import replace_method
 from cotune.integrations.versions import require_hooks
 from cotune.recording.context import current_episode, identify, opened_call
+from cotune.recording.edits import as_asked
 from cotune.recording.model_calls import (
     UNREADABLE,
     answer,
@@ -245,8 +246,9 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
         body, unsupported_reason = form.read(asked, episode)
         call = opened_call.get()
         if call is None or call.on_wire or call.ended:
-            call = episode.start(identify(), body)
-            exchange.edits = call.rewritten is not None
+            plain = as_asked(call, body)
+            call = episode.start(identify(), plain)
+            exchange.edits = call.rewritten is not None and plain is body  # else it has the edits already
         elif call.rewritten is None:  # else what it sends here has the edits already
             call.read(body)
     except RecordError as error:

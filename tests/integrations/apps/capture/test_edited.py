@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from typing import Any
 
@@ -28,7 +29,7 @@ from langchain_openai import ChatOpenAI
 import cotune
 from cotune.integrations.apps.activation import activate
 from tests.integrations.edits import NEW, OLD, part, prompts, with_edit
-from tests.integrations.provider import Provider
+from tests.integrations.provider import Provider, json_reply, said
 
 activate()
 INFO = {"vision": True, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
@@ -140,6 +141,28 @@ def test_what_the_class_has_edited_the_wire_does_not_edit_again(provider: Provid
     assert [request["messages"][0]["content"] for request in provider.requests] == [f"{OLD} More."]
     (call,) = traced.calls
     assert (call.messages[0]["content"], call.sent[0]["content"]) == (OLD, f"{OLD} More.")
+    assert traced.warnings == {}
+
+
+class Persistent(OverSdk):
+    """The same, which asks again by itself where the first request fails, and once more with a reproach."""
+
+    def _generate(self, messages, stop=None, run_manager=None, **options):
+        with contextlib.suppress(openai.OpenAIError):
+            super()._generate(messages)
+        super()._generate(messages)
+        return super()._generate([*messages, HumanMessage("Shorter.")])
+
+
+def test_further_requests_of_a_class_are_not_edited_again(provider: Provider) -> None:
+    provider.reply = lambda body, number: json_reply({"error": {}}, 500) if number == 0 else said(body)
+    grown = prompts(part([OLD, 1], [OLD, " More.", 1]))
+    with cotune.trace(prompts=grown) as traced:
+        Persistent(seen=[]).invoke([LangSystem(OLD), HumanMessage("hello")])
+    assert [request["messages"][0]["content"] for request in provider.requests] == [f"{OLD} More."] * 3
+    assert [call.messages[0]["content"] for call in traced.calls] == [OLD] * 3
+    assert [call.sent[0]["content"] for call in traced.calls] == [f"{OLD} More."] * 3
+    assert traced.calls[2].messages[1:] == [{"role": "user", "content": text} for text in ("hello", "Shorter.")]
     assert traced.warnings == {}
 
 
