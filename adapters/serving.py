@@ -298,12 +298,14 @@ class ChatEndpoint:
         await Response(content, headers=headers)(scope, receive, send)
 
     async def _answer(self, request: ChatRequest) -> tuple[bytes, str]:
-        self.find(request.model)
+        found = self.find(request.model)
+        # A further name of a role is that role's: its prompts are edited too.
+        role = found.name if request.model in self.local.served else request.model
         asked = msgspec.structs.asdict(request)
         chat = self.responder.chat_of(request.model)
         # The responder logs the options that it leaves out.
         self.not_enforced.update(name for name in template_options(asked) if not chat.reads(name))
-        call = LiveCall(self._episode, CallerContext(request.model, "serve"), 0, 0, asked)
+        call = LiveCall(self._episode, CallerContext(role, "serve"), 0, 0, asked)
         self._episode.edit(call, asked)
         if call.unedited:
             self.unedited[call.unedited] += 1

@@ -68,11 +68,17 @@ def test_the_provider_answers_with_edited_prompts(tmp_path: Path, monkeypatch: p
 
 
 def test_a_served_policy_reads_the_edited_prompt() -> None:
-    with scripted(prompts=prompts(part("Old.", "New.", role="planner"))) as (endpoint, sampler):
+    given = prompts(part("Old.", "New.", role="planner"))
+    with scripted(prompts=given, aliases={"gpt-4o-mini": "planner"}) as (endpoint, sampler):
         client = openai.OpenAI(base_url=endpoint.url, api_key="k", max_retries=0)
-        for role, first in (("planner", "Old."), ("writer", "Old."), ("planner", "Other.")):
+        for role, first in (("planner", "Old."), ("writer", "Old."), ("planner", "Other."), ("gpt-4o-mini", "Old.")):
             messages: list[Any] = [{"role": "system", "content": first}, ASKED[1]]
             client.chat.completions.create(model=role, messages=messages, max_tokens=8)
         health = httpx.get(endpoint.url.removesuffix("/v1") + "/health").json()
-    assert [bytes(asked[0]).decode() for asked in sampler.asked] == ["New.hello", "Old.hello", "Other.hello"]
+    assert [bytes(asked[0]).decode() for asked in sampler.asked] == [
+        "New.hello",
+        "Old.hello",
+        "Other.hello",
+        "New.hello",
+    ]
     assert health["unedited"] == {"prompt_unmatched": 1}
