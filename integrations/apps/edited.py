@@ -46,11 +46,21 @@ def edited_blocks(blocks: Sequence[Any], kind: Kind, said: Said, joint: str | No
             marked = block.get("cache_control", marked) if isinstance(block, Mapping) else marked
             continue
         one = block if text == old else text if isinstance(block, str) else {**block, "text": text}
-        if marked is not None and isinstance(one, dict) and "cache_control" not in one:
-            one = {**one, "cache_control": marked}
+        if text == old and made:  # what was cached up to a block that is left out ends with the one before
+            made[-1] = _marked(made[-1], marked)
+        elif text != old:
+            one = _marked(one, marked)
         made.append(one)
         marked = None
+    if made:
+        made[-1] = _marked(made[-1], marked)
     return made
+
+
+def _marked(block: Any, mark: Any) -> Any:
+    if mark is None or not isinstance(block, dict) or "cache_control" in block:
+        return block
+    return {**block, "cache_control": mark}
 
 
 def edited_tools(tools: Any, said: Said, chat: Callable[[Any], Any], described: str, schema: str) -> Any:
