@@ -107,7 +107,33 @@ def leave_format(call: Asked, warn: Callable[..., None]) -> None:
     out = call.rewritten
     if out is not None and out.params != call.params:
         call.rewritten = msgspec.structs.replace(out, params=call.params)
+        if (out.messages, out.tools) == (call.messages, call.tools):
+            _leave(call)
         warn(UNMATCHED, f"A call of role {call.role!r} goes out with the schema that it has: it is given as a class.")
+
+
+def made_of(call: Asked, read: Callable[[], Mapping[str, Any] | None], warn: Callable[..., None]) -> bool:
+    """Whether what a client has made of a call's edits reads as they say. Else the call goes out as it was asked,
+    counted: the client has its texts in a form of its own."""
+    error: Exception | None = None
+    try:
+        made, out = Outgoing.of(read() or {}), call.rewritten
+        if out is not None and _texts(made) == _texts(out):
+            return True
+    except Exception as broken:  # noqa: BLE001 - the application gets its answer all the same
+        error = broken
+    _leave(call)
+    whose = f"A call of role {call.role!r} goes out without the edits of its prompts"
+    warn(UNMATCHED, f"{whose}: its client has them in a form of its own.", error)
+    return False
+
+
+def _texts(out: Outgoing) -> tuple[Any, ...]:
+    return out.messages, out.tools, out.params.get("response_format")
+
+
+def _leave(call: Asked) -> None:
+    call.unedited, call.edits, call.rewritten = UNMATCHED, None, None
 
 
 Named = Callable[[list[bytes], list[Any]], tuple[str, ...]]

@@ -200,7 +200,8 @@ class LiveEpisode:
         self.redaction = Redaction(self.redactors, self.keep_token_ids, self.warn) if self.redactors else None
         """What is stored goes through it first; scorers, responders and the application see everything as it is."""
         self._records = CallRecords(self.redaction, self._lock, self.warn)
-        self.prompting = None if self.prompts is None else Prompting(self.prompts)
+        prompting = None if self.prompts is None else Prompting(self.prompts)
+        self.prompting = prompting if prompting is not None and prompting.id else None
         """Edits calls when they start; None where nothing does."""
         self.gateway = ""
         """Address at which a child process reaches this episode, while `cotune.gateway()` is open."""

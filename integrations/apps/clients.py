@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cotune.integrations.apps.patching import replace_method
-from cotune.recording.edits import leave_format
+from cotune.recording.edits import leave_format, made_of
 from cotune.recording.model_calls import ask, ask_async, end_call, observed, open_call, raised, step, step_async
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
@@ -53,11 +53,19 @@ class Client:
 
     def _sent(self, call: LiveCall, args: tuple[Any, ...], options: dict[str, Any]) -> Arguments:
         """The arguments with the edits of the call's prompts."""
+        warn = call.episode.warn
+        if self.fixed_format:
+            leave_format(call, warn)
         if call.edits is None:
             return args, options
-        if self.fixed_format:
-            leave_format(call, call.episode.warn)
-        return self.edited(call.edits.begin().text, *args, **options)
+        said, made = call.edits.begin().text, (args, options)
+
+        def read() -> Mapping[str, Any] | None:
+            nonlocal made
+            made = self.edited(said, *args, **options)
+            return self.request(*made[0], **made[1])
+
+        return made if made_of(call, read, warn) else (args, options)
 
     def hook(self, cls: type, *, call: str = "", acall: str = "", stream: str = "", astream: str = "") -> None:
         """Wrap the methods of these names that the class itself defines."""

@@ -9,6 +9,7 @@ import pytest
 
 from cotune.prompts.edits import Prompts
 from cotune.recording.call_records import CallerContext
+from cotune.recording.edits import leave_format
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.structs import CallRecord, Episode, Message, Segment, Task
 from cotune.storage.open_store import open_store
@@ -63,8 +64,10 @@ def test_tools_and_schema() -> None:
     assert TOOLS[0]["function"]["description"] == "Looks."
 
 
-def test_nothing_is_said_where_nothing_is_edited() -> None:
-    episode = live(None)
+@pytest.mark.parametrize("given", [None, prompts(part(OLD, OLD))])
+def test_nothing_is_said_where_nothing_is_edited(given: Prompts | None) -> None:
+    episode = live(given)
+    assert episode.prompting is None  # so caches of the application are used as ever
     ask(episode, OLD, "hello")
     episode.end("ok")
     sink: Any = episode.sink
@@ -88,6 +91,21 @@ def test_a_text_that_is_not_as_known(text: str, why: str, said: str) -> None:
     assert (record.unedited, record.prompts, record.edited) == (why, ways.id, False)
     assert episode.warnings == {why: 1}
     assert said in episode.explained[why]
+
+
+@pytest.mark.parametrize("more", [(), (part(OLD, NEW),)])
+def test_a_schema_that_is_given_as_a_class(more: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "out", "schema": {"description": "What."}}}
+    episode = live(prompts(part("What.", "Why.", kind="format", key="out/"), *more))
+    body = {"model": "m", "messages": [{"role": "system", "content": OLD}], "response_format": form}
+    call = episode.start(CallerContext("app", "test"), body)
+    leave_format(call, episode.warn)
+    call.finish(answer())
+    sink: Any = episode.sink
+    (record,) = sink.of(CallRecord)
+    assert (record.sent_format, record.edited) == (None, bool(more))
+    assert record.unedited == ("" if more else "prompt_unmatched")
+    assert episode.warnings == {"prompt_unmatched": 1}
 
 
 def test_a_fault_of_an_edit_costs_the_edit_and_not_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,26 @@ def test_langchain_with_a_client_of_its_own(way: str) -> None:
     assert (call.status, traced.warnings) == ("ok", {})
 
 
+class Converse(Own):
+    """The same, with tools in a form of its provider's own."""
+
+    def bind_tools(self, tools, **options):
+        schema = {"json": {"type": "object", "properties": {}}}
+        spec = {"name": "look", "description": "Looks.", "inputSchema": schema}
+        return self.bind(tools=[{"toolSpec": spec}])
+
+
+def test_a_form_that_cannot_be_edited_goes_out_as_it_is_and_is_counted() -> None:
+    bare = Converse(seen=[])
+    with cotune.trace(prompts=LOOKS) as traced:
+        bare.bind_tools([look]).invoke([LangSystem(OLD), HumanMessage("hello")])
+    ((messages, options),) = bare.seen
+    assert (messages[0].content, options["tools"][0]["toolSpec"]["description"]) == (OLD, "Looks.")
+    (call,) = traced.calls
+    assert (call.sent, call.record.unedited, call.record.sent_tools) == (call.messages, "prompt_unmatched", None)
+    assert traced.warnings == {"prompt_unmatched": 1}
+
+
 def test_what_the_class_has_edited_the_wire_does_not_edit_again(provider: Provider) -> None:
     """The new text reads like the old one: edited twice it would say the more twice."""
     grown = prompts(part([OLD, 1], [OLD, " More.", 1]))
