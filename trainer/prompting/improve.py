@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.adapters.prompts import prompts_of
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, RunError
@@ -68,6 +69,8 @@ def improve(
         raise ConfigError("reflection", None, "is missing", "Name a model that writes texts: --reflection gpt-5-mini")
     check_judge(app)
     require()
+    if options.prompts is None and prompts_of(options.run) is not None:
+        options = msgspec.structs.replace(options, prompts=options.run)
     known = as_tasks(tasks)
     split = split_for_search(known, options)
     folder = PromptRun(out)
@@ -267,6 +270,8 @@ async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun,
         unedited = Prompts(parts=(), workflow=evaluations.workflow.name)
         await evaluations.run(unedited, [*tasks.validation, *tasks.train[: max(0, 8 - len(tasks.validation))]])
         base, notes = find_base(evaluations, options)
+    own = prompts_of(options.run)
+    base = msgspec.structs.replace(base, trained_with="" if own is None else own.id)
     for note in notes:
         say(note)
     if not improved(base):

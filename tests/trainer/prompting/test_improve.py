@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 import cotune
+from cotune.adapters.export import TrainedPolicy, write_export
+from cotune.adapters.prompts import prompts_for
 from cotune.errors import RunError
 from cotune.prompts.file import read_prompts
 from cotune.storage.open_store import open_store
 from cotune.trainer.prompting.improve import improve
 from cotune.trainer.prompting.options import ImproveOptions
 from cotune.trainer.prompting.outcome import ImproveReport
+from tests.integrations.edits import part, prompts
 from tests.trainer.prompting import travel
 
 ROUNDS = ImproveOptions(rounds=16, max_calls=600, credit=0)
@@ -61,6 +64,19 @@ def test_prompts_that_change_nothing_are_not_shown(tmp_path: Path) -> None:
     report = searched(tmp_path / "p", reflector=travel.Reflector(rules=("Be polite to everybody.", "Use short words.")))
     assert report.verdict == "not shown" and not report.prompts.id
     assert read_prompts(tmp_path / "p").evaluation["verdict"] == "not shown"
+
+
+def test_a_search_for_weights_starts_from_the_prompts_that_they_were_trained_with(tmp_path: Path) -> None:
+    own = prompts(part(travel.PLANNER, f"{travel.PLANNER} {travel.NAME_CITY}", role="planner"))
+    policy = TrainedPolicy(name="p", kind="provider", version=0, roles=("planner",), model=None)
+    export = str(tmp_path / "export")
+    write_export(export, [policy], prompts=own)
+    office = travel.Office()
+    searched(tmp_path / "p", office, options=ImproveOptions(run=export, rounds=1, max_calls=80, credit=0))
+    assert all(travel.NAME_CITY in system for role, system in office.asked if role == "planner")
+    found = read_prompts(tmp_path / "p")
+    assert found.trained_with == own.id
+    assert prompts_for(export, found) == found
 
 
 def test_a_killed_search_goes_on_to_the_same_candidates(tmp_path: Path) -> None:
