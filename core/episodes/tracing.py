@@ -223,10 +223,13 @@ class Within(LiveEpisode):
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         """The outer episode's call; one of its own ends when that does."""
         call = self.outer.start(caller, body)
-        if self._own is not None:
-            self._own.edit(call, body, self.warn)
+        role = call.role
         with contextlib.suppress(RecordError):  # calls made after the end of the block are the outer episode's alone
-            call.copies = (*call.copies, super().start(caller, body))
+            copy = super().start(caller, body)
+            call.copies = (*call.copies, copy)
+            role = copy.role
+        if self._own is not None:
+            self._own.edit(call, body, self.warn, role)
         return call
 
     def edit(self, call: LiveCall, body: Mapping[str, Any]) -> None:

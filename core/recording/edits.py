@@ -60,15 +60,16 @@ class Prompting:
             self._roles[role] = self._prompts.edits(role)
         return self._roles[role]
 
-    def edit(self, call: Asked, body: Mapping[str, Any], warn: Callable[..., None]) -> None:
+    def edit(self, call: Asked, body: Mapping[str, Any], warn: Callable[..., None], role: str = "") -> None:
         """Set what goes out for a call that asks `body`. A call whose texts are not those that the prompts know goes
-        out as it is; `warn` counts it."""
-        edits = self.of(call.role)
+        out as it is; `warn` counts it. `role` is the role of the call, where the prompts know it by another name."""
+        role = role or call.role
+        edits = self.of(role)
         if edits is None:
             return
         call.prompts = self.id
         met = edits.begin()
-        whose = f"A call of role {call.role!r} goes out without the edits of its prompts"
+        whose = f"A call of role {role!r} goes out without the edits of its prompts"
         try:
             changed = rewrite_chat(met, body)
             outcome = met.outcome

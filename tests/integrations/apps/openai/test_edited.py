@@ -191,5 +191,9 @@ def test_a_trace_inside_another(provider: Provider) -> None:
         ask(provider.url)
     assert provider.raw[0] == provider.raw[1]
     assert inner.calls[0].record.prompts == outer.calls[0].record.prompts == prompts().id
+    with cotune.trace(), cotune.trace(roles=lambda request: "named", prompts=prompts(part(OLD, NEW, "named"))) as inner:
+        ask(provider.url)
+    assert provider.raw[2] == provider.raw[0]
+    assert (inner.calls[0].role, inner.calls[0].sent[0]["content"]) == ("named", NEW)
     with cotune.trace(prompts=prompts()), pytest.raises(cotune.errors.WorkflowError), cotune.trace(prompts=prompts()):
         pass
