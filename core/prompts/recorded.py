@@ -125,11 +125,17 @@ class _Reading:
         spans: dict[str, list[Span]] = {}
         returned: set[str] = set()
         results = sorted(episode.results, key=lambda result: result.started)
+        lost = False
         for call in sorted(calls, key=lambda call: call.step):
             while results and results[0].started < call.started:
-                explained.returned(self._body(results.pop(0).value))
+                try:
+                    explained.returned(self._body(results.pop(0).value))
+                except RecordError:
+                    lost = True
             if call.redacted:
                 self.found.left_out["redacted"] += 1
+            elif lost:
+                self.found.left_out["after a lost result of a tool"] += 1
             else:
                 self._call(call, task, explained, spans, returned)
             explained.answered(call)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cotune.prompts.parts import FoundParts, find_parts
+from cotune.records.structs import ToolResult
 from tests.core.prompts.written import Asked, store_of
 
 QUESTIONS = [
@@ -252,6 +253,14 @@ def test_kept_text_is_a_slot(tmp_path: Path) -> None:
         keep=[re.compile("never promise a refund")],
     )
     assert pieces(found, "a.system")[-2:] == (1, ".")
+
+
+def test_calls_after_a_lost_result_of_a_tool_are_left_out_and_counted(tmp_path: Path) -> None:
+    calls = [Asked("writer", [("system", "You write about the weather, in short words.")])]
+    lost = ToolResult("look", "", -1.0, "no-such-message")
+    with store_of(tmp_path / "records.db", [(f"task {n}", calls) for n in range(2)], results=(lost,)) as store:
+        found = find_parts(store)
+    assert (found.parts, found.left_out) == ((), {"after a lost result of a tool": 2})
 
 
 def test_redacted_calls_are_left_out_and_counted(tmp_path: Path) -> None:
