@@ -51,7 +51,10 @@ def _request(model: Any, /, *args: Any, **options: Any) -> dict[str, Any] | None
 
 
 def _edited(said: Said, model: Any, /, *args: Any, **options: Any) -> Arguments:
-    return (model,), edited_arguments(_asked(args, options), said)
+    made = edited_arguments(_asked(args, options), said)
+    # A class may have names of its own for what it is given by place.
+    placed = [made.pop(name) for name in _ARGUMENTS[: len(args)]]
+    return (model, *placed, *args[len(placed) :]), made
 
 
 _CLIENT = Client(

@@ -273,12 +273,12 @@ def test_the_cache_of_autogen_is_left_aside(provider: Provider) -> None:
 class OwnModel(BaseLLM):
     """A provider with a client of its own, which keeps what it is asked."""
 
-    def call(self, messages, tools=None, *more, **options):
-        self.__dict__.setdefault("kept", []).append((messages, tools))
+    def call(self, conversation, tools=None, *more, **options):
+        self.__dict__.setdefault("kept", []).append((conversation, tools))
         return "fine"
 
-    async def acall(self, messages, *more, **options):
-        return self.call(messages, *more, **options)
+    async def acall(self, conversation, *more, **options):
+        return self.call(conversation, *more, **options)
 
 
 @pytest.mark.parametrize("way", ["call", "acall"])
