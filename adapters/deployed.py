@@ -126,7 +126,8 @@ class Deployment:
             self.unedited.update((call.role, call.unedited) for call in ended if call.unedited)
             outside = [call.role for call in ended if call.role not in self.served]
             left = () if self._local is None else self._local.left_to_provider
-            self.unlisted.update(role for role in outside if role not in left)
+            if self.source is not None:
+                self.unlisted.update(role for role in outside if role not in left)
             provided = self._local is None or self._local.others is None
             self.passed_through.update(role for role in outside if provided or role in left)
 

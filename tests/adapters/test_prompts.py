@@ -63,6 +63,7 @@ def test_the_provider_answers_with_edited_prompts(tmp_path: Path, monkeypatch: p
     ]
     assert deployment.unedited == {("app", "prompt_unmatched"): 1}
     assert deployment.calls == {("app", "ok"): 2}
+    assert (deployment.unlisted, deployment.passed_through) == ({}, {"app": 2})
     with pytest.raises(ConfigError, match="source"):
         cotune.deployed()
 
