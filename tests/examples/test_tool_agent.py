@@ -195,8 +195,9 @@ def test_recorded_tokens_say_what_was_parsed_and_go_on_unchanged(
     continued = 0
     for call in answered(store):
         assert call.chosen is not None and call.prompt is not None
+        tools = store.message(call.tools) if call.tools else None
         for candidate in call.candidates:
-            text, message, _ = chat.parse(candidate.token_ids)
+            text, message, _ = chat.parse(candidate.token_ids, tools=tools)
             assert len(candidate.token_ids) == len(candidate.logprobs)
             assert candidate.text == text
             assert [c["function"] for c in message.get("tool_calls", [])] == [

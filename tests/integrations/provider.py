@@ -26,6 +26,12 @@ class Provider:
         self.over = threading.Event()
         self.url = ""
 
+    def forget(self) -> None:
+        """Keep nothing of the requests so far."""
+        self.requests.clear()
+        self.headers.clear()
+        self.raw.clear()
+
 
 def said(body: dict[str, Any], number: int = 0) -> tuple[int, str, list[Any]]:
     """Says `re: <last message>` as JSON, or as a stream in several chunks."""

@@ -169,7 +169,7 @@ def test_an_open_episode_keeps_no_prompts(traced: None, tmp_path: Path) -> None:
         def asked(count: int, kind: str) -> int:
             for number in range(count):
                 ask(gate.client(f"{gate.url}/e/{episode}/v1"), f"{kind}{number} " + "x" * 1_000_000)
-                gate.provider.requests.clear()
+                gate.provider.forget()
             gate.when_idle()
             gate.store.flush()
             gc.collect()
@@ -188,7 +188,7 @@ def test_a_trace_keeps_no_prompts(traced: None, provider: Any, tmp_path: Path) -
                 for number in range(count):
                     messages: Any = [{"role": "user", "content": f"{kind}{number} " + "x" * 1_000_000}]
                     client.chat.completions.create(model="m", messages=messages)
-                    provider.requests.clear()
+                    provider.forget()
             assert len(t.warnings) == 0
             assert len(t.calls) >= count  # what is read is stored
             gc.collect()
@@ -239,7 +239,7 @@ def test_an_open_episode_keeps_so_many_bytes_of_responses(
         def asked(count: int) -> int:
             for number in range(count):
                 respond(client, f"{number} " + "x" * 1_000_000)
-                provider.requests.clear()
+                provider.forget()
             if way == "gateway":
                 gate.when_idle()
                 gate.store.flush()
