@@ -84,19 +84,20 @@ class Known:
         return ""
 
 
-def refusals(part: PromptPart, new: Template, known: Known | None = None, *, growth: float = 1.5) -> list[Refusal]:
-    """Why a text may not stand in place of a part's: empty where it may.
+def longest(part: PromptPart, growth: float) -> int:
+    """Most constant characters of a text in place of a part's: `growth` times those of the old one, and 500 more."""
+    return int(growth * part.old.constant) + 500
 
-    It may have `growth` times the constant characters of the old one, and 500 more.
-    """
+
+def refusals(part: PromptPart, new: Template, known: Known | None = None, *, growth: float = 1.5) -> list[Refusal]:
+    """Why a text may not stand in place of a part's: empty where it may. It is no longer than `longest`."""
     found: list[Refusal] = []
     if fault := fault_of(part.old, new):
         found.append(Refusal("lost_slot", fault))
     if " ".join(_shown(new).split()) == " ".join(_shown(part.now).split()):
         found.append(Refusal("same", "it says what the prompt says now"))
-    longest = int(growth * part.old.constant) + 500
-    if new.constant > longest:
-        found.append(Refusal("too_long", f"it has {new.constant:,} characters, and {longest:,} are allowed"))
+    if new.constant > (most := longest(part, growth)):
+        found.append(Refusal("too_long", f"it has {new.constant:,} characters, and {most:,} are allowed"))
     old, said = "\n".join(part.old.texts), "\n".join(new.texts)
     if known is not None and (copy := known.copied(said, old)):
         found.append(Refusal("copies_task", copy))

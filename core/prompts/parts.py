@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 
+from cotune.errors import ConfigError
 from cotune.prompts.chat_texts import Kind
 from cotune.prompts.edits import PromptPart, Prompts, Support
 from cotune.prompts.grouping import Group, grouped
@@ -83,6 +84,18 @@ class _Found:
     order: tuple[int, int]
     blocked: bool = False
     """One of its texts also reads as another part."""
+
+
+def patterns(texts: Iterable[str], field: str) -> list[re.Pattern[str]]:
+    """Regular expressions of text that stays as it is, as `find_parts` takes them. Raises ConfigError that names
+    `field`."""
+    found = []
+    for text in texts:
+        try:
+            found.append(re.compile(text))
+        except re.error as error:
+            raise ConfigError(field, text, f"is no regular expression: {error}") from None
+    return found
 
 
 def find_parts(

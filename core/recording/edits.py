@@ -90,7 +90,7 @@ def as_asked(call: Asked | None, body: Mapping[str, Any]) -> Mapping[str, Any]:
     have made of them; `body` itself where it has none of these."""
     if call is None or call.edits is None:
         return body
-    edited = call.edits.begin().text
+    edited = call.edits.text
     asked: dict[tuple[Kind, str, str], str] = {}
 
     def said(kind: Kind, key: str, text: str) -> None:

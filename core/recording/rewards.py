@@ -34,9 +34,14 @@ def reward_records(
 
 def feedback_record(target: str, name: str, text: str, at: float) -> FeedbackRecord:
     """The text beside a reward that is given at the same time, without its middle where it is too long."""
-    half, cut = LONGEST_FEEDBACK // 2, max(0, len(text) - LONGEST_FEEDBACK)
+    half = LONGEST_FEEDBACK // 2
     if earlier := _MARK.fullmatch(text[half:-half]):  # an exported text, which comes in again
-        cut = int(earlier[1].replace(",", ""))
-    elif cut:
-        text = f"{text[:half]}\n[... {cut:,} characters cut ...]\n{text[-half:]}"
+        return FeedbackRecord(target, name, text, at, int(earlier[1].replace(",", "")))
+    text, cut = without_middle(text, LONGEST_FEEDBACK)
     return FeedbackRecord(target, name, text, at, cut)
+
+
+def without_middle(text: str, most: int) -> tuple[str, int]:
+    """A text without its middle where it has more than `most` characters, and how many were left out."""
+    half, cut = most // 2, max(0, len(text) - most)
+    return (f"{text[:half]}\n[... {cut:,} characters cut ...]\n{text[-half:]}" if cut else text), cut

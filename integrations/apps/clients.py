@@ -58,7 +58,7 @@ class Client:
             leave_format(call, warn)
         if call.edits is None:
             return args, options
-        said, made = call.edits.begin().text, (args, options)
+        said, made = call.edits.text, (args, options)
 
         def read() -> Mapping[str, Any] | None:
             nonlocal made

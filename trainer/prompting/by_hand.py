@@ -16,6 +16,7 @@ from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunLayout
 from cotune.tables import plural
 from cotune.terminal import terminal
+from cotune.trainer.evaluation.statistics import shown
 from cotune.trainer.prompting.evaluations import Evaluations, check_judge
 from cotune.trainer.prompting.held_out import HeldOut, compare_held_out
 from cotune.trainer.prompting.options import ImproveOptions
@@ -59,10 +60,8 @@ def compare(
 def result(held: HeldOut) -> str:
     """The result in one sentence."""
     said = {"better": "better", "worse": "worse", "not shown": "not shown to be better or worse"}[held.verdict]
-    difference = held.difference
-    text = f"{said}: {held.base:.3f} before, {held.best:.3f} after, difference {difference.mean:+.3f}"
-    if difference.low is not None and difference.high is not None:
-        text += f" [{difference.low:+.3f}, {difference.high:+.3f}]"
+    difference = shown(held.difference, "+.3f")
+    text = f"{said}: {held.base:.3f} before, {held.best:.3f} after, difference {difference}"
     text += f" on {plural(held.tasks, 'task')} ({held.level:.0%})"
     text += f"; {plural(held.unmatched, 'call')} did not have the old text" if held.unmatched else ""
     return text + (f"; {plural(held.unknown, 'task')} left out without an outcome" if held.unknown else "")

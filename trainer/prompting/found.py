@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -12,7 +11,7 @@ from cotune.judging.shown import shown_message
 from cotune.prompts.edits import PromptPart, Prompts
 from cotune.prompts.file import read_prompts
 from cotune.prompts.guards import Known, refusals
-from cotune.prompts.parts import FoundParts, find_parts
+from cotune.prompts.parts import FoundParts, find_parts, patterns
 from cotune.prompts.wording import Wording
 from cotune.storage.protocol import Store
 from cotune.tables import plural
@@ -29,7 +28,7 @@ IMPROVED = "improved"
 def find_base(evaluations: Evaluations, options: ImproveOptions) -> tuple[Prompts, list[str]]:
     """All parts of the application's prompts, as it has them, and what is to be said of them. Its provenance names the
     parts that are to be improved."""
-    keep = [_pattern(text) for text in options.keep]
+    keep = patterns(options.keep, "keep")
     found = find_parts(evaluations.store, evaluations.store.episodes(phase=SEARCH), keep=keep)
     wanted = [
         one.part.name
@@ -61,13 +60,6 @@ def improved(base: Prompts) -> tuple[PromptPart, ...]:
 
 def _of(part: PromptPart, options: ImproveOptions) -> bool:
     return not options.roles or bool(set(options.roles) & set(part.roles))
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ConfigError("keep", text, f"is no regular expression: {error}") from None
 
 
 def _notes(found: FoundParts, wanted: Sequence[str], options: ImproveOptions) -> list[str]:

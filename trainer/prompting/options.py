@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
+from cotune.trainer.config.faults import PAGE
 from cotune.trainer.config.train import read_toml
 from cotune.trainer.evaluation.modes import Prices
 
@@ -112,7 +113,6 @@ def load_options(
         raise ConfigError(f"prompts.{field}", table.get(field), expected(fault), PAGE) from None
 
 
-PAGE = "See docs/reference/configuration.md."
 CHANGEABLE = frozenset({"max_calls", "max_cost", "prices", "rounds", "concurrency", "timeout", "reflection_url"})
 """Options that a resumed search may change: none of them changes what was found so far."""
 

@@ -177,8 +177,8 @@ def verdict_text(report: ImproveReport) -> str:
         if not any(part.edited for part in report.prompts.parts) or before == after:
             return "No better prompts were found."
         return f"Not shown: there is no comparison on the held-out tasks. {luck}"
-    interval = msgspec.structs.replace(held.difference)
-    said = f"{held.base:.3f} before, {held.best:.3f} after, difference {shown(interval, '+.3f')} on {held.tasks} tasks"
+    difference = shown(held.difference, "+.3f")
+    said = f"{held.base:.3f} before, {held.best:.3f} after, difference {difference} on {held.tasks} tasks"
     level = "95%" if held.asked <= 1 else f"{100 * held.level:.1f}%, as {held.asked} candidates were asked about"
     words = {"better": "The new prompts are better", "worse": "The new prompts are worse", "not shown": "Not shown"}
     tokens = f"Tokens of prompts a run: {held.prompt_tokens[0]:.0f} -> {held.prompt_tokens[1]:.0f}."

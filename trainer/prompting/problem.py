@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from cotune.errors import CotuneError
 from cotune.integrations.gepa.search import Candidate, Graded
 from cotune.prompts.edits import PromptPart, Prompts
+from cotune.prompts.guards import longest
 from cotune.prompts.wording import Wording
 from cotune.records.structs import Task
 from cotune.trainer.prompting.credit import Credit, Turns
@@ -165,8 +166,8 @@ class PromptProblem:
             self.refused["not_called"] += 1
             return None
         values = slot_values(store, part, tried)
-        longest = int(options.max_growth * part.old.constant) + 500  # as the guard counts
-        reply = await self.reflection.ask(request(part, text, values, shown, self.wording, fence, longest), part.name)
+        most = longest(part, options.max_growth)
+        reply = await self.reflection.ask(request(part, text, values, shown, self.wording, fence, most), part.name)
         if reply is None:
             self.refused["no_answer"] += 1
             return None

@@ -10,6 +10,7 @@ from cotune.prompts.chat_texts import map_message
 from cotune.prompts.edits import PromptPart
 from cotune.prompts.templates import Reading
 from cotune.prompts.wording import Wording
+from cotune.recording.rewards import without_middle
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Candidate
 from cotune.storage.protocol import Store
@@ -30,11 +31,8 @@ class Fence:
         """Characters that are not shown."""
 
     def __call__(self, text: str) -> str:
-        left_out = max(0, len(text) - LONGEST)
-        if left_out:
-            half = LONGEST // 2
-            text = f"{text[:half]}\n[... {left_out:,} characters cut ...]\n{text[-half:]}"
-            self.cut += left_out
+        text, left_out = without_middle(text, LONGEST)
+        self.cut += left_out
         return f"<<<data {self.mark}\n{text.replace(self.mark, '')}\ndata {self.mark}>>>"
 
 

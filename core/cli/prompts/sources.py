@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from cotune.errors import ConfigError
 from cotune.near_names import did_you_mean, near_names
 from cotune.prompts.edits import PromptPart, Prompts
 from cotune.prompts.file import NAME, prompts_path, read_prompts
-from cotune.prompts.parts import FoundParts, find_parts
+from cotune.prompts.parts import FoundParts, find_parts, patterns
 
 SOURCE = "prompts.json, or a run folder or records file"
 
@@ -29,20 +28,12 @@ def has_prompts(path: str) -> bool:
     return path.endswith(".json") or (Path(path).is_dir() and prompts_path(path).is_file())
 
 
-def patterns(texts: Sequence[str]) -> list[re.Pattern[str]]:
-    """Regular expressions of text that stays as it is. Raises ConfigError."""
-    try:
-        return [re.compile(text) for text in texts]
-    except re.error as error:
-        raise ConfigError("--keep", error.pattern, f"is no regular expression: {error}") from None
-
-
 def found_in(records: str, *, roles: Sequence[str] = (), keep: Sequence[str] = ()) -> FoundParts:
     """The parts of recorded calls. Raises RunError where there are no records, ConfigError for an unknown role."""
     from cotune.storage.open_store import open_store
 
     with open_store(records, read_only=True) as store:
-        found = find_parts(store, roles=roles, keep=patterns(keep))
+        found = find_parts(store, roles=roles, keep=patterns(keep, "--keep"))
         named = {role.name for role in found.roles}
         for role in (role for role in roles if role not in named):
             known = [one.name for one in find_parts(store).roles]

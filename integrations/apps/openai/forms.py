@@ -99,7 +99,7 @@ def edited(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes) -> 
     """What goes out for a request: `raw`, the body that was asked, but for what the prompts of the call have edited."""
     if call.edits is None:
         return raw
-    return spliced(raw, asked, form.rewrite(asked, call.edits.begin().text))
+    return spliced(raw, asked, form.rewrite(asked, call.edits.text))
 
 
 BROKEN = (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError, OverflowError)

@@ -41,7 +41,7 @@ class PathTexts:
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.decode = decode
-        self.replies: BoundedCache[Said | None] = BoundedCache(PATHS, PATH_BYTES)
+        self.replies: BoundedCache[Said] = BoundedCache(PATHS, PATH_BYTES)
         """By the path of a reply, and the tools that were offered."""
         self._texts: BoundedCache[str] = BoundedCache(PATHS, PATH_BYTES)
 
