@@ -31,10 +31,10 @@ def map_body(body: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
     changed: dict[str, Any] = {}
     messages = body.get("messages")
     if isinstance(messages, list | tuple):
-        _put(changed, "messages", messages, _each(messages, lambda message: map_message(message, said)))
+        _put(changed, "messages", messages, each(messages, lambda message: map_message(message, said)))
     tools = body.get("tools")
     if isinstance(tools, list | tuple):
-        _put(changed, "tools", tools, _each(tools, lambda tool: map_tool(tool, said)))
+        _put(changed, "tools", tools, each(tools, lambda tool: map_tool(tool, said)))
     form = body.get("response_format")
     _put(changed, "response_format", form, map_format(form, said))
     return {**body, **changed} if changed else body
@@ -49,7 +49,7 @@ def map_message(message: Any, said: Said) -> Any:
     if isinstance(content, str):
         new: Any = _new(said, kind, "", content)
     elif isinstance(content, list | tuple):
-        new = _each(content, lambda part: _part(part, kind, said))
+        new = each(content, lambda part: _part(part, kind, said))
     else:
         return message
     return message if new is content else {**message, "content": new}
@@ -96,7 +96,7 @@ def _schema(schema: Any, kind: Kind, key: str, said: Said) -> Any:
     below = key if key.endswith("/") else f"{key}/"
     if isinstance(schema, list | tuple):
         numbers = iter(range(len(schema)))
-        return _each(schema, lambda one: _schema(one, kind, f"{below}{next(numbers)}", said))
+        return each(schema, lambda one: _schema(one, kind, f"{below}{next(numbers)}", said))
     if not isinstance(schema, Mapping):
         return schema
     changed: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def _new(said: Said, kind: Kind, key: str, text: str) -> str:
     return text if new is None else new
 
 
-def _each(values: Any, one: Callable[[Any], Any]) -> Any:
+def each(values: Any, one: Callable[[Any], Any]) -> Any:
     """The list with each value as `one` gives it; itself where nothing changes."""
     new = [one(value) for value in values]
     return values if all(a is b for a, b in zip(new, values, strict=True)) else new

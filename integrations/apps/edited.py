@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cotune.prompts.chat_texts import Kind, Said, map_tool
+from cotune.prompts.chat_texts import Kind, Said, each, map_tool
 
 
 def spread(texts: Sequence[str], joint: str, new: str) -> list[str]:
@@ -66,17 +66,17 @@ def _marked(block: Any, mark: Any) -> Any:
 def edited_tools(tools: Any, said: Said, chat: Callable[[Any], Any], described: str, schema: str) -> Any:
     """Tools of which `chat` is the form in OpenAI's chat, and whose own fields of these names hold the description and
     the schema of the parameters; `tools` themselves where nothing changes."""
-    made = []
-    for tool in tools:
+
+    def edited(tool: Any) -> Any:
         asked = chat(tool)
         new = map_tool(asked, said)
-        if new is not asked:
-            was, now = (one.get("function") or one for one in (asked, new))
-            names = {"description": described, "parameters": schema}
-            fields = {own: now[name] for name, own in names.items() if now.get(name) is not was.get(name)}
-            tool = {**tool, **fields}
-        made.append(tool)
-    return tools if all(a is b for a, b in zip(made, tools, strict=True)) else made
+        if new is asked:
+            return tool
+        was, now = (one.get("function") or one for one in (asked, new))
+        names = {"description": described, "parameters": schema}
+        return {**tool, **{own: now[name] for name, own in names.items() if now.get(name) is not was.get(name)}}
+
+    return each(tools, edited)
 
 
 def _text(block: Any) -> str | None:

@@ -12,7 +12,7 @@ from cotune.integrations.apps.openai.completions import grow, number, sent
 from cotune.integrations.apps.openai.forms import Form
 from cotune.integrations.apps.openai.response_body import ProviderFailed
 from cotune.integrations.apps.openai.responses import hosted_tools, text_of
-from cotune.prompts.chat_texts import Said, map_format, map_message
+from cotune.prompts.chat_texts import Said, each, map_format, map_message
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Usage
@@ -224,8 +224,7 @@ def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
         if blocks is not system:
             changed["system"] = blocks
     messages = asked.get("messages") or ()
-    made = [map_message(message, said) for message in messages]
-    if any(a is not b for a, b in zip(made, messages, strict=True)):
+    if (made := each(messages, lambda message: map_message(message, said))) is not messages:
         changed["messages"] = made
     if tools := asked.get("tools"):
         described = edited_tools(tools, said, _tool, "description", "input_schema")

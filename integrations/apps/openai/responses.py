@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from cotune.prompts.chat_texts import Said, map_format, map_message, map_tool
+from cotune.prompts.chat_texts import Said, each, map_format, map_message, map_tool
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 
@@ -119,10 +120,8 @@ def rewrite(asked: Mapping[str, Any], said: Said) -> Mapping[str, Any]:
             if (new := map_message(message, said)) is not message:
                 changed[name] = new["content"]
     for name, one in (("input", map_message), ("tools", map_tool)):
-        if isinstance(given := asked.get(name), list):
-            made = [one(item, said) for item in given]
-            if any(a is not b for a, b in zip(made, given, strict=True)):
-                changed[name] = made
+        if isinstance(given := asked.get(name), list) and (made := each(given, partial(one, said=said))) is not given:
+            changed[name] = made
     text = asked.get("text")
     if isinstance(text, Mapping) and (form := map_format(text.get("format"), said)) is not text.get("format"):
         changed["text"] = {**text, "format": form}
