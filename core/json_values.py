@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -31,3 +31,15 @@ def json_or_none(text: str) -> Any:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
         return None
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The texts, numbers and other single values in a JSON value, without the names in it."""
+    if isinstance(value, Mapping):
+        for one in value.values():
+            yield from leaves(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from leaves(one)
+    else:
+        yield value

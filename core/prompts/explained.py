@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from cotune.json_values import json_or_none
+from cotune.json_values import json_or_none, leaves
 from cotune.prompts.volatile import Span, union
 from cotune.records.images import content_text
 from cotune.records.structs import CallRecord
@@ -95,11 +95,4 @@ class Explained:
 
 def strings(value: Any) -> Iterator[str]:
     """The texts in a JSON value, without the names in it."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from strings(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from strings(one)
+    return (one for one in leaves(value) if isinstance(one, str))

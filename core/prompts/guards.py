@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from cotune.json_values import leaves
 from cotune.prompts.edits import PromptPart
 from cotune.prompts.explained import strings
 from cotune.prompts.templates import Template, fault_of
@@ -147,14 +148,7 @@ def _joins(a: str, b: str) -> bool:
 
 
 def _numbers(value: Any) -> Iterable[str]:
-    if isinstance(value, Mapping):
-        for one in value.values():
-            yield from _numbers(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _numbers(one)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield str(value)
+    return (str(one) for one in leaves(value) if isinstance(one, int | float) and not isinstance(one, bool))
 
 
 def _keys(value: Any) -> Iterable[str]:

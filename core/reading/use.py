@@ -10,9 +10,7 @@ from typing import Any
 import msgspec
 
 from cotune.reading.run import OpenedRun
-
-Prices = Mapping[str, tuple[float, float]]
-"""Money per million tokens of prompts and completions, by model."""
+from cotune.records.prices import Prices, money
 
 
 class Use(msgspec.Struct, kw_only=True):
@@ -52,7 +50,7 @@ class Totals:
             if model not in known:
                 use.cost = None
             elif use.cost is not None:
-                use.cost += (known[model][0] * part.prompt + known[model][1] * part.completion) / 1e6
+                use.cost += money(known[model], part.prompt, part.completion)
         return found
 
     def _read(self) -> None:

@@ -73,6 +73,12 @@ UNSHAPED: Mapping[str, float] = {
 A grammar and `logit_bias` it does follow."""
 
 
+def at_temperature(temperature: float | None) -> dict[str, float] | None:
+    """Settings that replace the application's own: the temperature and all others that shape the distribution; None
+    without a temperature, where its own hold."""
+    return None if temperature is None else {"temperature": temperature, **UNSHAPED}
+
+
 NEVER = -100.0
 """The bias of a token that is never to be drawn, as in OpenAI's interface."""
 

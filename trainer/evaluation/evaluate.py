@@ -24,6 +24,7 @@ from cotune.reading.evaluations import EVALUATION, EvaluatedMode, EvaluationRepo
 from cotune.reading.prompt_use import PromptUse
 from cotune.recording.recorder import Nowhere
 from cotune.records.policies import UNTRAINED
+from cotune.records.prices import Prices
 from cotune.records.structs import Episode, Task
 from cotune.records.tasks import as_tasks
 from cotune.sampling.protocol import SamplingParams
@@ -38,7 +39,6 @@ from cotune.trainer.evaluation.modes import (
     USUAL,
     EvaluationOptions,
     Lineup,
-    Prices,
     against_base,
     check_modes,
     lineups,

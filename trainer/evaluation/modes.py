@@ -12,8 +12,9 @@ import msgspec
 from cotune.adapters.bases import Moved
 from cotune.errors import ConfigError, check_bounds
 from cotune.prompts.edits import Prompts
+from cotune.records.prices import Prices
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import UNSHAPED
+from cotune.sampling.protocol import at_temperature
 
 Mode = Literal["base", "trained", "base_greedy", "greedy", "swapped", "base_as_deployed", "as_deployed", "today"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -29,10 +30,6 @@ AGAINST: tuple[tuple[Mode, tuple[Mode, ...]], ...] = (
     ("as_deployed", ("today",)),
 )
 """Each mode is compared with the first of these that was run."""
-
-
-Prices = Mapping[str, tuple[float, float]]
-"""Price of a million prompt tokens and of a million completion tokens, by model name, or policy name for policies."""
 
 
 class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +84,7 @@ class Lineup:
     @property
     def override(self) -> dict[str, float] | None:
         """Settings that replace the application's own: the temperature and all others that shape the distribution."""
-        return None if self.temperature is None else {"temperature": self.temperature, **UNSHAPED}
+        return at_temperature(self.temperature)
 
 
 def check_modes(modes: Sequence[str]) -> tuple[Mode, ...]:

@@ -13,9 +13,9 @@ from cotune.errors import ConfigError
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport
 from cotune.recording.recorder import Nowhere
 from cotune.records.ids import candidate_id
+from cotune.records.prices import Prices
 from cotune.records.structs import JUDGING, Episode, RewardRecord, Task
 from cotune.storage.open_store import open_store
-from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.report import compare
 from cotune.trainer.evaluation.run import share_floor, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink

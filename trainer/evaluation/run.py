@@ -15,9 +15,9 @@ from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import Workflow
 from cotune.intervals import Interval, share
 from cotune.reading.evaluations import EvaluatedMode, TaskEnding
+from cotune.records.prices import Prices
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import first_line
-from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.sink import EvaluationSink, SeenCall, role_statistics, total_use
 from cotune.trainer.evaluation.statistics import mean_reward, pass_at
 

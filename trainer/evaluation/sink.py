@@ -12,11 +12,9 @@ from cotune.algorithms.samples import Sample
 from cotune.reading.evaluations import ModeUse, RoleStatistics
 from cotune.recording.recorder import Sink
 from cotune.records.ids import candidate_id
+from cotune.records.prices import Prices, money
 from cotune.records.structs import CallRecord, Episode, Record, RewardRecord
-from cotune.trainer.evaluation.modes import Prices
 from cotune.trainer.evaluation.statistics import mean
-
-MILLION = 1_000_000
 
 
 class SeenCall(NamedTuple):
@@ -118,7 +116,7 @@ def total_use(calls: Sequence[SeenCall], latencies: Sequence[float], prices: Pri
     """Sums over the calls with an answer, and their cost; `latencies` are the seconds of each episode."""
     answered = [call for call in calls if call.status == "ok"]
     costs = [
-        (call.prompt_tokens * prices[call.priced_as][0] + call.completion_tokens * prices[call.priced_as][1]) / MILLION
+        money(prices[call.priced_as], call.prompt_tokens, call.completion_tokens)
         for call in answered
         if call.priced_as in prices
     ]

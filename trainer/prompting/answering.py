@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 from cotune.episodes.workflows import Workflow
 from cotune.recording.recorder import Responder
-from cotune.sampling.protocol import UNSHAPED, SamplingParams
+from cotune.sampling.protocol import SamplingParams, at_temperature
 from cotune.trainer.prompting.options import ImproveOptions
 
 
@@ -31,7 +31,7 @@ async def answering(
         say=say,
         scorers=workflow.scorers,
         defaults=SamplingParams(max_tokens=options.max_tokens),
-        override=None if options.temperature is None else {"temperature": options.temperature, **UNSHAPED},
+        override=at_temperature(options.temperature),
         seed=options.seed,
         stream="prompts",
     ) as responder:

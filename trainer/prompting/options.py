@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
+from cotune.records.prices import Prices
 from cotune.trainer.config.faults import PAGE
 from cotune.trainer.config.train import read_toml
-from cotune.trainer.evaluation.modes import Prices
 
 
 class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

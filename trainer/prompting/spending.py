@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cotune.errors import CotuneError
+from cotune.records.prices import Prices, money
 from cotune.records.structs import CallRecord
-from cotune.trainer.evaluation.modes import Prices
-
-MILLION = 1_000_000
 
 
 class LimitReached(CotuneError):
@@ -73,7 +71,7 @@ class Spending:
         if price is None or not (prompt or completion):
             spent.unpriced += 1
         else:
-            spent.cost += (prompt * price[0] + completion * price[1]) / MILLION
+            spent.cost += money(price, prompt, completion)
 
     @property
     def calls(self) -> int:

@@ -25,7 +25,7 @@ from cotune.records.answers import Answer
 from cotune.records.structs import JUDGING, CallRecord, Candidate, Episode, Record
 from cotune.replay.forks import repeatable
 from cotune.replay.script import Replay, read_script
-from cotune.sampling.protocol import UNSHAPED, SamplingParams
+from cotune.sampling.protocol import SamplingParams, at_temperature
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.checkpoints import newest_checkpoint
 from cotune.storage.open_store import open_store
@@ -193,7 +193,7 @@ async def _answering(
     async with evaluated.responder(
         scorers=workflow.scorers,
         defaults=SamplingParams(max_tokens=options.max_tokens),
-        override=None if options.temperature is None else {"temperature": options.temperature, **UNSHAPED},
+        override=at_temperature(options.temperature),
         seed=0,
     ) as responder:
         yield who, responder

@@ -14,7 +14,7 @@ from cotune.errors import RecordError
 from cotune.records.plans import Plan
 from cotune.records.policies import stand_in
 from cotune.records.structs import Episode, PolicyRef
-from cotune.sampling.protocol import UNSHAPED, SamplingParams
+from cotune.sampling.protocol import SamplingParams, at_temperature
 from cotune.storage.protocol import Store
 from cotune.trainer.batch import ended_well, learns_from_outcomes
 from cotune.trainer.rollout.protocol import ResponderConfig
@@ -52,7 +52,7 @@ def answering(
         attribution=run.recipes.run.attribution,
         own=run.recipes.attributions({role: one.name for role, one in policies.items()}),
         defaults=SamplingParams(max_tokens=config.sampling.max_tokens, timeout=config.sampling.timeout),
-        override={"temperature": config.sampling.temperature, **UNSHAPED},
+        override=at_temperature(config.sampling.temperature),
         provider_roles=tuple(run.provider_roles),
         others=stand_in(config.other_roles),
         seed=config.seed if stream else run.seed,

@@ -13,12 +13,12 @@ import msgspec
 
 from cotune.errors import JudgeError, check_bounds
 from cotune.records.ids import canonical
+from cotune.records.prices import money
 from cotune.storage.judge_ledger import Ledger
 
 if TYPE_CHECKING:
     import openai
 
-MILLION = 1_000_000
 _PAUSE = 1.0
 """Seconds before a request that failed is made again."""
 
@@ -99,10 +99,9 @@ class Endpoint:
     async def _reserve(self, body: Mapping[str, Any], ledger: Ledger, lane: _Lane) -> int:
         """The number under which the request is entered. Where others that are under way may turn out cheaper than
         their most, it waits for them. Raises JudgeError where it would pass a cap."""
-        prompt, completion = self._price
         written = body.get("max_completion_tokens") or body["max_tokens"]
         # The most that it can cost: a token has at least one byte.
-        most = (len(canonical(body)) * prompt + int(written) * completion) / MILLION
+        most = money(self._price, len(canonical(body)), int(written))
         while True:
             entered = ledger.reserve(self._judge, most, max_calls=self._max_calls, max_cost=self._max_cost)
             if isinstance(entered, int):
@@ -148,8 +147,7 @@ class Endpoint:
         usage = getattr(reply, "usage", None)
         prompt, written = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
         if isinstance(prompt, int) and isinstance(written, int):
-            price = self._price
-            ledger.settle(request, prompt, written, (prompt * price[0] + written * price[1]) / MILLION)
+            ledger.settle(request, prompt, written, money(self._price, prompt, written))
         else:
             ledger.count(self._judge, "uncounted")
         try:

@@ -30,7 +30,7 @@ from cotune.integrations.web.viewer.rendering import asset
 from cotune.integrations.web.viewer.tasks import tasks_page
 from cotune.integrations.web.viewer.viewer import Page, Viewer
 from cotune.reading.run import OpenedRun
-from cotune.reading.use import Prices
+from cotune.records.prices import Prices
 
 PAGES = (
     Page("/", runs_page, "Runs"),

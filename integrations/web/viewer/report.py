@@ -17,7 +17,8 @@ from cotune.reading.evaluations import StoredEvaluation
 from cotune.reading.facts import ending, facts, learned, troubles
 from cotune.reading.headline import compared_modes
 from cotune.reading.run import OpenedRun, open_runs
-from cotune.reading.use import Prices, Totals, total_cost
+from cotune.reading.use import Totals, total_cost
+from cotune.records.prices import Prices
 from cotune.records.structs import Episode
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.whole_file import whole_file

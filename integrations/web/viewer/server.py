@@ -13,7 +13,7 @@ from cotune.integrations.web.http.server import RunningServer, running, stopped_
 from cotune.integrations.web.viewer.pages import build_app
 from cotune.integrations.web.viewer.rendering import address
 from cotune.reading.run import OpenedRun, open_runs
-from cotune.reading.use import Prices
+from cotune.records.prices import Prices
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from starlette.responses import HTMLResponse, Response
 from cotune.integrations.web.viewer.rendering import HUES, render
 from cotune.reading.groups import StepGroups, step_groups
 from cotune.reading.run import OpenedRun
-from cotune.reading.use import Prices, Totals
+from cotune.reading.use import Totals
+from cotune.records.prices import Prices
 from cotune.records.structs import Episode
 
 _KEPT_STEPS = 4
