@@ -160,18 +160,19 @@ class ChatTemplate:
         options = options or {}
         rendered = self._render(messages, tools, options, most)
         found = self._extended(rendered.text, messages, tools, options, earlier) if earlier else None
-        ids, text = found or (self._whole(rendered), rendered.text)
+        path, text = found or (self._whole(rendered), rendered.text)
+        ids = list(unpack_ids(path))
         if most is not None and len(ids) > most:
             raise _too_long(f"{len(ids)} tokens", most)
-        self._texts.keep(pack_ids(ids), text)
+        self._texts.keep(path, text)
         self._rendered.put(rendered.key, rendered, rendered.bytes)
         return ids
 
     def _extended(
         self, text: str, messages: Messages, tools: Tools | None, options: Options, earlier: Sequence[bytes]
-    ) -> tuple[list[int], str] | None:
-        """Ids that begin with the longest earlier path that the prompt goes on from, and the text that they stand for;
-        None where it goes on from none."""
+    ) -> tuple[bytes, str] | None:
+        """Packed ids that begin with the longest earlier path that the prompt goes on from, and the text that they
+        stand for; None where it goes on from none."""
 
         # A last request may offer no tools, and yet go on from replies that called some.
         once = tools or (ANY_TOOLS if any(message.get("tool_calls") for message in messages) else None)
@@ -191,15 +192,13 @@ class ChatTemplate:
                 self._count("respelled")
                 (kept, rest), text = other, spelled
         self._count("extended" if kept else "diverged")
-        return ([*unpack_ids(kept), *self._encode(rest)], text) if kept else None
+        return (kept + pack_ids(self._encode(rest)), text) if kept else None
 
-    def _whole(self, rendered: _Rendered) -> list[int]:
-        """The ids of a prompt that goes on from none."""
+    def _whole(self, rendered: _Rendered) -> bytes:
+        """The packed ids of a prompt that goes on from none."""
         if rendered.packed is None:
-            ids = self._encode(rendered.text)
-            rendered.packed = pack_ids(ids)
-            return ids
-        return list(unpack_ids(rendered.packed))
+            rendered.packed = pack_ids(self._encode(rendered.text))
+        return rendered.packed
 
     def transcript(
         self, messages: Messages, tools: Tools | None, *, options: Options | None = None, generation: bool = False
