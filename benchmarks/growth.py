@@ -184,9 +184,12 @@ def main() -> int:
     args = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
     print(f"{'phase':14} {'size':>14} {'work':>12} {'CPU, ms':>10} {'exponent':>9}")
-    for name, phase in phases(args.repeats).items():
-        if args.phases and name not in args.phases.split(","):
-            continue
+    every = phases(args.repeats)
+    asked = args.phases.split(",") if args.phases else list(every)
+    if unknown := [name for name in asked if name not in every]:
+        parser.error(f"--phases {unknown[0]} is none of {', '.join(every)}")
+    for name in asked:
+        phase = every[name]
         earlier: tuple[float, float] | None = None
         exponent = math.nan
         for size in phase.sizes:
