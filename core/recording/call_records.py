@@ -128,6 +128,11 @@ def _key(message: Mapping[str, Any]) -> Hashable:
     return message_id({"content": content, "calls": calls})
 
 
+def _is_short(key: Hashable) -> bool:
+    """Whether the key is of a short text, which several roles may have said: each first knows its own."""
+    return isinstance(key, tuple)
+
+
 def _exact(value: Any) -> bool:
     """Whether a value that equals this one is the same JSON: not so for numbers, as 1, 1.0 and True are equal."""
     if isinstance(value, Mapping):
@@ -148,7 +153,8 @@ class CallRecords:
         self._lock = lock
         self._warn = warn
         self._answers: BoundedCache[str] = BoundedCache(OUTPUTS, OUTPUT_BYTES)
-        """The calls that have ended, by what they answered (`_key`) and by the name that a framework gives it."""
+        """The calls that have ended, by what they answered (`_key`; a short text also with the role) and by the name
+        that a framework gives it."""
         self._prompts = PromptTree()
         self._names: BoundedCache[str] = BoundedCache(NAMES, NAME_BYTES)
         self._histories: dict[str, list[SentMessage]] = {}
@@ -174,7 +180,8 @@ class CallRecords:
                         for sent in call.sent:
                             if sent.message.get("role") == "assistant":
                                 sent.key = sent.key or _key(sent.message)
-                                calls[self._answers.get(sent.key)] = None
+                                own = self._answers.get((call.role, sent.key)) if _is_short(sent.key) else None
+                                calls[own or self._answers.get(sent.key)] = None
                     call.parents = tuple(filter(None, calls))
         except Exception as error:  # noqa: BLE001
             self._warn("unlinked_call", f"A call of role {call.role!r} has no parents: {type(error).__name__}.")
@@ -213,7 +220,9 @@ class CallRecords:
                 prompt, segments = self._prompts.add(call.role, answer.prompt_ids, chosen, redacted.tokens_withheld)
                 records.extend(segments)
             if answer and answer.candidates:
-                for key in filter(None, (call.caller.output, _key(answer.candidates[answer.chosen].message))):
+                said = _key(answer.candidates[answer.chosen].message)
+                own = (call.role, said) if _is_short(said) else None
+                for key in filter(None, (call.caller.output, said, own)):
                     for _ in range(self._answers.put(key, call.id, bytes_of((key, call.id)) + _OVERHEAD)):
                         self._warn("forgotten_output", _FORGOTTEN)
         records.append(_call(call, redacted, status, names, tools, sampling, prompt, out))

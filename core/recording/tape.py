@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,12 +45,14 @@ tool_at_work: ContextVar[ToolUse | None] = ContextVar("cotune_tool", default=Non
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A recorded result: of a tool with these arguments (a digest), begun at `started` (seconds since the epoch)."""
+    """A recorded result: of a tool with these arguments (a digest), begun at `started` (seconds since the epoch), and
+    `latency` seconds later there."""
 
     name: str
     arguments: str
     started: float
     value: Any
+    latency: float = 0.0
 
 
 class Tape:
@@ -93,7 +96,7 @@ class Tape:
         if value != use.value:
             return False
         with self._lock:
-            self._kept.append(Given(use.name, use.arguments, started, value))
+            self._kept.append(Given(use.name, use.arguments, started, value, max(0.0, time.time() - started)))
         return True
 
     def records(
@@ -107,7 +110,7 @@ class Tape:
                 continue
             body = Message(address(_canonical({"result": one.value})), {"result": one.value})
             bodies.append(body)
-            results.append(ToolResult(one.name, one.arguments, one.started, body.id))
+            results.append(ToolResult(one.name, one.arguments, one.started, body.id, one.latency))
         return bodies, tuple(results)
 
 

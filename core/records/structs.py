@@ -188,12 +188,13 @@ class Fork(msgspec.Struct, frozen=True, gc=False):
 
 class ToolResult(msgspec.Struct, frozen=True, gc=False):
     """What a tool returned, for a replay to give again: `arguments` is a digest, `value` the id of a `Message` whose
-    body is {"result": ...}, `started` in seconds since the epoch."""
+    body is {"result": ...}, `started` in seconds since the epoch. `latency` is in seconds, 0 where it is not known."""
 
     name: str
     arguments: str
     started: float
     value: str
+    latency: float = 0.0
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,14 +17,13 @@ from cotune.integrations.web.viewer.timeline import TimedCall, timeline
 from cotune.integrations.web.viewer.tokens import shown_tokens
 from cotune.integrations.web.viewer.viewer import Viewer, hues, start
 from cotune.reading.groups import StepGroups
+from cotune.reading.reads import LOOK_BACK, Reads, reads
 from cotune.reading.run import OpenedRun
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Candidate, Episode
 
 PAGE = 40
 """Calls of a page."""
-QUOTED = 8
-"""Characters of an answer that is taken for quoted where it stands in a later prompt."""
 
 
 class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,12 +45,12 @@ class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShownCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call. `reads` are the steps of the calls whose answers it was given, as messages or quoted in new messages.
+    """A call. `reads` are the steps of the calls whose answers it was given (see `reading.reads`).
     `kept` messages of its prompt were in the role's turn before; `new` are those after them. `group` is the
     id of the group that its candidates were compared in, empty for none."""
 
     record: CallRecord
-    reads: tuple[int, ...]
+    reads: Reads
     kept: int
     messages: int
     new: tuple[ShownMessage, ...]
@@ -69,7 +68,7 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
         raise RecordError(f"There is no episode {id} in {run.name}.", "")
     calls = run.store.calls(id, start=first, limit=PAGE)
     groups = viewer.groups_of(run, episode)
-    shown = show_calls(run, calls, {call.id: call.step for call in timed}, groups)
+    shown = show_calls(run, calls, groups, found=_reads(run, calls, first, episode))
     older, newer = run.store.neighbours(id)
     return viewer.page(
         request,
@@ -79,7 +78,7 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
         episode=episode,
         outcome=run.store.rewards([id])[id],
         feedback=run.store.feedback([id])[id],
-        timeline=timeline(with_reads(timed, shown)),
+        timeline=timeline(with_reads(timed, shown), episode.results if episode else ()),
         hues=hues(run, *(call.role for call in timed), *(call.record.role for call in shown)),
         calls=shown,
         groups=groups,
@@ -98,8 +97,8 @@ def call_page(viewer: Viewer, request: Request) -> Response:
     record = run.store.call(request.path_params["id"])
     episode = _episode(run, record.episode)
     groups = viewer.groups_of(run, episode)
-    steps = {id: step for id, step, *_ in run.store.call_times(record.episode)}
-    (call,) = show_calls(run, [record], steps, groups, whole=True)
+    place = [id for id, *_ in run.store.call_times(record.episode)].index(record.id)
+    (call,) = show_calls(run, [record], groups, whole=True, found=_reads(run, [record], place, episode))
     coloured = "tokens" in request.query_params
     own = run.about.base_of(record.policy.name) if record.policy else None
     model = own or str(run.description.get("model") or "")
@@ -125,36 +124,40 @@ def _episode(run: OpenedRun, id: str) -> Episode | None:
 
 
 def with_reads(calls: Sequence[TimedCall], shown: Iterable[ShownCall]) -> list[TimedCall]:
-    """The calls of an episode, those that are shown with the parents that were found in their prompts."""
+    """The calls of an episode, those that are shown with the parents that are guessed from their prompts."""
     ids = {call.step: call.id for call in calls}
-    found = {one.record.id: tuple(ids[step] for step in one.reads) for one in shown}
-    return [msgspec.structs.replace(call, parents=found.get(call.id, call.parents)) for call in calls]
+    found = {one.record.id: tuple(ids[step] for step in one.reads.guessed) for one in shown}
+    return [msgspec.structs.replace(call, guessed=found.get(call.id, ())) for call in calls]
+
+
+def _reads(run: OpenedRun, calls: Sequence[CallRecord], first: int, episode: Episode | None) -> Mapping[str, Reads]:
+    """What each of these calls read, of which the first is the one in place `first` of its episode."""
+    start = max(0, first - LOOK_BACK)
+    earlier = run.store.calls(calls[0].episode, start=start, limit=first - start) if calls and first else []
+    return reads(run.store, calls, earlier, episode.task.input if episode else None)
 
 
 def show_calls(
     run: OpenedRun,
     calls: Sequence[CallRecord],
-    steps: Mapping[str, int],
     groups: StepGroups | None,
     *,
     whole: bool = False,
+    found: Mapping[str, Reads] = MappingProxyType({}),
 ) -> list[ShownCall]:
-    """Calls as they are shown. `steps` are those of the episode's calls by id; `whole` keeps prompts whole."""
+    """Calls as they are shown. `whole` keeps prompts whole; `found` is what the calls read, by id."""
     targets = [candidate_id(call.id, c.index) for call in calls for c in call.candidates]
     rewards, feedback = run.store.rewards(targets), run.store.feedback(targets)
-    found = []
-    answers: dict[str, int] = {}
+    listed = []
     for call in calls:
         kept = 0 if whole else _kept(run, call)
         members = [candidate_id(call.id, c.index) for c in call.candidates]
         group = next((groups.group_of[id] for id in members if id in groups.group_of), "") if groups else ""
         new = tuple(message(run, id) for id in call.messages[kept:])
-        reads = {steps[id] for id in call.parents if id in steps} | set(_quoted(new, answers))
-        answers.update(_answer(call))
-        found.append(
+        listed.append(
             ShownCall(
                 record=call,
-                reads=tuple(sorted(reads)),
+                reads=found.get(call.id, Reads()),
                 kept=kept,
                 messages=len(call.messages),
                 new=new,
@@ -166,24 +169,7 @@ def show_calls(
                 group=group,
             )
         )
-    return found
-
-
-def _answer(call: CallRecord) -> Iterator[tuple[str, int]]:
-    """The text that the application got, where it is long enough to be known again, and the step of its call."""
-    for candidate in call.candidates:
-        body: Any = candidate.message
-        text = candidate.text or body.get("content")
-        if candidate.index == call.chosen and isinstance(text, str) and len(text.strip()) >= QUOTED:
-            yield text.strip(), call.step
-
-
-def _quoted(new: Sequence[ShownMessage], answers: Mapping[str, int]) -> Iterator[int]:
-    """Steps of the answers that new messages of a prompt quote word by word."""
-    said = "\n".join(part.text for one in new for part in one.parts)
-    for text, step in answers.items():
-        if text in said and re.search(rf"(?<!\w){re.escape(text)}(?!\w)", said):
-            yield step
+    return listed
 
 
 def message(run: OpenedRun, id: str) -> ShownMessage:

@@ -68,7 +68,7 @@ def group_page(viewer: Viewer, request: Request) -> Response:
         raise HTTPException(404, f"Step {step} has no group {id}: its candidates may have been left out one by one.")
     members = list(zip(group.samples, group.rewards, strict=True))[:MOST_SIBLINGS]
     records = [run.store.call(id) for id in dict.fromkeys(sample.call for sample, _ in members)]
-    calls = {call.record.id: call for call in show_calls(run, records, {}, found, whole=True)}
+    calls = {call.record.id: call for call in show_calls(run, records, found, whole=True)}
     candidates = {candidate.id: candidate for call in calls.values() for candidate in call.candidates}
     return viewer.page(
         request,

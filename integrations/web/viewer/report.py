@@ -138,7 +138,7 @@ def _of_steps(run: OpenedRun, phase: str, task: str, first: int, last: int) -> P
 
 def _told(run: OpenedRun, id: str, title: str) -> Told:
     found, calls = run.store.episode(id), run.store.calls(id, limit=MOST_CALLS)
-    shown = show_calls(run, calls, {call.id: call.step for call in calls}, None)
+    shown = show_calls(run, calls, None)
     more = max(0, found.calls - len(shown))
     return Told(title=title, episode=found, rewards=dict(run.store.rewards([id])[id]), calls=shown, more=more)
 

@@ -169,6 +169,16 @@ def test_parents_by_what_was_said_whatever_fields_a_client_adds():
     assert episode.sink.of(CallRecord)[1].parents == (first.id,)
 
 
+def test_a_short_answer_in_a_history_is_the_roles_own_although_another_role_said_the_same():
+    episode = live()
+    for who, text in (("a", "2"), ("b", "2"), ("b", "3")):
+        episode.start(CallerContext(who, "test"), body("q")).finish(answer(candidate(text=text)))
+    episode.start(CallerContext("a", "test"), body("q", "2", "r")).finish(answer())
+    episode.start(CallerContext("a", "test"), body("q", "3", "r")).finish(answer())
+    first, _, third, *later = episode.sink.of(CallRecord)
+    assert [c.parents for c in later] == [(first.id,), (third.id,)]
+
+
 def test_failed_calls_are_nobodys_parent():
     episode = live()
     episode.start(CallerContext("a", "test", output="id-1"), body("q")).fail("error", "gone")

@@ -20,7 +20,7 @@ from cotune.integrations.web.viewer.timeline import TimedCall, timeline
 from cotune.reading.curves import charts
 from cotune.reading.groups import step_groups
 from cotune.reading.run import OpenedRun, open_runs
-from cotune.records.structs import CallRecord, Candidate, Episode, Message, RewardRecord, Task
+from cotune.records.structs import CallRecord, Candidate, Episode, Message, RewardRecord, Task, ToolResult
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.web.viewer.conftest import STEPS
@@ -271,7 +271,8 @@ def test_what_a_prompt_quotes_was_read(tmp_path):
         )
     with viewing([tmp_path / "traced"]) as server:
         page = httpx.get(f"{server.url}/run/traced/episode/E1").text
-    assert re.findall(r', reads <a href="#call-(\d)">', page) == ["0"] and page.count('class="reads"') == 1
+    assert re.findall(r', reads <a href="#call-(\d)">0</a> \(guessed\)', page) == ["0"]
+    assert page.count('class="reads guessed"') == 1 and 'class="reads"' not in page
 
 
 def call(id: str, turn: int, messages: tuple[str, ...]):
@@ -425,4 +426,27 @@ def test_calls_in_time_lie_beside_each_other_with_arrows_from_what_they_read():
         ("d", 745.0, 58.0, 205.0),
     ]
     assert [(lane.role, lane.height) for lane in drawn.lanes] == [("planner", 26), ("coder", 52)]
-    assert len(drawn.reads) == 3 and [tick.text for tick in drawn.ticks] == ["0 ms", "1.0 s", "2.0 s", "3.0 s", "4.0 s"]
+    assert len(drawn.arrows) == 3 and [tick.text for tick in drawn.ticks] == ["0", "1 s", "2 s", "3 s", "4 s"]
+
+
+def test_guessed_parents_and_tools_are_drawn_too():
+    calls = [
+        TimedCall("a", 0, "planner", 0, "ok", 10.0, 0.1),
+        TimedCall("b", 1, "coder", 0, "ok", 10.3, 0.094, ("a",), ("a",)),
+    ]
+    used = [ToolResult("grep", "", 10.1, "m", 0.2), ToolResult("read", "", 10.15, "m", 0.1)]
+    drawn = timeline(calls, used)
+    assert [arrow.guessed for arrow in drawn.arrows] == [False, True]
+    assert [lane.role for lane in drawn.lanes] == ["planner", "coder", "tools"]
+    (grep, read), bar = drawn.tools, drawn.bars[0]
+    assert (grep.x, read.y - grep.y) == (pytest.approx(bar.x + bar.width), 26) and grep.width > read.width > 0
+    assert [tick.text for tick in drawn.ticks] == ["0", "100 ms", "200 ms", "300 ms"]
+
+
+@pytest.mark.parametrize(
+    ("lasted", "expected"),
+    [(0.0009, "0.8 ms"), (7.5, "6 s"), (99.0, "80 s"), (110.0, "1.5 min"), (5000.0, "80 min"), (90_000.0, "25 h")],
+)
+def test_marks_of_time_are_round(lasted, expected):
+    ticks = timeline([TimedCall("a", 0, "r", 0, "ok", 1.0, lasted)]).ticks
+    assert ticks[-1].text == expected and 3 <= len(ticks) <= 8
