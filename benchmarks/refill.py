@@ -1,11 +1,12 @@
 """How many sampled tokens does a run need where two thirds of its tasks teach nothing? On Plan-Path, from outcomes.
 
-    nice -n 19 python -m benchmarks.refill                  # 3 seeds x 4 ways; hours on one core
+    nice -n 19 python -m benchmarks.refill                  # 3 seeds x 6 ways; hours on one core
     nice -n 19 python -m benchmarks.refill --seeds 0 --ways plain,both
 
 Each run trains on the same pool of tasks in equal parts: usual ones, easy ones whose goal is one move away, and locked
 ones that no answer solves. It knows only whether the goal was reached (dr_mas, K = 8). `plain` takes the tasks in turn,
 `adaptive` sets `curriculum.pool`, `refill` a budget of one further task for each of a step's own, and `both` does both.
+`first` runs half of a task's episodes first (`curriculum.k_first`), `adaptive_first` with an adaptive pool.
 Held-out tasks are usual ones; their success is the mean of the last WINDOW evaluations. What `plain` reaches after
 --steps steps, at N sampled tokens, is the mark; the others train until they reach it or have sampled N tokens. Tokens
 of evaluations do not count. A seed is a base model of its own. A run that was stopped is resumed, and its results are
@@ -47,6 +48,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "both": {"curriculum": {"pool": "adaptive"}, "refill": {"budget": 1.0}},
     "adaptive": {"curriculum": {"pool": "adaptive"}},
     "refill": {"refill": {"budget": 1.0}},
+    "first": {"curriculum": {"k_first": 4}},
+    "adaptive_first": {"curriculum": {"pool": "adaptive", "k_first": 4}},
 }
 _SAMPLED = """
     SELECT training_step, sum(completion_tokens) FROM calls JOIN episodes ON episodes.id = calls.episode
