@@ -39,6 +39,7 @@ COMMANDS = {
     },
     "Records": {
         "gateway": "Record applications in any language, as a proxy of their provider",
+        "collect": "Collect the records of many processes in one store",
         "score": "Score recorded calls with the scorers and judge of today",
         "judge": "Compare a judge, or any scorer, with labels from people",
         "sft": "Write recorded answers as chat lines for supervised fine-tuning",
@@ -55,6 +56,7 @@ COMMANDS = {
 }
 """By group, the commands and a line of help. A module has `EXAMPLE`, `arguments` and `run`, and `EXTRA` if it needs
 packages beyond the base install."""
+_SERVERS = ("collect", "gateway", "serve", "view")
 
 _START = """Train the agents you already have.
 
@@ -62,7 +64,6 @@ With a function `solve` in app.py, decorated with @cotune.workflow:
   cotune check app:solve --tasks tasks.jsonl
   cotune train app:solve --tasks tasks.jsonl --model Qwen/Qwen3-1.7B
   cotune eval app:solve --tasks held_out.jsonl --run runs/r1
-  cotune export runs/r1 --out adapters/
 
 """
 
@@ -90,7 +91,7 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
         if line is not None and name not in line:
             below.add_parser(name)
             continue
-        module = import_module(f"cotune.cli.{name}")
+        module = import_module(f"cotune.cli.{'servers.' if name in _SERVERS else ''}{name}")
         command = below.add_parser(name, **described(text, module.EXAMPLE))
         command.set_defaults(run_command=module.run, extra=getattr(module, "EXTRA", None))
         module.arguments(command)

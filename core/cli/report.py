@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from cotune.cli.command import RECORDS, Parser, add_repeated, prices
-from cotune.cli.view import PRICE
+from cotune.cli.servers.view import PRICE
 from cotune.terminal import tell
 
 EXAMPLE = "cotune report runs/r1 --out report.html"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextvars import Token
 from pathlib import Path
@@ -15,8 +14,11 @@ from typing import Any, Self
 
 import msgspec
 
+from cotune.collecting.sender import Sender, is_collector, sender
+from cotune.collecting.sink import CollectorRecords, Rates, check_rates
 from cotune.episodes.episode import activators
-from cotune.errors import RecordError, WorkflowError, error_text
+from cotune.episodes.trace_sinks import FileRecords, MemoryRecords, TraceSink
+from cotune.errors import ConfigError, RecordError, WorkflowError, error_text
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts
 from cotune.recording.call_records import CallerContext
@@ -25,13 +27,10 @@ from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.redaction import Redactor, check_redactor
 from cotune.recording.rewards import reward_records
 from cotune.recording.roles import RolesFunction, roles_function
-from cotune.records.structs import CallRecord, CallStatus, FeedbackRecord, Message, Record, RewardRecord, Task
+from cotune.records.structs import CallRecord, CallStatus, Task
 from cotune.records.tasks import as_task
-from cotune.runtime.last_flush import flush_at_signals, forget
 from cotune.sampling.scoring import Feedback, components, parted
-from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import RECORDS
 
 _ENDED = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
 
@@ -73,6 +72,12 @@ class Trace:
     With a `path`, into that records file (or `records.db` in that folder), to which it adds; without one in memory.
     A process that is killed loses the calls of its last moment, unless `durable`: then an answer goes on to the
     application once its call is committed, which takes some milliseconds.
+
+    `path` may be the address of a collector (`cotune collect`), such as "https://collector:4319"; without a path that
+    is COTUNE_COLLECTOR, if it is set. Then `app` names the application (default: COTUNE_APP), and COTUNE_TOKEN is its
+    token. `sample` is the share of episodes that are kept, or a share for each role. A call is on the disk when its
+    answer goes on, and reaches the collector within seconds, or once the collector can be reached.
+
     `task` is a text, or any JSON value as in a tasks file. Inside an episode, calls belong to
     the episode as they did before, and are recorded here as well. `roles` names the role of each call: a function of
     a CallRequest, or `"caller"` for the name of the function of yours that makes it. `prompts` is a file of edited
@@ -90,15 +95,23 @@ class Trace:
         roles: RolesFunction | str | None = None,
         prompts: Prompts | str | Path | None = None,
         durable: bool = False,
+        app: str = "",
+        sample: Rates | None = None,
     ) -> None:
-        self.path = None if path is None else Path(path)
+        if path is None:
+            path = os.environ.get("COTUNE_COLLECTOR") or None
+        self._sender: Sender | None = sender(path, app) if isinstance(path, str) and is_collector(path) else None
+        if self._sender is None and sample is not None:
+            raise ConfigError("sample", sample, "needs a collector", "Leave it out, or trace to its address.")
+        self._sample = check_rates(1.0 if sample is None else sample)
+        self.path = None if path is None or self._sender else Path(path)
         self._durable = durable
         self.name = name
         self.task = Task(id=task, input=task) if isinstance(task, str) else as_task(task, 1)
         self._roles = roles_function(roles)
         self._prompts = prompts if prompts is None or isinstance(prompts, Prompts) else read_prompts(prompts)
         self._redactors = () if redactor is None else (check_redactor(redactor),)
-        self._sink: MemoryRecords | FileRecords | None = None
+        self._sink: TraceSink | None = None
         self._live: LiveEpisode | None = None
         self._token: Token[LiveEpisode | None]
 
@@ -150,7 +163,7 @@ class Trace:
         outer = current_episode.get()
         inherited = outer.redaction.redactors if outer and outer.redaction else ()
         redactors = (*inherited, *self._redactors)
-        self._sink = MemoryRecords() if self.path is None else FileRecords(self.path, self._durable)
+        self._sink = self._opened()
         options: dict[str, Any] = {"workflow": self.name, "redactors": redactors, "prompts": self._prompts}
         if outer is None:
             self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
@@ -185,6 +198,11 @@ class Trace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.__exit__(kind, error, traceback)
+
+    def _opened(self) -> TraceSink:
+        if self._sender is not None:
+            return CollectorRecords(self._sender, self._sample)
+        return MemoryRecords() if self.path is None else FileRecords(self.path, self._durable)
 
     def _reading(self) -> AbstractContextManager[MemoryRecords | Store]:
         self._episode()
@@ -256,113 +274,3 @@ def _traced(call: CallRecord, read: MemoryRecords | Store) -> TracedCall:
         answer=None if call.chosen is None else call.candidates[call.chosen].message,
         record=call,
     )
-
-
-class MemoryRecords:
-    """Keeps the records of one trace."""
-
-    def __init__(self) -> None:
-        self._calls: list[CallRecord] = []
-        self._messages: dict[str, Any] = {}
-        self._rewards: dict[str, dict[str, float]] = {}
-        self._feedback: dict[str, dict[str, str]] = {}
-
-    def write(self, records: Sequence[Record]) -> None:
-        for record in records:
-            if isinstance(record, CallRecord):
-                self._calls.append(record)
-            elif isinstance(record, Message):
-                self._messages[record.id] = record.body
-            elif isinstance(record, RewardRecord):
-                self._rewards.setdefault(record.target, {})[record.name] = record.value
-                self._feedback.get(record.target, {}).pop(record.name, None)  # it belonged to the reward before
-            elif isinstance(record, FeedbackRecord):
-                self._feedback.setdefault(record.target, {})[record.name] = record.text
-
-    def calls(self, episode_id: str) -> list[CallRecord]:
-        return sorted(self._calls, key=lambda call: call.step)
-
-    def message(self, message_id: str) -> Any:
-        return self._messages[message_id]
-
-    def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
-        return {target: dict(self._rewards.get(target, {})) for target in targets}
-
-    def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
-        return {target: dict(self._feedback.get(target, {})) for target in targets}
-
-    def reading(self) -> AbstractContextManager[MemoryRecords]:
-        return contextlib.nullcontext(self)
-
-    def close(self) -> None: ...
-
-
-_files: dict[Path, tuple[Store, int]] = {}
-"""Records files that traces of this process have open, and how many: a file has one writer."""
-_lock = threading.Lock()
-
-
-def _fresh_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_fresh_lock)
-
-
-class FileRecords:
-    """A records file, shared by all traces of this process that write to it. `durable`: a write returns once it is
-    committed."""
-
-    def __init__(self, path: Path, durable: bool = False) -> None:
-        self._path = (path / RECORDS if path.is_dir() else path).resolve()
-        self._durable = durable
-        self._store: Store | None = self._take()
-
-    def write(self, records: Sequence[Record]) -> None:
-        if self._store is not None:
-            self._store.write(records)
-            if self._durable:
-                self._store.flush()
-            return
-        store = self._take()
-        store.write(records)
-        self._release(store)
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[Store]:
-        """What has been written, as it can be read now."""
-        store = self._store
-        if store is not None:
-            store.flush()
-            yield store
-            return
-        closed = open_store(self._path, read_only=True)
-        try:
-            yield closed
-        finally:
-            closed.close()
-
-    def close(self) -> None:
-        if self._store is not None:
-            store, self._store = self._store, None
-            self._release(store)
-
-    def _take(self) -> Store:
-        with _lock:
-            store, users = _files.get(self._path) or (open_store(self._path), 0)
-            _files[self._path] = (store, users + 1)
-            if not users:
-                flush_at_signals(store.flush)
-        return store
-
-    def _release(self, store: Store) -> None:
-        store.flush()
-        with _lock:
-            users = _files[self._path][1] - 1
-            if users:
-                _files[self._path] = (store, users)
-            else:
-                del _files[self._path]
-                forget(store.flush)
-                store.close()

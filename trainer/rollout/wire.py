@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from cotune.episodes.episode import EpisodeOptions
-from cotune.json_values import plain
-from cotune.records.answers import clean
-from cotune.records.structs import CallRecord, Episode, Message, Record, Task
+from cotune.records.structs import Task
 from cotune.replay.script import Replay
 from cotune.trainer.rollout.app_source import AppSource
 from cotune.trainer.rollout.protocol import ResponderConfig
@@ -71,45 +68,3 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """File, line and function of that code."""
     overdue: int = 0
     """Episodes that have ended while their plain function runs on in a thread."""
-
-
-def pack(records: Sequence[Record]) -> tuple[bytes, int]:
-    """Records as bytes, and how many of them could not be encoded. What is no JSON becomes what the store keeps."""
-    try:
-        return _packer.encode(records), 0
-    except Exception:  # noqa: BLE001
-        kept = []
-        for record in records:
-            try:
-                kept.append(msgspec.Raw(_packer.encode(_plain(record))))
-            except Exception:  # noqa: BLE001
-                continue  # counted in what is returned
-        return _packer.encode(kept), len(records) - len(kept)
-
-
-def unpack(packed: bytes) -> list[Record]:
-    """Inverse of `pack`. Raises msgspec.DecodeError."""
-    return _unpacker.decode(packed)
-
-
-_packer = msgspec.msgpack.Encoder(enc_hook=plain)
-_unpacker = msgspec.msgpack.Decoder(list[Record])
-_json = msgspec.json.Encoder(enc_hook=plain)
-
-
-def _plain(record: Record) -> Record:
-    """With JSON values only where an application may have put anything."""
-    replace = msgspec.structs.replace
-    match record:
-        case Message():
-            return replace(record, body=_as_json(record.body))
-        case CallRecord():
-            candidates = tuple(replace(c, message=_as_json(c.message)) for c in record.candidates)
-            return replace(record, params=_as_json(record.params), candidates=candidates)
-        case Episode():
-            return replace(record, task=replace(record.task, input=_as_json(record.task.input)))
-    return record
-
-
-def _as_json(value: Any) -> Any:
-    return clean(msgspec.json.decode(_json.encode(value)))

@@ -20,12 +20,13 @@ from cotune.episodes.workflows import Workflow
 from cotune.recording.context import current_episode
 from cotune.recording.recorder import LiveEpisode, Responder
 from cotune.records.structs import Record
+from cotune.records.wire import pack
 from cotune.runtime.loop_watch import running_context
 from cotune.runtime.user_code import place
 from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.judge_ledger import run_folder
 from cotune.trainer.rollout.process_reaper import start_reaper
-from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started, pack
+from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started
 
 log = logging.getLogger("cotune")
 

@@ -19,6 +19,7 @@ from cotune.recording.recorder import Sink
 from cotune.records.blame import Blame
 from cotune.records.ids import new_id
 from cotune.records.structs import Episode, Record, Task
+from cotune.records.wire import unpack
 from cotune.sampling.protocol import Sampler
 from cotune.storage.judge_ledger import run_folder
 from cotune.trainer.config.train import TrainConfig
@@ -27,7 +28,7 @@ from cotune.trainer.rollout.pool import WorkerLimits, WorkerPool
 from cotune.trainer.rollout.process_reaper import MARK
 from cotune.trainer.rollout.protocol import ResponderConfig
 from cotune.trainer.rollout.queue import EpisodeLost
-from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Setup, Started, unpack
+from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Setup, Started
 
 log = logging.getLogger("cotune")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -10,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from cotune.integrations.apps.openai.forms import Form, edited, finish, part_of
-from cotune.integrations.web.http.bodies import aside, decoded, json_values
+from cotune.integrations.web.http.bodies import aside, decoded, inflated, json_values
 from cotune.integrations.web.http.limits import MOST_MESSAGES, Limits
 from cotune.integrations.web.http.requests import RequestError, invalid_value
 from cotune.recording.recorder import LiveCall
@@ -52,31 +51,6 @@ def read_call(form: Form, raw: bytes, coding: str, limits: Limits) -> dict[str, 
     except msgspec.ValidationError as error:
         raise invalid_value(error) from None
     return body
-
-
-def inflated(raw: bytes, coding: str, limit: int, setting: str, whole: bool = True) -> bytes:
-    """A body without its content coding.
-
-    Raises RequestError for one that is broken (400; also for one that is cut off, if it has to be `whole`), unknown
-    (415) or of more than `limit` bytes, which `setting` sets (413).
-    """
-    coding = coding.strip().lower()
-    if coding in ("", "identity"):
-        return raw
-    if coding != "gzip":
-        message = f"The body's Content-Encoding {coding[:40]!r} cannot be read; gzip can."
-        raise RequestError(415, message, code="unsupported_encoding")
-    found = zlib.decompressobj(31)
-    try:
-        text = found.decompress(raw, limit + 1)
-        if len(text) <= limit and whole and not found.eof:
-            raise zlib.error("it ends early")
-    except zlib.error as error:
-        raise RequestError(400, f"The body is not gzip: {error}.", code="invalid_encoding") from None
-    if len(text) > limit:
-        message = f"The body is larger than {limit} bytes once it is unpacked: {setting} sets the limit."
-        raise RequestError(413, message, code="body_too_large")
-    return text
 
 
 @dataclass(eq=False)

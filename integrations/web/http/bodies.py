@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -71,3 +72,28 @@ def json_values(raw: bytes, exact_above: int = 0) -> int:
     empty = opened[:-1] & ((text[1:] == ord("]")) | (text[1:] == ord("}")))
     commas = np.count_nonzero((text == ord(",")) & outside)
     return int(1 + commas + np.count_nonzero(opened) - np.count_nonzero(empty))
+
+
+def inflated(raw: bytes, coding: str, limit: int, setting: str, whole: bool = True) -> bytes:
+    """A body without its content coding.
+
+    Raises RequestError for one that is broken (400; also for one that is cut off, if it has to be `whole`), unknown
+    (415) or of more than `limit` bytes, which `setting` sets (413).
+    """
+    coding = coding.strip().lower()
+    if coding in ("", "identity"):
+        return raw
+    if coding != "gzip":
+        message = f"The body's Content-Encoding {coding[:40]!r} cannot be read; gzip can."
+        raise RequestError(415, message, code="unsupported_encoding")
+    found = zlib.decompressobj(31)
+    try:
+        text = found.decompress(raw, limit + 1)
+        if len(text) <= limit and whole and not found.eof:
+            raise zlib.error("it ends early")
+    except zlib.error as error:
+        raise RequestError(400, f"The body is not gzip: {error}.", code="invalid_encoding") from None
+    if len(text) > limit:
+        message = f"The body is larger than {limit} bytes once it is unpacked: {setting} sets the limit."
+        raise RequestError(413, message, code="body_too_large")
+    return text

@@ -410,11 +410,11 @@ def test_the_command_line_opens_without_torch():
 )
 def test_what_is_waited_for_is_said_before_anything_heavy_is_imported(command, said, tmp_path):
     code = (
-        "import sys, cotune.cli.main, cotune.cli.train, cotune.cli.eval, cotune.cli.serve\n"
+        "import sys, cotune.cli.main, cotune.cli.train, cotune.cli.eval, cotune.cli.servers.serve\n"
         "def first(what):\n"
         "    print(what, sorted({'torch', 'transformers', 'starlette'} & set(sys.modules)))\n"
         "    raise KeyboardInterrupt\n"
-        "cotune.cli.train.tell = cotune.cli.eval.tell = cotune.cli.serve.tell = first\n"
+        "cotune.cli.train.tell = cotune.cli.eval.tell = cotune.cli.servers.serve.tell = first\n"
         f"sys.exit(cotune.cli.main.main({command!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)

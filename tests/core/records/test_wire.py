@@ -18,8 +18,8 @@ from cotune.records.structs import (
     Segment,
     Task,
 )
+from cotune.records.wire import pack, unpack
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.rollout.wire import pack, unpack
 
 
 @dataclasses.dataclass

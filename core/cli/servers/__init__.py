@@ -1,0 +1,1 @@
+"""Commands that run a server until they are stopped."""

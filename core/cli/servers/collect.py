@@ -1,0 +1,36 @@
+"""`cotune collect`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from cotune.cli.command import Parser, add_address, add_fields, fields_of
+from cotune.terminal import tell
+
+EXAMPLE = "cotune collect --store records.db"
+EXTRA = "collect"
+
+
+def arguments(command: Parser) -> None:
+    from cotune.integrations.web.http.limits import BodyLimits
+
+    command.add_argument("--store", required=True, metavar="ADDRESS", help="run folder or records file")
+    add_address(command, port=4319)
+    command.add_argument(
+        "--tokens",
+        metavar="FILE",
+        help='TOML file with a token for each application, in lines such as: desk = "TOKEN"; it writes the records of '
+        "its application only, --token those of any",
+    )
+    add_fields(command, *BodyLimits.__struct_fields__, table=BodyLimits)
+
+
+def run(a: argparse.Namespace) -> int:
+    from cotune.integrations.web.collector.apps import Apps, read_tokens
+    from cotune.integrations.web.collector.server import collect
+    from cotune.integrations.web.http.limits import BodyLimits
+
+    apps = Apps(a.token or os.environ.get("COTUNE_TOKEN"), read_tokens(a.tokens) if a.tokens else None)
+    collect(a.store, apps, tell, limits=BodyLimits(**fields_of(a, BodyLimits)), host=a.host, port=a.port)
+    return 0

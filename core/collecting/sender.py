@@ -1,0 +1,330 @@
+"""The sender: a thread of the application's process that brings its spool to a collector, batch by batch."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import http.client
+import logging
+import os
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from cotune.collecting.batch import MEDIA_TYPE, PATH, check_app, pack_batch
+from cotune.collecting.spool import Spool, abandoned
+from cotune.errors import ConfigError, RunError
+from cotune.records.ids import address
+from cotune.records.structs import Record
+from cotune.records.wire import pack
+from cotune.runtime.forks import survives_fork
+
+log = logging.getLogger("cotune.collect")
+
+LINGER = 1.0
+"""Seconds that a record waits for others to share its batch."""
+BATCH_BYTES = 1 << 20
+"""Bytes of records, before compression, that a batch has at most, unless a single part has more."""
+LARGEST = 15 << 20
+"""Most bytes of records that are written together: collectors take no larger body."""
+PAUSE = (0.5, 30.0)
+"""First and longest seconds before a batch is sent again."""
+REFUSED_PAUSE = 30.0
+"""Seconds before a batch is sent again whose token a collector refuses."""
+ADOPT = 30.0
+"""Seconds between two looks at what ended processes have left."""
+TIMEOUT = 30.0
+"""Seconds for a request."""
+EXIT = 5.0
+"""Seconds that the end of the process waits for what is not sent yet."""
+SPOOL_MB = 64
+"""Bound of the spool of one process, unless COTUNE_SPOOL_MB sets it."""
+_NEVER = (400, 413, 415, 422)
+"""Answers to a batch that will not be taken however often it is sent."""
+_DENIED = (401, 403, 404)
+
+
+class _Undelivered(Exception):
+    """A batch that is to be sent again: why, and after how many seconds at the earliest."""
+
+    def __init__(self, cause: str, pause: float = 0.0) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.pause = pause
+
+
+class Sender:
+    """Brings the records of this process to the collector at `url`, as those of the application `app`. `write` neither
+    waits for the network nor raises; what cannot be sent stays in the spool."""
+
+    def __init__(self, url: str, app: str, token: str | None = None) -> None:
+        """Raises ConfigError for an address that is none of http or https, RunError for a spool that cannot be made."""
+        self._scheme, self._host, self._port, self._path = _parts(url)
+        self.url, self.app = url.rstrip("/"), check_app(app)
+        self._headers = {"content-type": MEDIA_TYPE, "content-encoding": "gzip"}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
+        self.folder = spool_folder() / f"{app}-{address(self.url.encode())[:8]}"
+        self._bound = spool_bound()
+        self.rejected = 0
+        """Records that the collector will not take, or that are too large."""
+        self.sampled = 0
+        """Calls that sampling rates left out, and that the collector was not told of yet."""
+        self._reset()
+        self._opened()
+        survives_fork(self)
+        atexit.register(self.finish)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Put records into the spool; they are sent soon."""
+        body, lost = pack(records)
+        if lost or len(body) > LARGEST:
+            self._reject(lost or len(records), "cannot be packed" if lost else f"take more than {LARGEST >> 20} MiB")
+            if len(body) > LARGEST:
+                return
+        try:
+            spool = self._opened()
+        except RunError as error:  # in a forked child
+            self._reject(len(records), f"have no spool: {error}")
+            return
+        spool.add(body, len(records))
+        if spool.failure and self._said != spool.failure:
+            self._said = spool.failure
+            log.warning("The spool %s cannot be written (%s): records wait in memory.", self.folder, self._said)
+        if not self._news.is_set():
+            self._news.set()
+        if not self._started:
+            self._start()
+
+    def leave_out(self, calls: int) -> None:
+        """Count calls that a sampling rate leaves out."""
+        with self._guard:
+            self.sampled += calls
+
+    def flush(self, seconds: float) -> bool:
+        """Send what waits, for so many seconds at most; whether all has been sent."""
+        self._urgent.set()
+        self._news.set()
+        spool = self._opened()
+        with self._sent:
+            return self._sent.wait_for(lambda: not spool.waiting, seconds)
+
+    def finish(self) -> None:
+        """Send what waits and stop; what cannot be sent within some seconds waits for the next process."""
+        if self._spool is None:
+            return
+        if not self._started:
+            self._spool.close()
+            return
+        self._closing.set()
+        self._urgent.set()
+        self._news.set()
+        self._thread.join(EXIT)
+        if waiting := self._spool.waiting:
+            text = "%d bytes of records wait in %s: the next process of %r that records there sends them."
+            log.warning(text, waiting, self.folder, self.app)
+        if not self._thread.is_alive():
+            self._spool.close()
+
+    def after_fork(self) -> None:
+        """In a forked child: a spool and a thread of its own, once it records."""
+        if self._spool is not None:
+            self._spool.after_fork()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._spool: Spool | None = None
+        self._guard = threading.Lock()
+        self._news, self._urgent, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._sent = threading.Condition()
+        self._started = False
+        self._thread = threading.Thread(target=self._run, name="cotune-collect", daemon=True)
+        self._connection: http.client.HTTPConnection | None = None
+        self._down = ""
+        self._said = ""
+        self._told_rejected: set[str] = set()
+        self._pause = PAUSE[0]
+
+    def _opened(self) -> Spool:
+        with self._guard:
+            if self._spool is None:
+                self._spool = Spool(self.folder, self._bound)
+            return self._spool
+
+    def _start(self) -> None:
+        with self._guard:
+            if not self._started:
+                self._started = True
+                self._thread.start()
+
+    def _run(self) -> None:
+        spool = self._opened()
+        with contextlib.suppress(_Undelivered):
+            self._adopt()
+        while not self._closing.is_set():
+            if not self._news.wait(ADOPT):
+                with contextlib.suppress(_Undelivered):
+                    self._adopt()
+                continue
+            self._urgent.wait(LINGER)
+            self._news.clear()
+            try:
+                self._drain(spool)
+                self._urgent.clear()
+            except _Undelivered as failed:
+                self._news.set()
+                if self._closing.is_set():
+                    return
+                self._wait(failed)
+        with contextlib.suppress(_Undelivered):
+            self._drain(spool)
+
+    def _wait(self, failed: _Undelivered) -> None:
+        if self._down != failed.cause:
+            self._down = failed.cause
+            text = "The collector %s takes no records now (%s). They wait in %s and are sent later."
+            log.warning(text, self.url, failed.cause, self.folder)
+        pause = max(failed.pause, self._pause * random.uniform(0.5, 1.0))
+        self._pause = min(2 * self._pause, PAUSE[1])
+        self._closing.wait(pause)
+
+    def _adopt(self) -> None:
+        """Send what ended processes of the application have left."""
+        for spool in abandoned(self.folder, self._opened().name, self._bound):
+            try:
+                self._drain(spool)
+            finally:
+                spool.close()
+
+    def _drain(self, spool: Spool) -> None:
+        """Send all of a spool. Raises _Undelivered."""
+        while True:
+            parts = spool.take(BATCH_BYTES)
+            dropped, sampled = spool.dropped, self.sampled
+            if not parts and not dropped and not sampled:
+                break
+            try:
+                self._deliver(spool, parts, dropped, sampled)
+            except BaseException:
+                spool.again()
+                raise
+            spool.acknowledge()
+            spool.tell_dropped(dropped)
+            with self._guard:
+                self.sampled -= sampled
+            if dropped:
+                log.warning("%d records were dropped, the oldest ones, as the spool %s was full.", dropped, self.folder)
+            if self._down:
+                log.warning("The collector %s takes records again.", self.url)
+            self._down, self._pause = "", PAUSE[0]
+            with self._sent:
+                self._sent.notify_all()
+
+    def _deliver(self, spool: Spool, parts: Sequence[bytes], dropped: int, sampled: int) -> None:
+        """Send a batch; one that the collector will never take, in halves, so that only what is wrong is lost."""
+        status, text, pause = self._post(pack_batch(self.app, spool.name, parts, dropped, sampled))
+        if status == 200:
+            return
+        if status in _NEVER and len(parts) > 1:
+            half = len(parts) // 2
+            self._deliver(spool, parts[:half], dropped, sampled)
+            self._deliver(spool, parts[half:], 0, 0)
+        elif status in _NEVER:
+            self._reject(sum(_count(part) for part in parts), f"are refused by the collector: {text}")
+        else:
+            raise _Undelivered(f"HTTP {status}: {text}", REFUSED_PAUSE if status in _DENIED else pause)
+
+    def _post(self, body: bytes) -> tuple[int, str, float]:
+        """Status and text of the answer, and the seconds that it asks to wait."""
+        for fresh in (self._connection is None, True):
+            if self._connection is None:
+                kind = http.client.HTTPSConnection if self._scheme == "https" else http.client.HTTPConnection
+                self._connection = kind(self._host, self._port, timeout=TIMEOUT)
+            try:
+                self._connection.request("POST", self._path + PATH, body, self._headers)
+                answer = self._connection.getresponse()
+                text = answer.read(10_000)
+            except (OSError, http.client.HTTPException) as error:
+                self._connection.close()
+                self._connection = None
+                if fresh:
+                    raise _Undelivered(str(error) or type(error).__name__) from None
+                continue  # the server had closed a connection that was idle
+            after = answer.headers.get("retry-after", "")
+            return answer.status, _message(text), float(after) if after.isdigit() else 0.0
+        raise AssertionError
+
+    def _reject(self, count: int, why: str) -> None:
+        self.rejected += count
+        if why not in self._told_rejected:
+            self._told_rejected.add(why)
+            log.error("%d records of %r %s. They are lost.", count, self.app, why)
+
+
+def spool_folder() -> Path:
+    """Where spools are: COTUNE_SPOOL, or a folder of the user's."""
+    if named := os.environ.get("COTUNE_SPOOL"):
+        return Path(named).absolute()
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local/state") / "cotune/spool"
+
+
+def spool_bound() -> int:
+    """Bytes of the spool of one process. Raises ConfigError."""
+    text = os.environ.get("COTUNE_SPOOL_MB") or str(SPOOL_MB)
+    if not text.isdigit() or not int(text):
+        raise ConfigError("COTUNE_SPOOL_MB", text, "must be a whole number of megabytes above 0")
+    return int(text) << 20
+
+
+_senders: dict[tuple[str, str], Sender] = {}
+_lock = threading.Lock()
+
+
+def _fresh_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_fresh_lock)
+
+
+def sender(url: str, app: str = "") -> Sender:
+    """This process's sender to a collector. `app` is COTUNE_APP unless it is given. Raises ConfigError, RunError."""
+    app = app or os.environ.get("COTUNE_APP", "")
+    with _lock:
+        found = _senders.get((url, app))
+        if found is None:
+            found = _senders[url, app] = Sender(url, app, os.environ.get("COTUNE_TOKEN"))
+        return found
+
+
+def is_collector(path: object) -> bool:
+    """Whether records are to go to a collector rather than into a store."""
+    return isinstance(path, str) and path.startswith(("http://", "https://"))
+
+
+def _parts(url: str) -> tuple[str, str, int | None, str]:
+    try:
+        found = urlsplit(url)
+        port = found.port
+    except ValueError:
+        found, port = urlsplit(""), None
+    if found.scheme not in ("http", "https") or not found.hostname or found.query:
+        raise ConfigError("collector", url, "is not the address of a collector", "For example: https://collector:4319")
+    return found.scheme, found.hostname, port, found.path.rstrip("/")
+
+
+def _message(text: bytes) -> str:
+    """What the error of an answer says."""
+    with contextlib.suppress(msgspec.DecodeError, TypeError, KeyError, UnicodeDecodeError):
+        return str(msgspec.json.decode(text)["error"]["message"])[:300]
+    return text[:200].decode(errors="replace").strip()
+
+
+def _count(part: bytes) -> int:
+    return len(msgspec.msgpack.decode(part, type=list[msgspec.Raw]))

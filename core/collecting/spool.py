@@ -1,0 +1,258 @@
+"""The spool: records that a collector has not acknowledged yet, in files that outlive the process.
+
+A process appends frames to segments of its own. A record is in the system's cache when `add` returns, so `kill -9` does
+not lose it. What a process leaves is adopted by the next one with the same folder, under the lock of its owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cotune.errors import RunError
+from cotune.records.ids import new_id
+from cotune.storage.file_lock import FileLock
+
+_HEAD = struct.Struct("<III")
+"""Of a frame: its length, the records in it, and the CRC-32 of both and of what follows."""
+_PARTS = 8
+"""Segments that fill the spool: the oldest one is dropped at a time."""
+MEMORY = 4 << 20
+"""Bytes of frames that are kept in memory while the disk takes none."""
+
+
+@dataclass(eq=False)
+class _Segment:
+    """A file of frames, or with `path` None those that the disk did not take."""
+
+    path: Path | None
+    size: int = 0
+    """Bytes written."""
+    taken: int = 0
+    """Bytes that were taken to be sent."""
+    done: int = 0
+    """Bytes that are acknowledged."""
+    records: int = 0
+    """Records in it that are not acknowledged, about."""
+    frames: deque[bytes] = field(default_factory=deque)
+
+
+class Spool:
+    """Frames in the order in which they came. `add` is safe from any thread; one thread takes and acknowledges."""
+
+    def __init__(self, folder: Path, bound: int, owner: str = "") -> None:
+        """A new spool in `folder`, or the one that an ended process left there. Raises RunError where it cannot be
+        made, or its owner lives."""
+        self.folder = folder
+        self.name = owner or new_id()
+        self.dropped = 0
+        """Records that were dropped as the spool was full, and not told to the collector yet."""
+        self.failure = ""
+        """Why the disk took no frame at the last attempt."""
+        self._part = max(1, bound // _PARTS)
+        self._bound = bound
+        self._guard = threading.Lock()
+        self._file: int | None = None
+        self._numbers = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = FileLock(folder / f"{self.name}.lock", f"The spool {self.name}")
+        except OSError as error:
+            raise RunError(f"The spool {folder} cannot be made: {error.strerror}.", "Set COTUNE_SPOOL.") from None
+        self._segments: deque[_Segment] = deque()
+        if owner:
+            found = sorted(folder.glob(f"{owner}-*.frames"))
+            self._segments.extend(_Segment(path, path.stat().st_size) for path in found)
+            self._numbers = len(found)
+        self._loose = _Segment(None)
+
+    def add(self, body: bytes, records: int) -> bool:
+        """Append a frame; False where it is dropped, as neither the disk nor the memory takes it."""
+        head = struct.pack("<II", len(body), records)
+        frame = head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
+        with self._guard:
+            try:
+                self._append(frame, records)
+            except OSError as error:
+                self.failure = error.strerror or str(error)
+                if self._loose.size + len(frame) > MEMORY:
+                    self.dropped += records
+                    return False
+                self._loose.frames.append(frame)
+                self._loose.size += len(frame)
+                self._loose.records += records
+            else:
+                self.failure = ""
+        return True
+
+    def take(self, most: int) -> list[bytes]:
+        """The next frames, of about so many bytes; none where all were taken.
+
+        They are given again, also to another process, unless `acknowledge` follows.
+        """
+        bodies: list[bytes] = []
+        size = 0
+        with self._guard:
+            segments = [*self._segments, self._loose]
+            sizes = [segment.size for segment in segments]
+        for segment, end in zip(segments, sizes, strict=True):
+            for body in self._read(segment, end, most - size):
+                bodies.append(body)
+                size += len(body)
+            if size >= most:
+                break
+        return bodies
+
+    def acknowledge(self) -> None:
+        """Forget what was taken."""
+        with self._guard:
+            while self._segments and self._segments[0].taken >= self._segments[0].size:
+                segment = self._segments[0]
+                assert segment.path is not None
+                if self._file is not None and len(self._segments) == 1:
+                    if segment.size:
+                        os.ftruncate(self._file, 0)
+                    segment.size = segment.taken = segment.done = segment.records = 0
+                    break
+                self._segments.popleft()
+                with contextlib.suppress(OSError):
+                    segment.path.unlink()
+            for segment in self._segments:
+                segment.done = segment.taken
+            loose = self._loose
+            while loose.taken and loose.frames:
+                size = len(loose.frames.popleft())
+                loose.taken -= size
+                loose.size -= size
+
+    def again(self) -> None:
+        """Give what was taken again: it was not acknowledged."""
+        with self._guard:
+            for segment in (*self._segments, self._loose):
+                segment.taken = segment.done
+
+    def tell_dropped(self, count: int) -> None:
+        """Take so many dropped records as told."""
+        with self._guard:
+            self.dropped -= count
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that are not acknowledged."""
+        with self._guard:
+            return sum(segment.size - segment.done for segment in self._segments) + self._loose.size
+
+    def close(self) -> None:
+        """Give the lock back, with all files where nothing waits. What waits is adopted by another process."""
+        with self._guard:
+            left = any(segment.size > segment.done for segment in self._segments)
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+            if not left:
+                with contextlib.suppress(OSError):
+                    for segment in self._segments:
+                        assert segment.path is not None
+                        segment.path.unlink(missing_ok=True)
+                    (self.folder / f"{self.name}.lock").unlink(missing_ok=True)
+        self._lock.release()
+
+    def after_fork(self) -> None:
+        """In a forked child: let go of the parent's files."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._segments.clear()
+
+    def _append(self, frame: bytes, records: int) -> None:
+        last = self._segments[-1] if self._segments else None
+        if self._file is None or last is None or last.size >= self._part:
+            last = self._begin()
+        assert self._file is not None
+        written = 0
+        try:
+            while written < len(frame):
+                written += os.write(self._file, frame[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, last.size)
+            raise
+        last.size += len(frame)
+        last.records += records
+        self._bounded()
+
+    def _begin(self) -> _Segment:
+        path = self.folder / f"{self.name}-{self._numbers:06}.frames"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        if self._file is not None:
+            os.close(self._file)
+        self._file = file
+        self._numbers += 1
+        self._segments.append(_Segment(path))
+        return self._segments[-1]
+
+    def _bounded(self) -> None:
+        """Drop the oldest segments of a full spool."""
+        while len(self._segments) > 1 and sum(segment.size for segment in self._segments) > self._bound:
+            oldest = self._segments.popleft()
+            assert oldest.path is not None
+            self.dropped += oldest.records or sum(records for _, records in _frames(oldest.path, 0, oldest.size))
+            with contextlib.suppress(OSError):
+                oldest.path.unlink()
+
+    def _read(self, segment: _Segment, end: int, most: int) -> Iterator[bytes]:
+        """Frames of a segment from where it was taken last, up to `end`, until there are `most` bytes."""
+        if segment.path is None:
+            at = 0
+            for frame in list(segment.frames):
+                if at >= segment.taken and most > 0:
+                    segment.taken += len(frame)
+                    most -= len(frame)
+                    yield frame[_HEAD.size :]
+                at += len(frame)
+            return
+        for body, _ in _frames(segment.path, segment.taken, end):
+            if most <= 0:
+                return
+            segment.taken += _HEAD.size + len(body)
+            most -= len(body)
+            yield body
+        if most > 0 and segment.taken < end:  # a frame that its process did not finish, or that the disk changed
+            self.dropped += 1 if segment.path.exists() else 0
+            segment.taken = end
+
+
+def _frames(path: Path, start: int, end: int) -> Iterator[tuple[bytes, int]]:
+    """The whole frames of a file from one place to another."""
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        file.seek(start)
+        while start + _HEAD.size <= end:
+            head = file.read(_HEAD.size)
+            if len(head) < _HEAD.size:
+                return
+            length, records, crc = _HEAD.unpack(head)
+            start += _HEAD.size + length
+            body = file.read(length) if start <= end else b""
+            if len(body) < length or zlib.crc32(body, zlib.crc32(head[:8])) != crc:
+                return
+            yield body, records
+
+
+def abandoned(folder: Path, own: str, bound: int) -> Iterator[Spool]:
+    """The spools of `folder` whose processes have ended, one after another, each under its lock."""
+    for path in sorted(folder.glob("*.lock")):
+        if path.stem == own:
+            continue
+        with contextlib.suppress(RunError, OSError):
+            yield Spool(folder, bound, path.stem)

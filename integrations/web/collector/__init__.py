@@ -1,0 +1,1 @@
+"""The collector: batches of many applications, and OTLP, into one store."""

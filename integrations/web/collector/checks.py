@@ -1,0 +1,88 @@
+"""What of a batch may be stored: ids that are what they say they are, and times that no clock of tomorrow has."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from msgspec.structs import replace
+
+from cotune.records.ids import address, canonical
+from cotune.records.structs import (
+    LARGEST_REWARD,
+    CallRecord,
+    Episode,
+    FeedbackRecord,
+    Message,
+    Record,
+    RewardRecord,
+    Segment,
+)
+
+_ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
+_TARGET = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}(\.\d{1,4})?")
+_LONGEST_NAME = 200
+Path = Callable[[str], bytes | None]
+"""The packed token path of a segment that is stored; None for one that is not."""
+
+
+def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[str]) -> list[Record]:
+    """Those of some records that may be stored, as the application's. What may not is counted by reason.
+
+    A content address must be that of the content: else one application could give another's messages a content of its
+    own, as the first record of an id stands.
+    """
+    now = time.time()
+    paths: dict[str, bytes] = {}
+    kept: list[Record] = []
+    for record in records:
+        match record:
+            case Message():
+                fault = "" if _is_address(record) else "forged_id"
+            case Segment():
+                fault = _of_segment(record, paths, path)
+            case CallRecord():
+                fault = "" if _ID.fullmatch(record.id) and _ID.fullmatch(record.episode) else "invalid_id"
+                fault = fault or ("" if len(record.role) <= _LONGEST_NAME else "invalid_name")
+            case Episode():
+                fault = "" if _ID.fullmatch(record.id) else "invalid_id"
+            case RewardRecord():
+                fault = _of_reward(record)
+                fault = fault or (
+                    "" if math.isfinite(record.value) and abs(record.value) <= LARGEST_REWARD else "value"
+                )
+            case FeedbackRecord():
+                fault = _of_reward(record)
+        if fault:
+            refused[fault] += 1
+            continue
+        if isinstance(record, RewardRecord | FeedbackRecord) and not 0 <= record.at <= now:
+            record = replace(record, at=now)  # a clock that is ahead would win for ever
+        kept.append(record)
+    return kept
+
+
+def _is_address(record: Message) -> bool:
+    if address(canonical(record.body)) == record.id:
+        return True
+    return any(address(canonical({kind: record.body})) == record.id for kind in ("tools", "grammar"))
+
+
+def _of_segment(record: Segment, paths: dict[str, bytes], path: Path) -> str:
+    before = b"" if record.parent is None else paths.get(record.parent) or path(record.parent)
+    if before is None:
+        return "unknown_parent"
+    whole = before + record.packed
+    if len(record.packed) % 4 or address(whole) != record.id:
+        return "forged_id"
+    paths[record.id] = whole
+    return ""
+
+
+def _of_reward(record: RewardRecord | FeedbackRecord) -> str:
+    if _TARGET.fullmatch(record.target) is None:
+        return "invalid_id"
+    return "" if 0 < len(record.name) <= _LONGEST_NAME else "invalid_name"

@@ -1,0 +1,217 @@
+"""`cotune collect`: takes the batches of many applications, and answers once they are committed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cotune.collecting.batch import MEDIA_TYPE, PATH, VERSION, Batch, read_batch
+from cotune.errors import CotuneError, RecordError
+from cotune.integrations.web.collector.apps import Apps
+from cotune.integrations.web.collector.checks import admitted
+from cotune.integrations.web.collector.counts import Counts
+from cotune.integrations.web.http.bodies import inflated
+from cotune.integrations.web.http.limits import BodyLimits
+from cotune.integrations.web.http.requests import (
+    RequestError,
+    application,
+    header,
+    invalid_value,
+    json_response,
+    read_any,
+)
+from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
+from cotune.records.ids import pack_ids
+from cotune.records.structs import Record
+from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
+
+log = logging.getLogger("cotune.collect")
+
+MOST_WAITING = 64 << 20
+"""Bytes of unpacked bodies that are being stored; while there are more, applications are asked to wait."""
+THREADS = 4
+"""Batches that are read and committed at once."""
+
+
+class Collector:
+    """What a running collector has: its store, its applications and its counts."""
+
+    def __init__(self, store: Store, apps: Apps, limits: BodyLimits) -> None:
+        self.store = store
+        self.apps = apps
+        self.limits = limits
+        self.counts = Counts()
+        self.waiting = 0
+        """Bytes of unpacked bodies that are being stored."""
+        self._work = ThreadPoolExecutor(THREADS, "cotune-collect")
+        self._committing = threading.Lock()
+
+    async def batch(self, request: Request) -> Response:
+        """POST /v1/batches."""
+        self.apps.check(request.scope)
+        kind = header(request.scope, b"content-type").split(b";")[0].strip().lower().decode("latin-1")
+        if kind != MEDIA_TYPE:
+            raise RequestError(
+                415, f"The body must be sent as Content-Type: {MEDIA_TYPE}.", code="unsupported_media_type"
+            )
+        self._admit()
+        raw = await read_any(request.scope, request.receive, self.limits.max_body)
+        coding = header(request.scope, b"content-encoding").decode("latin-1")
+
+        def store() -> Response:
+            body = inflated(raw, coding, self.limits.max_body, "--max-body")
+            self.counts.add("bytes", len(raw), form="packed")
+            self.counts.add("bytes", len(body), form="unpacked")
+            batch = _read(body)
+            app = self.apps.app(request.scope, batch.app)
+            self.counts.add("source_dropped_records", batch.dropped, app=app)
+            self.counts.add("source_sampled_calls", batch.sampled, app=app)
+            return self._stored(app, [record for part in batch.parts for record in part])
+
+        return await self._aside(len(raw), store)
+
+    def _admit(self) -> None:
+        """Raises RequestError (429) where too much waits."""
+        if self.waiting > MOST_WAITING:
+            text = "The collector is behind: send the batch again in a moment."
+            raise RequestError(429, text, code="behind", headers={"retry-after": "1"})
+
+    async def _aside(self, size: int, work: Callable[[], Response]) -> Response:
+        self.waiting += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._work, work)
+        finally:
+            self.waiting -= size
+
+    def _stored(self, app: str, records: Sequence[Record]) -> Response:
+        """Commit records of an application. Raises RequestError (503) where the store does not take them."""
+        refused: Counter[str] = Counter()
+        kept = admitted(records, app, self._path, refused)
+        begun = time.monotonic()
+        try:
+            self._commit(kept)
+        except CotuneError as error:
+            self.counts.add("commits", outcome="failed")
+            log.error("A batch cannot be stored: %s", error)
+            text = "The store takes no records now: send the batch again later."
+            raise RequestError(503, text, code="store_failed", headers={"retry-after": "5"}) from None
+        self.counts.add("commits", outcome="ok")
+        self.counts.add("commit_seconds", time.monotonic() - begun)
+        for kind, count in Counter(type(record).__name__.removesuffix("Record").lower() for record in kept).items():
+            self.counts.add("records", count, app=app, kind=kind)
+        for reason, count in refused.items():
+            self.counts.add("refused_records", count, app=app, reason=reason)
+            log.warning("%d records of %r are refused: %s", count, app, reason)
+        return json_response({"stored": len(kept), "refused": sum(refused.values())})
+
+    def _commit(self, records: Sequence[Record]) -> None:
+        with self._committing:
+            lost = self.store.lost
+            self.store.write(records)
+            self.store.flush()
+            if self.store.lost > lost:
+                raise RecordError(f"{self.store.lost - lost} records were lost.")
+
+    def _path(self, segment: str) -> bytes | None:
+        try:
+            return pack_ids(self.store.token_ids(segment))
+        except RecordError:
+            return None
+
+    async def health(self, request: Request) -> Response:
+        """GET /health."""
+        return json_response({"status": "ok", "lost": self.store.lost, "waiting_bytes": self.waiting})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        self.apps.check(request.scope)
+        gauges = {"waiting_bytes": ("Bytes of bodies that are being stored.", float(self.waiting))}
+        return PlainTextResponse(self.counts.text(gauges), media_type="text/plain; version=0.0.4")
+
+    def app(self) -> ASGIApp:
+        """The ASGI application."""
+        made = application(
+            [
+                Route(PATH, self.batch, methods=["POST"]),
+                Route("/health", self.health),
+                Route("/metrics", self.metrics),
+            ]
+        )
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            async def sent(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    known = scope["path"] in (PATH, "/health", "/metrics")
+                    path = scope["path"] if known else "other"
+                    self.counts.add("requests", path=path, status=str(message["status"]))
+                await send(message)
+
+            await made(scope, receive, sent)
+
+        return counted
+
+    def close(self) -> None:
+        """Finish what was received."""
+        self._work.shutdown()
+
+
+def _read(body: bytes) -> Batch:
+    try:
+        batch = read_batch(body)
+    except msgspec.ValidationError as error:
+        raise invalid_value(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise RequestError(400, f"The body is no batch: {error}.", code="invalid_batch") from None
+    if batch.v != VERSION:
+        text = f"The batch has version {batch.v}; this collector reads version {VERSION}."
+        raise RequestError(400, text, param="v", code="invalid_value")
+    return batch
+
+
+def running_collector(
+    address: str, apps: Apps, *, limits: BodyLimits | None = None, host: str = "127.0.0.1", port: int = 0
+) -> AbstractContextManager[RunningServer[Collector]]:
+    """Run a collector in a background thread. Raises ConfigError, RunError when it cannot start."""
+
+    @contextlib.asynccontextmanager
+    async def opening() -> AsyncIterator[tuple[ASGIApp, Collector]]:
+        with open_store(address) as store:
+            made = Collector(store, apps, limits or BodyLimits())
+            try:
+                yield made.app(), made
+            finally:
+                await asyncio.to_thread(made.close)
+
+    return running(
+        opening,
+        host=host,
+        port=port,
+        token="tokens" if apps.needed else None,
+        name="cotune-collector",
+        date_header=False,
+    )
+
+
+def collect(
+    address: str, apps: Apps, say: Callable[[str], None], *, limits: BodyLimits | None = None, host: str, port: int
+) -> None:
+    """Run a collector until Ctrl-C, SIGTERM or SIGHUP, and commit what was received."""
+    with stopped_by_signals(), running_collector(address, apps, limits=limits, host=host, port=port) as found:
+        say(f"Collecting at {found.url}")
+        say(f"Records: {found.opened.store.address}")
+        say("Ctrl-C stops it.")
+        found.wait()
