@@ -46,7 +46,7 @@ from cotune.records.answers import Answer
 from cotune.records.structs import Task
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.request_params import template_options
-from cotune.terminal import tell
+from cotune.terminal import suggest, tell
 
 logger = logging.getLogger("cotune.serve")
 _NO_RESPONSES = (
@@ -227,6 +227,7 @@ def serve(
             say("  where the application asks for another name, give it to a role: --as NAME=ROLE")
             say("  roles that ask for one name are told apart by cotune.deployed only, in the application's process")
         say("Ctrl-C stops it.")
+        suggest(f"OPENAI_BASE_URL={endpoint.url} python my_app.py")
         endpoint.wait()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
@@ -58,9 +59,12 @@ def scores(rewards: Mapping[str, float | None]) -> Text:
 
 class Grid(Table):
     """A table whose columns never break a word: they get narrower down to their longest word, and where that is not
-    enough for the terminal, each row stands as lines of `name value`."""
+    enough for the terminal, each row stands as lines of `name value`. Columns without any value are left out."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.row_count:
+            told = [column for column in self.columns if any(cell.plain for cell in cells(column.cells))]
+            self.columns = [replace(column, _index=place) for place, column in enumerate(told)]
         widths = [_width(column, console, options) for column in self.columns]
         room = options.max_width - _BETWEEN * (len(widths) - 1)
         if sum(least for least, _ in widths) > room:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
+_PIPED = 200
+"""Columns of what is not printed on a terminal."""
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -25,6 +28,13 @@ def harmless(text: str) -> str:
 def tell(text: str) -> None:
     """Print a line at once."""
     print(harmless(text), flush=True)
+
+
+def suggest(*commands: str) -> None:
+    """Print the commands to go on with, the usual one first, where a person reads along: not into a pipe."""
+    if sys.stdout.isatty():
+        for lead, command in zip(("next:", *("  or:" for _ in commands)), commands, strict=False):
+            tell(f"{lead} {command}")
 
 
 @contextmanager
@@ -43,8 +53,13 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def terminal(**options: Any) -> Console:
-    """A console that takes text as it is: no markup in it, and no escape sequence. `options` are those of `Console`."""
-    return _terminal_class()(markup=False, **options)
+    """A console that takes text as it is: no markup in it, and no escape sequence. `options` are those of `Console`.
+
+    Into a pipe or file it prints wide lines, so that tables stay tables there; COLUMNS says otherwise."""
+    console = _terminal_class()(markup=False, **options)
+    if not (console.is_terminal or "width" in options or "COLUMNS" in os.environ):
+        console.width = _PIPED
+    return console
 
 
 @functools.cache

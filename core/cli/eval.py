@@ -52,5 +52,6 @@ def run(a: argparse.Namespace) -> int:
     report = evaluate(a.run, a.workflow, a.tasks, **settings)
     terminal().print(render(report))
     if report.stored:
-        tell(f"stored in {report.stored}; to look at it: cotune view {a.run}")
+        tell(f"stored in {report.stored}")
+    a.result = report
     return 1 if report.broken else 0

@@ -47,6 +47,6 @@ def run(a: argparse.Namespace) -> int:
     form = {"best": a.best, "merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation, "model": moved(a.model)}
     form |= {"prompts": a.prompts, "any_prompts": a.any_prompts}
     export(a.run, a.out, push=a.push, private=a.private, say=tell, **form)
-    how = "README.md there has the commands for llama.cpp and Ollama" if a.gguf else f"cotune serve {a.out}"
-    tell(f"next: {how}")
+    if a.gguf:
+        tell(f"{a.out}/README.md has the commands for llama.cpp and Ollama")
     return 0

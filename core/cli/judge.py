@@ -6,6 +6,7 @@ import argparse
 
 from cotune.cli.command import APP, RECORDS, Parser
 from cotune.errors import ConfigError
+from cotune.tables import plural
 from cotune.terminal import tell, terminal
 
 EXAMPLE = "cotune judge runs/r1 --labels labels.jsonl"
@@ -46,5 +47,5 @@ def run(a: argparse.Namespace) -> int:
         lines = write_blanks(a.run, a.to_label, groups=a.groups, role=a.role)
     except FileExistsError:
         raise ConfigError("--to-label", a.to_label, "exists already", "Name a new file.") from None
-    tell(f"wrote {lines} candidates to {a.to_label}; fill in `score`, then: cotune judge {a.run} --labels")
+    tell(f"wrote {plural(lines, 'candidate')} to {a.to_label}: fill in `score` of each")
     return 0 if lines else 1

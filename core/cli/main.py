@@ -21,7 +21,7 @@ from cotune.runtime.interrupts import ends_as_interrupts, interrupt_ends, interr
 from cotune.runtime.process_exit import INTERRUPTED, leave, own_process
 from cotune.runtime.user_code import origin
 from cotune.storage.whole_file import of_system
-from cotune.terminal import LogFormat, harmless
+from cotune.terminal import LogFormat, harmless, suggest
 
 COMMANDS = {
     "Run": {
@@ -128,6 +128,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupt_raises()
         with ends_as_interrupts():
             status: int = arguments.run_command(arguments)
+            if sys.stdout.isatty():
+                from cotune.cli.printing.next_command import next_commands
+
+                suggest(*next_commands(arguments, status))
             return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cotune.cli.command import RECORDS, Parser, add_repeated, described, pairs, tell_left_out
+from cotune.tables import plural
 from cotune.terminal import tell
 
 EXAMPLE = "cotune otel export runs/r1 --out spans.jsonl"
@@ -52,7 +53,8 @@ def _export(a: argparse.Namespace) -> int:
             exporter = otlp_exporter(a.endpoint, pairs("--header", a.header))
             exported = export_to(store, exporter, episode=a.episode, detail=detail)
             exporter.shutdown()
-    tell(f"exported {exported.spans} spans of {exported.episodes} episodes to {a.out or a.endpoint}")
+    spans, episodes = plural(exported.spans, "span"), plural(exported.episodes, "episode")
+    tell(f"exported {spans} of {episodes} to {a.out or a.endpoint}")
     tell_left_out(exported.left_out)
     return 0
 
@@ -66,7 +68,8 @@ def _import(a: argparse.Namespace) -> int:
         for file in a.files:
             imported = import_file(file, store)
             calls, bare = imported.calls, imported.without_tokens
-            tell(f"{file}: {imported.episodes} episodes with {calls} calls from {imported.spans} spans")
+            read = (plural(imported.episodes, "episode"), plural(calls, "call"), plural(imported.spans, "span"))
+            tell(f"{file}: {read[0]} with {read[1]} from {read[2]}")
             if bare:
                 tell(
                     f"{bare} of {calls} calls have no token ids or log-probabilities: you can show, score and "
@@ -75,5 +78,6 @@ def _import(a: argparse.Namespace) -> int:
             tell_left_out(imported.left_out)
         store.flush()
         lost = store.lost
-    tell(f"next: cotune show {a.out}" if not lost else f"{lost} records could not be stored")
+    if lost:
+        tell(f"{plural(lost, 'record')} could not be stored")
     return 1 if lost else 0

@@ -34,6 +34,7 @@ def run(a: argparse.Namespace) -> int:
     tell(f"reading {a.run} ...")
     report = replay(a.run, options, lambda total: episode_bar(terminal(stderr=True), total))
     terminal().print(render(report))
+    a.result = report
     if report.interrupted:
         return 130
     return 1 if report.diverged or report.failed else 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.cli.command import Parser
 from cotune.reading.facts import facts
-from cotune.reading.run import open_runs
+from cotune.reading.run import OpenedRun, open_runs
 from cotune.reading.words import change_text
 from cotune.tables import BAD, GOOD, NAME, cells, grid
 from cotune.terminal import terminal
@@ -25,15 +24,17 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    terminal().print(list_runs(a.folders or ["runs"]))
+    found = open_runs(a.folders or ["runs"])
+    a.result = str(found[-1].path)
+    terminal().print(list_runs(found))
     return 0
 
 
-def list_runs(folders: Sequence[Path | str]) -> RenderableType:
-    """A line for each run and records file in these folders. Raises RunError where there is none."""
+def list_runs(runs: Sequence[OpenedRun]) -> RenderableType:
+    """A line for each run and records file, which it closes."""
     table = grid("run", "state", "recipe", "steps>", "episodes>", "figure, first to last")
     verdicts = []
-    for run in open_runs(folders):
+    for run in runs:
         about, found = facts(run), run.headline
         state = Text(run.state, style=_STATES.get(run.state, ""))
         figure = change_text(found.changes[0]) if found.changes else ""

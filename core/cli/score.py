@@ -58,9 +58,9 @@ def run(a: argparse.Namespace) -> int:
     if refused:
         tell(f"{plural(refused, 'reward')} of groups that were trained on stay as they were")
     if lost:
-        tell(f"{lost} records could not be stored")
+        tell(f"{plural(lost, 'record')} could not be stored")
     if not a.write:
-        tell("nothing was stored: --write does")
+        tell("nothing was stored: --write stores the rewards")
     scored = sum(of.candidates for of in rescored.roles.values())
     return 0 if scored and not lost else 1
 

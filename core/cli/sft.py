@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cotune.cli.command import RECORDS, Parser, tell_left_out
+from cotune.tables import plural
 from cotune.terminal import tell
 
 EXAMPLE = "cotune sft runs/r1 --out sft.jsonl --role writer --min-reward 1"
@@ -25,6 +26,6 @@ def run(a: argparse.Namespace) -> int:
 
     with open_store(a.run, read_only=True) as store:
         written = write_supervised(store, a.out, role=a.role, min_reward=a.min_reward)
-    tell(f"wrote {written.lines} lines to {a.out}")
+    tell(f"wrote {plural(written.lines, 'line')} to {a.out}")
     tell_left_out(written.left_out)
     return 0 if written.lines else 1

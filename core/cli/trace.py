@@ -24,6 +24,7 @@ from cotune.records.tasks import load_tasks
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.whole_file import is_full
+from cotune.tables import plural
 from cotune.terminal import terminal
 
 EXAMPLE = "cotune trace app:solve --tasks tasks.jsonl --out runs/traced"
@@ -64,11 +65,15 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    return trace(a.workflow, a.tasks, a.out, TraceOptions(**fields_of(a)))
+    status, a.result = trace(a.workflow, a.tasks, a.out, TraceOptions(**fields_of(a)))
+    return status
 
 
-def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: Console | None = None) -> int:
-    """Run every task once and record it in `out`; return 1 when every episode failed or records were lost."""
+def trace(
+    workflow: str, tasks: str, out: str, options: TraceOptions, console: Console | None = None
+) -> tuple[int, int]:
+    """Run every task once and record it in `out`; return 1 when every episode failed or records were lost, and how many
+    episodes failed."""
     from cotune.integrations.exchange.otel.exporter import LiveExport, otlp_exporter
     from cotune.integrations.exchange.otel.spans import Detail
     from cotune.trainer.reporting.progress import episode_bar
@@ -110,22 +115,25 @@ def trace(workflow: str, tasks: str, out: str, options: TraceOptions, console: C
     finally:
         if live is not None:
             live.close()
-            console.print(f"{live.spans} spans sent to {options.otlp}, {live.failed} episodes could not be sent")
+            sent, unsent = plural(live.spans, "span"), plural(live.failed, "episode")
+            console.print(f"{sent} sent to {options.otlp}, {unsent} could not be sent")
         store.close()
     for line in use.lines():
         console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
     return _report(episodes, solved, lost, out, console)
 
 
-def _report(episodes: list[Episode], solved: Sequence[tuple[Any, ...]], lost: int, out: str, console: Console) -> int:
+def _report(
+    episodes: list[Episode], solved: Sequence[tuple[Any, ...]], lost: int, out: str, console: Console
+) -> tuple[int, int]:
     calls = sum(episode.calls for episode in episodes)
     failed = [episode for episode in episodes if episode.status != "ok"]
-    console.print(f"{len(episodes)} episodes, {calls} calls, {len(failed)} failed episodes, {lost} lost records: {out}")
+    counts = ((len(episodes), "episode"), (calls, "call"), (len(failed), "failed episode"), (lost, "lost record"))
+    console.print(f"{', '.join(plural(*count) for count in counts)}: {out}")
     for _, good, n in solved:
-        console.print(f"success {good / n:.1%} ({good} of {n} episodes)")
+        console.print(f"success {good / n:.1%} ({good} of {plural(n, 'episode')})")
     for error, count in Counter(episode.error for episode in failed).most_common(3):
         console.print(f"  {count} x {error}", markup=False)
     if not calls:
         raise WorkflowError("The workflow made no LLM call that cotune can see.", UNSEEN)
-    console.print(f"next: cotune show {out}")
-    return 1 if lost or len(failed) == len(episodes) else 0
+    return 1 if lost or len(failed) == len(episodes) else 0, len(failed)

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, add_trust, fields_of, settings
 from cotune.errors import ConfigError
-from cotune.storage.checkpoints import read_best
-from cotune.storage.run_layout import RunLayout, read_run_json
 from cotune.terminal import tell, terminal
 
 if TYPE_CHECKING:
@@ -56,7 +54,8 @@ def run(a: argparse.Namespace) -> int:
 
         terminal().print(*explained(), sep="\n")
         return 0
-    tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
+    if a.resume or a.workflow:
+        tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
     from cotune.reading.words import change_text
     from cotune.tables import plural
     from cotune.trainer.config.train import load_config, read_toml
@@ -74,7 +73,7 @@ def run(a: argparse.Namespace) -> int:
             raise ConfigError("workflow", None, "is missing", remedy)
         summary = train(a.workflow, a.tasks, load_config(a.config, fields), out=a.out)
     state = "finished" if summary.finished else "stopped"
-    tell(f"{state} after {summary.steps} steps in {summary.seconds:.0f} s: {summary.path}")
+    tell(f"{state} after {plural(summary.steps, 'step')} in {summary.seconds:.0f} s: {summary.path}")
     for change in summary.headline.changes:
         if change.kind not in ("training", "selected"):
             tell(change_text(change))
@@ -84,11 +83,7 @@ def run(a: argparse.Namespace) -> int:
         tell(text)
     for role, steps in summary.silent.items():
         tell(f"{role} called in no episode of the last {plural(steps, 'step')}: docs/how-to/not-learning.md")
-    if summary.finished and summary.versions:
-        app = a.workflow or read_run_json(summary.path)["workflow"] or "WORKFLOW"
-        tell(f"next: cotune eval {app} --run {summary.path} --tasks {summary.held_out or 'HELD_OUT.jsonl'}")
-        best = " --best" if read_best(RunLayout(summary.path).checkpoints) else ""
-        tell(f"then: cotune export {summary.path} --out adapters/{best}; to look at it: cotune view {summary.path}")
+    a.result = summary
     return 0 if summary.finished else 130
 
 

@@ -265,11 +265,17 @@ async def _respond(call: LiveCall) -> Answer | None:
 
 def _waiting(loop: asyncio.AbstractEventLoop) -> FrameType | None:
     """Where the application waits on the loop's thread for another thread, a process or a socket; None where it works,
-    or the loop is idle."""
+    the loop is idle, or cotune itself waits, such as for a write to the disk."""
     frame = sys._current_frames().get(getattr(loop, "_thread_id", None) or 0)
     if frame is None or not frame.f_code.co_filename.endswith(_WAITS):
         return None
-    return frame if running_context(frame) is not None else None
+    waiter: FrameType | None = frame
+    while waiter is not None and waiter.f_code.co_filename.endswith(_WAITS):
+        if waiter.f_code is threading.Thread.start.__code__:  # until the thread runs, which a busy machine delays
+            return None
+        waiter = waiter.f_back
+    own = waiter is not None and str(waiter.f_globals.get("__name__")).partition(".")[0] == "cotune"
+    return frame if not own and running_context(frame) is not None else None
 
 
 @functools.cache

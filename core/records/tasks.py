@@ -21,8 +21,8 @@ def load_tasks(path: str | Path) -> list[Task]:
     a file that is one JSON list, or one without tasks."""
     path = Path(path)
     if not path.is_file():
-        there = "" if path.exists() else f" No file is at {path.absolute()}."
-        raise ConfigError("tasks", str(path), "is not a file", f"{_EXAMPLE}{there}")
+        fault = "is a folder, not a file" if path.exists() else f"does not exist: there is no file {path.absolute()}"
+        raise ConfigError("tasks", str(path), fault, _EXAMPLE)
     text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ConfigError("tasks", str(path), "is in UTF-16", "Save it as UTF-8.")

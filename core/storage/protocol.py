@@ -187,6 +187,13 @@ class Store(Protocol):
         """Episodes without an end, the newest first, each with its number of calls: under way, or interrupted."""
         ...
 
+    def episode_named(self, name: str) -> str:
+        """The id of the episode that `name` is, or is the end of; `name` itself where there is none.
+
+        Raises RecordError where several end so.
+        """
+        ...
+
     def has_episode(self, episode: str) -> bool:
         """Whether this episode has ended."""
         ...

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from cotune.errors import RecordError
 from cotune.storage.episode_filters import COUNTED, EpisodeFilters
 from cotune.storage.outcomes import LOWEST_SUM, REPORTED, SOLVED, outcome_means, outcome_sum, success_counts
 from cotune.storage.schema import FEEDBACK, Row, in_parts
@@ -141,6 +142,17 @@ class SqliteFigures:
             (limit,),
         )
         return [(str(id), calls) for id, calls in found]
+
+    def episode_named(self, name: str) -> str:
+        found = self.rows(
+            """SELECT id FROM episodes WHERE substr(id, -length(?1)) = ?1
+            UNION SELECT episode FROM calls WHERE substr(episode, -length(?1)) = ?1 ORDER BY 1""",
+            (name,),
+        )
+        ids = [str(id) for (id,) in found]
+        if len(ids) > 1 and name not in ids:
+            raise RecordError(f"{len(ids)} episodes end in {name!r}: {', '.join(ids[:3])}.", "Name one by all letters.")
+        return ids[0] if len(ids) == 1 else name
 
     def has_episode(self, episode: str) -> bool:
         return bool(self.rows("SELECT 1 FROM episodes WHERE id = ?", (episode,)))

@@ -115,7 +115,7 @@ def test_metadata_and_what_the_export_says_of_it(
 ) -> None:
     write_run(tmp_path / "run", llama, LORA, adapter(llama))
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--gguf"]) == 0
-    assert "next: README.md there has the commands for llama.cpp and Ollama" in capsys.readouterr().out
+    assert "/README.md has the commands for llama.cpp and Ollama" in capsys.readouterr().out
     entry = json.loads((tmp_path / "out" / "roles.json").read_text())["policies"][0]
     assert (entry["kind"], entry["gguf"], entry["lora"]) == ("full", "f16", None)
     assert list(entry["files"]) == ["Modelfile", "planner.gguf"]

@@ -353,9 +353,8 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
     if isinstance(table.get("records"), str | Path):
         table = {**table, "records": {"path": str(table["records"])}}
     if not table.get("model"):
-        raise ConfigError(
-            "model", table.get("model"), "is missing: it is a model folder or Hugging Face id", "Pass --model."
-        )
+        missing = "is missing: it is a model folder, a GGUF file or a Hugging Face id"
+        raise ConfigError("model", table.get("model"), missing, "Pass --model.")
     own = table.get("policy")
     tables = [one for one in own if isinstance(one, Mapping)] if isinstance(own, list | tuple) else []
     named = [("policy.recipe", f"of policy {one.get('name')} ", one.get("recipe")) for one in tables]

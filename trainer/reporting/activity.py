@@ -89,6 +89,13 @@ class Activity:
         """Begin the seconds of the next step."""
         self.seconds.clear()
 
+    @property
+    def text(self) -> str:
+        """`step 12/100  rollout, 37 of 64 episodes`; before the first step without its number."""
+        done, total = self._counts.get(self._now.phase, (0, 0))
+        now = msgspec.structs.replace(self._now, done=done, total=total)
+        return f"step {now.step}/{now.steps}  {now.text}" if now.step else now.text
+
     def close(self) -> None:
         """The run ends: nothing is under way."""
         if self._file is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,8 +24,8 @@ from cotune.trainer.reporting.loggers import Loggers
 
 CAUSES = 5
 """How many different causes of failed episodes are shown in a run."""
-SILENCE = 30.0
-"""Seconds between two lines of how far episodes are, where no bar can be shown."""
+SILENCE = 60.0
+"""Seconds without a line after which one says how far the step or the episodes are, where no bar can be shown."""
 
 FAULT_COUNTERS = (
     "died", "errors", "faulty", "garbage", "late_rewards_refused", "lost", "restarts", "retried", "timeouts",
@@ -56,18 +57,30 @@ class Progress:
         self._causes: set[str] = set()
         self._total = steps
         self.activity = Activity(steps, folder)
+        self._said = time.monotonic()
+        self._over = threading.Event()
 
     def __enter__(self) -> Progress:
         if self._live:
             self._live.start()
+        else:
+            threading.Thread(target=self._tell_how_far, name="cotune-progress", daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._over.set()
         if self._live:
             self._live.stop()
 
+    def _tell_how_far(self) -> None:
+        """Say what is under way whenever nothing has been said for a while; in a thread of its own."""
+        while not self._over.wait(max(self._said + SILENCE - time.monotonic(), 0.01)):
+            if time.monotonic() - self._said >= SILENCE:
+                self.say(self.activity.text)
+
     def say(self, text: str) -> None:
         """Print a line."""
+        self._said = time.monotonic()
         self.console.print(text, highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
 
     def say_once(self, text: str) -> None:

@@ -33,6 +33,7 @@ def episodes_as_json(store: Store, filters: EpisodeFilters, limit: int) -> Itera
 
 def episode_as_json(store: Store, id: str) -> str:
     """An episode with its calls, their messages and candidates. Raises RecordError for an unknown one."""
+    id = store.episode_named(id)
     calls = store.calls(id)
     try:
         about = msgspec.to_builtins(store.episode(id))

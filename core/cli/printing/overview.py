@@ -16,12 +16,15 @@ from cotune.reading.headline import Headline
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import Totals
 from cotune.reading.words import change_text
+from cotune.records.ids import new_id
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, warn
 
 CAUSES = 3
 """Causes of failed episodes that are shown."""
+SHOWN_ID = 8
+"""Last letters of an episode's id that are shown."""
 
 
 def show_run(
@@ -49,7 +52,7 @@ def show_run(
                 raise RunError(cause, f"Those are in {recorded.path}.")
             return Group(*_learned(run, recorded))
         if episode is not None:
-            return Group(*episode_parts(run.store, episode, full))
+            return Group(*episode_parts(run.store, run.store.episode_named(episode), full))
         if groups:
             return Group(*show_groups(run, limit))
         head, *tables = _overview(run)
@@ -82,12 +85,15 @@ def _overview(run: OpenedRun) -> Iterable[RenderableType]:
     for role, name, value in store.rewards_by_role():
         own.setdefault(role, {})[name] = value
     calls = grid(
-        "role", "calls>", "failed>", "turns>", "candidates>", "prompt>", "completion>", "seconds>", "mean reward"
+        *("role", "calls>", "failed>", "turns>", "candidates>", "prompt tokens>", "answer tokens>", "seconds a call>"),
+        "mean reward",
     )
     candidates = store.candidates_by_role()
-    for role, use in Totals(run).by_role().items():
+    used = Totals(run).by_role()
+    failed = any(use.failed for use in used.values())
+    for role, use in used.items():
         tokens = (f"{use.prompt:,}", f"{use.completion:,}")
-        row = (role, use.calls, warn(use.failed), use.turns, candidates.get(role, 0), *tokens)
+        row = (role, use.calls, warn(use.failed) if failed else "", use.turns, candidates.get(role, 0), *tokens)
         calls.add_row(*cells((*row, f"{use.seconds / use.calls:.3f}")), scores(own.get(role, {})))
     yield calls
     counters, interrupted = store.counters(), len(list(store.unfinished()))
@@ -120,17 +126,20 @@ def _episodes(store: Store, filters: EpisodeFilters, limit: int) -> Iterable[Ren
         try:
             episode = store.episode(id)
         except RecordError:
-            table.add_row(
-                Text(str(id), style=NAME), "", "", "", "", "", Text("broken row", style=BAD), scores(rewards[id])
-            )
+            table.add_row(_short(id), "", "", "", "", "", Text("broken row", style=BAD), scores(rewards[id]))
             continue
         status = Text(episode.status, style=GOOD if episode.status == "ok" else BAD)
         step = "" if episode.training_step is None else episode.training_step + 1
-        row = (Text(str(id), style=NAME), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
+        row = (_short(id), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
     for id, calls in [] if filtered else store.open_episodes(limit)[::-1]:
-        table.add_row(Text(str(id), style=NAME), "", "", "", str(calls), "", Text("open", style="yellow"), "")
+        table.add_row(_short(id), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
+
+
+def _short(id: str) -> Text:
+    """The end of an episode's id, which names it in commands: ids of one moment begin alike. Other ids are whole."""
+    return Text(id[-SHOWN_ID:] if len(id) == len(new_id()) else id, style=NAME)
 
 
 def _headline(found: Headline) -> Iterator[Text]:

@@ -59,6 +59,7 @@ def run(a: argparse.Namespace) -> int:
         raise ConfigError("--part", part.name, f"cannot be edited: {why}", "Record more tasks that differ.")
     before = part.now
     new = part.old if a.undo else _asked(a, part, prompts)
+    a.result = ""
     if new == before:
         tell(f"{part.name} is as it was; nothing is written")
         return 0
@@ -68,7 +69,8 @@ def run(a: argparse.Namespace) -> int:
     after = msgspec.structs.replace(prompts, parts=parts, evaluation={})
     write_prompts(file, after)
     terminal().print(shown_diff([(changed, before, new)]))
-    tell(f"written: {file}; to use it: cotune trace app:solve --tasks tasks.jsonl --prompts {file}")
+    tell(f"written: {file}")
+    a.result = str(file)
     if a.app:
         _compare(a, prompts, after, file)
     return 0

@@ -70,7 +70,7 @@ def run(a: argparse.Namespace) -> int:
         tell(f"what is done is kept; to go on: cotune prompts improve --out {a.out} --resume")
         raise
     terminal().print(render(report))
-    tell(f"written: {report.path}/prompts.json; to look at it: cotune prompts diff {report.path}")
+    tell(f"written: {report.path}/prompts.json")
     if report.ended:
         tell(f"to go on: cotune prompts improve --out {a.out} --resume, with a higher limit")
     return 0 if report.verdict == "better" else NOT_SHOWN

@@ -59,7 +59,8 @@ def run(a: argparse.Namespace) -> int:
     if a.out:
         file = write_prompts(a.out, found.prompts(**made(records)))
         if not a.json:
-            tell(f"written: {file}; to change one: cotune prompts edit {file} --part NAME")
+            tell(f"written: {file}")
+    a.result = next((one.part.name for one in found.parts if not one.why), "")
     return 0 if found.editable else 1
 
 

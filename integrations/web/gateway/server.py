@@ -46,6 +46,7 @@ from cotune.integrations.web.http.server import RunningServer, running, stopped_
 from cotune.recording.context import current_episode
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
+from cotune.terminal import suggest
 
 _TOKENS = (b"x-cotune-token", *KEYS)
 
@@ -119,6 +120,7 @@ def serve(config: GatewayConfig, records: str | Path, say: Callable[[str], None]
             say(f"Anthropic's interface at {found.url} for {config.anthropic}")
         say(f"Records: {found.opened.store.address}")  # type: ignore[union-attr]
         say("Ctrl-C stops it.")
+        suggest(f"OPENAI_BASE_URL={found.url}/v1 python my_app.py", f"cotune show {records}")
         found.wait()
 
 

@@ -244,23 +244,35 @@ def test_flags_of_train_become_its_configuration(trained, capsys):
         "finished after 3 steps in 1 s: runs/r1",
         "reward of planner: 0.25 in step 1, 0.75 in step 3",
         "better (in training, after step 3)",
-        "next: cotune eval app:solve --run runs/r1 --tasks HELD_OUT.jsonl",
-        "then: cotune export runs/r1 --out adapters/; to look at it: cotune view runs/r1",
     ]
 
 
+def said_at_the_end(capsys, status=0):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.stdout, "isatty", lambda: True)
+        assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", "--model", "base"]) == status
+    return capsys.readouterr().out.partition("next: ")[2].splitlines()
+
+
 def test_the_next_command_names_the_held_out_tasks_of_the_run(trained, capsys):
-    trained.held_out = "held_out.jsonl"
-    assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", "--model", "base"]) == 0
-    assert "next: cotune eval app:solve --run runs/r1 --tasks held_out.jsonl" in capsys.readouterr().out
+    trained.held_out = "data/h.jsonl"
+    assert said_at_the_end(capsys) == [
+        "cotune eval app:solve --run runs/r1 --tasks data/h.jsonl",
+        "  or: cotune export runs/r1 --out adapters/",
+        "  or: cotune view runs/r1",
+    ]
+
+
+def test_the_next_command_of_a_stopped_run_continues_it(trained, capsys):
+    trained.finished = False
+    assert said_at_the_end(capsys, 130) == ["cotune train --resume runs/r1"]
 
 
 def test_the_next_command_takes_the_best_checkpoint_where_one_is_kept(trained, capsys, tmp_path):
     trained.path = str(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "best.json").write_text('{"planner": {"checkpoint": "step-000002", "figure": 0.5}}')
-    assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", "--model", "base"]) == 0
-    assert f"then: cotune export {tmp_path} --out adapters/ --best; to look" in capsys.readouterr().out
+    assert f"  or: cotune export {tmp_path} --out adapters/ --best" in said_at_the_end(capsys)
 
 
 def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, capsys):
@@ -323,7 +335,7 @@ def test_a_stopped_run_is_status_130(trained, capsys):
 @pytest.mark.parametrize(
     ("table", "field", "value", "allowed"),
     [
-        ({}, "model", None, "a model folder"),
+        ({}, "model", None, "a model folder, a GGUF file or a Hugging Face id"),
         ({"model": "m", "recipe": "ppo"}, "recipe", "ppo", "at_grpo, c3, cispo"),
         ({"model": "m", "steps": 0}, "steps", 0, "a number above 0"),
         ({"model": "m", "episode_timeout": -1.0}, "episode_timeout", -1.0, "a number above 0"),

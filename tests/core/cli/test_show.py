@@ -14,9 +14,10 @@ from cotune.errors import RecordError, RunError
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
-from cotune.records.structs import Candidate, PolicyRef, RewardRecord, Task, Usage
+from cotune.records.structs import Candidate, Episode, PolicyRef, RewardRecord, Task, Usage
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
+from cotune.terminal import terminal
 
 
 def shown(path, **options):
@@ -97,9 +98,9 @@ def test_overview_and_list(run):
     assert "1 call of navigator: timeout" in lines
     at = lines.index("3 episodes")
     assert lines[at + 4 : at + 7] == [
-        f"{ids[0]} t0 train 1 2 0.00 ok team 0.5",
-        f"{ids[1]} t1 train 1 2 0.00 ok team 0.5",
-        f"{ids[2]} t2 train 1 1 0.00 error",
+        f"{ids[0][-8:]} t0 train 1 2 0.00 ok team 0.5",
+        f"{ids[1][-8:]} t1 train 1 2 0.00 ok team 0.5",
+        f"{ids[2][-8:]} t2 train 1 1 0.00 error",
     ]
 
 
@@ -124,8 +125,8 @@ def test_list_of_one_task_and_limit(run):
     assert "1 episode of task t1" in shown(path, filters=EpisodeFilters(task="t1"))
     lines = shown(path, limit=1)
     assert "the latest 1 of 3 episodes" in lines
-    assert [line for line in lines if ids[2] in line]
-    assert not [line for line in lines if ids[0] in line]
+    assert [line for line in lines if ids[2][-8:] in line]
+    assert not [line for line in lines if ids[0][-8:] in line]
 
 
 def test_episode_as_a_tree(run):
@@ -275,6 +276,37 @@ def test_several_choices_of_one_answer_are_no_tree(tmp_path):
     live.end("ok", rewards={"team": 1.0})
     store.close()
     assert shown(tmp_path, groups=True)[1].startswith("plan independent, recipe dr_mas, as the records suggest")
+
+
+def test_an_episode_is_named_by_the_end_of_its_id(tmp_path):
+    ids = ["01M8E430T69TPCKBN48RNY9PNG", "01M8E430T69TPCKBN48RNY9PNH", "02M8E430T69TPCKBN48RNY9PNH"]
+    with SqliteStore.open(tmp_path) as store:
+        store.write([Episode(id=id, task=Task(id=id[-1:], input=None), workflow="w", phase="trace") for id in ids])
+        store.flush()
+        assert store.episode_named("RNY9PNG") == store.episode_named(ids[0]) == ids[0]
+        assert store.episode_named("nowhere") == "nowhere"
+        with pytest.raises(RecordError, match="2 episodes end in '9PNH'"):
+            store.episode_named("9PNH")
+    assert "task G" in "\n".join(shown(tmp_path, episode="NY9PNG"))
+
+
+def test_three_roles_with_long_names_and_two_rewards_keep_their_tables(tmp_path):
+    with SqliteStore.open(tmp_path) as store:
+        for number in range(3):
+            live = LiveEpisode(store, Task(id=f"t{number}", input=None), workflow="w", phase="train", training_step=0)
+            for role in ("classifier", "translator", "summarizer"):
+                call = ask(live, role, "?")
+                call.finish(tree_answer((), "go ", role="base"))
+                target = f"{call.record.id}.0" if hasattr(call, "record") else f"{call.id}.0"
+                store.write([RewardRecord(target, name, 0.25) for name in ("correctness", "politeness")])
+            id = live.end("ok").id
+            store.write([RewardRecord(id, name, 1.0) for name in ("correctness", "politeness")])
+    out = io.StringIO()
+    terminal(file=out, width=80, color_system=None).print(show_run(tmp_path))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and "·" not in "".join(line for line in lines if "0 records lost" not in line)
+    assert "  tokens  " in out.getvalue(), "counts have a unit"
+    assert sum(line.rstrip().endswith("correctness 1 politeness 1") for line in lines) == 3, "an episode is one line"
 
 
 def test_unknown_episode_and_missing_run(run, tmp_path):

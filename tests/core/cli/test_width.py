@@ -18,6 +18,7 @@ from cotune.cli.score import _table as score_table
 from cotune.episodes.rescore import Rescored, Rescoring
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, ModeUse, RoleStatistics, TaskEnding
 from cotune.reading.metrics import columns
+from cotune.reading.run import open_runs
 from cotune.records.structs import CallRecord, Candidate, Episode, RewardRecord, Task
 from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.sqlite_store import SqliteStore
@@ -195,7 +196,7 @@ TABLES: dict[str, Callable[[Path], RenderableType]] = {
     "show": lambda run: show_run(run),
     "show --groups": lambda run: show_run(run, groups=True),
     "show --steps": lambda run: show_steps(run, 20, explain=True),
-    "runs": lambda run: list_runs([run.parent]),
+    "runs": lambda run: list_runs(open_runs([run.parent])),
     "eval": lambda run: evaluation(
         EvaluationReport(
             evaluations={label: evaluated(label, 9) for label in ("base_as_deployed", "as_deployed", "swapped")},

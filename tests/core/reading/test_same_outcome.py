@@ -26,7 +26,7 @@ from cotune.reading.curves import charts
 from cotune.reading.facts import facts
 from cotune.reading.headline import Change
 from cotune.reading.recorded_answers import outcome_values
-from cotune.reading.run import OpenedRun
+from cotune.reading.run import OpenedRun, open_runs
 from cotune.reading.tasks import tasks
 from cotune.reading.words import interval_text
 from cotune.records.structs import CallRecord, Episode, RewardRecord, Task, Usage
@@ -166,7 +166,7 @@ def told_by_each(folder: Path) -> dict[str, str]:
     console.print(show_run(folder))
     told = {"show": heard.getvalue()}
     heard.truncate(0)
-    console.print(list_runs([folder]))
+    console.print(list_runs(open_runs([folder])))
     told["runs"] = heard.getvalue()
     with OpenedRun(folder) as run:
         pages = TestClient(build_app([run], prices={"m": (1e6, 2e6)}), base_url="http://127.0.0.1")

@@ -81,7 +81,10 @@ def test_a_json_list_is_no_file_of_tasks(file):
 def test_no_file(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_tasks(tmp_path / "nowhere.jsonl")
-    assert (caught.value.field, caught.value.fault) == ("tasks", "is not a file")
+    path = tmp_path / "nowhere.jsonl"
+    assert str(caught.value).startswith(f"tasks = '{path}' does not exist: there is no file {path}. Write one JSON")
+    with pytest.raises(ConfigError, match=r"is a folder, not a file\. Write one JSON"):
+        load_tasks(tmp_path)
 
 
 def test_values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import msgspec
@@ -36,13 +37,30 @@ def test_the_time_left_is_whole_minutes_and_seconds(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_a_terminal_a_line_now_and_then_says_how_far_episodes_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter((0.0, 29.0, 30.0, 30.0, 31.0, 75.0, 75.0))
+    now = iter((0.0, 59.0, 60.0, 60.0, 61.0, 135.0, 135.0))
     monkeypatch.setattr("cotune.trainer.reporting.progress.time.monotonic", lambda: next(now))
     heard = io.StringIO()
     with episode_bar(Console(file=heard, width=80), 107, "trained") as advance:
         for _ in range(4):
             advance(Episode(id="E1", task=Task(id="a", input="x"), workflow="w"))
     assert heard.getvalue() == "trained: 2 of 107\ntrained: 4 of 107\n"
+
+
+def test_without_a_terminal_a_long_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotune.trainer.reporting.progress.SILENCE", 0.2)
+    heard = io.StringIO()
+    with Progress(3, Console(file=heard, width=200)) as progress:
+        progress.begin(1)
+        with progress.activity.phase("rollout"):
+            progress.rollout(4)
+            progress.activity.advance("rollout")
+            until = time.monotonic() + 30
+            while "\n" not in heard.getvalue() and time.monotonic() < until:
+                time.sleep(0.02)
+    said = heard.getvalue()
+    assert said.splitlines()[0] == "step 2/3  rollout, 1 of 4 episodes"
+    time.sleep(0.4)
+    assert heard.getvalue() == said, "it is over"
 
 
 def test_phases_add_up_and_a_file_says_what_the_run_is_doing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import inspect
 import json
 import os
 import threading
+import time
 
 import openai
 import pytest
@@ -182,6 +184,25 @@ def test_a_sync_client_on_the_loop_does_not_deadlock(record: Recorded):
     outcome = record(run, lambda call: "four")
     assert outcome.rewards == {"team": 4.0}
     assert outcome.live.warnings == {"blocked_loop": 1}
+
+
+class SlowToStart(threading.Thread):
+    """A thread on a busy machine: whoever starts it waits until it runs."""
+
+    def _bootstrap(self) -> None:
+        time.sleep(0.6)
+        super()._bootstrap()  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_a_loop_that_only_waits_for_a_thread_to_start_is_not_blocked_by_a_call(record: Recorded):
+    async def run(task):
+        asking = asyncio.get_running_loop().run_in_executor(None, contextvars.copy_context().run, ask)
+        SlowToStart(target=int).start()  # meanwhile the thread of the call waits for the loop
+        return len((await asking).choices[0].message.content)
+
+    outcome = record(run, lambda call: "four")
+    assert (outcome.rewards, outcome.live.warnings) == ({"team": 4.0}, {})
 
 
 @pytest.mark.usefixtures("nowhere")

@@ -1,0 +1,206 @@
+"""What to type after each command, where a person reads its output: a table of commands.
+
+`main` prints it on a terminal. `a` is what the command was called with; where the next command depends on the result,
+`run` has left that in `a.result`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cotune.storage.checkpoints import read_best
+from cotune.storage.run_layout import RunLayout, is_run, read_run_json
+
+APP, TASKS, HELD_OUT, MODEL = "app:solve", "tasks.jsonl", "held_out.jsonl", "Qwen/Qwen3-1.7B"
+"""What a command names that nobody has named yet."""
+_OF_TRAINING = {
+    "config": "--config", "policies": "--policies", "plan.kind": "--plan", "plan.k": "-k", "recipe": "--recipe",
+    "roles_by": "--roles-by", "cluster.address": "--cluster",
+}  # fmt: skip
+"""Settings that `check` and `doctor` have in common with `train`."""
+
+
+def next_commands(a: argparse.Namespace, status: int) -> Sequence[str]:
+    """The commands to go on with, the first one usually; none after an error or an interruption that names its own."""
+    name = f"{a.command} {a.subcommand}" if getattr(a, "subcommand", None) else a.command
+    found = _NEXT[name](a, status)
+    return [shlex.join(map(str, filter(None, words))) for words in found]
+
+
+Words = Sequence[str | None]
+
+
+def _check(a: argparse.Namespace, status: int) -> list[Words]:
+    if status == 1:  # what blocks is to be mended first
+        return []
+    return [["cotune", "train", a.workflow, "--tasks", a.tasks, "--model", a.model or MODEL, *_same(a)]]
+
+
+def _doctor(a: argparse.Namespace, status: int) -> list[Words]:
+    if status or not (a.model or a.config):
+        return [] if status else [["cotune", "doctor", "--model", MODEL]]
+    model = ["--model", a.model] if a.model else []
+    return [["cotune", "train", APP, "--tasks", TASKS, *model, *_same(a)]]
+
+
+def _same(a: argparse.Namespace) -> list[str]:
+    """The settings of training that this command was given."""
+    given = [(flag, getattr(a, name, None)) for name, flag in _OF_TRAINING.items()]
+    found = [part for flag, value in given if value is not None for part in (flag, str(value))]
+    return [*found, *(part for text in a.set for part in ("--set", text))]
+
+
+def _train(a: argparse.Namespace, status: int) -> list[Words]:
+    summary = getattr(a, "result", None)
+    if summary is None:  # it explained its columns
+        return []
+    path = _near(summary.path)
+    if not summary.finished:
+        return [["cotune", "train", "--resume", path]]
+    if not summary.versions:
+        return [["cotune", "show", path, "--groups" if summary.groups or summary.candidates else "--steps"]]
+    app = a.workflow or read_run_json(path)["workflow"] or APP
+    best = "--best" if read_best(RunLayout(path).checkpoints) else None
+    return [
+        ["cotune", "eval", app, "--run", path, "--tasks", summary.held_out or HELD_OUT],
+        ["cotune", "export", path, "--out", "adapters/", best],
+        ["cotune", "view", path],
+    ]
+
+
+def _eval(a: argparse.Namespace, status: int) -> list[Words]:
+    report = a.result
+    if report.broken:
+        return [["cotune", "show", _near(report.stored), "--status", "error"]] if report.stored else []
+    trained = is_run(a.run)
+    first = next(iter(report.comparisons), None)
+    shown = first and (first.success or first.reward or first.outcome)
+    if shown and (shown.low or 0.0) > 0:
+        return [["cotune", "export", a.run, "--out", "adapters/"] if trained else ["cotune", "serve", a.run]]
+    return [["cotune", "show", a.run, "--steps", "--explain"]] if trained else []
+
+
+def _export(a: argparse.Namespace, status: int) -> list[Words]:
+    return [["cat", str(Path(a.out) / "README.md")] if a.gguf else ["cotune", "serve", a.out]]
+
+
+def _trace(a: argparse.Namespace, status: int) -> list[Words]:
+    failed = ["--status", "error"] if getattr(a, "result", 0) else []
+    return [["cotune", "show", a.out, *failed]]
+
+
+def _replay(a: argparse.Namespace, status: int) -> list[Words]:
+    report = a.result
+    if a.out:
+        return [["cotune", "show", a.out]]
+    bad = next((one.old.episode.id for one in report.repetitions for seen in one.new if _went_wrong(seen)), None)
+    if bad and a.all:
+        return [["cotune", "replay", a.run, "--episode", bad]]
+    return [["cotune", "show", a.run, "--episode", a.episode]] if a.episode else []
+
+
+def _went_wrong(seen: Any) -> bool:
+    return bool(seen.episode.status != "ok")
+
+
+def _score(a: argparse.Namespace, status: int) -> list[Words]:
+    if status:
+        return []
+    role = ["--role", a.role] if a.role else []
+    phase = ["--phase", a.phase] if a.phase else []
+    redact = ["--redact", a.redact] if a.redact else []
+    again: Words = ["cotune", "score", a.run, a.workflow, *role, *redact, *phase, "--write"]
+    return [["cotune", "show", a.run] if a.write else again]
+
+
+def _judge(a: argparse.Namespace, status: int) -> list[Words]:
+    app = ["--app", a.app] if a.app else []
+    if a.to_label:
+        return [] if status else [["cotune", "judge", a.run, "--labels", a.to_label, *app]]
+    return [["cotune", "score", a.run, a.app or _workflow_of(a.run), "--write"]]
+
+
+def _sft(a: argparse.Namespace, status: int) -> list[Words]:
+    least = [] if a.min_reward is None else ["--set", f"records.min_reward={a.min_reward:g}"]
+    learn = ["cotune", "train", _workflow_of(a.run), "--recipe", "sft", "--records", a.run, "--model", MODEL, *least]
+    return [] if status else [learn]
+
+
+def _show(a: argparse.Namespace, status: int) -> list[Words]:
+    if a.json:
+        return []
+    if a.episode:
+        return [["cotune", "replay", a.run, "--episode", a.episode]]
+    return [["cotune", "view", a.run]]
+
+
+def _runs(a: argparse.Namespace, status: int) -> list[Words]:
+    return [["cotune", "show", _near(a.result)]]
+
+
+def _otel(a: argparse.Namespace, status: int) -> list[Words]:
+    return [["cotune", "show", a.out]] if a.way == "import" and not status else []
+
+
+def _prompts_show(a: argparse.Namespace, status: int) -> list[Words]:
+    if a.json or status:
+        return []
+    return [["cotune", "prompts", "edit", a.out or a.source, "--part", a.result]] if a.result else []
+
+
+def _prompts_edit(a: argparse.Namespace, status: int) -> list[Words]:
+    file = a.result
+    return [["cotune", "trace", a.app or APP, "--tasks", a.tasks or TASKS, "--prompts", file]] if file else []
+
+
+def _prompts_improve(a: argparse.Namespace, status: int) -> list[Words]:
+    return [["cotune", "prompts", "diff", a.out]]
+
+
+def _prompts_diff(a: argparse.Namespace, status: int) -> list[Words]:
+    return [["cotune", "prompts", "export", a.other or a.prompts, "--out", "prompts/"]]
+
+
+def _nothing(a: argparse.Namespace, status: int) -> list[Words]:
+    """A server names its address when it starts; a page or a folder of texts is the end of the way."""
+    return []
+
+
+def _near(path: str) -> str:
+    """A path as one types it here."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path)
+
+
+def _workflow_of(run: str) -> str:
+    return str((read_run_json(run).get("workflow") if is_run(run) else None) or APP)
+
+
+_NEXT: Mapping[str, Callable[[argparse.Namespace, int], list[Words]]] = {
+    "check": _check,
+    "train": _train,
+    "eval": _eval,
+    "trace": _trace,
+    "replay": _replay,
+    "runs": _runs,
+    "show": _show,
+    "view": _nothing,
+    "report": _nothing,
+    "gateway": _nothing,
+    "score": _score,
+    "judge": _judge,
+    "sft": _sft,
+    "otel": _otel,
+    "prompts show": _prompts_show,
+    "prompts edit": _prompts_edit,
+    "prompts improve": _prompts_improve,
+    "prompts diff": _prompts_diff,
+    "prompts export": _nothing,
+    "export": _export,
+    "serve": _nothing,
+    "doctor": _doctor,
+}
