@@ -19,9 +19,9 @@ ifneq ($(LINKS),)
 export UV_FIND_LINKS ?= $(LINKS)
 endif
 
-.PHONY: install browser bubblewrap demo demo-cluster demo-smollm docs test test-fast test-long test-versions lint style lock clean
+.PHONY: install browser bubblewrap postgresql demo demo-cluster demo-smollm docs test test-fast test-long test-versions lint style lock clean
 
-install: $(STAMP) browser bubblewrap
+install: $(STAMP) browser bubblewrap postgresql
 
 # Chromium, for the viewer's tests.
 browser:
@@ -38,6 +38,13 @@ bubblewrap:
 		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
 			bubblewrap python3; \
 	else echo "The sandbox's tests need bubblewrap and python3. On Debian, as root: apt-get install bubblewrap python3"; fi
+
+# PostgreSQL, for the tests of the store there. They start a server of their own.
+postgresql:
+	@if ls /usr/lib/postgresql/*/bin/initdb > /dev/null 2>&1 || command -v initdb > /dev/null; then true; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends postgresql; \
+	else echo "The store's tests need PostgreSQL. On Debian, as root: apt-get install postgresql"; fi
 
 $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -65,13 +72,13 @@ docs: $(STAMP)
 
 # Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile. mypy, which
 # would leave a core idle for a minute, runs while they begin.
-test: style browser bubblewrap
+test: style browser bubblewrap postgresql
 	$(BIN)/mypy > build/mypy.log 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -p xdist -n 2 --dist loadgroup --no-loadscope-reorder; tests=$$?; \
 	wait $$types; types=$$?; echo mypy:; cat build/mypy.log; test $$tests -eq 0 && test $$types -eq 0
 
 # All that needs no Ray, vLLM or FSDP, no pretrained weights, no process of its own and no training by the hundred steps.
-test-fast: lint browser bubblewrap
+test-fast: lint browser bubblewrap postgresql
 	$(BIN)/python -m pytest -p xdist -n 2 --dist loadgroup --no-loadscope-reorder -m "not long and not slow"
 
 # What `make test` does in a small form, with 10,000 cases each: answers, requests, records, manifests, metrics, stress;

@@ -15,6 +15,7 @@ import pytest
 
 from cotune.integrations.cluster.runtime import open_ray
 from cotune.integrations.models.transformers.sampler import TransformersSampler
+from tests.postgres import Server, server
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray would kill actors when other processes fill the machine's memory.
@@ -43,6 +44,13 @@ def ray_runtime() -> Iterator[str]:
     """One local Ray for the whole session. Its CPUs are a count only: actors share the machine's."""
     with open_ray("local", num_cpus=32) as runtime:
         yield runtime
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Server]:
+    """One PostgreSQL server for the whole session."""
+    with server() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeGuard
 
 import msgspec
 import numpy as np
@@ -129,7 +130,7 @@ def recipes_of(store: Store) -> tuple[Recipes, str]:
     config = config_of(store)
     plan = config.plan.kind or _plan_of(store)
     found = policy_recipes(config, plan)
-    source = "as the run was configured" if is_run(store.folder) else "as the records suggest"
+    source = "as the run was configured" if _is_of_run(store.folder) else "as the records suggest"
     return found, f"plan {plan}, {found.names}, {source}"
 
 
@@ -193,7 +194,7 @@ def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:
     """The roles that the run trains in a step of training, each with the policy that plays it then; None (all) for
     records of no run or no step, or before a checkpoint."""
     folder = store.folder
-    checkpoint = newest_checkpoint(RunLayout(folder).checkpoints) if is_run(folder) else None
+    checkpoint = newest_checkpoint(RunLayout(folder).checkpoints) if _is_of_run(folder) else None
     with contextlib.suppress(RunError):  # a damaged one
         if checkpoint is not None and step is not None:
             routing = config_of(store).routing
@@ -208,4 +209,8 @@ def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:
 def config_of(store: Store) -> RunConfig:
     """The configuration of the run that the records belong to; the defaults where they belong to none."""
     folder = store.folder
-    return read_run(folder).config if is_run(folder) else RunConfig()
+    return read_run(folder).config if _is_of_run(folder) else RunConfig()
+
+
+def _is_of_run(folder: Path | None) -> TypeGuard[Path]:
+    return folder is not None and is_run(folder)

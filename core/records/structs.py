@@ -121,6 +121,7 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"
     `sent_tools` and `sent_format` are the ids of the messages, the tools and the response format that went out.
     `unedited` says why a call went out as it was asked although they edit its role: `prompt_unmatched` where its texts
     are not those that they know, `prompt_ambiguous` where one can be read in several ways.
+    `app` is the name of the deployed application, empty where it gave none.
     """
 
     id: str
@@ -154,6 +155,7 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag="call"
     sent_tools: str | None = None
     sent_format: str | None = None
     unedited: str = ""
+    app: str = ""
 
     @property
     def messages_out(self) -> tuple[str, ...]:
@@ -205,7 +207,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     failure: the policy, the infrastructure, or a replay that diverged. `fork` is set where the episode repeats another.
     `chance` is the id of a `Message` with what clock, uuid and random gave (`Chance.record`), where that is kept.
     `threads` are the LangGraph threads in which its calls were made. `prompts` is the id of the prompts that edited its
-    calls.
+    calls. `app` is the name of the deployed application, and `key` what it calls this episode itself, such as an order
+    number; both may be empty.
     """
 
     id: str
@@ -226,6 +229,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):
     chance: str | None = None
     threads: tuple[str, ...] = ()
     prompts: str = ""
+    app: str = ""
+    key: str = ""
 
     @property
     def solved(self) -> bool | None:
@@ -247,7 +252,8 @@ LARGEST_REWARD = 1e38
 class RewardRecord(msgspec.Struct, frozen=True, gc=False, tag="reward"):
     """A named reward component. `target` is an episode id or a candidate id (`candidate_id`).
 
-    The last write of a name wins, until the episode's groups are consumed.
+    Of the rewards of a name the one with the latest time `at` counts, and of the same time the last that was written,
+    until the episode's groups are consumed.
     """
 
     target: str

@@ -10,16 +10,6 @@ from cotune.errors import RunError
 from cotune.storage.schema import WIDTHS
 
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-_FORGIVING = """
-PRAGMA temp_store = MEMORY;
-CREATE TEMP VIEW calls AS
-    SELECT id, episode, step, role, turn, status, prompt, prompt_tokens, completion_tokens,
-           iif(json_valid(body), body, '{}') AS body, iif(json_valid(candidates), candidates, '[]') AS candidates,
-           token_ids, logprobs FROM main.calls;
-CREATE TEMP VIEW episodes AS
-    SELECT id, task, phase, training_step, status, iif(json_valid(body), body, '{}') AS body, metrics
-    FROM main.episodes;"""
-"""Views that stand before the tables of the same names."""
 _OUT_OF_REACH = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_PERM}
 
 
@@ -29,14 +19,13 @@ def is_file_error(error: sqlite3.Error | UnicodeDecodeError) -> bool:
 
 
 def is_value_error(error: sqlite3.Error | UnicodeDecodeError) -> bool:
-    """Whether the cause is a value that is no text or no JSON: then a row is broken, not the file."""
-    return "Could not decode to UTF-8" in str(error) or "malformed JSON" in str(error)
+    """Whether the cause is a value that is no text: then a row is broken, not the file."""
+    return "Could not decode to UTF-8" in str(error)
 
 
 def forgiving(db: sqlite3.Connection) -> sqlite3.Connection:
-    """`db`, where broken texts are read as far as they go, and invalid JSON is read as empty."""
+    """`db`, where broken texts are read as far as they go."""
     db.text_factory = lambda text: text.decode("utf-8", "replace")
-    db.executescript(_FORGIVING)
     return db
 
 

@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 
-from cotune.errors import RunError
+from cotune.errors import ConfigError, RunError
 from cotune.storage.protocol import Store
 from cotune.storage.sqlite_store import SqliteStore
 
-STORES: Mapping[str, Callable[[str | Path, bool], Store]] = {"": SqliteStore.open}
+
+def _postgres(address: Path | str, read_only: bool) -> Store:
+    try:  # by its name: core imports no integration, and no package beyond its own
+        module = import_module("cotune.integrations.exchange.postgres.store")
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'cotune[postgres]'"
+        raise ConfigError("records", str(address), f"needs psycopg ({error})", remedy) from error
+    store: Store = module.PostgresStore.open(str(address), read_only)
+    return store
+
+
+STORES: Mapping[str, Callable[[str | Path, bool], Store]] = {
+    "": SqliteStore.open,
+    "postgresql": _postgres,
+    "postgres": _postgres,
+}
 """Stores by the scheme of their addresses; a path has none."""
 
 
-def open_store(address: Path | str, read_only: bool = False) -> Store:
-    """Open the records at an address: a run folder, or a records file. A writer creates the file.
+def is_path(address: Path | str) -> bool:
+    """Whether an address is a path, and not one of a database."""
+    return "://" not in str(address)
 
-    Raises RunError when another process writes it, or it cannot be opened.
+
+def open_store(address: Path | str, read_only: bool = False) -> Store:
+    """Open the records at an address: a run folder, a records file, or `postgresql://...`. A writer creates the file,
+    or the tables.
+
+    Raises RunError when another process writes the file, or it cannot be opened.
     """
-    scheme, colon, _ = str(address).partition("://")
-    if not colon:
-        scheme = ""
+    scheme = "" if is_path(address) else str(address).partition("://")[0]
     if scheme not in STORES:
-        known = ", ".join(f"{name}://" for name in STORES if name) or "none"
+        known = ", ".join(f"{name}://" for name in STORES if name)
         cause = f"No store is known for the address {address} (known: {known})."
-        raise RunError(cause, "Name a run folder or its records file.")
+        raise RunError(cause, "Name a run folder, its records file, or a database.")
     return STORES[scheme](address, read_only)
 
 

@@ -12,20 +12,15 @@ from typing import Literal, cast
 OnFailure = float | Literal["lowest", "exclude"]
 """The reward of a failed episode."""
 
-IS_OUTCOME = """(status = 'ok' OR status = 'error' AND CASE WHEN json_valid(body)
-    THEN coalesce(json_extract(body, '$.blame'), 'policy') = 'policy' ELSE 0 END)"""
+IS_OUTCOME = "(status = 'ok' OR status = 'error' AND coalesce(blame, 'policy') = 'policy')"
 """Whether an episode says something of its policies: not one that the infrastructure has failed."""
 _FAILED = f"status = 'error' AND {IS_OUTCOME}"
 _OWN = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
 
 _WORDS = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
-_SUCCESS = f"""CASE WHEN json_valid(metrics) THEN CASE json_type(metrics, '$.success')
-    WHEN 'text' THEN CASE lower(json_extract(metrics, '$.success'))
-        {" ".join(f"WHEN '{word}' THEN {value}" for word, value in _WORDS.items())} END
-    WHEN 'null' THEN NULL WHEN 'array' THEN NULL WHEN 'object' THEN NULL
-    ELSE json_extract(metrics, '$.success') END END"""
 
-REPORTED = f"CASE WHEN status = 'ok' THEN ({_SUCCESS}) >= 0.5 WHEN ({_SUCCESS}) IS NOT NULL THEN 0 END"
+REPORTED = """CASE WHEN status = 'ok' THEN CASE WHEN success >= 0.5 THEN 1 WHEN success IS NOT NULL THEN 0 END
+    WHEN success IS NOT NULL THEN 0 END"""
 """Whether an episode solved its task as it reports itself (`Episode.solved`); NULL for one that reports no success."""
 SOLVED = f"""CASE WHEN {IS_OUTCOME} THEN CASE WHEN status != 'ok' THEN 0
     ELSE coalesce({REPORTED}, CASE WHEN {_OWN} IS NOT NULL THEN 0 END) END END"""
@@ -56,8 +51,8 @@ def success_counts(where: str = "true") -> str:
     """A query for the phase, its solved episodes and those that count, for each phase in which an episode reports
     `success`. `where` chooses episodes."""
     return f"""SELECT phase, sum(solved), count(solved) FROM (
-            SELECT id, phase, {SOLVED} AS solved, {REPORTED} AS reported FROM episodes WHERE {where})
-        GROUP BY phase HAVING count(reported) AND count(solved) ORDER BY min(id)"""
+            SELECT id, phase, {SOLVED} AS solved, {REPORTED} AS reported FROM episodes WHERE {where}) AS found
+        GROUP BY phase HAVING count(reported) > 0 AND count(solved) > 0 ORDER BY min(id)"""
 
 
 def outcome_means(on_failure: str) -> str:
@@ -67,17 +62,18 @@ def outcome_means(on_failure: str) -> str:
         means = f"SELECT phase, name, avg(value), count(*) FROM {ended} WHERE status = 'ok' GROUP BY phase, name"
         return f"{means} ORDER BY phase, name"
     return f"""
-        WITH own AS (SELECT phase, name, sum(value) AS total, count(*) AS n, sum(status = 'error') AS failed,
-                            min(0, coalesce(min(value) FILTER (WHERE status = 'ok'), 0)) AS low
+        WITH own AS (SELECT phase, name, sum(value) AS total, count(*) AS n,
+                            count(*) FILTER (WHERE status = 'error') AS failed,
+                            coalesce(min(value) FILTER (WHERE status = 'ok' AND value < 0), 0) AS low
                      FROM {ended} WHERE {IS_OUTCOME} GROUP BY phase, name),
              bad AS (SELECT phase, count(*) AS n FROM episodes WHERE {_FAILED} GROUP BY phase)
         SELECT phase, name, (total + m * {_value(on_failure, "low")}) / (n + m), n + m
-        FROM (SELECT own.*, coalesce(bad.n, 0) - failed AS m FROM own LEFT JOIN bad ON bad.phase = own.phase)
+        FROM (SELECT own.*, coalesce(bad.n, 0) - failed AS m FROM own LEFT JOIN bad ON bad.phase = own.phase) AS found
         ORDER BY phase, name"""
 
 
-LOWEST_SUM = """SELECT min(0, coalesce(min(total), 0)) FROM (SELECT sum(value) AS total FROM episodes JOIN rewards
-    ON target = episodes.id WHERE phase = ? AND status = 'ok' GROUP BY episodes.id)"""
+LOWEST_SUM = """SELECT coalesce(min(total), 0) FROM (SELECT sum(value) AS total FROM episodes JOIN rewards
+    ON target = episodes.id WHERE phase = ? AND status = 'ok' GROUP BY episodes.id) AS found WHERE total < 0"""
 """The lowest outcome of a phase, or 0."""
 
 

@@ -19,13 +19,19 @@ class Store(Protocol):
         ...
 
     @property
-    def folder(self) -> Path:
-        """The folder that holds, or would hold, the other files of the run."""
+    def folder(self) -> Path | None:
+        """The folder that holds, or would hold, the other files of the run; None for a database."""
         ...
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue records, in order, to be committed together. The first of an id stands, but that an episode may be
         written again as cancelled or abandoned, which withdraws it. Never raises for a full disk: see `lost`."""
+        ...
+
+    def commit(self, records: Sequence[Record]) -> None:
+        """Write records and return when they are durable; other threads may share the transaction. Raises RunError when
+        they are not: send them again, as what is stored is not stored twice. A record that no store can hold is counted
+        in `lost`."""
         ...
 
     def flush(self) -> None:
@@ -81,7 +87,7 @@ class Store(Protocol):
         ...
 
     def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
-        """Target -> component name -> value (last write wins)."""
+        """Target -> component name -> value (the latest by its time, then the last write, wins)."""
         ...
 
     def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:

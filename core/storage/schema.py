@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import struct
+import time
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar, cast
@@ -31,8 +31,8 @@ from cotune.storage.outcomes import metric
 Row = tuple[Any, ...]
 Timed = TypeVar("Timed", CallRecord, Episode)
 
-VERSION = 3
-"""`user_version` of a records file; raised when the schema changes."""
+VERSION = 4
+"""Version of the tables, `user_version` of a records file; raised when they change, with a step in `UPGRADES`."""
 
 APPLICATION = 0x636F7475
 """`application_id` of a records file ("cotu")."""
@@ -40,56 +40,60 @@ APPLICATION = 0x636F7475
 _LATEST = 9e9
 """Upper bound of times, in seconds: the sum of two fits 64 bits of nanoseconds."""
 
-SCHEMA = f"""
-CREATE TABLE images (id TEXT PRIMARY KEY, media_type TEXT NOT NULL, data BLOB NOT NULL);
-CREATE TABLE messages (id TEXT PRIMARY KEY, body TEXT NOT NULL);
-CREATE TABLE segments (id TEXT PRIMARY KEY, parent TEXT, token_ids BLOB NOT NULL);
-CREATE TABLE calls (
-    id TEXT PRIMARY KEY, episode TEXT NOT NULL, step INTEGER NOT NULL, role TEXT NOT NULL, turn INTEGER NOT NULL,
-    status TEXT NOT NULL, prompt TEXT, prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
-    body TEXT NOT NULL, candidates TEXT NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL);
+TABLES = {
+    "images": ("id TEXT PRIMARY KEY", "media_type TEXT NOT NULL", "data BLOB NOT NULL", "at REAL NOT NULL"),
+    "messages": ("id TEXT PRIMARY KEY", "body TEXT NOT NULL", "at REAL NOT NULL"),
+    "segments": ("id TEXT PRIMARY KEY", "parent TEXT", "token_ids BLOB NOT NULL", "at REAL NOT NULL"),
+    "calls": (
+        *("id TEXT PRIMARY KEY", "episode TEXT NOT NULL", "step INTEGER NOT NULL", "role TEXT NOT NULL"),
+        *("turn INTEGER NOT NULL", "status TEXT NOT NULL", "prompt TEXT", "prompt_tokens INTEGER NOT NULL"),
+        *("completion_tokens INTEGER NOT NULL", "app TEXT NOT NULL", "model TEXT NOT NULL", "policy TEXT"),
+        *("version INTEGER", "started REAL NOT NULL", "latency REAL NOT NULL", "drawn INTEGER NOT NULL"),
+        *("body TEXT NOT NULL", "candidates TEXT NOT NULL", "token_ids BLOB NOT NULL", "logprobs BLOB NOT NULL"),
+    ),
+    "episodes": (
+        *("id TEXT PRIMARY KEY", "task TEXT NOT NULL", "phase TEXT NOT NULL", "training_step INTEGER"),
+        *("status TEXT NOT NULL", "app TEXT NOT NULL", "key TEXT NOT NULL", "started REAL NOT NULL"),
+        *("latency REAL NOT NULL", "calls INTEGER NOT NULL", "error TEXT", "blame TEXT", "success REAL"),
+        *("body TEXT NOT NULL", "metrics TEXT NOT NULL"),
+    ),
+    "rewards": ("target TEXT", "name TEXT", "value REAL", "at REAL", "PRIMARY KEY (target, name)"),
+    "feedback": ("target TEXT", "name TEXT", "text TEXT", "at REAL", "cut INTEGER", "PRIMARY KEY (target, name)"),
+    "replaced": (
+        *("target TEXT", "name TEXT", "at REAL", "value REAL", "text TEXT"),
+        "PRIMARY KEY (target, name, at)",
+    ),
+    "consumed": ("target TEXT PRIMARY KEY", "training_step INTEGER NOT NULL", "is_group INTEGER NOT NULL"),
+    "counters": ("name TEXT PRIMARY KEY", "value INTEGER NOT NULL"),
+}
+"""Columns of each table, in SQLite's types; what makes queries quick stands in columns beside the whole record."""
+
+INDEXES = """
 CREATE INDEX calls_by_episode ON calls (episode, step);
-CREATE TABLE episodes (
-    id TEXT PRIMARY KEY, task TEXT NOT NULL, phase TEXT NOT NULL, training_step INTEGER, status TEXT NOT NULL,
-    body TEXT NOT NULL, metrics TEXT NOT NULL);
+CREATE INDEX calls_drawn ON calls (id) WHERE drawn > 1;
 CREATE INDEX episodes_by_step ON episodes (phase, training_step);
 CREATE INDEX episodes_by_task ON episodes (task);
-CREATE TABLE rewards (target TEXT, name TEXT, value REAL, at REAL, PRIMARY KEY (target, name)) WITHOUT ROWID;
-CREATE TABLE feedback (
-    target TEXT, name TEXT, text TEXT, at REAL, cut INTEGER, PRIMARY KEY (target, name)) WITHOUT ROWID;
-CREATE TABLE consumed (
-    target TEXT PRIMARY KEY, training_step INTEGER NOT NULL, is_group INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE VIEW candidates AS
-    SELECT calls.id || '.' || json_extract(value, '$.index') AS id, calls.id AS call, calls.episode, calls.role,
-           calls.turn, json_extract(value, '$.index') AS "index", json_extract(value, '$.text') AS text,
-           json_extract(value, '$.tokens') AS tokens, json_extract(value, '$.finish_reason') AS finish_reason,
-           json_extract(value, '$.index') IS json_extract(calls.body, '$.chosen') AS chosen
-    FROM calls, json_each(iif(json_valid(calls.candidates), calls.candidates, '[]'));
-PRAGMA application_id = {APPLICATION};
-PRAGMA user_version = {VERSION};
+CREATE INDEX episodes_by_key ON episodes (app, key) WHERE key != '';
 """
 
 COLUMNS = {
-    "images": "id, media_type, data",
-    "messages": "id, body",
-    "segments": "id, parent, token_ids",
-    "calls": "id, episode, step, role, turn, status, prompt, prompt_tokens, completion_tokens, body, candidates, "
-    "token_ids, logprobs",
-    "episodes": "id, task, phase, training_step, status, body, metrics",
-    "rewards": "target, name, value, at",
-    "feedback": "target, name, text, at, cut",
-    "consumed": "target, training_step, is_group",
-    "counters": "name, value",
+    table: [column.split()[0] for column in columns if not column.startswith("PRIMARY KEY")]
+    for table, columns in TABLES.items()
 }
-"""Columns of each table, which a file has unless it is damaged."""
+"""Names of the columns of each table, which a store has unless it is damaged."""
 
 FEEDBACK = """feedback LEFT JOIN rewards USING (target, name)
     WHERE coalesce(rewards.at, feedback.at) <= feedback.at"""
 """Texts whose reward was not replaced since."""
 
-WIDTHS = {"images": 3, "messages": 2, "segments": 3, "calls": 13, "episodes": 7, "rewards": 4, "feedback": 5}
-"""Columns of each table that records are written to."""
+WRITTEN = ("images", "messages", "segments", "calls", "episodes", "rewards", "feedback")
+"""Tables that records are written to."""
+WIDTHS = {table: len(COLUMNS[table]) for table in WRITTEN}
+"""Numbers of their columns."""
+WITHDRAWN = ("cancelled", "abandoned")
+"""How an episode may end after it has been stored with another end."""
+DAY = 86400.0
+"""Seconds after which a message, image or segment that is used again is marked as used (`at`)."""
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
@@ -113,13 +117,20 @@ _stored = msgspec.json.Decoder(list[StoredCandidate])
 _calls = msgspec.json.Decoder(CallRecord)
 _episodes = msgspec.json.Decoder(Episode)
 
+_USED = "ON CONFLICT (id) DO UPDATE SET at = excluded.at WHERE excluded.at > {table}.at + 86400"
 CONFLICTS = {
-    **dict.fromkeys(("images", "messages", "segments", "calls"), "ON CONFLICT (id) DO NOTHING"),
+    **{table: _USED.format(table=table) for table in ("images", "messages", "segments")},
+    "calls": "ON CONFLICT (id) DO NOTHING",
     "episodes": "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body "
-    "WHERE excluded.status IN ('cancelled', 'abandoned')",
-    "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at",
+    f"WHERE excluded.status IN {WITHDRAWN}",
+    "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at, rowid = {next}",
     "feedback": "ON CONFLICT (target, name) DO UPDATE SET text = excluded.text, at = excluded.at, cut = excluded.cut",
+    "replaced": "ON CONFLICT (target, name, at) DO UPDATE SET value = coalesce(excluded.value, replaced.value), "
+    "text = coalesce(excluded.text, replaced.text)",
+    "consumed": "ON CONFLICT (target) DO UPDATE SET is_group = 1 WHERE excluded.is_group = 1",
 }
+"""What a row does whose key is there. The writer has chosen between rewards of a name before; `{next}` is the number
+that a new row would get."""
 
 
 def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple[str, Row]], int]:
@@ -129,12 +140,12 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
     Raises TypeError, ValueError or struct.error for a record that cannot be encoded.
     """
     rows: list[tuple[str, Row]] = []
-    size = 0
+    size, now = 0, time.time()
     for record in records:
         row: Row
         if isinstance(record, CallRecord):
             table, row = "calls", _call_row(record)
-            size += 1200 + len(row[9]) + len(row[10]) + len(row[11])
+            size += 1300 + len(row[16]) + len(row[17]) + len(row[18])
         elif isinstance(record, RewardRecord):
             table, row = "rewards", (record.target, record.name, float(record.value), record.at)
             size += 300
@@ -143,7 +154,7 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
             size += 300 + len(record.text)
         elif isinstance(record, Episode):
             table, row = "episodes", _episode_row(record)
-            size += 1000 + len(row[5])
+            size += 1100 + len(row[13])
         elif record.id in known:
             continue
         elif isinstance(record, Message):
@@ -152,12 +163,12 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
             body, images = split_images(record.body) if parts else (record.body, [])
             for image in images:
                 if (name := image.id) not in known:
-                    rows.append(("images", (name, image.media_type, bytearray(image.data))))
+                    rows.append(("images", (name, image.media_type, bytearray(image.data), now)))
                     size += 300 + len(image.data)
-            table, row = "messages", (record.id, _json.encode(body).decode())
+            table, row = "messages", (record.id, _json.encode(body).decode(), now)
             size += 200 + len(row[1])
         else:
-            table, row = "segments", (record.id, record.parent, bytearray(record.packed))
+            table, row = "segments", (record.id, record.parent, bytearray(record.packed), now)
             size += 300 + len(row[2])
         rows.append((table, row))
     return rows, size
@@ -184,6 +195,13 @@ def _call_row(call: CallRecord) -> Row:
         call.prompt,
         call.prompt_tokens or call.usage.prompt_tokens,
         completion,
+        call.app,
+        call.model,
+        call.policy and call.policy.name,
+        call.policy and call.policy.version,
+        call.started,
+        call.latency,
+        len(call.candidates),
         _json.encode(replace(call, candidates=())).decode(),
         _json.encode(stored).decode(),
         token_ids,
@@ -194,7 +212,23 @@ def _call_row(call: CallRecord) -> Row:
 def _episode_row(episode: Episode) -> Row:
     body = _json.encode(replace(episode, metrics={})).decode()
     metrics = json.dumps(dict(episode.metrics)) if episode.metrics else "{}"
-    return (episode.id, episode.task.id, episode.phase, episode.training_step, episode.status, body, metrics)
+    return (
+        episode.id,
+        episode.task.id,
+        episode.phase,
+        episode.training_step,
+        episode.status,
+        episode.app,
+        episode.key,
+        episode.started,
+        episode.latency,
+        episode.calls,
+        episode.error,
+        episode.blame,
+        metric(episode.metrics.get("success")),
+        body,
+        metrics,
+    )
 
 
 def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: bytes) -> CallRecord:
@@ -272,13 +306,6 @@ def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) ->
     except (TypeError, struct.error):
         cause = f"The token path of segment {segment_id!r} is broken in this store."
         raise RecordError(cause, "Leave out the calls that refer to it.") from None
-
-
-@functools.cache
-def insertion(table: str, rows: int) -> str:
-    """The statement that inserts so many rows."""
-    marks = f"({','.join('?' * WIDTHS[table])})"
-    return f"INSERT INTO {table} VALUES {','.join([marks] * rows)} {CONFLICTS[table]}"
 
 
 def in_parts(names: Iterable[str]) -> Iterator[list[str]]:

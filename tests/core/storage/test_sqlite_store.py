@@ -18,9 +18,9 @@ import pytest
 import cotune
 from cotune.errors import RecordError, RunError
 from cotune.records.structs import CallRecord, Candidate, Episode, Message, RewardRecord, Task
-from cotune.storage import sqlite_writer
+from cotune.storage.sql import writer
+from cotune.storage.sql.writer import LATE, YIELD
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.storage.sqlite_writer import LATE, YIELD
 from tests.core.storage.whole_file import copied
 
 
@@ -162,13 +162,13 @@ def test_a_full_disk_is_counted_said_once_and_recovered_from(tmp_path):
     assert lines[-1] == "100000"
     logged = [line for line in lines if "records.db: " in line]
     assert len(logged) == 2
-    assert "the file cannot be written" in logged[0]
+    assert "the store cannot be written" in logged[0]
     assert "records cannot be stored" in logged[1]
 
 
 def test_a_full_queue_drops_and_counts(store, monkeypatch, caplog):
-    monkeypatch.setattr("cotune.storage.sqlite_writer.QUEUE_BYTES", 5000)
-    monkeypatch.setattr("cotune.storage.sqlite_writer.PUT_TIMEOUT", 0.01)
+    monkeypatch.setattr("cotune.storage.sql.writer.QUEUE_BYTES", 5000)
+    monkeypatch.setattr("cotune.storage.sql.writer.PUT_TIMEOUT", 0.01)
     other = sqlite3.connect(store.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     for i in range(10):
@@ -362,7 +362,7 @@ def test_a_forked_child_reads_but_does_not_write(store):
 
 
 def test_what_is_known_to_be_stored_is_bounded_and_may_be_written_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(sqlite_writer, "RECENT_IDS", 10)
+    monkeypatch.setattr(writer, "RECENT_IDS", 10)
     with SqliteStore.open(tmp_path / "r.db") as store:
         for number in [*range(40), *range(40)]:
             store.write([Message(f"m{number}", number)])

@@ -24,25 +24,18 @@ from cotune.records.structs import (
     Task,
     Usage,
 )
-from cotune.storage.sqlite_store import SqliteStore
-
-
-def sqlite(folder):
-    return SqliteStore.open(folder)
-
-
-def sqlite_read_only(folder):
-    """Reads come from a second store that has the file open for reading only, like another process."""
-    return ReadOnly(folder)
+from cotune.storage.open_store import open_store
 
 
 class ReadOnly:
-    def __init__(self, folder):
-        self.writer = SqliteStore.open(folder)
-        self.reader = SqliteStore.open(folder, read_only=True)
+    """Reads come from a second store that is open for reading only, like another process."""
+
+    def __init__(self, address):
+        self.writer = open_store(address)
+        self.reader = open_store(address, read_only=True)
 
     def __getattr__(self, name):
-        writes = name in ("write", "flush", "consume", "release", "lost", "refused")
+        writes = name in ("write", "commit", "flush", "consume", "release", "lost", "refused")
         return getattr(self.writer if writes else self.reader, name)
 
     def close(self):
@@ -50,14 +43,28 @@ class ReadOnly:
         self.reader.close()
 
 
-FACTORIES = [sqlite, sqlite_read_only]
+FACTORIES = ["sqlite", "sqlite_read_only", "postgres", "postgres_read_only"]
 
 
-@pytest.fixture(params=FACTORIES, ids=lambda factory: factory.__name__)
-def store(request, tmp_path):
-    opened = request.param(tmp_path)
-    yield opened
-    opened.close()
+@pytest.fixture(params=FACTORIES)
+def open_one(request, tmp_path):
+    """Opens a new store, and closes it at the end of the test."""
+    opened = []
+
+    def one():
+        kind, _, read_only = request.param.partition("_")
+        new = request.getfixturevalue("postgres").database if kind == "postgres" else lambda: tmp_path / new_id()
+        opened.append((ReadOnly if read_only else open_store)(new()))
+        return opened[-1]
+
+    yield one
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(open_one):
+    return open_one()
 
 
 def call(episode="E1", id="C1", step=0, role="navigator", turn=0, **fields):
@@ -428,9 +435,8 @@ def batches(draw, thread):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.tuples(batches("x"), batches("y"), batches("z")), st.randoms(use_true_random=False))
-@pytest.mark.parametrize("factory", FACTORIES)
-def test_interleaved_threads_read_like_a_model(factory, tmp_path, written, order):
-    store = factory(tmp_path / new_id())
+def test_interleaved_threads_read_like_a_model(open_one, written, order):
+    store = open_one()
     threads = [threading.Thread(target=lambda b=b: [store.write(batch) for batch in b]) for b in written]
     order.shuffle(threads)
     for thread in threads:

@@ -17,9 +17,9 @@ import pytest
 from cotune.cli.main import main
 from cotune.episodes.workflows import WorkflowFunction
 from cotune.records.structs import Episode
-from cotune.storage import sqlite_writer
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_layout import RunLayout
+from cotune.storage.sql import writer
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer import loop
 from cotune.trainer.rollout import source
@@ -187,7 +187,7 @@ def test_what_was_rolled_out_ahead_is_abandoned_too(trainer: Trainer, monkeypatc
         save_checkpoint(folder, state, learner, **more)
 
     monkeypatch.setattr(loop, "save_checkpoint", while_rolled_out)
-    monkeypatch.setattr(sqlite_writer, "LINGER", 60.0)  # on record only where something waits for it
+    monkeypatch.setattr(writer, "LINGER", 60.0)  # on record only where something waits for it
     trainer(app, **SETTINGS, mode="async")
     monkeypatch.undo()
     run = trainer.folder / "run"

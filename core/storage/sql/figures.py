@@ -1,31 +1,36 @@
-"""The queries that count, sum, list and search a records file. `Store` documents each method."""
+"""The queries that count, sum, list and search records, for every store that speaks SQL. `Store` documents each
+method."""
 
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from cotune.errors import RecordError
 from cotune.storage.episode_filters import COUNTED, EpisodeFilters
 from cotune.storage.outcomes import LOWEST_SUM, REPORTED, SOLVED, outcome_means, outcome_sum, success_counts
 from cotune.storage.schema import FEEDBACK, Row, in_parts
 
-_HOLDS = """(body LIKE ? ESCAPE '\\' AND EXISTS (
-    SELECT 1 FROM json_tree(body) AS part WHERE part.type = 'text' AND part.atom LIKE ? ESCAPE '\\'
-    AND coalesce(part.key, '') NOT IN ('role', 'type', 'id', 'finish_reason', 'status', 'phase')))"""
-"""Whether a JSON value holds a text: first as JSON has it, which is quick, then in its values, not in its keys."""
+T = TypeVar("T")
 _STEP = "CAST(training_step AS INTEGER)"
-_MODEL = "CASE WHEN json_valid(body) THEN coalesce(json_extract(body, '$.model'), '') ELSE '' END"
+_TIMES = "count(*) FILTER (WHERE status = '{}')"
+_NAMES = frozenset(("role", "type", "id", "finish_reason", "status", "phase"))
+"""Keys in JSON whose texts nobody searches for."""
 
 
-def _seconds(name: str) -> str:
-    return f"CAST(coalesce(json_extract(body, '$.{name}'), 0) AS REAL)"
+class _Asked(msgspec.Struct):
+    """What a search reads of a call beside its answers."""
+
+    messages: tuple[str, ...] = ()
+    error: str | None = None
 
 
-class SqliteFigures:
-    """The part of `SqliteStore` that counts, lists and searches."""
+class Figures(ABC):
+    """The part of a store that counts, lists and searches."""
 
     @abstractmethod
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
@@ -45,7 +50,8 @@ class SqliteFigures:
         measure, value = self._measured(phase, on_failure)
         return measure, self.rows(
             f"""SELECT task, count(*), avg(v), min(v), max(v) FROM (
-                SELECT task, {value} AS v FROM episodes WHERE phase = ? AND {COUNTED}) GROUP BY task ORDER BY task""",
+                SELECT task, {value} AS v FROM episodes WHERE phase = ? AND {COUNTED}) AS found
+                GROUP BY task ORDER BY task""",
             (phase,),
         )
 
@@ -54,7 +60,7 @@ class SqliteFigures:
         return self.rows(
             f"""SELECT task, step, count(v), sum(v) FROM (
                 SELECT task, {_STEP} AS step, {value} AS v FROM episodes WHERE phase = ? AND {COUNTED}
-                AND task IN (SELECT value FROM json_each(?)) AND training_step IS NOT NULL)
+                AND task IN (SELECT value FROM json_each(?)) AND training_step IS NOT NULL) AS found
                 GROUP BY task, step""",
             (phase, json.dumps([*tasks])),
         )
@@ -68,7 +74,7 @@ class SqliteFigures:
     def has_scored_candidates(self) -> bool:
         return bool(
             self.rows(
-                """SELECT 1 FROM calls WHERE json_array_length(candidates) > 1 AND EXISTS
+                """SELECT 1 FROM calls WHERE drawn > 1 AND EXISTS
                 (SELECT 1 FROM rewards WHERE target > calls.id || '.' AND target < calls.id || '/') LIMIT 1"""
             )
         )
@@ -96,29 +102,26 @@ class SqliteFigures:
 
     def episodes_by_phase(self) -> list[Row]:
         return self.rows(
-            """SELECT phase, count(*), sum(status = 'ok'), sum(status = 'error'), sum(status = 'cancelled'),
-                sum(status = 'abandoned'), count(DISTINCT task), count(DISTINCT training_step),
-                coalesce(avg(json_extract(body, '$.latency')), 0)
+            f"""SELECT phase, count(*), {_TIMES.format("ok")}, {_TIMES.format("error")}, {_TIMES.format("cancelled")},
+                {_TIMES.format("abandoned")}, count(DISTINCT task), count(DISTINCT training_step), avg(latency)
             FROM episodes GROUP BY phase ORDER BY min(id)"""
         )
 
     def use(self, after: int, until: int) -> list[Row]:
         return self.rows(
-            f"""SELECT role, {_MODEL}, count(*), sum(status != 'ok'), max(turn) + 1, sum(prompt_tokens),
-                sum(completion_tokens), sum(iif(json_valid(body), json_extract(body, '$.latency'), 0))
-            FROM calls WHERE rowid > ? AND rowid <= ? GROUP BY 1, 2 ORDER BY min(id)""",
+            """SELECT role, model, count(*), count(*) FILTER (WHERE status != 'ok'), max(turn) + 1, sum(prompt_tokens),
+                sum(completion_tokens), sum(latency)
+            FROM calls WHERE rowid > ? AND rowid <= ? GROUP BY role, model ORDER BY min(id)""",
             (after, until),
         )
 
     def candidates_by_role(self) -> dict[str, int]:
-        count = "sum(json_array_length(iif(json_valid(candidates), candidates, '[]')))"
-        return {str(role): count for role, count in self.rows(f"SELECT role, {count} FROM calls GROUP BY role")}
+        return {str(role): count for role, count in self.rows("SELECT role, sum(drawn) FROM calls GROUP BY role")}
 
     def failed_episodes(self) -> list[tuple[str, str | None, int]]:
         return self.rows(
-            """SELECT phase, CASE WHEN json_valid(body) THEN CAST(json_extract(body, '$.error') AS TEXT) END AS cause,
-                count(*) AS times
-            FROM episodes WHERE status = 'error' GROUP BY 1, 2 ORDER BY times DESC, cause"""
+            """SELECT phase, error, count(*) FROM episodes WHERE status = 'error' GROUP BY phase, error
+            ORDER BY count(*) DESC, coalesce(error, ''), phase"""
         )
 
     def failed_calls(self) -> list[tuple[str, str, int]]:
@@ -127,8 +130,7 @@ class SqliteFigures:
     def answered_by(self, policy: str) -> list[tuple[str, int]]:
         return self.rows(
             """SELECT role, count(*) FROM calls JOIN episodes ON episodes.id = calls.episode
-            WHERE phase != 'check'
-            AND CASE WHEN json_valid(calls.body) THEN json_extract(calls.body, '$.policy.name') END = ?
+            WHERE phase != 'check' AND policy = ?
             GROUP BY role ORDER BY role""",
             (policy,),
         )
@@ -163,10 +165,8 @@ class SqliteFigures:
 
     def episode_lines(self, filters: EpisodeFilters, limit: int) -> list[Row]:
         where, asked = filters.where()
-        calls = "CAST(coalesce(json_extract(body, '$.calls'), 0) AS INTEGER)"
         return self.rows(
-            f"""SELECT id, task, phase, {_STEP}, status, {calls}, {_seconds("latency")},
-                CAST(json_extract(body, '$.error') AS TEXT), {REPORTED}
+            f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED}
             FROM episodes {where} ORDER BY id DESC LIMIT ?""",
             (*asked, limit),
         )
@@ -189,65 +189,101 @@ class SqliteFigures:
         return [step for (step,) in self.rows(sql, (phase,))]
 
     def recent_roles(self) -> list[str]:
-        sql = "SELECT DISTINCT role FROM (SELECT role FROM calls ORDER BY rowid DESC LIMIT 1000) ORDER BY 1"
+        sql = "SELECT DISTINCT role FROM (SELECT role FROM calls ORDER BY rowid DESC LIMIT 1000) AS latest ORDER BY 1"
         return [str(role) for (role,) in self.rows(sql)]
 
     def first_episodes(self, phase: str, step: int | None, tasks: Iterable[str]) -> dict[str, str]:
         found = self.rows(
-            f"""SELECT task, min(id) FROM episodes WHERE phase = ? AND training_step IS ? AND {COUNTED}
+            f"""SELECT task, min(id) FROM episodes
+            WHERE phase = ? AND training_step {"IS NULL" if step is None else "= ?"} AND {COUNTED}
             AND task IN (SELECT value FROM json_each(?)) GROUP BY task""",
-            (phase, step, json.dumps([*tasks])),
+            (phase, *([] if step is None else [step]), json.dumps([*tasks])),
         )
         return {str(task): str(id) for task, id in found}
 
     def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int]]:
         return self.rows(
-            f"""SELECT task, min(training_step) AS first, max(training_step) AS last FROM episodes
-            WHERE phase = ? AND {COUNTED} AND training_step >= 0
-            GROUP BY task HAVING first < last ORDER BY last - first DESC, task LIMIT ?""",
+            f"""SELECT task, earliest, latest FROM (
+                SELECT task, min(training_step) AS earliest, max(training_step) AS latest FROM episodes
+                WHERE phase = ? AND {COUNTED} AND training_step >= 0 GROUP BY task) AS found
+            WHERE earliest < latest ORDER BY latest - earliest DESC, task LIMIT ?""",
             (phase, limit),
         )
 
     def call_times(self, episode: str) -> list[Row]:
-        parents = "iif(json_type(body, '$.parents') = 'array', json_extract(body, '$.parents'), '[]')"
-        found = self.rows(
-            f"""SELECT id, step, role, turn, status, {_seconds("started")}, {_seconds("latency")}, {parents}
-            FROM calls WHERE episode = ? ORDER BY step, id""",
-            (episode,),
-        )
-        return [(*row, tuple(map(str, json.loads(parents)))) for *row, parents in found]
+        sql = """SELECT id, step, role, turn, status, started, latency, body
+            FROM calls WHERE episode = ? ORDER BY step, id"""
+        return [(*row, tuple(map(str, _listed(body, "parents")))) for *row, body in self.rows(sql, (episode,))]
 
     def messages_of(self, episode: str, role: str, turn: int) -> list[str]:
-        sql = "SELECT json_extract(body, '$.messages') FROM calls WHERE episode = ? AND role = ? AND turn = ?"
+        sql = "SELECT body FROM calls WHERE episode = ? AND role = ? AND turn = ?"
         found = self.rows(sql, (episode, role, turn))
-        return json.loads(found[0][0] or "[]") if found else []
+        return _listed(found[0][0], "messages") if found else []
 
     # Search
 
     def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> set[str]:
-        asked = json.dumps([*episodes])
-        needles = (f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1])}%", f"%{_escaped(text)}%")
-        chosen = f"SELECT id FROM episodes WHERE id IN (SELECT value FROM json_each(?)) AND {_HOLDS}"
-        hits = {id for (id,) in self.rows(chosen, (asked, *needles))}
-        beside = f"SELECT target FROM {FEEDBACK} AND text LIKE ? ESCAPE '\\' AND target"
-        of_calls = f"""SELECT DISTINCT episode FROM calls WHERE episode IN (SELECT value FROM json_each(?))
+        asked, wanted = json.dumps([*episodes]), _lower(text)
+        # First as JSON has it, which is quick, then in its values.
+        as_json = f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1])}%"
+        plain = f"%{_escaped(text)}%"
+        like = "LIKE ? ESCAPE '\\'"
+        of = "IN (SELECT value FROM json_each(?))"
+        sql = f"SELECT id, body FROM episodes WHERE id {of} AND body {like}"
+        hits = {id for id, body in self.rows(sql, (asked, as_json)) if _holds(body, wanted)}
+        beside = f"SELECT target FROM {FEEDBACK} AND text {like} AND target"
+        of_calls = f"""SELECT DISTINCT episode FROM calls WHERE episode {of}
             AND EXISTS ({beside} > calls.id || '.' AND target < calls.id || '/')"""  # candidates: the call's id, ".", n
-        hits |= {id for (id,) in self.rows(f"{beside} IN (SELECT value FROM json_each(?))", (needles[1], asked))}
-        hits |= {id for (id,) in self.rows(of_calls, (asked, needles[1]))}
-        answers = _HOLDS.replace("body", "candidates")
-        sql = f"""SELECT episode, {answers} OR coalesce(json_extract(body, '$.error'), '') LIKE ? ESCAPE '\\',
-            json_extract(body, '$.messages') FROM calls WHERE episode IN (SELECT value FROM json_each(?))"""
+        hits |= {id for (id,) in self.rows(f"{beside} {of}", (plain, asked))}
+        hits |= {id for (id,) in self.rows(of_calls, (asked, plain))}
         prompts: dict[str, set[str]] = {}
-        for episode, answered, messages in self.rows(sql, (*needles, needles[1], asked)):
-            if answered:
+        sql = f"""SELECT episode, body, CASE WHEN candidates {like} THEN candidates END FROM calls
+            WHERE episode {of}"""
+        for episode, body, answers in self.rows(sql, (as_json, asked)):
+            if episode in hits:
+                continue
+            call = _decoded(body, _Asked, _Asked())
+            if wanted in _lower(call.error or "") or (answers and _holds(answers, wanted)):
                 hits.add(episode)
-            elif episode not in hits:
-                prompts.setdefault(episode, set()).update(json.loads(messages or "[]"))
+            else:
+                prompts.setdefault(episode, set()).update(call.messages)
         for some in in_parts({id for ids in prompts.values() for id in ids} - verdicts.keys()):
-            sql = f"SELECT id FROM messages WHERE id IN ({','.join('?' * len(some))}) AND {_HOLDS}"
+            marks = ",".join("?" * len(some))
+            sql = f"SELECT id, body FROM messages WHERE id IN ({marks}) AND body {like}"
             verdicts.update(dict.fromkeys(some, False))
-            verdicts.update((id, True) for (id,) in self.rows(sql, (*some, *needles)))
+            verdicts.update((id, _holds(body, wanted)) for id, body in self.rows(sql, (*some, as_json)))
         return hits | {episode for episode, ids in prompts.items() if any(verdicts[id] for id in ids)}
+
+
+def _decoded(text: Any, kind: type[T], otherwise: T) -> T:
+    """JSON of a column; `otherwise` where it is broken."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (ValueError, TypeError, RecursionError):
+        return otherwise
+
+
+def _listed(body: Any, name: str) -> list[Any]:
+    found = _decoded(body, dict[str, Any], {}).get(name)
+    return found if isinstance(found, list) else []
+
+
+def _holds(body: Any, wanted: str) -> bool:
+    """Whether a value of JSON holds a text, not among its keys."""
+    return _held(_decoded(body, Any, None), wanted)
+
+
+def _held(value: Any, wanted: str) -> bool:
+    if isinstance(value, str):
+        return wanted in _lower(value)
+    if isinstance(value, dict):
+        return any(_held(part, wanted) for key, part in value.items() if not (key in _NAMES and isinstance(part, str)))
+    return isinstance(value, list) and any(_held(part, wanted) for part in value)
+
+
+def _lower(text: str) -> str:
+    """Letters of ASCII in lower case, as LIKE compares."""
+    return text.encode("utf-8", "surrogatepass").lower().decode("utf-8", "surrogatepass")
 
 
 def _escaped(text: str) -> str:

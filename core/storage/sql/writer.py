@@ -1,20 +1,20 @@
-"""The one writer of a records file: a bounded queue, a thread, and transactions of many records."""
+"""What a process writes to a store: a bounded queue, a thread, and transactions of many records."""
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import sqlite3
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from cotune.errors import RunError
 from cotune.records.structs import Record
-from cotune.storage.schema import WIDTHS, encode, in_parts, insertion
+from cotune.storage.schema import DAY, WIDTHS, encode
+from cotune.storage.sql.transaction import Database, Transactions
 
 log = logging.getLogger("cotune.store")
 
@@ -32,14 +32,8 @@ PUT_TIMEOUT = 5.0
 room again, it drops the records at once."""
 RECENT_IDS = 32768
 """Content addresses that are known to be stored; with more, all are forgotten, and some are written again in vain."""
-BROKEN = (sqlite3.Error, ValueError, OverflowError)
-"""Raised for a row that no disk can hold; except sqlite3.OperationalError, whose cause is the disk."""
 RETRY = (0.05, 2.0)
 """First and longest pause in seconds before a failed transaction is tried again."""
-
-MOST_ROWS = 2048
-"""Rows per statement; SQLite takes up to 32,766 values in one. The interpreter lock is handed over once per statement,
-and a busy application gives it back only after its switch interval: many small statements would starve the writer."""
 
 
 class Batch:
@@ -48,19 +42,23 @@ class Batch:
     So a record leaves few objects behind: each costs again when the writer's thread, on another core, reads it.
     """
 
-    __slots__ = ("bytes", "count", "puts", "since", "tables")
+    __slots__ = ("bytes", "count", "failure", "kept", "puts", "since", "tables")
 
     def __init__(self) -> None:
         self.tables: dict[str, list[Any]] = {table: [] for table in WIDTHS}
         self.count = self.bytes = self.puts = 0
+        self.kept = 0
+        """Those of its records that their sender keeps until they are committed."""
         self.since = time.monotonic()
+        self.failure: str | None = None
+        """After `flush`: why it could not be written."""
 
 
 class Ledger:
     """Groups that a training step consumed, with their members; None forgets those of this step and later ones. After
     `flush`, `failure` is why it could not be written."""
 
-    count, bytes, puts = 0, 400, 1
+    count, kept, bytes, puts = 0, 0, 400, 1
 
     def __init__(self, groups: list[tuple[str, list[str]]] | None, step: int) -> None:
         self.groups = groups
@@ -72,13 +70,12 @@ class Ledger:
 class Writer:
     """Takes records from any thread and commits them in order. `put` neither raises nor waits for the disk."""
 
-    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
-        """Own `connection` to the file `name` from now on."""
-        self._db = connection
-        self._name = name
-        self._opened = os.stat(name)  # noqa: PTH116
+    def __init__(self, database: Database) -> None:
+        """Own `database` from now on."""
+        self._db = database
         self._known: set[str] = set()
-        """Content addresses known to be stored."""
+        """Content addresses known to be stored, since `_known_since`."""
+        self._known_since = time.monotonic()
         self._queue: deque[Batch | Ledger] = deque()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -90,9 +87,9 @@ class Writer:
         self._counted = {"lost": 0, "refused": 0}
         self._saved = dict(self._counted)
         try:
-            self._any_closed = connection.execute("SELECT EXISTS (SELECT 1 FROM consumed)").fetchone()[0] == 1
+            self._does = Transactions(database, self._report)
         except BaseException:
-            connection.close()
+            database.close()
             raise
         self._thread = threading.Thread(target=self._run, name="cotune-store", daemon=True)
         self._thread.start()
@@ -109,21 +106,45 @@ class Writer:
 
     def put(self, records: Sequence[Record]) -> None:
         """Encode and queue records; those that cannot be queued are counted in `lost`."""
+        _, refusal = self._queued_in(records)
+        if refusal:
+            self._lose(len(records), refusal)
+
+    def commit(self, records: Sequence[Record]) -> None:
+        """Encode and queue records, and return when they are durable. Raises RunError if they could not be stored."""
+        batch, refusal = self._queued_in(records, kept=True)
+        if batch is None and refusal is None and len(records) > 1:
+            for record in records:  # one of them cannot be encoded
+                self.commit([record])
+        elif refusal is None:
+            self.flush()
+            refusal = batch.failure if batch else None
+        if refusal:
+            cause = f"{self._db.name} did not take {len(records)} records: {refusal}."
+            raise RunError(cause, "Send them again: what is stored is not stored twice.")
+
+    def _queued_in(self, records: Sequence[Record], kept: bool = False) -> tuple[Batch | None, str | None]:
+        """The batch that holds these records now, None where they cannot be encoded; or why they cannot be queued."""
         try:
             rows, size = encode(records, self._known)
         except (TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
-            self._lose(len(records), "a record cannot be encoded", error)
-            return
+            if not (kept and len(records) > 1):
+                self._lose(len(records), "a record cannot be encoded", error)
+            return None, None
+        batch = None
         with self._lock:
             refusal = self._refusal()
             if refusal is None:
-                batch = self._queue[-1] if self._queue else None
-                if not isinstance(batch, Batch) or batch.count >= BATCH_RECORDS:
+                last = self._queue[-1] if self._queue else None
+                if isinstance(last, Batch) and last.count < BATCH_RECORDS:
+                    batch = last
+                else:
                     batch = Batch()
                     self._queue.append(batch)
                 for table, row in rows:
                     batch.tables[table].extend(row)
                 batch.count += len(records)
+                batch.kept += len(records) if kept else 0
                 batch.bytes += size
                 batch.puts += 1
                 self._records += len(records)
@@ -134,8 +155,7 @@ class Writer:
                     self._changed.notify_all()
                 if time.monotonic() - self._since > LATE and not self._failing:
                     self._changed.wait(YIELD)
-        if refusal:
-            self._lose(len(records), refusal)
+        return batch, refusal
 
     def write_ledger(self, ledger: Ledger) -> str | None:
         """Write it after everything queued; return why that failed, or None."""
@@ -157,7 +177,7 @@ class Writer:
             self._changed.wait_for(lambda: self._done >= target or not self._thread.is_alive())
 
     def close(self) -> None:
-        """Commit the queue, fold the log into the file and close the connection; safe to call twice."""
+        """Commit the queue and close the connection; safe to call twice."""
         if self._forked:
             return
         with self._changed:
@@ -166,19 +186,8 @@ class Writer:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        self._fold()
-        self._db.close()
-
-    def _fold(self) -> None:
-        """Move the log into the file, so that the one file holds all records."""
-        try:
-            self._db.execute("PRAGMA busy_timeout = 1000")
-            ((busy, _, _),) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        except sqlite3.Error as error:
-            self._report("records are left in its -wal file: copy both", error)
-        else:
-            if busy:
-                self._report("a reader holds it, so records are left in its -wal file: copy both")
+        for text in self._db.close():
+            self._report(text)
 
     def abandon(self) -> None:
         """In a forked child: take nothing any more, and leave the parent's connection alone."""
@@ -230,14 +239,14 @@ class Writer:
         while True:
             try:
                 self._commit(taken)
-            except sqlite3.OperationalError as error:
-                self._report("the file cannot be written", error)
+            except self._db.trouble as error:
+                self._report("the store cannot be written", error)
                 if last:
                     self._give_up(taken, error)
                     return
                 last = self._pause(pause)
                 pause = min(2 * pause, RETRY[1])
-            except BROKEN as error:
+            except self._db.broken as error:
                 self._give_up(taken, error)
                 return
             else:
@@ -252,9 +261,8 @@ class Writer:
             return self._changed.wait_for(lambda: self._closing or self._urgent > self._done, seconds)
 
     def _give_up(self, taken: Batch | Ledger, error: Exception) -> None:
-        if isinstance(taken, Ledger):
-            taken.failure = str(error)
-        self._lose(taken.count, "records cannot be stored", error)
+        taken.failure = str(error)
+        self._lose(taken.count - taken.kept, "records cannot be stored", error)
 
     def _lose(self, count: int, cause: str, error: Exception | None = None) -> None:
         with self._changed:
@@ -265,122 +273,37 @@ class Writer:
         """Log each cause once; the counters hold how often it occurred."""
         if cause not in self._reported:
             self._reported.add(cause)
-            log.error("%s: %s%s", self._name, cause, f" ({error})" if error else "")
+            log.error("%s: %s%s", self._db.name, cause, f" ({error})" if error else "")
 
     def _commit(self, taken: Batch | Ledger) -> None:
         """One transaction. Addresses count as known, rewards as refused and rows as lost, only after it."""
         counted, lost, refused = dict(self._counted), 0, 0
-        if not self._is_there():
-            raise sqlite3.OperationalError("the file has been removed or replaced")
-        self._db.execute("BEGIN IMMEDIATE")
         try:
-            if isinstance(taken, Ledger):
-                self._write_ledger(taken)
+            self._db.begin()
+            if isinstance(taken, Batch):
+                lost, refused = self._does.write_rows(taken.tables)
+            elif taken.groups is None:
+                self._does.release(taken.step)
             else:
-                lost, refused = self._write_rows(taken.tables)
+                self._does.consume(taken.groups, taken.step)
             counted["lost"] += lost
             counted["refused"] += refused
-            self._write_counters(counted)
-            self._db.execute("COMMIT")
+            if counted != self._saved:
+                self._does.count({name: value - self._saved[name] for name, value in counted.items()})
+            self._db.commit()
         except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            self._any_closed = True
+            self._db.rollback()
+            self._does.any_closed = True
             raise
         self._saved = counted
         with self._changed:
             self._counted["lost"] += lost
             self._counted["refused"] += refused
         if isinstance(taken, Batch) and not lost:
-            if len(self._known) > RECENT_IDS:
+            if len(self._known) > RECENT_IDS or time.monotonic() - self._known_since > DAY:
                 self._known.clear()
+                self._known_since = time.monotonic()
             for table in ("images", "messages", "segments"):
                 self._known.update(taken.tables[table][:: WIDTHS[table]])
         if refused:
             self._report("a reward came after its group was consumed and is refused")
-
-    def _is_there(self) -> bool:
-        """Whether the path still leads to the file that is open: SQLite would write to one that was removed."""
-        try:
-            return os.path.samestat(os.stat(self._name), self._opened)  # noqa: PTH116
-        except OSError:
-            return False
-
-    def _write_rows(self, tables: Mapping[str, list[Any]]) -> tuple[int, int]:
-        """Insert rows; return how many could not be stored, and how many rewards were refused."""
-        lost = refused = 0
-        for table, values in tables.items():
-            if table in ("rewards", "feedback") and values and self._any_closed:
-                admitted = self._admit(values, WIDTHS[table])
-                if table == "rewards":
-                    refused = (len(values) - len(admitted)) // WIDTHS[table]
-                values = admitted
-            lost += self._insert(table, values)
-        return lost, refused
-
-    def _insert(self, table: str, values: list[Any]) -> int:
-        """Few statements, of few sizes: filled up with the last row, which changes nothing when it comes again."""
-        width, lost = WIDTHS[table], 0
-        for start in range(0, len(values), MOST_ROWS * width):
-            part = values[start : start + MOST_ROWS * width]
-            rows = len(part) // width
-            size = 1 << (rows - 1).bit_length()
-            try:
-                self._db.execute(insertion(table, size), part + part[-width:] * (size - rows))
-            except sqlite3.OperationalError:
-                raise
-            except BROKEN:
-                lost += self._insert_each(table, part)
-        return lost
-
-    def _insert_each(self, table: str, values: list[Any]) -> int:
-        """Row by row, as one of them is broken; return how many could not be stored."""
-        width, lost = WIDTHS[table], 0
-        for start in range(0, len(values), width):
-            try:
-                self._db.execute(insertion(table, 1), values[start : start + width])
-            except sqlite3.OperationalError:
-                raise
-            except BROKEN as error:
-                lost += 1
-                self._report("records cannot be stored", error)
-        return lost
-
-    def _admit(self, values: list[Any], width: int) -> list[Any]:
-        """Rows of rewards, or of their texts, whose target, and the call it is a candidate of, are still open."""
-        rows = [values[at : at + width] for at in range(0, len(values), width)]
-        names = {name for target, *_ in rows for name in (target, target.rpartition(".")[0])}
-        closed = {
-            name
-            for some in in_parts(names)
-            for (name,) in self._db.execute(
-                f"SELECT target FROM consumed WHERE target IN ({','.join('?' * len(some))})", some
-            )
-        }
-        return [
-            value for row in rows if row[0] not in closed and row[0].rpartition(".")[0] not in closed for value in row
-        ]
-
-    def _write_ledger(self, ledger: Ledger) -> None:
-        if ledger.groups is None:
-            self._db.execute("DELETE FROM consumed WHERE training_step >= ?", [ledger.step])
-            return
-        insert = (
-            "INSERT INTO consumed VALUES (?, ?, ?) "
-            "ON CONFLICT (target) DO UPDATE SET is_group = 1 WHERE excluded.is_group"
-        )
-        targets = {name for group, members in ledger.groups for name in (group, *members)}
-        groups = {group for group, _ in ledger.groups}
-        self._db.executemany(insert, [(name, ledger.step, name in groups) for name in targets])
-        for some in in_parts({name.rpartition(".")[0] or name for name in targets}):  # rewards name episodes too
-            marks = ",".join("?" * len(some))
-            episodes = f"SELECT DISTINCT episode, ?, 0 FROM calls WHERE id IN ({marks})"
-            self._db.execute(f"INSERT OR IGNORE INTO consumed {episodes}", [ledger.step, *some])
-        self._any_closed = True
-
-    def _write_counters(self, counted: Mapping[str, int]) -> None:
-        if counted != self._saved:
-            self._db.executemany(
-                "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
-                [(name, value - self._saved[name]) for name, value in counted.items()],
-            )

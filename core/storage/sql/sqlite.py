@@ -1,0 +1,222 @@
+"""A records file as SQLite has it: its tables, its connections, and how files of older versions are brought up."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cotune.errors import RunError
+from cotune.storage.damage import unusable
+from cotune.storage.schema import APPLICATION, COLUMNS, CONFLICTS, INDEXES, TABLES, VERSION, Row
+
+MOST_VALUES = 32766
+"""Values in one statement. The interpreter lock is handed over once per statement, and a busy application gives it back
+only after its switch interval: many small statements would starve the writer."""
+
+_KEYED = ("feedback", "replaced", "consumed", "counters")
+"""Tables that are stored by their keys, and whose rows have no number."""
+
+
+def _table(name: str, columns: Sequence[str]) -> str:
+    return f"CREATE TABLE {name} ({', '.join(columns)}){' WITHOUT ROWID' if name in _KEYED else ''};"
+
+
+SCHEMA = f"""
+{" ".join(_table(name, columns) for name, columns in TABLES.items())}
+{INDEXES}
+CREATE VIEW candidates AS
+    SELECT calls.id || '.' || json_extract(value, '$.index') AS id, calls.id AS call, calls.episode, calls.role,
+           calls.turn, json_extract(value, '$.index') AS "index", json_extract(value, '$.text') AS text,
+           json_extract(value, '$.tokens') AS tokens, json_extract(value, '$.finish_reason') AS finish_reason,
+           json_extract(value, '$.index') IS iif(json_valid(body), json_extract(body, '$.chosen'), NULL) AS chosen
+    FROM calls, json_each(iif(json_valid(calls.candidates), calls.candidates, '[]'));
+PRAGMA application_id = {APPLICATION};
+PRAGMA user_version = {VERSION};
+"""
+
+_CALL = "CASE WHEN json_valid(body) THEN json_extract(body, '$.{}') END".format
+_SUCCESS = """CASE WHEN json_valid(metrics) THEN CASE json_type(metrics, '$.success')
+    WHEN 'text' THEN CASE lower(json_extract(metrics, '$.success'))
+        WHEN 'true' THEN 1.0 WHEN 'yes' THEN 1.0 WHEN 'false' THEN 0.0 WHEN 'no' THEN 0.0 END
+    WHEN 'null' THEN NULL WHEN 'array' THEN NULL WHEN 'object' THEN NULL
+    ELSE json_extract(metrics, '$.success') END END"""
+
+
+def _time(name: str) -> str:
+    return f"CAST(coalesce({_CALL(name)}, 0) AS REAL)"
+
+
+_FROM_3 = {
+    "images": "SELECT id, media_type, data, unixepoch() FROM old",
+    "messages": "SELECT id, body, unixepoch() FROM old",
+    "segments": "SELECT id, parent, token_ids, unixepoch() FROM old",
+    "calls": f"""SELECT id, episode, step, role, turn, status, prompt, prompt_tokens, completion_tokens, '',
+        coalesce({_CALL("model")}, ''), {_CALL("policy.name")}, {_CALL("policy.version")}, {_time("started")},
+        {_time("latency")}, json_array_length(iif(json_valid(candidates), candidates, '[]')), body, candidates,
+        token_ids, logprobs FROM old ORDER BY rowid""",
+    "episodes": f"""SELECT id, task, phase, training_step, status, '', '', {_time("started")}, {_time("latency")},
+        CAST(coalesce({_CALL("calls")}, 0) AS INTEGER), {_CALL("error")}, {_CALL("blame")}, {_SUCCESS}, body, metrics
+        FROM old ORDER BY rowid""",
+    "rewards": "SELECT target, name, value, at FROM old",
+}
+_CHANGED_3 = "".join(
+    f"ALTER TABLE {table} RENAME TO old; {_table(table, TABLES[table])} INSERT INTO {table} {rows}; DROP TABLE old;"
+    for table, rows in _FROM_3.items()
+)
+UPGRADES = {
+    3: f"""DROP VIEW candidates; DROP INDEX calls_by_episode; DROP INDEX episodes_by_step; DROP INDEX episodes_by_task;
+    {_CHANGED_3} {_table("replaced", TABLES["replaced"])} {INDEXES}
+    {SCHEMA[SCHEMA.index("CREATE VIEW") :]}"""
+}
+"""What brings a file of a version to the next one."""
+
+
+@functools.cache
+def insertion(table: str, rows: int) -> str:
+    """The statement that inserts so many rows."""
+    marks = f"({','.join('?' * len(COLUMNS[table]))})"
+    conflict = CONFLICTS[table].format(next=f"(SELECT max(rowid) + 1 FROM {table})")
+    return f"INSERT INTO {table} VALUES {','.join([marks] * rows)} {conflict}"
+
+
+class SqliteDatabase:
+    """The connection of a file's writer: a `Database`."""
+
+    shared = False
+    trouble: tuple[type[Exception], ...] = (sqlite3.OperationalError,)
+    broken: tuple[type[Exception], ...] = (sqlite3.Error, ValueError, OverflowError)
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._db = connect_writer(path)
+        self._opened = os.stat(path)  # noqa: PTH116
+
+    def begin(self) -> None:
+        try:
+            there = os.path.samestat(os.stat(self.name), self._opened)  # noqa: PTH116
+        except OSError:
+            there = False
+        if not there:  # SQLite would write to a file that was removed
+            raise sqlite3.OperationalError("the file has been removed or replaced")
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        return self._db.execute(sql, parameters).fetchall()
+
+    def insert(self, table: str, values: Sequence[Any]) -> None:
+        """Few statements, of few sizes: filled up with the last row, which changes nothing when it comes again."""
+        width = len(COLUMNS[table])
+        most = 1 << (MOST_VALUES // width).bit_length() - 1
+        for start in range(0, len(values), most * width):
+            part = values[start : start + most * width]
+            rows = len(part) // width
+            size = 1 << (rows - 1).bit_length()
+            self._db.execute(insertion(table, size), [*part, *list(part[-width:]) * (size - rows)])
+
+    def commit(self) -> None:
+        self._db.execute("COMMIT")
+
+    def rollback(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
+    def close(self) -> list[str]:
+        """Move the log into the file, so that the one file holds all records."""
+        told = []
+        try:
+            self._db.execute("PRAGMA busy_timeout = 1000")
+            ((busy, _, _),) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            if busy:
+                told.append("a reader holds it, so records are left in its -wal file: copy both")
+        except sqlite3.Error as error:
+            told.append(f"records are left in its -wal file: copy both ({error})")
+        self._db.close()
+        return told
+
+
+def connect_writer(path: Path) -> sqlite3.Connection:
+    """With synchronous=NORMAL a commit is in the system's cache when it returns: it outlives the process. A file of an
+    older version is brought up to this one."""
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
+    try:
+        if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            version = version_of(db, path)
+            db.execute("PRAGMA journal_mode = WAL")
+            while version in UPGRADES:
+                db.executescript(f"BEGIN IMMEDIATE; {UPGRADES[version]} COMMIT;")
+                version = version_of(db, path)
+            check(db, path)
+        else:
+            db.execute("PRAGMA page_size = 8192")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA wal_autocheckpoint = 2000")
+        db.execute("PRAGMA cache_size = -8000")
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        db.close()
+        raise unusable(path, error) from error
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _can_be_shared(path: Path) -> bool:
+    """Whether readers can keep their index next to the file: not in a folder that they cannot write, where nobody
+    writes the file either unless it has a log."""
+    log, index = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
+    writable = os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+    return writable or index.exists() or (log.exists() and log.stat().st_size > 0)
+
+
+def connect_reader(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write."""
+    try:
+        uri = f"{path.absolute().as_uri()}?mode=ro{'' if _can_be_shared(path) else '&immutable=1'}"
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=5.0)
+    except sqlite3.Error as error:
+        raise unusable(path, error) from error
+
+
+def connect_empty() -> sqlite3.Connection:
+    """Records in memory, of which there are none."""
+    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    db.executescript(SCHEMA)
+    return db
+
+
+def version_of(db: sqlite3.Connection, path: Path) -> int:
+    """The version of a records file. Raises RunError for another file."""
+    try:
+        application = db.execute("PRAGMA application_id").fetchone()[0]
+        version: int = db.execute("PRAGMA user_version").fetchone()[0]
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise unusable(path, error) from error
+    if application != APPLICATION:
+        raise RunError(f"{path} is not a cotune records file.", "Name a run folder or its records file.")
+    return version
+
+
+def check(db: sqlite3.Connection, path: Path) -> None:
+    """Raises RunError unless this is a records file of this version."""
+    version = version_of(db, path)
+    if version in UPGRADES:
+        raise RunError(
+            f"{path} has records of version {version}; this cotune reads version {VERSION}.",
+            f"Bring it up to date: cotune records upgrade {path}",
+        )
+    if version != VERSION:
+        raise RunError(
+            f"{path} has records of version {version}; this cotune reads version {VERSION}.",
+            "Use the cotune that wrote it, or start a new run folder.",
+        )
+    try:
+        for table, columns in COLUMNS.items():
+            db.execute(f"SELECT {', '.join(columns)} FROM {table} LIMIT 0")
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise unusable(path, error) from error

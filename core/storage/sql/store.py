@@ -1,0 +1,281 @@
+"""What the stores that speak SQL have in common: how records are read, queued and counted. `Store` documents each
+method. Queries are in SQLite's dialect; a store of another kind translates them."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
+
+import msgspec
+
+from cotune.errors import RecordError, RunError
+from cotune.records.images import image_id, join_images
+from cotune.records.structs import CallRecord, Episode, Record
+from cotune.runtime.forks import survives_fork
+from cotune.storage.file_lock import FileLock
+from cotune.storage.schema import FEEDBACK, call_from, episode_from, in_parts, join_path
+from cotune.storage.sql.figures import Figures
+from cotune.storage.sql.writer import Ledger, Writer
+
+log = logging.getLogger("cotune.store")
+Made = TypeVar("Made")
+Reader = TypeVar("Reader", bound="Connection")
+
+PAGE = 200
+"""Episodes fetched per query, so that a slow reader holds no snapshot and a log can be folded back."""
+
+_PATH = """
+WITH RECURSIVE path (id) AS (
+    SELECT id FROM segments WHERE id = ?
+    UNION
+    SELECT parent FROM path JOIN segments USING (id) WHERE parent IS NOT NULL)
+SELECT id, parent, token_ids FROM path JOIN segments USING (id)"""
+
+
+_inherited: list[Any] = []
+"""Connections of the parent process, which must stay open in its child: to close one would tell the server."""
+
+
+class Connection(Protocol):
+    """What a pool of readers keeps."""
+
+    def close(self) -> None: ...
+
+
+class SqlStore(Figures, Generic[Reader]):
+    """A `Store` over tables of SQL. Reads see what is committed: `flush` first to read your own latest writes."""
+
+    def __init__(
+        self, address: str, connect: Callable[[], Reader], writer: Writer | None, lock: FileLock | None
+    ) -> None:
+        """`address` is for people; `connect` opens a connection that reads."""
+        self.address = address
+        self.write: Callable[[Sequence[Record]], None] = writer.put if writer else self._refuse
+        self.commit: Callable[[Sequence[Record]], None] = writer.commit if writer else self._refuse
+        self._writer = writer
+        self._connect = connect
+        self._readers: list[Reader] = []
+        self._unreadable = 0
+        self._shut = weakref.finalize(self, _shut, writer, self._readers, lock)
+        survives_fork(self)
+
+    def _refuse(self, records: Sequence[Record] = ()) -> NoReturn:
+        raise RunError(f"{self.address} is open for reading only.", "Open it without read_only to write.")
+
+    def flush(self) -> None:
+        if self._writer:
+            self._writer.flush()
+
+    @property
+    def lost(self) -> int:
+        return self._writer.lost if self._writer else 0
+
+    @property
+    def unreadable(self) -> int:
+        return self._unreadable
+
+    @property
+    def refused(self) -> int:
+        return self._writer.refused if self._writer else 0
+
+    def episodes(
+        self, *, phase: str | None = None, training_step: int | None = None, task: str | None = None
+    ) -> Iterator[Episode]:
+        wanted = {"phase": phase, "training_step": training_step, "task": task}
+        filters = {name: value for name, value in wanted.items() if value is not None}
+        where = "".join(f" AND {name} = ?" for name in filters)
+        last = ""
+        while True:
+            sql = f"SELECT id, body, metrics FROM episodes WHERE id > ?{where} ORDER BY id LIMIT {PAGE}"
+            page, before = self.rows(sql, (last, *filters.values())), last
+            for last, *columns in page:  # noqa: B007
+                yield from self._read(episode_from, columns)
+            if len(page) < PAGE or last <= before:  # an id that is no text does not lead on
+                return
+
+    def episode(self, episode_id: str) -> Episode:
+        found = self.rows("SELECT body, metrics FROM episodes WHERE id = ?", (episode_id,))
+        if not found:
+            raise RecordError(f"No finished episode {episode_id!r} in {self.address}.", "`cotune show RUN` lists them.")
+        for episode in self._read(episode_from, found[0]):
+            return episode
+        raise RecordError(
+            f"The episode {episode_id!r} in {self.address} cannot be read.", "Its row is broken: leave it."
+        )
+
+    def calls(
+        self, episode_id: str, *, start: int = 0, limit: int | None = None, lean: bool = False
+    ) -> list[CallRecord]:
+        last = (1 << 62) if limit is None else limit
+        return self._calls("episode = ? ORDER BY step, id LIMIT ? OFFSET ?", (episode_id, last, start), lean)
+
+    def call(self, call_id: str) -> CallRecord:
+        for call in self._calls("id = ?", (call_id,)):
+            return call
+        raise RecordError(f"No call {call_id!r} in {self.address} can be read.", "`cotune show RUN` lists episodes.")
+
+    def _calls(self, where: str, parameters: Sequence[Any], lean: bool = False) -> list[CallRecord]:
+        sql = f"SELECT body, candidates, {'NULL' if lean else 'token_ids'}, logprobs FROM calls WHERE {where}"
+        return [call for row in self.rows(sql, parameters) for call in self._read(call_from, row)]
+
+    def message(self, message_id: str) -> Any:
+        found = self.rows("SELECT body FROM messages WHERE id = ?", (message_id,))
+        if not found:
+            raise RecordError(f"No message {message_id!r} in {self.address}.", "It may be among the `lost` records.")
+        for body in self._read(msgspec.json.decode, found[0]):
+            return join_images(body, self._image)
+        raise RecordError(
+            f"The message {message_id!r} in {self.address} cannot be read.", "Its row is broken: leave it."
+        )
+
+    def image(self, image_id: str) -> bytes:
+        data = self._image(image_id)
+        if data is None:
+            raise RecordError(
+                f"No image {image_id!r} in {self.address}.", "It was redacted, or is among the `lost` records."
+            )
+        return data
+
+    def _image(self, id: str) -> bytes | None:
+        """The bytes whose hash it is; None where they are not there, or were changed."""
+        found = self.rows("SELECT data FROM images WHERE id = ?", (id,))
+        data = found[0][0] if found else None
+        return data if isinstance(data, bytes) and image_id(data) == id else None
+
+    def token_ids(self, segment_id: str) -> tuple[int, ...]:
+        return join_path(segment_id, self.rows(_PATH, (segment_id,)))
+
+    def rewards(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, float]]:
+        found: dict[str, dict[str, float]] = {target: {} for target in targets}
+        for some in in_parts(found):
+            sql = f"SELECT target, name, value FROM rewards WHERE target IN ({','.join('?' * len(some))})"
+            for target, name, value in self.rows(sql, some):
+                for number in self._read(_reward, (name, value)):
+                    found.setdefault(target, {})[name] = number
+        return found
+
+    def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
+        texts: dict[str, dict[str, str]] = {target: {} for target in targets}
+        for some in in_parts(texts):
+            sql = f"SELECT target, name, text FROM {FEEDBACK} AND target IN ({','.join('?' * len(some))})"
+            for target, name, value in self.rows(sql, some):
+                for text in self._read(_text, (name, value)):
+                    texts.setdefault(target, {})[name] = text
+        return texts
+
+    def unfinished(self) -> Iterator[str]:
+        sql = """SELECT DISTINCT episode FROM calls
+                 WHERE episode NOT IN (SELECT id FROM episodes) ORDER BY episode"""
+        return iter([episode for (episode,) in self.rows(sql)])
+
+    def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
+        members = groups if isinstance(groups, Mapping) else dict.fromkeys(groups, ())
+        self._write_ledger(Ledger([(group, [*names]) for group, names in members.items()], training_step))
+
+    def release(self, training_step: int) -> None:
+        self._write_ledger(Ledger(None, training_step))
+
+    def _write_ledger(self, ledger: Ledger) -> None:
+        if self._writer is None:
+            self._refuse()
+        if failure := self._writer.write_ledger(ledger):
+            raise RecordError(
+                f"The ledger of consumed groups in {self.address} cannot be written ({failure}).",
+                "Free the disk and resume: a group that is not in the ledger could be trained twice.",
+            )
+
+    def consumed(self) -> Mapping[str, int]:
+        return ConsumedGroups(self.rows)
+
+    def counters(self) -> Mapping[str, int]:
+        return {"lost": 0, "refused": 0, **dict(self.rows("SELECT name, value FROM counters"))}
+
+    def close(self) -> None:
+        self._shut()
+
+    @contextmanager
+    def _reader(self) -> Iterator[Reader]:
+        """A connection for this read alone: pooled, and never the writer's."""
+        if not self._shut.alive:
+            raise RunError(f"The store {self.address} is closed.", "Open it again to read.")
+        try:
+            db = self._readers.pop()
+        except IndexError:
+            db = self._connect()
+        try:
+            yield db
+        except BaseException:
+            db.close()
+            raise
+        if self._shut.alive and len(self._readers) < 8:
+            self._readers.append(db)
+        else:
+            db.close()
+
+    def after_fork(self) -> None:
+        """A child process may read with connections of its own; what is open belongs to the parent."""
+        _inherited.extend(self._readers)
+        self._readers.clear()
+        if self._writer:
+            self._writer.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _read(self, make: Callable[..., Made], columns: Sequence[Any]) -> Iterator[Made]:
+        """The record that `make` makes of a row; nothing, and it is counted, where the row is broken."""
+        try:
+            made = make(*columns)
+        except (ValueError, TypeError, struct.error, RecursionError) as error:
+            self._unreadable += 1
+            if self._unreadable == 1:
+                log.warning("%s: a broken row is left out (%s), as are any others", self.address, type(error).__name__)
+            return
+        yield made
+
+
+class ConsumedGroups(Mapping[str, int]):
+    """Group id -> training step that consumed it. A lookup is one query by key, so that a step of a long run does not
+    read the groups of all steps before it."""
+
+    def __init__(self, rows: Callable[[str, Sequence[Any]], list[Any]]) -> None:
+        self._rows = rows
+
+    def __getitem__(self, group: str) -> int:
+        for (step,) in self._rows("SELECT training_step FROM consumed WHERE is_group = 1 AND target = ?", [group]):
+            return int(step)
+        raise KeyError(group)
+
+    def __iter__(self) -> Iterator[str]:
+        return (group for (group,) in self._rows("SELECT target FROM consumed WHERE is_group = 1", []))
+
+    def __len__(self) -> int:
+        return int(self._rows("SELECT COUNT(*) FROM consumed WHERE is_group = 1", [])[0][0])
+
+
+def _shut(writer: Writer | None, readers: list[Any], lock: FileLock | None) -> None:
+    while readers:  # before the writer: an open reader would keep the log from being folded into the file
+        readers.pop().close()
+    if writer:
+        writer.close()
+    if lock:
+        lock.release()
+
+
+def _reward(name: Any, value: Any) -> float:
+    if not isinstance(name, str) or isinstance(value, str | bytes):
+        raise TypeError("a reward is a number with a name")
+    return float("nan") if value is None else value
+
+
+def _text(name: Any, value: Any) -> str:
+    if not isinstance(name, str) or not isinstance(value, str):
+        raise TypeError("feedback is a text with a name")
+    return value

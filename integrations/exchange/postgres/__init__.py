@@ -1,0 +1,1 @@
+"""Records in PostgreSQL, by psycopg: one store for many processes."""

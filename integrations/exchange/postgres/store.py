@@ -1,0 +1,229 @@
+"""Records in a PostgreSQL database: many processes write, any number read. They are in the schema `cotune`, or the one
+that the address names as its `search_path`."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Self
+from urllib.parse import urlsplit, urlunsplit
+
+import psycopg
+from psycopg.types.numeric import FloatLoader
+from psycopg.types.string import StrDumper
+
+from cotune.errors import RunError, error_line
+from cotune.integrations.exchange.postgres.tables import (
+    LOCK,
+    NUMBERED,
+    SCHEMA,
+    TYPES,
+    UPGRADES,
+    insertion,
+    month_of,
+    partition,
+    stage,
+    translated,
+)
+from cotune.storage.schema import COLUMNS, TABLES, VERSION, WITHDRAWN, Row
+from cotune.storage.sql.store import SqlStore
+from cotune.storage.sql.writer import Writer
+
+Connection = psycopg.Connection[Row]
+
+_ESCAPED_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
+
+
+class PostgresStore(SqlStore[Connection]):
+    """A `Store`, which documents its methods, in a database. Whoever writes waits for its turn: one transaction of many
+    records at a time, so that numbers of rows grow as they are committed."""
+
+    folder = None
+
+    @classmethod
+    def open(cls, address: str, read_only: bool = False) -> Self:
+        """Open the records in the database `address`; a writer makes their tables, or brings them up to date.
+
+        Raises RunError when nobody answers, or when it has no records (read_only) or those of another version.
+        """
+        address, shown = str(address), _without_password(str(address))
+        try:
+            if read_only:
+                with _connect(address) as db:
+                    _check(db, shown)
+                return cls(shown, lambda: _connect(address), None, None)
+            with _connect(address, writes=True) as db:
+                _prepare(db, shown)
+            return cls(shown, lambda: _connect(address), Writer(PostgresDatabase(address, shown)), None)
+        except psycopg.Error as error:
+            raise _unusable(shown, error) from error
+
+    def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
+        """Rows of any SELECT in SQLite's dialect, on a connection of its own that cannot write."""
+        again = bool(self._readers)
+        try:
+            with self._reader() as db:
+                return db.execute(translated(sql), [*map(_asked, parameters)]).fetchall()
+        except psycopg.OperationalError as error:
+            if not again:
+                raise _unusable(self.address, error) from error
+            while self._readers:  # opened before the server was restarted
+                self._readers.pop().close()
+            return self.rows(sql, parameters)
+        except psycopg.Error as error:
+            raise _unusable(self.address, error) from error
+
+
+class PostgresDatabase:
+    """The connection of a writer: a `Database`."""
+
+    shared = True
+    trouble: tuple[type[Exception], ...] = (psycopg.OperationalError, psycopg.InterfaceError)
+    broken: tuple[type[Exception], ...] = (psycopg.Error, ValueError, OverflowError, TypeError, struct.error)
+
+    def __init__(self, address: str, name: str) -> None:
+        self.name = name
+        self._address = address
+        self._months: set[str] = set()
+        self._db = _connect(address, writes=True)
+
+    def begin(self) -> None:
+        if self._db.closed or self._db.broken:
+            self._db.close()
+            self._db = _connect(self._address, writes=True)
+        self._db.execute("BEGIN")
+        self._db.execute(f"SELECT pg_advisory_xact_lock({LOCK})")
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        cursor = self._db.execute(translated(sql), [*map(_asked, parameters)])
+        return cursor.fetchall() if cursor.description else []
+
+    def insert(self, table: str, values: Sequence[Any]) -> None:
+        names, types = COLUMNS[table], _types(table)
+        width = len(names)
+        rows = _once(table, [values[at : at + width] for at in range(0, len(values), width)])
+        if table in NUMBERED:
+            self._make_partitions(table, [row[0] for row in rows])
+        with self._db.transaction(), self._db.cursor() as cursor:
+            cursor.execute(stage(table))
+            cursor.execute(f"TRUNCATE stage_{table}")
+            with cursor.copy(f"COPY stage_{table} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)") as copy:
+                copy.set_types(types)
+                for row in rows:
+                    copy.write_row([*map(_stored, row)])
+            cursor.execute(insertion(table))
+
+    def _make_partitions(self, table: str, ids: Sequence[str]) -> None:
+        now = datetime.now(UTC)
+        for month in {month_of(id, now) for id in ids} - {None}:
+            if (name := f"{table}_{month}") not in self._months:
+                try:
+                    with self._db.transaction():
+                        self._db.execute(partition(table, str(month)))
+                except psycopg.errors.CheckViolation:
+                    pass  # rows of it came before their time, and lie among the others
+                self._months.add(name)
+
+    def commit(self) -> None:
+        self._db.execute("COMMIT")
+
+    def rollback(self) -> None:
+        self._months.clear()
+        if not self._db.closed:
+            try:
+                self._db.rollback()
+            except psycopg.Error:
+                self._db.close()
+
+    def close(self) -> list[str]:
+        self._db.close()
+        return []
+
+
+def _types(table: str) -> list[str]:
+    kinds = [column.split()[1] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
+    return [TYPES[kind] for kind in kinds]
+
+
+def _once(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any]]:
+    """Rows without those whose key came before: one statement cannot change a row twice."""
+    keys = {"rewards": 2, "feedback": 2, "replaced": 3}.get(table, 1)
+    found: dict[Any, Sequence[Any]] = {}
+    for row in rows:
+        key = tuple(row[:keys])
+        if key not in found or keys > 1 or (table == "episodes" and row[4] in WITHDRAWN):
+            found[key] = row
+    return list(found.values())
+
+
+def _stored(value: Any) -> Any:
+    """A value as the database takes it: no NUL in texts, and NaN as SQLite has it, nothing."""
+    if isinstance(value, str):
+        return value.replace("\0", "\u2400") if "\0" in value else value
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _asked(value: Any) -> Any:
+    """The same of a parameter, which may be a list in JSON."""
+    if isinstance(value, str) and "\\u0000" in value:
+        value = _ESCAPED_NUL.sub("\\1\u2400", value)
+    return _stored(value)
+
+
+def _connect(address: str, writes: bool = False) -> Connection:
+    db = psycopg.connect(address, autocommit=True, application_name="cotune")
+    db.adapters.register_dumper(str, StrDumper)
+    db.adapters.register_loader("numeric", FloatLoader)
+    if db.execute("SHOW search_path").fetchall() == [('"$user", public',)]:
+        db.execute("SET search_path TO cotune")
+    if not writes:
+        db.execute("SET default_transaction_read_only TO on")
+    return db
+
+
+def _prepare(db: Connection, name: str) -> None:
+    """Make the tables, or bring them up to date; one process at a time."""
+    with db.transaction():
+        db.execute(f"SELECT pg_advisory_xact_lock({LOCK})")
+        if _version(db) is None:
+            schema = db.execute(
+                "SELECT quote_ident((parse_ident(current_setting('search_path'), false))[1])"
+            ).fetchall()
+            db.execute(f"CREATE SCHEMA IF NOT EXISTS {schema[0][0]}; {SCHEMA}")
+        while (version := _version(db)) in UPGRADES:
+            db.execute(UPGRADES[version])
+    _check(db, name)
+
+
+def _version(db: Connection) -> int | None:
+    if not db.execute("SELECT to_regclass('store')").fetchall()[0][0]:
+        return None
+    return int(db.execute("SELECT version FROM store").fetchall()[0][0])
+
+
+def _check(db: Connection, name: str) -> None:
+    version = _version(db)
+    if version is None:
+        raise RunError(f"The database {name} has no records.", "A writer makes their tables: see cotune collect.")
+    if version != VERSION:
+        remedy = (
+            f"Bring it up to date: cotune records upgrade {name}"
+            if version < VERSION
+            else "Use the cotune that wrote it."
+        )
+        raise RunError(f"{name} has records of version {version}; this cotune reads version {VERSION}.", remedy)
+
+
+def _without_password(address: str) -> str:
+    parts = urlsplit(address)
+    if parts.password is None:
+        return address
+    return urlunsplit(parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", ":***@")))
+
+
+def _unusable(name: str, error: psycopg.Error) -> RunError:
+    remedy = "Check the address, the server and the rights of its user."
+    return RunError(f"The store {name} cannot be used: {error_line(error)}.", remedy)
