@@ -10,6 +10,7 @@ import msgspec
 
 from cotune.adapters.curve import svg
 from cotune.adapters.manifest import ExportedRole, Manifest, not_updated
+from cotune.integrations.models.folder.gguf import public_name
 from cotune.intervals import Interval
 from cotune.reading.curves import FIRST, Chart, charts, first_charts
 from cotune.reading.evaluations import StoredEvaluation, read_evaluation
@@ -95,7 +96,7 @@ def _front_matter(manifest: Manifest) -> str:
     from huggingface_hub import ModelCardData
 
     bases = dict.fromkeys(policy.base.model for policy in manifest.policies if policy.base)
-    ids = [base for base in bases if base == _name(base)]
+    ids = [name for name in map(public_name, bases) if "/" in name]
     lora, gguf = (any(getattr(policy, name) for policy in manifest.policies) for name in ("lora", "gguf"))
     tags = ["cotune", "reinforcement-learning", *(["lora"] if lora else []), *(["gguf"] if gguf else [])]
     data = ModelCardData(
@@ -115,14 +116,9 @@ def _roles(manifest: Manifest) -> str:
 def _role(manifest: Manifest, entry: ExportedRole) -> Sequence[str]:
     policy = manifest.policy(entry.role)
     digest = next((digest for name, digest in policy.files.items() if name.endswith((".safetensors", ".gguf"))), "")
-    base = _name(policy.base.model) if policy.base else "the application's own provider"
+    base = public_name(policy.base.model) if policy.base else "the application's own provider"
     kind = f"GGUF, {policy.gguf}" if policy.gguf else policy.kind
     return (entry.role, policy.name, str(policy.version), kind, policy.folder or "", base, digest[:12])
-
-
-def _name(base: str) -> str:
-    """The name of a base model; of a folder of this machine without its path."""
-    return Path(base).name if Path(base).is_absolute() else base
 
 
 def _reached(about: Background) -> Iterator[str]:

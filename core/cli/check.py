@@ -11,6 +11,7 @@ from cotune.terminal import progress, terminal
 
 EXAMPLE = "cotune check app:solve --tasks tasks.jsonl"
 EXTRA = "train"
+EXTRA_FOR = "--model"
 
 
 def arguments(command: Parser) -> None:

@@ -55,7 +55,7 @@ COMMANDS = {
     },
 }
 """By group, the commands and a line of help. A module has `EXAMPLE`, `arguments` and `run`, and `EXTRA` if it needs
-packages beyond the base install."""
+packages beyond the base install (`EXTRA_FOR` names the flag without which it does not)."""
 _SERVERS = ("collect", "gateway", "serve", "view")
 
 _START = """Train the agents you already have.
@@ -93,7 +93,9 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
             continue
         module = import_module(f"cotune.cli.{'servers.' if name in _SERVERS else ''}{name}")
         command = below.add_parser(name, **described(text, module.EXAMPLE))
-        command.set_defaults(run_command=module.run, extra=getattr(module, "EXTRA", None))
+        command.set_defaults(
+            run_command=module.run, extra=getattr(module, "EXTRA", None), extra_for=getattr(module, "EXTRA_FOR", None)
+        )
         module.arguments(command)
         if line is not None and "--help-all" not in line:
             command.shorten()

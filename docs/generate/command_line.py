@@ -13,7 +13,7 @@ from cotune.cli.main import parser
 
 def commands() -> str:
     """Every command: what it does, an example, and each of its arguments and flags."""
-    return "\n".join(_command(name, command) for name, command in _below(parser()))
+    return "\n\n".join(_command(name, command) for name, command in _below(parser()))
 
 
 def _below(command: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -29,9 +29,10 @@ def _command(name: str, command: argparse.ArgumentParser) -> str:
     said, _, example = (command.description or "").partition("\n\nExample:\n")
     shown = f"```sh\n{dedent(example).strip()}\n```\n\n" if example else ""
     extra = command.get_default("extra")
-    needs = f"It needs the extra `{extra}`: `pip install 'cotune[{extra}]'`.\n\n" if extra else ""
+    only = command.get_default("extra_for")
+    needs = f"{f'With `{only}` it' if only else 'It'} needs the extra `{extra}`: `pip install 'cotune[{extra}]'`.\n\n"
     rows = [_argument(command, action) for action in command._actions if action.dest not in ("help", "help_all")]
-    return f"### cotune {name}\n\n{prose(said)}\n\n{needs}{shown}" + "\n".join(rows)
+    return f"### cotune {name}\n\n{prose(said)}\n\n{needs if extra else ''}{shown}" + "\n".join(rows)
 
 
 def _argument(command: argparse.ArgumentParser, action: argparse.Action) -> str:

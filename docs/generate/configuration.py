@@ -98,5 +98,5 @@ def _allowed(dotted: str, kind: Any) -> str:
     try:
         convert({"model": "m", **table})
     except ConfigError as error:
-        return error.fault.removeprefix("must be ") if error.field == dotted else ""
+        return error.fault.removeprefix("must be ").removeprefix("is not ") if error.field == dotted else ""
     return ""

@@ -31,8 +31,8 @@ def formulas() -> str:
     for recipe in PUBLISHED:
         title, _, formula = cleandoc(recipe.about).partition("\n\n")
         differs = f" Here: {DIFFERS[recipe.name]}" if recipe.name in DIFFERS else ""
-        parts.append(f"`{recipe.name}`\n:   {_links(prose(title))} {_links(prose(formula))}{differs}\n")
-    parts += [f"`{recipe.name}`\n:   Here: {DIFFERS[recipe.name]}\n" for recipe in METHODS if recipe.name in DIFFERS]
+        parts.append(f"- **`{recipe.name}`**: {_links(prose(title))} {_links(prose(formula))}{differs}")
+    parts += [f"- **`{recipe.name}`**: Here: {DIFFERS[recipe.name]}" for recipe in METHODS if recipe.name in DIFFERS]
     return "\n".join(parts)
 
 

@@ -14,8 +14,8 @@ def prose(text: str) -> str:
 
 
 def entry(term: str, summary: str, text: str) -> str:
-    """One entry of a definition list: a name in code with what it takes, and below what it is."""
-    return f"`{term}`{f' <small>{summary}</small>' if summary else ''}\n:   {text}\n"
+    """One entry of a list: a name in code with what it takes, and what it is."""
+    return f"- **`{term}`**{f' <small>{summary}</small>' if summary else ''}: {text}"
 
 
 def small(text: str) -> str:

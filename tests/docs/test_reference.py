@@ -74,7 +74,11 @@ def test_every_flag_is_there_with_its_help(site: Path) -> None:
     found = list(commands(parser()))
     for words, action in found:
         below = section(text, words.replace(" ", "-"))
-        terms = {word for term in re.findall(r"<dt><code>([^<]+)</code>", below) for word in re.split(r"[ ,]+", term)}
+        terms = {
+            word
+            for term in re.findall(r"<strong><code>([^<]+)</code></strong>", below)
+            for word in re.split(r"[ ,]+", term)
+        }
         assert terms.issuperset(action.option_strings or [action.metavar or action.dest]), (words, action.dest)
         assert action.help, (words, action.dest)
     assert {"cotune train", "cotune otel import", "cotune report"} <= {words for words, _ in found}
@@ -94,7 +98,7 @@ def fields(kind: Any, prefix: str = "") -> Iterator[str]:
 
 
 def test_every_field_is_there(site: Path) -> None:
-    terms = re.findall(r"<dt><code>([^<]+)</code>", page(site, "configuration"))
+    terms = re.findall(r"<strong><code>([^<]+)</code></strong>", page(site, "configuration"))
     policy = [name for name in fields(PolicyConfig, "policy.") if name.startswith("policy.")]
     assert sorted(terms) == sorted([*fields(TrainConfig), *policy, *fields(ImproveOptions, "prompts.")])
 
@@ -109,12 +113,12 @@ def test_every_field_is_there(site: Path) -> None:
         ("steps", "Allowed: a number above 0."),
         ("learner.betas", "list of 2, each number, default [0.9, 0.999]"),
         ("policy", "list of tables, default []"),
-        ("roles", "list of text, default [] Roles that the application has but shows only on some tasks."),
+        ("roles", "list of text, default []: Roles that the application has but shows only on some tasks."),
         ("on_failure", "reward:<number>"),
     ],
 )
 def test_a_field_says_its_type_default_and_what_is_allowed(site: Path, field: str, said: str) -> None:
-    entry = page(site, "configuration").partition(f"<dt><code>{field}</code>")[2].partition("</dd>")[0]
+    entry = page(site, "configuration").partition(f"<strong><code>{field}</code></strong>")[2].partition("</li>")[0]
     assert said in " ".join(html.unescape(re.sub(r"<[^>]+>", "", entry)).split())
 
 

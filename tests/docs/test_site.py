@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,14 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
 
 def test_every_part_that_a_page_asks_for_is_made(site: Path) -> None:
     assert [file.name for file in site.rglob("*.html") if "<!-- generated" in file.read_text()] == []
+
+
+def test_what_is_generated_is_fresh() -> None:
+    """Each page has the parts that the code makes today, where a forge shows it too."""
+    folder = str(ROOT / "docs" / "generate")
+    code = "from pages import made; print([page.name for page, text in made() if page.read_text() != text])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n", "run: python docs/generate/pages.py"
 
 
 def test_links_from_outside_of_the_site_lead_to_headings(site: Path) -> None:

@@ -272,7 +272,7 @@ def test_failures_are_recorded_kept_out_and_counted(trainer):
     assert (
         "1 of 3 episodes failed while looking around: The workflow 'solve' raised RuntimeError: broken" in trainer.said
     )
-    assert "scorer failed on 8 candidates, which are not trained on: The scorer of role 'second' ret" in trainer.said
+    assert "scorer failed on 8 candidates, not trained on: The scorer of role 'second' ret" in trainer.said
     assert "failed episodes 1 of 3" in trainer.said
     store = SqliteStore.open(trainer.folder / "run", read_only=True)
     episodes = list(store.episodes(phase="train"))

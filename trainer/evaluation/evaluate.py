@@ -33,6 +33,7 @@ from cotune.storage.checkpoints import newest_checkpoint, steps_of
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunLayout, read_config
 from cotune.storage.whole_file import of_system
+from cotune.tables import plural
 from cotune.terminal import terminal
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.evaluation.modes import (
@@ -139,7 +140,7 @@ async def _evaluate(
     @contextlib.contextmanager
     def shown(mode: str) -> Iterator[Callable[[Episode], None]]:
         if not console.is_terminal:
-            say(f"evaluating {mode} on {len(tasks)} tasks ...")
+            say(f"evaluating {mode} on {plural(len(tasks), 'task')} ...")
         with episode_bar(console, len(tasks) * (1 if "greedy" in mode else options.samples), mode) as advance:
             yield advance
 

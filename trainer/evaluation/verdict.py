@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from scipy import stats
 
 from cotune.intervals import LEVEL, Interval
+from cotune.tables import plural
 
 POWER = 0.8
 """Chance that so many tasks show the difference."""
@@ -67,13 +68,13 @@ def _clear(label: str, against: str, found: Interval, size: str, scale: float, f
         return ""
     word, low, high = ("better", found.low, found.high) if found.mean > 0 else ("worse", -found.high, -found.low)
     bounds = f"95% interval {scale * low:{form}} to {scale * high:{form}}"
-    return f"{label} is {word} than {against} by {size}, {bounds}, on {found.n} tasks"
+    return f"{label} is {word} than {against} by {size}, {bounds}, on {plural(found.n, 'task')}"
 
 
 def _interval(found: Interval, scale: float, form: str) -> str:
     if found.low is None or found.high is None:
-        return f"{found.n} tasks"
-    return f"95% interval {scale * found.low:{form}} to {scale * found.high:{form}}, on {found.n} tasks"
+        return plural(found.n, "task")
+    return f"95% interval {scale * found.low:{form}} to {scale * found.high:{form}}, on {plural(found.n, 'task')}"
 
 
 def _rounded(number: int) -> str:

@@ -22,6 +22,7 @@ from cotune.records.policies import Policies
 from cotune.storage.open_store import open_store
 from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
+from cotune.tables import plural
 from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.from_records.answers import counts, read_answers
@@ -112,7 +113,7 @@ async def open_records_run(
             state=Checkpoint(policies=policies, versions=dict.fromkeys(begun, 1)),
         )
         if saved is not None:
-            say(f"loading the checkpoint after {saved[0].steps} steps ...")
+            say(f"loading the checkpoint after {plural(saved[0].steps, 'step')} ...")
             await asyncio.to_thread(learner.load, saved[1])
             run.state = msgspec.structs.replace(saved[0], policies=policies)
             run.committed = saved[0].steps
@@ -219,6 +220,6 @@ def _said(config: TrainConfig, recorded: Recorded, episodes: Sequence[str], held
     out = f", {len(held_out)} held out" if held_out else ""
     left = counts(recorded.left_out)
     return (
-        f"recipe {config.recipe}: {what} from {len(episodes)} episodes{out}: {rows}"
+        f"recipe {config.recipe}: {what} from {plural(len(episodes), 'episode')}{out}: {rows}"
         f"{f'; left out: {left}' if left else ''} ({Path(config.records.path)})"
     )

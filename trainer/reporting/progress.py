@@ -134,7 +134,7 @@ class Progress:
         for text, count in errors.items():
             if text not in self._shown:
                 self._shown.add(text)
-                self.say(f"scorer failed on {count} candidates, which are not trained on: {text}")
+                self.say(f"scorer failed on {plural(count, 'candidate')}, not trained on: {text}")
 
     def step(self, metrics: StepMetrics) -> None:
         """Show a step that is done."""

@@ -25,9 +25,9 @@ TRUST = "COTUNE_TRUST_REMOTE_CODE"
 _NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
-def locate_model(model: str | Path) -> Path:
+def locate_model(model: str | Path, weights: bool = True) -> Path:
     """Folder of a model: the path itself, what a GGUF file unpacks to, or the local snapshot of a Hugging Face id
-    (fetched where it is missing).
+    (fetched where it is missing). Without `weights`, those of a GGUF file are left where they are.
 
     Raises ConfigError when neither exists, for weights that are no safetensors, and for a model that needs code of its
     own where that is not allowed.
@@ -43,7 +43,7 @@ def locate_model(model: str | Path) -> Path:
         whole = f"the export, {path.parent}" if (path.parent / "roles.json").is_file() else "its base model"
         raise _no_model(model, "it is an adapter", f"Use {whole}.")
     if (file := find_gguf(path)) is not None:
-        return unpack_gguf(file)
+        return unpack_gguf(file, weights)
     if path.exists():
         raise _no_model(model, "it has no config.json", "Correct the path.")
     if not _may_be_id(str(model)):

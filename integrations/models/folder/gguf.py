@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ def find_gguf(model: Path) -> Path | None:
     return files[0].resolve() if files else None
 
 
-def unpack_gguf(file: Path) -> Path:
-    """Folder with the model of a GGUF file: safetensors in fp32, configuration, tokenizer and chat template.
+def unpack_gguf(file: Path, weights: bool = True) -> Path:
+    """Folder with the model of a GGUF file: safetensors in fp32 (not without `weights`), configuration, tokenizer and
+    chat template.
 
     It is made once, in `$XDG_CACHE_HOME/cotune/models` (else `~/.cache/...`), under the file's name and SHA-256.
     Raises ConfigError where the file cannot be read or holds an architecture that transformers does not read.
@@ -40,12 +42,14 @@ def unpack_gguf(file: Path) -> Path:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "cotune" / "models" / f"{file.stem}-{digest[:16]}"
+    if not weights and not folder.is_dir():
+        folder = folder.with_name(f"{folder.name}-tokenizer")
     if not folder.is_dir():
-        log.warning("Unpacking %s into %s, once", file.name, folder)
+        log.log(logging.WARNING if weights else logging.INFO, "Unpacking %s into %s, once", file.name, folder)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder.parent) as made:
-                _unpack(file, Path(made) / "model")
+                _unpack(file, Path(made) / "model", weights)
                 (Path(made) / "model").rename(folder)
         except OSError as error:
             if not folder.is_dir():  # else another process was faster
@@ -54,13 +58,28 @@ def unpack_gguf(file: Path) -> Path:
     return folder
 
 
-def _unpack(file: Path, to: Path) -> None:
+def public_name(model: str) -> str:
+    """The name of a model as others know it: a Hugging Face id also of its snapshot on this machine, the file of an
+    unpacked GGUF, and of another folder of this machine the name without its path."""
+    path = Path(model)
+    if not path.is_absolute():
+        return model
+    if stored := re.fullmatch(r"models--(.+?)--(.+)", path.parent.parent.name):
+        return f"{stored[1]}/{stored[2]}"
+    unpacked = path.parent.parts[-2:] == ("cotune", "models")
+    return re.sub(r"-[0-9a-f]{16}$", ".gguf", path.name) if unpacked else path.name
+
+
+def _unpack(file: Path, to: Path, weights: bool) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
         AutoTokenizer.from_pretrained(**source).save_pretrained(to)
+        if not weights:
+            AutoConfig.from_pretrained(**source).save_pretrained(to)
+            return
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     except ImportError as error:
         raise ConfigError("model", str(file), f"cannot be read ({error})", "Run: pip install gguf") from None

@@ -100,7 +100,7 @@ def test_groups_that_the_judge_gives_up_are_left_out_and_counted(server: Provide
     assert summary.finished and summary.left_out["scorer_failed"] == 4
     assert "judge: requests 4, asked again 1, dropped 1" in trainer.said
     assert (
-        "scorer failed on 4 candidates, which are not trained on: The judge m was asked twice in vain: its answer "
+        "scorer failed on 4 candidates, not trained on: The judge m was asked twice in vain: its answer "
         "cannot be used: it has no JSON object with a ranking." in " ".join(trainer.said.split())
     )
 

@@ -244,6 +244,4 @@ def test_under_a_tree_a_late_failure_keeps_groups_and_a_broken_candidate_costs_i
     assert line["left_out"].pop("scorer_failed") == 1
     assert line["groups"] + line["left_out"].pop("zero_variance", 0) / 8 == 3
     assert line["left_out"].keys() <= {"zero_advantage"}
-    assert "scorer failed on 1 candidates, which are not trained on: The scorer of role 'first' raised KeyError" in (
-        trainer.said
-    )
+    assert "scorer failed on 1 candidate, not trained on: The scorer of role 'first' raised KeyError" in (trainer.said)

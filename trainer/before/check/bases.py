@@ -28,7 +28,7 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
     """The base of each policy by name, and under "" the run's own, which others have; nothing for NO_MODEL. Of a
     Hugging Face id no weights are fetched. Raises ConfigError."""
     named = {model: names for model, names in config.bases.items() if model != NO_MODEL}
-    places = {m: str(locate_model(m)) if Path(m).expanduser().exists() else m for m in named}
+    places = {m: str(locate_model(m, weights=False)) if Path(m).expanduser().exists() else m for m in named}
     try:
         formats = {places[model]: config.tool_formats[model] for model in named}
         templates = load_templates({places[model]: names for model, names in named.items()}, formats)

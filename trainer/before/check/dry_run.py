@@ -110,8 +110,9 @@ def check(
             for recipe in recipes.every:
                 check_signals(config, plan, recipe, flow)
             able = recipes.able(flow.scorers)
-            bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
             loaded = time.perf_counter()
+            bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
+            begun = time.perf_counter()
 
             def stub(variant: int, manner: Manner) -> StubResponder:
                 return StubResponder(
@@ -187,7 +188,7 @@ def check(
             workflow=workflow if isinstance(workflow, str) else flow.name,
             tasks=tuple(task.id for task in listed),
             seconds=done - started,
-            spent={"loading": loaded - started, "running": ended - loaded},
+            spent={"loading": loaded - started, "reading": begun - loaded, "running": ended - begun},
             plan=why,
             frameworks=tuple(_frameworks()),
             runs=len(outcomes),

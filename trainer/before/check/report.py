@@ -16,6 +16,13 @@ from cotune.trainer.before.findings import STYLES, Finding, RoleCheck
 Verdict = Literal["trainable", "undecided", "not trainable as it is"]
 
 
+_SPENT = {
+    "loading": "loading the application",
+    "reading": "reading the tokenizers",
+    "running": "running the application",
+}
+
+
 class Framework(msgspec.Struct, frozen=True, kw_only=True):
     """A framework that the application has loaded. `supported` is the range of versions that can be recorded."""
 
@@ -68,7 +75,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[str, ...]
     seconds: float
     spent: Mapping[str, float] = {}
-    """Seconds of loading the application, and of running it."""
+    """Seconds of loading the application, reading the models' tokenizers, and running the application."""
     plan: str
     frameworks: tuple[Framework, ...]
     runs: int = 1
@@ -108,7 +115,7 @@ def _parts(report: CheckReport) -> Iterable[RenderableType]:
         ("dry run ", "bold"),
         f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), ",
         f"{plural(report.runs, 'run')} with made-up answers\n{report.seconds:.1f} s: ",
-        ", ".join(f"{what} the application {seconds:.1f} s" for what, seconds in report.spent.items()),
+        ", ".join(f"{_SPENT[what]} {seconds:.1f} s" for what, seconds in report.spent.items() if seconds >= 0.05),
         f"\n{report.plan}\n",
     )
     yield _frameworks(report)

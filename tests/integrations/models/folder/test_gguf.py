@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cotune.errors import ConfigError
-from cotune.integrations.models.folder.folder import locate_model, read_parameters
+from cotune.integrations.models.folder.folder import context_length, locate_model, read_parameters
+from cotune.integrations.models.folder.gguf import public_name
 from tests.integrations.models.folder.tiny_gguf import write_gguf
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -41,6 +42,30 @@ def test_a_file_becomes_a_folder_once(tmp_path: Path, cache: Path, caplog: pytes
     assert locate_model(str(tmp_path)) == folder  # the folder that holds the one file
     assert not caplog.records
     assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]
+
+
+def test_without_weights_only_the_tokenizer_is_unpacked(tmp_path: Path, cache: Path) -> None:
+    _, tokenizer = write_gguf(tmp_path / "tiny.gguf")
+    folder = locate_model(tmp_path / "tiny.gguf", weights=False)
+    assert not [*cache.rglob("*.safetensors")] and context_length(folder) > 0
+    said = [{"role": "user", "content": "rain and sun: 12"}]
+    read = AutoTokenizer.from_pretrained(folder)
+    assert read.apply_chat_template(said)["input_ids"] == tokenizer.apply_chat_template(said)["input_ids"]
+    whole = locate_model(tmp_path / "tiny.gguf")
+    assert locate_model(tmp_path / "tiny.gguf", weights=False) == whole != folder
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-1.7B"),
+        ("/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-1.7B/snapshots/70d244cc", "Qwen/Qwen3-1.7B"),
+        ("/home/me/.cache/cotune/models/SmolLM2-135M.Q4_1-0123456789abcdef", "SmolLM2-135M.Q4_1.gguf"),
+        ("/data/models/my-base", "my-base"),
+    ],
+)
+def test_a_name_for_others_has_no_folder_of_this_machine(model: str, name: str) -> None:
+    assert public_name(model) == name
 
 
 def test_several_files_in_a_folder_are_named(tmp_path: Path) -> None:

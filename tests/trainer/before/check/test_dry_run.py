@@ -514,7 +514,8 @@ def test_a_model_is_named_as_in_training(provider: Provider, tmp_path: Path, mon
     (tmp_path / "model").mkdir()
     write_gguf(tmp_path / "model" / "tiny.gguf")
     report = dry(application(), model=str(tmp_path / "model"))
-    assert all(call.tokens for call in report.calls)
+    assert all(call.tokens for call in report.calls) and report.spent["reading"] > 0
+    assert not [*(tmp_path / "cache").rglob("*.safetensors")]
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match="it is a run folder"):
         dry(application(), model=str(tmp_path))
