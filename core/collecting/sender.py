@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -124,9 +125,12 @@ class Sender:
         self._urgent.set()
         self._news.set()
         self._thread.join(EXIT)
-        if waiting := self._spool.waiting:
+        if waiting := self._spool.waiting - self._spool.loose:
             text = "%d bytes of records wait in %s: the next process of %r that records there sends them."
             log.warning(text, waiting, self.folder, self.app)
+        if loose := self._spool.loose:
+            text = "%d bytes of records are lost: neither the disk (%s) nor the collector took them."
+            log.error(text, loose, self._spool.failure)
         if not self._thread.is_alive():
             self._spool.close()
 
@@ -177,11 +181,17 @@ class Sender:
                 self._urgent.clear()
             except _Undelivered as failed:
                 self._news.set()
-                if self._closing.is_set():
-                    return
                 self._wait(failed)
-        with contextlib.suppress(_Undelivered):
-            self._drain(spool)
+        end = time.monotonic() + EXIT
+        while True:
+            try:
+                self._drain(spool)
+            except _Undelivered:
+                if not spool.loose or time.monotonic() > end:  # what is on the disk waits there
+                    return
+                time.sleep(PAUSE[0])
+            else:
+                return
 
     def _wait(self, failed: _Undelivered) -> None:
         if self._down != failed.cause:

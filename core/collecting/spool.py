@@ -149,6 +149,12 @@ class Spool:
         with self._guard:
             return sum(segment.size - segment.done for segment in self._segments) + self._loose.size
 
+    @property
+    def loose(self) -> int:
+        """Bytes of them that are in memory alone."""
+        with self._guard:
+            return self._loose.size
+
     def close(self) -> None:
         """Give the lock back, with all files where nothing waits. What waits is adopted by another process."""
         with self._guard:

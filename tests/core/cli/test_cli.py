@@ -74,7 +74,7 @@ def test_help_is_one_screen_with_every_command_in_its_group(capsys, monkeypatch)
     assert groups == {
         "Run": ["check", "train", "eval", "trace", "replay"],
         "Look": ["runs", "show", "view", "report"],
-        "Records": ["gateway", "score", "judge", "sft", "otel"],
+        "Records": ["gateway", "collect", "score", "judge", "sft", "otel"],
         "Prompts and weights": ["prompts", "export", "serve"],
         "Machine": ["doctor"],
     }
