@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Token
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
 from cotune.adapters.prompts import prompts_for
 from cotune.episodes.episode import activators
 from cotune.episodes.run_sync import run_sync
+from cotune.episodes.tracing import Trace
 from cotune.errors import ConfigError, CotuneError
 from cotune.prompts.edits import Prompts
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import carry_context, current_episode, recording
 from cotune.recording.recorder import LiveCall, LiveEpisode
+from cotune.recording.redaction import Redactor
 from cotune.recording.roles import RolesFunction, roles_function
 from cotune.records.structs import CallRecord, Record, Task
 
@@ -34,6 +37,9 @@ def deployed(
     roles: RolesFunction | str | None = None,
     prompts: Prompts | str | Path | None = None,
     any_prompts: bool = False,
+    records: str | Path | None = None,
+    app: str = "",
+    redactor: Redactor | None = None,
 ) -> Deployment:
     """Answer every LLM call that the application makes inside by the policy of its role, from an export.
 
@@ -46,6 +52,10 @@ def deployed(
     Calls go out with the edited prompts that the export was trained with, if any, or with `prompts`: a file, or a
     folder that has one. Others than it was trained with are refused unless `any_prompts` is true. Without a `source`
     the application's own provider answers. `unedited` counts calls that do not have the texts that are edited.
+
+    With `records`, the address of a store or of a collector (for the application `app`), the calls are recorded as
+    those of a `cotune.trace`, with policy, version, token ids and log-probabilities, after `redactor`. The `with` is
+    one episode, and so is each `deployment.here()`. `deployment.trace` is the trace of the `with`.
 
     A `with` covers the code inside it, and threads and tasks started there. Elsewhere in the process (a web
     server's request handlers) use `with deployment.here():`. Raises AdapterError, ConfigError, SyncError.
@@ -61,7 +71,8 @@ def deployed(
     if source is None and prompts is None:
         raise ConfigError("source", None, "is missing", "Name an export, or pass prompts= for the provider to answer.")
     chosen = prompts_for(source, prompts, any_prompts=any_prompts)
-    return Deployment(source, base, given, roles_function(roles), chosen)
+    tracing = None if records is None else functools.partial(Trace, records, app=app, redactor=redactor)
+    return Deployment(source, base, given, roles_function(roles), chosen, tracing)
 
 
 class Deployment:
@@ -74,6 +85,7 @@ class Deployment:
         override: Mapping[str, Any],
         roles: RolesFunction | None,
         prompts: Prompts | None = None,
+        tracing: Callable[..., Trace] | None = None,
     ) -> None:
         self.source = source
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -95,10 +107,20 @@ class Deployment:
         self._responder: LocalResponder | None = None
         self._lock = threading.Lock()
         self._entered: Token[LiveEpisode | None] | None = None
+        self._tracing = tracing
+        self.trace: Trace | None = None
+        """The trace of the `with`, where its calls are recorded."""
 
-    def here(self) -> contextlib.AbstractContextManager[None]:
-        """Answer the calls made inside, in the current thread or task; the deployment must be open."""
-        return recording(self._episode())
+    @contextlib.contextmanager
+    def here(self, *, task: Any = None) -> Iterator[Trace | None]:
+        """Answer the calls made inside, in the current thread or task; the deployment must be open. Where calls are
+        recorded, these are an episode of their own, of the `task`, whose trace is given."""
+        with recording(self._episode()):
+            if self._tracing is None:
+                yield None
+            else:
+                with self._tracing(task=task, name="deployed") as trace:
+                    yield trace
 
     def __enter__(self) -> Deployment:
         self._require_closed()
@@ -106,7 +128,7 @@ class Deployment:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if (local := self._left()) is not None:
+        if (local := self._left(*exc)) is not None:
             run_sync(local.aclose())
 
     async def __aenter__(self) -> Deployment:
@@ -115,7 +137,7 @@ class Deployment:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if (local := self._left()) is not None:
+        if (local := self._left(*exc)) is not None:
             await local.aclose()
 
     def write(self, records: Sequence[Record]) -> None:
@@ -148,10 +170,14 @@ class Deployment:
             activate()
         carry_context(callers=self._roles is not None)
         self._entered = current_episode.set(self._episode())
+        if self._tracing is not None:
+            self.trace = self._tracing(name="deployed").__enter__()
 
-    def _left(self) -> LocalPolicies | None:
+    def _left(self, *exc: Any) -> LocalPolicies | None:
         assert self._opened and self._entered is not None
         self._opened = False
+        if self.trace is not None:
+            self.trace.__exit__(*exc)
         with contextlib.suppress(ValueError):  # entered in another context, where the variable stays as it is
             current_episode.reset(self._entered)
         local, self._local = self._local, None

@@ -203,7 +203,7 @@ def gateway_client(provider: str, kind: str, python: str) -> Iterator[tuple[Clie
     """A client of a gateway with an episode, and the gateway's address and process id."""
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
-        command = ["-m", "cotune", "gateway", "--upstream", f"{provider}/v1", "--out", folder, "--port", str(port)]
+        command = ["-m", "cotune", "gateway", "--upstream", f"{provider}/v1", "--records", folder, "--port", str(port)]
         with started(command, port, python, cwd=folder) as (gateway, process):
             opened = httpx.post(f"{gateway}/cotune/episodes", json={"task": {"id": "t"}}).json()
             yield Client(f"{opened['roles_url']}/planner/v1", kind), gateway, process

@@ -17,6 +17,7 @@ from cotune.sampling.scoring import Feedback
 if TYPE_CHECKING:
     from cotune.adapters.deployed import deployed
     from cotune.adapters.serving import serve
+    from cotune.episodes.later_feedback import feedback
     from cotune.episodes.tracing import trace
     from cotune.integrations.apps.openai.judge import Judge
     from cotune.integrations.web.gateway.server import gateway
@@ -33,6 +34,7 @@ else:
             "deployed": "cotune.adapters.deployed",
             "evaluate": "cotune.trainer.evaluation.evaluate",
             "export": "cotune.trainer.export",
+            "feedback": "cotune.episodes.later_feedback",
             "gateway": "cotune.integrations.web.gateway.server",
             "resume": "cotune.trainer.train",
             "serve": "cotune.adapters.serving",
@@ -50,6 +52,7 @@ __all__ = [
     "deployed",
     "evaluate",
     "export",
+    "feedback",
     "gateway",
     "recorded",
     "resume",

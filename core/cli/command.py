@@ -139,6 +139,15 @@ def add_address(command: Any, port: int) -> None:
     command.add_argument("--token", help="bearer token that clients must send (or the environment's COTUNE_TOKEN)")
 
 
+def add_records(command: Any, default: str | None = None) -> None:
+    """Add `--records` and `--app` of a server that records."""
+    text = "where calls are recorded: a run folder, a records file, or the address of cotune collect"
+    said = f" (default: {default})" if default else ""
+    command.add_argument("--records", default=default, metavar="ADDRESS", help=text + said)
+    text = "name of the application, for a collector (default: the environment's COTUNE_APP)"
+    command.add_argument("--app", default="", metavar="NAME", help=text)
+
+
 def add_fields(command: Any, *names: str, table: type[msgspec.Struct] | None = None, **texts: str) -> None:
     """Add the flags of these fields of `table` (default: a run's configuration), with the field's type, choices,
     default and text. A text that `table` lacks is that of a run's configuration; `texts` replace some."""

@@ -70,9 +70,13 @@ class MemoryRecords:
     def close(self) -> None: ...
 
 
-_files: dict[Path, tuple[Store, int]] = {}
-"""Records files that traces of this process have open, and how many: a file has one writer."""
+_files: dict[str, tuple[Store, int]] = {}
+"""Stores that traces of this process have open, and how many: a file has one writer."""
 _lock = threading.Lock()
+
+
+def _file(path: Path) -> str:
+    return str((path / RECORDS if path.is_dir() else path).resolve())
 
 
 def _fresh_lock() -> None:
@@ -84,11 +88,11 @@ os.register_at_fork(after_in_child=_fresh_lock)
 
 
 class FileRecords:
-    """A records file, shared by all traces of this process that write to it. `durable`: a write returns once it is
-    committed."""
+    """A records file, or another store, shared by all traces of this process that write to it. `durable`: a write
+    returns once it is committed."""
 
-    def __init__(self, path: Path, durable: bool = False) -> None:
-        self._path = (path / RECORDS if path.is_dir() else path).resolve()
+    def __init__(self, address: str | Path, durable: bool = False) -> None:
+        self._path = str(address) if "://" in str(address) else _file(Path(address))
         self._durable = durable
         self._store: Store | None = self._take()
 

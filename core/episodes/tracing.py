@@ -17,6 +17,7 @@ import msgspec
 from cotune.collecting.sender import Sender, is_collector, sender
 from cotune.collecting.sink import CollectorRecords, Rates, check_rates
 from cotune.episodes.episode import activators
+from cotune.episodes.later_feedback import check_key
 from cotune.episodes.trace_sinks import FileRecords, MemoryRecords, TraceSink
 from cotune.errors import ConfigError, RecordError, WorkflowError, error_text
 from cotune.prompts.edits import Prompts
@@ -73,6 +74,9 @@ class Trace:
     A process that is killed loses the calls of its last moment, unless `durable`: then an answer goes on to the
     application once its call is committed, which takes some milliseconds.
 
+    `key` is what the application calls this piece of work itself, such as an order number: `cotune.feedback` finds the
+    episode by it.
+
     `path` may be the address of a collector (`cotune collect`), such as "https://collector:4319"; without a path that
     is COTUNE_COLLECTOR, if it is set. Then `app` names the application (default: COTUNE_APP), and COTUNE_TOKEN is its
     token. `sample` is the share of episodes that are kept, or a share for each role. A call is on the disk when its
@@ -97,6 +101,7 @@ class Trace:
         durable: bool = False,
         app: str = "",
         sample: Rates | None = None,
+        key: str = "",
     ) -> None:
         if path is None:
             path = os.environ.get("COTUNE_COLLECTOR") or None
@@ -105,6 +110,8 @@ class Trace:
             raise ConfigError("sample", sample, "needs a collector", "Leave it out, or trace to its address.")
         self._sample = check_rates(1.0 if sample is None else sample)
         self.path = None if path is None or self._sender else Path(path)
+        self._address = path
+        self._named = {"app": self._sender.app if self._sender else app, "key": check_key(key)}
         self._durable = durable
         self.name = name
         self.task = Task(id=task, input=task) if isinstance(task, str) else as_task(task, 1)
@@ -165,6 +172,7 @@ class Trace:
         redactors = (*inherited, *self._redactors)
         self._sink = self._opened()
         options: dict[str, Any] = {"workflow": self.name, "redactors": redactors, "prompts": self._prompts}
+        options |= self._named
         if outer is None:
             self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
         else:
@@ -202,7 +210,7 @@ class Trace:
     def _opened(self) -> TraceSink:
         if self._sender is not None:
             return CollectorRecords(self._sender, self._sample)
-        return MemoryRecords() if self.path is None else FileRecords(self.path, self._durable)
+        return MemoryRecords() if self._address is None else FileRecords(self._address, self._durable)
 
     def _reading(self) -> AbstractContextManager[MemoryRecords | Store]:
         self._episode()

@@ -163,6 +163,10 @@ class LiveEpisode:
     """Names the roles of calls that `cotune.role` does not name."""
     prompts: Prompts | None = None
     """Edits the prompts of its calls."""
+    app: str = ""
+    """Name of the deployed application."""
+    key: str = ""
+    """What the application calls this episode itself."""
 
     def __post_init__(self) -> None:
         self.id = new_id()
@@ -336,6 +340,8 @@ class LiveEpisode:
             chance=chance.id if chance else None,
             threads=tuple(sorted(self._threads)),
             prompts="" if self.prompting is None else self.prompting.id,
+            app=self.app,
+            key=self.key,
         )
         self._write([*bodies, *reward_records(self.id, rewards or {}, feedback, redaction=self.redaction), record])
         return record

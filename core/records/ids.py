@@ -49,6 +49,11 @@ def candidate_id(call_id: str, index: int) -> str:
     return f"{call_id}.{index}"
 
 
+def key_target(app: str, key: str) -> str:
+    """Reward target that stands for all episodes of an application with a key of its own, also those to come."""
+    return f"key:{app}/{key}"
+
+
 canonical = msgspec.json.Encoder(order="sorted").encode
 """JSON of a chat message that is the same however its keys are ordered."""
 

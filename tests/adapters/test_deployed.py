@@ -25,6 +25,7 @@ from cotune.errors import AdapterError, CotuneError
 from cotune.recording.context import current_episode
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
+from cotune.storage.open_store import open_store
 
 pytestmark = pytest.mark.slow
 
@@ -229,3 +230,22 @@ def test_a_broken_export_is_refused_and_leaves_no_thread(tmp_path: Path) -> None
         pass
     assert threads() == before
     assert current_episode.get() is None
+
+
+def test_calls_are_recorded_with_policy_version_and_tokens(app: App, export: Path, tmp_path: Path) -> None:
+    records = tmp_path / "records.db"
+    with cotune.deployed(export, records=records, redactor=lambda message: message) as opened:
+        asyncio.run(app.run())
+        with opened.here(task={"id": "order-7"}) as trace:
+            asyncio.run(app.run())
+            trace.reward(0.5)
+    with open_store(records, read_only=True) as store:
+        outer, inner = store.episodes()
+        assert (outer.workflow, inner.task.id, inner.id) == ("deployed", "order-7", trace.id)
+        assert store.rewards([inner.id]) == {inner.id: {"team": 0.5}}
+        for episode in (outer, inner):
+            planner, writer, judge = store.calls(episode.id)
+            assert [call.role for call in (planner, writer, judge)] == ["planner", "writer", "judge"]
+            assert planner.policy == opened.served["planner"].policy
+            assert all(len(c.token_ids) == len(c.logprobs) > 0 for c in planner.candidates)
+            assert store.token_ids(planner.prompt)

@@ -57,7 +57,7 @@ ELSEWHERE = ("start.md", "tutorials/", *(f"frameworks/{name}.md" for name in ("a
 """Pages that other tests follow: step by step, or with the framework."""
 EXAMPLES = (
     "workflow", "role", "recorded", "trace", "check", "train", "resume", "evaluate", "export", "serve", "deployed",
-    "gateway", "Feedback", "Judge", "CotuneError", "Outage",
+    "gateway", "feedback", "Feedback", "Judge", "CotuneError", "Outage",
 )  # fmt: skip
 """The public names in the order in which their examples build on each other."""
 

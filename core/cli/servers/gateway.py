@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from cotune.cli.command import Parser, add_address, add_fields, fields_of
+from cotune.cli.command import Parser, add_address, add_fields, add_records, fields_of
 from cotune.terminal import tell
 
 EXAMPLE = "cotune gateway --upstream https://api.openai.com/v1"
@@ -21,12 +21,7 @@ def arguments(command: Parser) -> None:
         metavar="URL",
         help="base URL for Anthropic's Messages API, such as https://api.anthropic.com/v1 (default: --upstream)",
     )
-    command.add_argument(
-        "--out",
-        default="runs/gateway",
-        metavar="PATH",
-        help="run folder or records file; records are added to it (default: %(default)s)",
-    )
+    add_records(command, default="runs/gateway")
     add_address(command, port=8100)
     command.add_argument(
         "--roles-by",
@@ -69,6 +64,7 @@ def run(a: argparse.Namespace) -> int:
         upstream=a.upstream,
         key=os.environ.get("COTUNE_UPSTREAM_KEY"),
         token=a.token or os.environ.get("COTUNE_TOKEN"),
+        app=a.app,
         limits=Limits(**fields_of(a, Limits)),
         anthropic=a.anthropic_upstream,
         anthropic_key=os.environ.get("COTUNE_ANTHROPIC_KEY"),
@@ -78,5 +74,5 @@ def run(a: argparse.Namespace) -> int:
         prompts=read_prompts(a.prompts) if a.prompts else None,
         redactors=[load_redactor(a.redact)] if a.redact else [],
     )
-    serve(config, a.out, tell, host=a.host, port=a.port)
+    serve(config, a.records, tell, host=a.host, port=a.port)
     return 0

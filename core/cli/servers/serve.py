@@ -10,6 +10,7 @@ from cotune.cli.command import (
     add_fields,
     add_moved,
     add_prompts,
+    add_records,
     add_repeated,
     add_trust,
     fields_of,
@@ -39,12 +40,17 @@ def arguments(command: Parser) -> None:
         "vllm:NAME for a tool parser of vLLM (default: as exported, or auto: as its chat template does)",
     )
     add_prompts(command, "what the export was trained with")
+    add_records(command)
+    command.add_argument(
+        "--redact", metavar="MODULE:FUNCTION", help="change messages by this function before they are recorded"
+    )
     add_trust(command)
 
 
 def run(a: argparse.Namespace) -> int:
     tell(f"loading {a.source} ...")
     from cotune.adapters.serving import serve
+    from cotune.recording.redaction import load_redactor
 
     serve(
         a.source,
@@ -57,6 +63,9 @@ def run(a: argparse.Namespace) -> int:
         tool_format=a.tool_format,
         prompts=a.prompts,
         any_prompts=a.any_prompts,
+        records=a.records,
+        app=a.app,
+        redactor=load_redactor(a.redact) if a.redact else None,
         **fields_of(a),
     )
     return 0

@@ -73,7 +73,11 @@ def import_file(path: str | Path, sink: Sink, *, phase: str = "import") -> Impor
     Reading the same file again writes the same ids. Raises ConfigError for a file without spans.
     """
     left_out: Counter[str] = Counter()
-    spans = list(read(path, left_out))
+    return import_spans(list(read(path, left_out)), sink, left_out, phase=phase)
+
+
+def import_spans(spans: Sequence[Span], sink: Sink, left_out: Counter[str], *, phase: str = "import") -> Imported:
+    """The same of spans that are there already."""
     traces: dict[str, list[Span]] = {}
     for span in spans:
         traces.setdefault(span.trace, []).append(span)

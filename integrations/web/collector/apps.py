@@ -42,14 +42,15 @@ class Apps:
             raise RequestError(401, text, code="invalid_api_key")
         return self._apps[digest]
 
-    def app(self, scope: Scope, named: str) -> str:
-        """The application that a request writes for. Raises RequestError (401, 403), or 400 where nothing names one."""
+    def app(self, scope: Scope, named: str, default: str = "") -> str:
+        """The application that a request writes for: that of its token, or else the one that it names, or the default.
+        Raises RequestError (401, 403), or 400 where nothing names one."""
         own = self.check(scope)
         if own is not None and named not in ("", own):
             text = f"The token is that of the application {own!r}; it cannot write records of {named[:64]!r}."
             raise RequestError(403, text, param="app", code="wrong_app")
         try:
-            return check_app(own or named)
+            return check_app(own or named or default)
         except ConfigError as error:
             raise RequestError(400, str(error), param="app", code="invalid_value") from None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from cotune.records.ids import address, canonical
+from cotune.records.ids import address, canonical, key_target
 from cotune.records.structs import (
     LARGEST_REWARD,
     CallRecord,
@@ -24,6 +24,7 @@ from cotune.records.structs import (
 
 _ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _TARGET = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}(\.\d{1,4})?")
+LONGEST_KEY = 200
 _LONGEST_NAME = 200
 Path = Callable[[str], bytes | None]
 """The packed token path of a segment that is stored; None for one that is not."""
@@ -47,15 +48,17 @@ def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[s
             case CallRecord():
                 fault = "" if _ID.fullmatch(record.id) and _ID.fullmatch(record.episode) else "invalid_id"
                 fault = fault or ("" if len(record.role) <= _LONGEST_NAME else "invalid_name")
+                record = replace(record, app=app)
             case Episode():
-                fault = "" if _ID.fullmatch(record.id) else "invalid_id"
+                fault = "" if _ID.fullmatch(record.id) and len(record.key) <= LONGEST_KEY else "invalid_id"
+                record = replace(record, app=app)
             case RewardRecord():
-                fault = _of_reward(record)
+                fault = _of_reward(record, app)
                 fault = fault or (
                     "" if math.isfinite(record.value) and abs(record.value) <= LARGEST_REWARD else "value"
                 )
             case FeedbackRecord():
-                fault = _of_reward(record)
+                fault = _of_reward(record, app)
         if fault:
             refused[fault] += 1
             continue
@@ -82,7 +85,11 @@ def _of_segment(record: Segment, paths: dict[str, bytes], path: Path) -> str:
     return ""
 
 
-def _of_reward(record: RewardRecord | FeedbackRecord) -> str:
-    if _TARGET.fullmatch(record.target) is None:
+def _of_reward(record: RewardRecord | FeedbackRecord, app: str) -> str:
+    target, own = record.target, key_target(app, "")
+    if target.startswith("key:"):
+        if not target.startswith(own) or not 0 < len(target) - len(own) <= LONGEST_KEY:
+            return "foreign"
+    elif _TARGET.fullmatch(target) is None:
         return "invalid_id"
     return "" if 0 < len(record.name) <= _LONGEST_NAME else "invalid_name"

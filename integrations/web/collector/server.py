@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -23,7 +24,9 @@ from cotune.errors import CotuneError, RecordError
 from cotune.integrations.web.collector.apps import Apps
 from cotune.integrations.web.collector.checks import admitted
 from cotune.integrations.web.collector.counts import Counts
-from cotune.integrations.web.http.bodies import inflated
+from cotune.integrations.web.collector.otlp import PATH as SPANS
+from cotune.integrations.web.collector.otlp import PROTOBUF, read_spans, records_of
+from cotune.integrations.web.http.bodies import decoded, inflated
 from cotune.integrations.web.http.limits import BodyLimits
 from cotune.integrations.web.http.requests import (
     RequestError,
@@ -34,7 +37,8 @@ from cotune.integrations.web.http.requests import (
     read_any,
 )
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
-from cotune.records.ids import pack_ids
+from cotune.recording.rewards import reward_records
+from cotune.records.ids import key_target, pack_ids
 from cotune.records.structs import Record
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
@@ -45,6 +49,19 @@ MOST_WAITING = 64 << 20
 """Bytes of unpacked bodies that are being stored; while there are more, applications are asked to wait."""
 THREADS = 4
 """Batches that are read and committed at once."""
+
+
+FEEDBACK = "/v1/feedback"
+
+
+class GiveFeedback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /v1/feedback: rewards of an episode, by its id or by the application's own key."""
+
+    episode: str = ""
+    key: str = ""
+    reward: float | bool | dict[str, float | bool] | None = None
+    text: str = ""
+    app: str = ""
 
 
 class Collector:
@@ -62,33 +79,73 @@ class Collector:
 
     async def batch(self, request: Request) -> Response:
         """POST /v1/batches."""
-        self.apps.check(request.scope)
-        kind = header(request.scope, b"content-type").split(b";")[0].strip().lower().decode("latin-1")
-        if kind != MEDIA_TYPE:
-            raise RequestError(
-                415, f"The body must be sent as Content-Type: {MEDIA_TYPE}.", code="unsupported_media_type"
-            )
-        self._admit()
-        raw = await read_any(request.scope, request.receive, self.limits.max_body)
-        coding = header(request.scope, b"content-encoding").decode("latin-1")
+        raw, _ = await self._body(request, MEDIA_TYPE)
 
         def store() -> Response:
-            body = inflated(raw, coding, self.limits.max_body, "--max-body")
-            self.counts.add("bytes", len(raw), form="packed")
-            self.counts.add("bytes", len(body), form="unpacked")
-            batch = _read(body)
+            batch = _read(self._unpacked(request, raw))
             app = self.apps.app(request.scope, batch.app)
             self.counts.add("source_dropped_records", batch.dropped, app=app)
             self.counts.add("source_sampled_calls", batch.sampled, app=app)
-            return self._stored(app, [record for part in batch.parts for record in part])
+            return json_response(self._stored(app, [record for part in batch.parts for record in part]))
 
         return await self._aside(len(raw), store)
 
-    def _admit(self) -> None:
-        """Raises RequestError (429) where too much waits."""
+    async def spans(self, request: Request) -> Response:
+        """POST /v1/traces."""
+        raw, kind = await self._body(request, "application/json", PROTOBUF)
+
+        def store() -> Response:
+            spans, service = read_spans(self._unpacked(request, raw), kind, self.limits.max_values)
+            left_out: Counter[str] = Counter()
+            records = records_of(spans, left_out)
+            for reason, count in left_out.items():
+                self.counts.add("left_out_spans", count, reason=reason)
+            self._stored(self.apps.app(request.scope, "", service), records)
+            return Response(b"" if kind == PROTOBUF else b"{}", media_type=kind)
+
+        return await self._aside(len(raw), store)
+
+    async def feedback(self, request: Request) -> Response:
+        """POST /v1/feedback."""
+        raw, _ = await self._body(request, "application/json")
+
+        def store() -> Response:
+            given = decoded(self._unpacked(request, raw), GiveFeedback, self.limits.max_values)
+            app = self.apps.app(request.scope, given.app)
+            if bool(given.episode) == bool(given.key):
+                text = "Either `episode` or `key` is needed, and not both."
+                raise RequestError(400, text, param="episode", code="invalid_value")
+            named = given.reward if isinstance(given.reward, dict) else {"team": given.reward}
+            rewards = {name: float(value) for name, value in named.items() if value is not None}
+            if not rewards and not given.text.strip():
+                raise RequestError(400, "A `reward` or a `text` is needed.", param="reward", code="invalid_value")
+            target = given.episode or key_target(app, given.key)
+            done = self._stored(app, reward_records(target, rewards, given.text))
+            if done["refused"]:
+                text = f"{(given.episode or given.key)[:100]!r} cannot be rewarded: {', '.join(done['reasons'])}."
+                raise RequestError(400, text, param="episode", code="invalid_value")
+            return json_response({"target": target, "rewards": rewards})
+
+        return await self._aside(len(raw), store)
+
+    async def _body(self, request: Request, *kinds: str) -> tuple[bytes, str]:
+        """The body of a request as it came, and its type. Raises RequestError, also (429) where too much waits."""
+        self.apps.check(request.scope)
+        kind = header(request.scope, b"content-type").split(b";")[0].strip().lower().decode("latin-1")
+        if kind not in kinds:
+            text = f"The body must be sent as Content-Type: {' or '.join(kinds)}."
+            raise RequestError(415, text, code="unsupported_media_type")
         if self.waiting > MOST_WAITING:
             text = "The collector is behind: send the batch again in a moment."
             raise RequestError(429, text, code="behind", headers={"retry-after": "1"})
+        return await read_any(request.scope, request.receive, self.limits.max_body), kind
+
+    def _unpacked(self, request: Request, raw: bytes) -> bytes:
+        coding = header(request.scope, b"content-encoding").decode("latin-1")
+        body = inflated(raw, coding, self.limits.max_body, "--max-body")
+        self.counts.add("bytes", len(raw), form="packed")
+        self.counts.add("bytes", len(body), form="unpacked")
+        return body
 
     async def _aside(self, size: int, work: Callable[[], Response]) -> Response:
         self.waiting += size
@@ -97,7 +154,7 @@ class Collector:
         finally:
             self.waiting -= size
 
-    def _stored(self, app: str, records: Sequence[Record]) -> Response:
+    def _stored(self, app: str, records: Sequence[Record]) -> dict[str, Any]:
         """Commit records of an application. Raises RequestError (503) where the store does not take them."""
         refused: Counter[str] = Counter()
         kept = admitted(records, app, self._path, refused)
@@ -116,7 +173,7 @@ class Collector:
         for reason, count in refused.items():
             self.counts.add("refused_records", count, app=app, reason=reason)
             log.warning("%d records of %r are refused: %s", count, app, reason)
-        return json_response({"stored": len(kept), "refused": sum(refused.values())})
+        return {"stored": len(kept), "refused": sum(refused.values()), "reasons": dict(refused)}
 
     def _commit(self, records: Sequence[Record]) -> None:
         with self._committing:
@@ -147,6 +204,8 @@ class Collector:
         made = application(
             [
                 Route(PATH, self.batch, methods=["POST"]),
+                Route(SPANS, self.spans, methods=["POST"]),
+                Route(FEEDBACK, self.feedback, methods=["POST"]),
                 Route("/health", self.health),
                 Route("/metrics", self.metrics),
             ]
@@ -155,7 +214,7 @@ class Collector:
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             async def sent(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    known = scope["path"] in (PATH, "/health", "/metrics")
+                    known = scope["path"] in (PATH, SPANS, FEEDBACK, "/health", "/metrics")
                     path = scope["path"] if known else "other"
                     self.counts.add("requests", path=path, status=str(message["status"]))
                 await send(message)

@@ -28,6 +28,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cotune.collecting.open_sink import open_sink
+from cotune.collecting.sender import Sender
 from cotune.errors import CotuneError, RecordError, WorkflowError
 from cotune.integrations.web.gateway.address import address_of
 from cotune.integrations.web.gateway.episodes import EndEpisode, Episodes, OpenEpisode, Rewards, Text, task_of
@@ -44,7 +46,6 @@ from cotune.integrations.web.http.requests import (
 )
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
 from cotune.recording.context import current_episode
-from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.terminal import suggest
 
@@ -54,11 +55,12 @@ _TOKENS = (b"x-cotune-token", *KEYS)
 class Gateway:
     """The ASGI application of one gateway, with its providers and its store."""
 
-    def __init__(self, config: GatewayConfig, store: Store | None) -> None:
+    def __init__(self, config: GatewayConfig, sink: Store | Sender | None) -> None:
         access = Access(config.token, _TOKENS)
+        store = None if isinstance(sink, Sender) else sink
         self.loop = asyncio.get_running_loop()
         self.store = store
-        self.episodes = Episodes(store, config)
+        self.episodes = Episodes(sink, config)
         self.proxy = Proxy(config, self.episodes, access)
         self._control = control_app(self.episodes, self.proxy, access, store, config.limits)
 
@@ -85,17 +87,18 @@ class Gateway:
 def running_gateway(
     config: GatewayConfig, records: str | Path | None, *, host: str = "127.0.0.1", port: int = 0
 ) -> AbstractContextManager[RunningServer[Gateway]]:
-    """Run a gateway in a background thread; `records` is a folder or a records file, None records nothing by itself.
+    """Run a gateway in a background thread; `records` is the address of a store or of a collector, None records nothing
+    by itself.
 
     Raises ConfigError, RunError when it cannot start.
     """
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, Gateway]]:
-        if records is not None and not Path(records).suffix:  # a folder
+        if records is not None and "://" not in str(records) and not Path(records).suffix:  # a folder
             Path(records).mkdir(parents=True, exist_ok=True)
-        with contextlib.nullcontext() if records is None else open_store(records) as store:
-            made = Gateway(config, store)
+        with contextlib.nullcontext() if records is None else open_sink(records, config.app) as sink:
+            made = Gateway(config, sink)
             try:
                 yield made, made
             finally:
@@ -118,7 +121,8 @@ def serve(config: GatewayConfig, records: str | Path, say: Callable[[str], None]
         say(f"Gateway at {found.url}/v1 for {config.upstream}")
         if config.anthropic:
             say(f"Anthropic's interface at {found.url} for {config.anthropic}")
-        say(f"Records: {found.opened.store.address}")  # type: ignore[union-attr]
+        store = found.opened.store
+        say(f"Records: {records if store is None else store.address}")
         say("Ctrl-C stops it.")
         suggest(f"OPENAI_BASE_URL={found.url}/v1 python my_app.py", f"cotune show {records}")
         found.wait()

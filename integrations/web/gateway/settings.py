@@ -57,6 +57,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Base URL of the provider of Anthropic's interface, where that is another."""
     anthropic_key: str | None = None
     token: str | None = None
+    app: str = ""
+    """Name of the application, for a collector."""
     limits: Limits = Limits()
     redactors: Sequence[Redactor] = ()
     roles: RolesFunction | None = None

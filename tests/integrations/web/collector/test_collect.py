@@ -6,10 +6,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from opentelemetry.exporter.otlp.proto.http import Compression
 
 import cotune
 from cotune.collecting.sender import sender
 from cotune.errors import ConfigError, RecordError
+from cotune.integrations.web.collector.otlp import PROTOBUF
 from cotune.storage.open_store import open_store
 
 
@@ -102,3 +104,65 @@ def test_a_redactor_works_before_anything_reaches_the_disk(collector, records: P
         ask("my secret")
     files = list(spool.rglob("*.frames"))
     assert files and all(b"secret" not in path.read_bytes() and b"gone" in path.read_bytes() for path in files)
+
+
+def test_spans_arrive_by_otlp_in_protobuf_and_json(collector, records: Path) -> None:
+    """With OpenTelemetry's own exporter, as an application without cotune would have it."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporter = OTLPSpanExporter(endpoint=f"{collector.url}/v1/traces", compression=Compression.Gzip)
+    provider = TracerProvider(resource=Resource.create({"service.name": "help desk"}))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    tracer = provider.get_tracer("app")
+    asked = '[{"role": "user", "parts": [{"type": "text", "content": "hello"}]}]'
+    said = '[{"role": "assistant", "parts": [{"type": "text", "content": "good day"}], "finish_reason": "stop"}]'
+    with tracer.start_as_current_span("invoke_agent solver", attributes={"gen_ai.operation.name": "invoke_agent"}):
+        names = {"gen_ai.operation.name": "chat", "gen_ai.request.model": "m"}
+        chat = {**names, "gen_ai.input.messages": asked, "gen_ai.output.messages": said}
+        with tracer.start_as_current_span("chat m", attributes=chat):
+            pass
+    provider.shutdown()
+
+    with open_store(records, read_only=True) as store:
+        (episode,) = store.episodes()
+        (call,) = store.calls(episode.id)
+        assert (episode.app, call.model, call.candidates[0].text) == ("help-desk", "m", "good day")
+        assert store.message(call.messages[0])["content"] == "hello"
+    answer = httpx.post(f"{collector.url}/v1/traces", json={"resourceSpans": []})
+    assert (answer.status_code, answer.json()) == (200, {})
+    answer = httpx.post(f"{collector.url}/v1/traces", content=b"\xff\xff", headers={"content-type": PROTOBUF})
+    assert (answer.status_code, "The body is no OTLP request" in answer.text) == (400, True)
+
+
+def test_episodes_are_rewarded_later(collector, records: Path, ask) -> None:
+    with cotune.trace(collector.url, app="desk", key="order-7") as traced:
+        ask("hello")
+    cotune.feedback(traced.id, 1.0, text="It helped.", records=collector.url, app="desk")
+    assert sender(collector.url, "desk").flush(10)
+    given = {"app": "desk", "episode": traced.id, "reward": {"team": 0.25, "kept": True}}
+    answer = httpx.post(f"{collector.url}/v1/feedback", json=given)
+    assert answer.json() == {"target": traced.id, "rewards": {"team": 0.25, "kept": 1.0}}
+    with open_store(records, read_only=True) as store:
+        assert store.episode(traced.id).key == "order-7"
+        assert store.rewards([traced.id]) == {traced.id: {"team": 0.25, "kept": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"app": "desk", "reward": 1}, "Either `episode` or `key` is needed"),
+        ({"app": "desk", "episode": "01", "reward": 1}, "'01' cannot be rewarded: invalid_id"),
+        ({"app": "desk", "key": "k"}, "A `reward` or a `text` is needed"),
+        ({"app": "desk", "key": "k", "reward": "good"}, "reward: Expected"),
+        ({"app": "desk", "key": "k", "reward": 1, "rewrd": 2}, "unknown field `rewrd`"),
+        ({"app": "desk", "key": "k", "reward": 1e39}, "cannot be rewarded: value"),
+        ({"key": "k", "reward": 1}, "app is missing"),
+    ],
+)
+def test_feedback_that_cannot_be_kept_says_why(collector, body, message: str) -> None:
+    answer = httpx.post(f"{collector.url}/v1/feedback", json=body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]

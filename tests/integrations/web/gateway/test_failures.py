@@ -287,7 +287,7 @@ def test_records_that_another_process_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_closes_open_episodes(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "cotune", "gateway", "--upstream", "http://127.0.0.1:9/v1"]
-    options = ["--port", "0", "--out", str(tmp_path)]
+    options = ["--port", "0", "--records", str(tmp_path)]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         [*command, *options],

@@ -147,7 +147,7 @@ def test_malformed_requests_are_refused_with_their_cause(tmp_path: Path, count: 
 def test_a_gateway_under_attack_answers_and_leaves_nothing(tmp_path: Path, count: int) -> None:
     rng = random.Random(8)
     attacks = all_attacks(rng, count)
-    words = ["gateway", "--upstream", NOWHERE, "--out", str(tmp_path), "--max-body", str(LIMIT)]
+    words = ["gateway", "--upstream", NOWHERE, "--records", str(tmp_path), "--max-body", str(LIMIT)]
     statuses = besiege(words, attacks)
     assert set(statuses) <= {0, *range(400, 500)}, statuses
     assert statuses[0] < count / 50, statuses

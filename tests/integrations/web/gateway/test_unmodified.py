@@ -118,7 +118,7 @@ def test_bad_settings_are_refused() -> None:
 @pytest.mark.slow
 def test_the_command_line(tmp_path: Path, provider: Any) -> None:
     """The application has nothing but another OPENAI_BASE_URL; `cotune show` sees its episode while it runs."""
-    line = [sys.executable, "-m", "cotune", "gateway", "--upstream", provider.url, "--out", "r", "--port", "0"]
+    line = [sys.executable, "-m", "cotune", "gateway", "--upstream", provider.url, "--records", "r", "--port", "0"]
     gate = subprocess.Popen(
         [*line, "--roles-by", "model", "--episode-idle", "30"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )

@@ -1,0 +1,180 @@
+"""POST /v1/chat/completions over role policies, answered and, where that is wanted, recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cotune.adapters.conversations import LocalResponder
+from cotune.adapters.open_policies import LocalPolicies, ServedModel
+from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
+from cotune.integrations.apps.openai.chat_request import ChatRequest
+from cotune.integrations.apps.openai.forms import CHAT
+from cotune.integrations.web.http.bodies import read_json
+from cotune.integrations.web.http.limits import BodyLimits
+from cotune.integrations.web.http.requests import Access, ClientGone, RequestError, refusal, unless_gone
+from cotune.prompts.edits import Prompts
+from cotune.recording.call_records import CallerContext
+from cotune.recording.recorder import LiveCall, LiveEpisode, Nowhere, Sink
+from cotune.recording.redaction import Redactor
+from cotune.records.answers import Answer
+from cotune.records.structs import CallStatus, Task
+from cotune.sampling.protocol import SamplingParams
+from cotune.sampling.request_params import template_options
+
+logger = logging.getLogger("cotune.serve")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Where answered requests are recorded, each as an episode of one call, and by which redactors."""
+
+    sink: Sink
+    redactors: Sequence[Redactor] = ()
+
+
+class ChatEndpoint:
+    """POST /v1/chat/completions over policies, as an ASGI application.
+
+    `counts` tells requests by outcome, `not_enforced` the fields answered without.
+    """
+
+    def __init__(
+        self,
+        local: LocalPolicies,
+        access: Access,
+        limits: BodyLimits,
+        prompts: Prompts | None = None,
+        recording: Recording | None = None,
+    ) -> None:
+        self.local = local
+        self.access = access
+        self.limits = limits
+        self.responder = _Responder(local)
+        self.in_flight = 0
+        self.counts: Counter[str] = Counter()
+        self.not_enforced: Counter[str] = Counter()
+        self.unedited: Counter[str] = Counter()
+        """Requests that do not have the texts that the prompts edit, by reason."""
+        self._prompts = prompts
+        self._recording = recording
+        self._episode = self._opened(Recording(Nowhere()))
+
+    def _opened(self, recording: Recording) -> LiveEpisode:
+        task = Task(id="serve", input=None)
+        redactors = recording.redactors
+        return LiveEpisode(recording.sink, task, workflow="serve", prompts=self._prompts, redactors=redactors)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.in_flight += 1
+        try:
+            await self._serve(scope, receive, send)
+        except RequestError as error:
+            self.counts[f"refused_{error.status}"] += 1
+            await refusal(error)(scope, receive, send)
+        finally:
+            self.in_flight -= 1
+
+    def find(self, model: str) -> ServedModel:
+        """The policy of a model name. Raises RequestError (404) with the known names."""
+        found = self.local.served.get(model)
+        if found is not None:
+            return found
+        if self.local.others is None or model in self.local.left_to_provider:
+            text = f"There is no model {model!r} here; the models are: {', '.join(self.local.served)}."
+            raise RequestError(404, text, param="model", code="model_not_found")
+        return self.local.others
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = await read_json(scope, receive, self.access, ChatRequest, self.limits)
+        call = self._call(request)
+        try:
+            content, kind = await unless_gone(receive, functools.partial(self._answer, request, call))
+        except ClientGone:
+            self.counts["disconnected"] += 1
+            self._failed(call, "cancelled", "the client went away")
+            return
+        except RequestError as error:
+            self._failed(call, "timeout" if error.status == 504 else "error", error.message)
+            raise
+        except BaseException as error:
+            self._failed(call, "cancelled", type(error).__name__)
+            raise
+        self.counts["ok"] += 1
+        headers = {"content-type": kind, **({"cache-control": "no-cache"} if request.stream else {})}
+        if self._recording is not None:
+            headers |= {"x-cotune-episode": call.episode.id, "x-cotune-call": call.id}
+        await Response(content, headers=headers)(scope, receive, send)
+
+    def _call(self, request: ChatRequest) -> LiveCall:
+        """The call of a request, which is recorded once it has ended where requests are."""
+        found = self.find(request.model)
+        # A further name of a role is that role's: its prompts are edited too.
+        role = found.name if request.model in self.local.served else request.model
+        asked, caller = msgspec.structs.asdict(request), CallerContext(role, "serve", given=True)
+        if self._recording is not None:
+            call = self._opened(self._recording).start(caller, asked)
+        else:
+            call = LiveCall(self._episode, caller, 0, 0, asked)
+            self._episode.edit(call, asked)
+        if call.unedited:
+            self.unedited[call.unedited] += 1
+        return call
+
+    def _failed(self, call: LiveCall, status: CallStatus, error: str) -> None:
+        if self._recording is not None:
+            call.fail(status, error)
+            call.episode.end("cancelled" if status == "cancelled" else "error", error=error)
+
+    async def _answer(self, request: ChatRequest, call: LiveCall) -> tuple[bytes, str]:
+        asked = msgspec.structs.asdict(request)
+        chat = self.responder.chat_of(request.model)
+        # The responder logs the options that it leaves out.
+        self.not_enforced.update(name for name in template_options(asked) if not chat.reads(name))
+        try:
+            held = [await self.responder.respond(call)]
+        except SampleTimeout as error:
+            raise RequestError(504, str(error), code="timeout") from None
+        except RequestRefused as error:
+            raise RequestError(400, str(error), code="invalid_value") from None
+        except SamplerError as error:
+            logger.error("The sampler failed: %s", error)
+            raise RequestError(500, str(error), code="sampler_error") from None
+        except RecursionError:
+            raise RequestError(400, "The body is nested too deeply.", code="invalid_value") from None
+        return await asyncio.to_thread(_content, call, asked, held, self._recording is not None)
+
+
+def _content(call: LiveCall, asked: Mapping[str, Any], held: list[Answer | None], recorded: bool) -> tuple[bytes, str]:
+    """The answer that is `held`, as the request asks for it, and `recorded` if it is to be. A long answer takes a while
+    to be freed: taken out of the list, it is freed in this thread."""
+    answer = held.pop()
+    assert answer is not None, "find leaves no model to a provider"
+    content = CHAT.content(call, answer, asked)
+    if recorded:
+        call.finish(answer)
+        call.episode.end("ok")
+    return content
+
+
+class _Responder(LocalResponder):
+    """Refuses a request that cannot be rendered, and names the field."""
+
+    async def prepare(self, call: LiveCall) -> tuple[list[int], SamplingParams]:
+        try:
+            return await super().prepare(call)
+        except PromptTooLong as error:
+            raise RequestError(400, error.cause, param="messages", code="context_length_exceeded") from None
+        except RequestRefused:
+            raise
+        except SamplerError as error:
+            raise RequestError(400, str(error), param="messages", code="invalid_value") from None

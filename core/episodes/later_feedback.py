@@ -1,0 +1,76 @@
+"""Rewards that come after the end of an episode, perhaps days later, and from another process."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from cotune.collecting.sender import is_collector, sender
+from cotune.episodes.trace_sinks import FileRecords
+from cotune.errors import ConfigError, WorkflowError
+from cotune.recording.redaction import Redaction, Redactor, check_redactor
+from cotune.recording.rewards import reward_records
+from cotune.records.ids import key_target
+from cotune.sampling.scoring import Feedback, components, parted
+
+_ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}(\.\d{1,4})?")
+LONGEST_KEY = 200
+
+
+def feedback(
+    episode: str = "",
+    reward: float | Mapping[str, float] | Feedback | None = None,
+    *,
+    text: str = "",
+    key: str = "",
+    records: str | Path | None = None,
+    app: str = "",
+    redactor: Redactor | None = None,
+) -> None:
+    """Reward an episode after its end: by its id, or by the `key` that the application gave it (`cotune.trace`).
+
+    `reward` is a number (`team`) or named numbers; `text` says why. `records` is the address of a store or of a
+    collector (default: COTUNE_COLLECTOR), `app` the application (default: COTUNE_APP). A key stands for every episode
+    of the application that has it. Feedback may come before its episode, repeatedly, and contradict itself. Everything
+    is kept; of each name the reward that was given last counts. Once an episode has been trained on, later rewards are
+    kept and change nothing. Raises ConfigError, WorkflowError unless the rewards are finite numbers, RunError.
+
+    ```python
+    with cotune.trace("production.db", key="order-17") as traced:
+        graph.invoke({"question": "2 + 2"})
+
+    cotune.feedback(key="order-17", reward=1.0, text="The customer kept it.", records="production.db")
+    cotune.feedback(traced.id, 0.0, text="Sent back after all.", records="production.db")
+    ```
+    """
+    address = records or os.environ.get("COTUNE_COLLECTOR")
+    if not address:
+        raise ConfigError("records", None, "is missing", "Name a store or a collector, or set COTUNE_COLLECTOR.")
+    if bool(episode) == bool(key):
+        raise ConfigError("episode", episode or None, "or `key` is needed, and not both")
+    if episode and _ID.fullmatch(episode) is None:
+        raise ConfigError("episode", episode[:100], "is not the id of an episode", "`trace.id` is. For a key use key=.")
+    source = "The reward of cotune.feedback"
+    value, said = parted(reward, source)
+    given = {} if value is None else value if isinstance(value, Mapping) else {"team": value}
+    if not given and not (text or said):
+        raise WorkflowError(f"{source} is missing.", "Give a number, named numbers, or a text.")
+    rewards = components(given, source) if given else {}
+    redaction = None if redactor is None else Redaction((check_redactor(redactor),))
+    app = app or os.environ.get("COTUNE_APP", "")
+    sink = sender(str(address), app) if is_collector(address) else FileRecords(address)
+    target = episode or key_target(app, check_key(key))
+    try:
+        sink.write(reward_records(target, rewards, text or said, redaction=redaction))
+    finally:
+        if isinstance(sink, FileRecords):
+            sink.close()
+
+
+def check_key(key: str) -> str:
+    """A key of the application's own. Raises ConfigError."""
+    if len(key) > LONGEST_KEY or not (key.isprintable() or not key):
+        raise ConfigError("key", key[:LONGEST_KEY], f"is not a text of at most {LONGEST_KEY} printable characters")
+    return key

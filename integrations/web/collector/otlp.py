@@ -1,0 +1,77 @@
+"""Spans that arrive by OTLP over HTTP, as JSON or protobuf, as records."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cotune.integrations.exchange.otel.importer import import_spans
+from cotune.integrations.exchange.otel.otlp_json import spans_in
+from cotune.integrations.exchange.otel.spans import Span
+from cotune.integrations.web.http.bodies import decoded
+from cotune.integrations.web.http.requests import RequestError
+from cotune.records.structs import Record
+
+PATH = "/v1/traces"
+PROTOBUF = "application/x-protobuf"
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def read_spans(body: bytes, kind: str, most_values: int) -> tuple[list[Span], str]:
+    """The spans of an export request, and the name of the service that sends them, as one of an application.
+
+    Raises RequestError for a body that is none.
+    """
+    given: Any = _from_protobuf(body) if kind == PROTOBUF else decoded(body, dict[str, Any], most_values)
+    try:
+        return list(spans_in(given) or ()), _service(given)
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+        raise RequestError(400, f"The spans cannot be read: {error}.", code="invalid_value") from None
+
+
+def records_of(spans: Sequence[Span], left_out: Counter[str]) -> list[Record]:
+    """The records of the LLM calls among some spans. What could not be mapped is counted by reason."""
+    known = {span.id for span in spans}
+    kept = _Kept()
+    import_spans(spans, kept, left_out, phase="trace")
+    if apart := sum(span.parent is not None and span.parent not in known for span in spans):
+        left_out["parent_in_another_request"] += apart
+    return kept.records
+
+
+class _Kept:
+    """A sink in memory."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.records += records
+
+
+def _from_protobuf(body: bytes) -> dict[str, Any]:
+    try:
+        from google.protobuf.json_format import MessageToDict
+        from google.protobuf.message import DecodeError
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+    except ImportError:
+        text = (
+            "Spans in protobuf need pip install 'cotune[otel]' at the collector; send application/json, or install it."
+        )
+        raise RequestError(415, text, code="unsupported_media_type") from None
+    try:
+        found: dict[str, Any] = MessageToDict(ExportTraceServiceRequest.FromString(body))
+    except (DecodeError, RecursionError, ValueError) as error:
+        raise RequestError(400, f"The body is no OTLP request: {error}.", code="invalid_value") from None
+    return found
+
+
+def _service(given: Mapping[str, Any]) -> str:
+    for resource in given.get("resourceSpans") or ():
+        for pair in (resource.get("resource") or {}).get("attributes") or ():
+            if pair.get("key") == "service.name":
+                name = _NO_NAME.sub("-", str((pair.get("value") or {}).get("stringValue") or "")).strip("-._")[:64]
+                return name or "otel"
+    return "otel"
