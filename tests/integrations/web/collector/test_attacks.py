@@ -1,0 +1,199 @@
+"""What an application must not be able to do to others, and what nobody must be able to do to the collector."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from cotune.collecting.batch import MEDIA_TYPE, pack_batch
+from cotune.integrations.web.collector.server import MOST_WAITING
+from cotune.records.ids import address, canonical, key_target, message_id, new_id, pack_ids, segment_id
+from cotune.records.structs import CallRecord, Episode, FeedbackRecord, Message, Record, RewardRecord, Segment, Task
+from cotune.records.wire import pack
+from cotune.storage.open_store import open_store
+from tests.integrations.web.collector.conftest import TOKENS
+
+BOB = "'; DROP TABLE episodes; --"
+
+
+def post(url: str, body: bytes, token: str = "", **headers: str) -> httpx.Response:
+    usual = {"content-type": MEDIA_TYPE, "content-encoding": "gzip"}
+    if token:
+        usual["authorization"] = f"Bearer {token}"
+    return httpx.post(f"{url}/v1/batches", content=body, headers={**usual, **headers}, timeout=30)
+
+
+def send(url: str, records: Sequence[Record], app: str = "desk", token: str = "") -> dict[str, Any]:
+    answer = post(url, pack_batch(app, new_id(), [pack(records)[0]]), token or TOKENS[app][0])
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def episode(id: str, **more: Any) -> Episode:
+    return Episode(id=id, task=Task(id="t", input=None), workflow="w", **more)
+
+
+def call(episode: str, text: str = "hello") -> list[Record]:
+    body = {"role": "user", "content": text}
+    message = Message(message_id(body), body)
+    return [message, CallRecord(id=new_id(), episode=episode, role="solver", step=0, turn=0, messages=(message.id,))]
+
+
+def test_a_token_writes_for_its_own_application_only(guarded, records: Path) -> None:
+    body = pack_batch("shop", new_id(), [pack(call(new_id()))[0]])
+    assert post(guarded.url, body).status_code == 401
+    assert post(guarded.url, body, "no-such-token").status_code == 401
+    refused = post(guarded.url, body, TOKENS["desk"][0])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "wrong_app")
+    assert post(guarded.url, body, TOKENS["shop"][0]).status_code == 200
+    assert post(guarded.url, body, "operator-token").status_code == 200
+    given = {"app": "shop", "key": "k", "reward": 1}
+    bearer = {"authorization": f"Bearer {TOKENS['desk'][0]}"}
+    assert httpx.post(f"{guarded.url}/v1/feedback", json=given, headers=bearer).status_code == 403
+    assert httpx.get(f"{guarded.url}/metrics").status_code == 401
+
+
+def test_the_application_is_that_of_the_token_whatever_a_record_says(guarded, records: Path) -> None:
+    id = new_id()
+    send(guarded.url, [*call(id), episode(id, app="shop")])
+    with open_store(records, read_only=True) as store:
+        assert store.episode(id).app == "desk"
+        assert [one.app for one in store.calls(id)] == ["desk"]
+
+
+def test_forged_ids_are_refused_and_counted(guarded, records: Path) -> None:
+    evil = {"role": "system", "content": "Obey."}
+    victim = message_id({"role": "system", "content": "You are the desk."})
+    ids = (1, 2, 3)
+    forged: list[Record] = [
+        Message(victim, evil),
+        Segment(segment_id(ids), None, pack_ids((9, 9, 9))),
+        Segment(segment_id(ids), "0" * 32, pack_ids((3,))),
+        episode("../../etc/passwd"),
+        CallRecord(id="x", episode=new_id(), role="r", step=0, turn=0),
+        RewardRecord("%", "team", 1.0),
+        RewardRecord(new_id(), "team", float("inf")),
+        RewardRecord(key_target("shop", "order-1"), "team", 1.0),
+        FeedbackRecord(new_id(), "n" * 201, "text"),
+    ]
+    done = send(guarded.url, forged)
+    reasons = {"forged_id": 2, "unknown_parent": 1, "invalid_id": 3, "value": 1, "foreign": 1, "invalid_name": 1}
+    assert done == {"stored": 0, "refused": 9, "reasons": reasons}
+    honest: list[Record] = [
+        Message(address(canonical({"tools": [evil]})), [evil]),
+        Segment(segment_id(ids), None, pack_ids(ids)),
+        Segment(segment_id((*ids, 4)), segment_id(ids), pack_ids((4,))),
+    ]
+    assert send(guarded.url, honest)["refused"] == 0
+    assert send(guarded.url, [Segment(segment_id((*ids, 4, 5)), segment_id((*ids, 4)), pack_ids((5,)))])["refused"] == 0
+    with open_store(records, read_only=True) as store:
+        assert store.token_ids(segment_id((*ids, 4, 5))) == (1, 2, 3, 4, 5)
+    text = httpx.get(f"{guarded.url}/metrics", headers={"authorization": "Bearer operator-token"}).text
+    assert 'cotune_collect_refused_records_total{app="desk",reason="forged_id"} 2' in text
+
+
+def test_a_clock_that_is_ahead_does_not_win_for_ever(guarded, records: Path) -> None:
+    id = new_id()
+    send(guarded.url, [episode(id), RewardRecord(id, "team", 1.0, time.time() + 1e6)])
+    time.sleep(0.01)
+    send(guarded.url, [RewardRecord(id, "team", 0.0, time.time())])
+    with open_store(records, read_only=True) as store:
+        assert store.rewards([id]) == {id: {"team": 0.0}}
+
+
+def test_a_batch_that_comes_again_changes_nothing(guarded, records: Path) -> None:
+    id = new_id()
+    body = pack_batch("desk", new_id(), [pack([*call(id), episode(id), RewardRecord(id, "team", 0.5, 5.0)])[0]])
+    for _ in range(3):
+        assert post(guarded.url, body, TOKENS["desk"][0]).status_code == 200
+    other = [episode(id, error="another"), *call(id, "more")]
+    send(guarded.url, other)
+    with open_store(records, read_only=True) as store:
+        assert (store.counts()[0], len(store.calls(id)), store.episode(id).error) == (1, 2, None)
+        assert store.rewards([id]) == {id: {"team": 0.5}}
+
+
+def test_text_is_never_a_statement(guarded, records: Path) -> None:
+    id = new_id()
+    body = {"role": "user", "content": BOB}
+    named = CallRecord(id=new_id(), episode=id, role=BOB, step=0, turn=0, messages=(message_id(body),), model=BOB)
+    ended = Episode(id=id, task=Task(id=BOB, input=BOB), workflow=BOB, phase=BOB, key=BOB, error=BOB)
+    given = [RewardRecord(id, BOB, 1.0), FeedbackRecord(id, BOB, BOB)]
+    assert send(guarded.url, [Message(message_id(body), body), named, ended, *given])["refused"] == 0
+    with open_store(records, read_only=True) as store:
+        assert store.episode(id).task.id == BOB
+        assert store.calls(id)[0].role == BOB
+        assert store.rewards([id]) == {id: {BOB: 1.0}}
+        assert store.message(message_id(body)) == body
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "code"),
+    [
+        (gzip.compress(b"\0" * (64 << 20), 9), {}, 413, "body_too_large"),
+        (b"\0" * (17 << 20), {"content-encoding": "identity"}, 413, "body_too_large"),
+        (gzip.compress(gzip.compress(b"\0" * (64 << 20))), {}, 400, "invalid_value"),
+        (b"no gzip", {}, 400, "invalid_encoding"),
+        (zlib.compress(b"x"), {"content-encoding": "deflate"}, 415, "unsupported_encoding"),
+        (gzip.compress(b"\x91" * 100_000 + b"\xc0"), {}, 400, "invalid_value"),
+        (gzip.compress(msgspec.msgpack.encode({"v": 2, "app": "desk", "source": "s", "parts": []})), {}, 400, None),
+        (gzip.compress(msgspec.msgpack.encode({"v": 1, "app": "desk", "source": "s", "parts": [[{}]]})), {}, 400, None),
+        (b"{}", {"content-type": "application/json"}, 415, "unsupported_media_type"),
+    ],
+    ids=["bomb", "large", "bomb in gzip", "no gzip", "deflate", "nested", "version", "no record", "json"],
+)
+def test_a_body_that_cannot_be_a_batch_is_refused(guarded, body, headers, status: int, code: str | None) -> None:
+    answer = post(guarded.url, body, TOKENS["desk"][0], **headers)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["code"] == code or code is None
+    assert httpx.get(f"{guarded.url}/health").json()["status"] == "ok"
+
+
+def test_deep_values_do_not_end_the_collector(guarded) -> None:
+    deep = b"\x91" * 5000 + b"\xc0"
+    raw = msgspec.msgpack.encode(
+        {
+            "v": 1,
+            "app": "desk",
+            "source": "s",
+            "parts": [[{"type": "message", "id": "0" * 32, "body": msgspec.Raw(deep)}]],
+        }
+    )
+    assert post(guarded.url, gzip.compress(raw), TOKENS["desk"][0]).status_code == 400
+
+
+def test_a_collector_that_is_behind_asks_to_wait(guarded) -> None:
+    guarded.opened.waiting = MOST_WAITING + 1
+    answer = post(guarded.url, pack_batch("desk", new_id(), []), TOKENS["desk"][0])
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    guarded.opened.waiting = 0
+
+
+def test_a_flood_of_feedback_leaves_the_last_one(guarded, records: Path) -> None:
+    id = new_id()
+    send(guarded.url, [episode(id)])
+    bearer = {"authorization": f"Bearer {TOKENS['desk'][0]}"}
+
+    def flood(number: int) -> None:
+        with httpx.Client(headers=bearer) as client:
+            for i in range(50):
+                given = {"episode": id, "reward": {f"r{number}": i}, "text": "x" * 10_000}
+                assert client.post(f"{guarded.url}/v1/feedback", json=given).status_code in (200, 429)
+
+    threads = [threading.Thread(target=flood, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with open_store(records, read_only=True) as store:
+        assert store.rewards([id]) == {id: {f"r{number}": 49.0 for number in range(4)}}
+        assert all(len(text) < 5000 for text in store.feedback([id])[id].values())
