@@ -1,6 +1,6 @@
 """What collecting from production costs: many processes of a LangGraph application, one collector, one store.
 
-    python -m benchmarks.collect --processes 100 --seconds 60 --store postgresql://localhost/cotune
+    python -m benchmarks.collect --processes 100 --seconds 60 --store postgresql
 
 Each process runs a graph of two roles over and over, `--rate` episodes a second in all; a model server is faked inside
 the process, so that the application's side is what is measured. Every second episode is not recorded: the difference
@@ -16,6 +16,7 @@ not stored), left (waiting in spools at the end).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -23,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ import numpy as np
 import psutil
 
 from cotune.storage.open_store import open_store
+from tests.postgres import server
 
 CALLS = 2
 """Calls of an episode."""
@@ -122,7 +123,7 @@ def application(url: str, seconds: float, rate: float, number: int) -> None:
     sys.stdin.readline()  # the sender goes on until all have finished
 
 
-@contextmanager
+@contextlib.contextmanager
 def collector(store: str, folder: Path) -> Iterator[tuple[str, psutil.Process]]:
     """`cotune collect` in a process."""
     command = [sys.executable, "-m", "cotune", "collect", "--store", store, "--port", "0"]
@@ -235,7 +236,9 @@ def measure(store: str, processes: int, seconds: float, rate: float, folder: Pat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", default="", help="address of the store (default: a records file)")
+    parser.add_argument(
+        "--store", default="", help="address of the store (default: a records file); postgresql: a server of its own"
+    )
     parser.add_argument("--processes", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=300.0, help="recorded episodes a second, of all processes")
@@ -246,8 +249,9 @@ def main() -> None:
         application(a.application, a.seconds, a.rate, a.number)
         return
     with tempfile.TemporaryDirectory() as folder:
-        store = a.store or f"{folder}/records.db"
-        found = measure(store, a.processes, a.seconds, a.rate, Path(folder))
+        with server() if a.store == "postgresql" else contextlib.nullcontext() as database:
+            store = database.database() if database else a.store or f"{folder}/records.db"
+            found = measure(store, a.processes, a.seconds, a.rate, Path(folder))
     for name, value in found.items():
         print(f"{name:18} {value:>12}")
     print(json.dumps(found))

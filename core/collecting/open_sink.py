@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cotune.collecting.sender import Sender, is_collector, sender
-from cotune.storage.open_store import open_store
+from cotune.storage.open_store import is_path, open_store
 from cotune.storage.protocol import Store
 
 
@@ -18,5 +18,12 @@ def open_sink(address: str | Path, app: str = "") -> Iterator[Store | Sender]:
     if is_collector(address):
         yield sender(str(address), app)
         return
-    with open_store(address) as store:
+    with open_folder(address) as store:
         yield store
+
+
+def open_folder(address: str | Path) -> Store:
+    """The store at an address; a path without a suffix is a run folder, which is made. Raises ConfigError, RunError."""
+    if is_path(address) and not Path(address).suffix:
+        Path(address).mkdir(parents=True, exist_ok=True)
+    return open_store(address)

@@ -15,7 +15,9 @@ EXTRA = "collect"
 def arguments(command: Parser) -> None:
     from cotune.integrations.web.http.limits import BodyLimits
 
-    command.add_argument("--store", required=True, metavar="ADDRESS", help="run folder or records file")
+    command.add_argument(
+        "--store", required=True, metavar="ADDRESS", help="run folder, records file or postgresql://..."
+    )
     add_address(command, port=4319)
     command.add_argument(
         "--tokens",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cotune.collecting.batch import MEDIA_TYPE, PATH, VERSION, Batch, read_batch
+from cotune.collecting.open_sink import open_folder
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.web.collector.apps import Apps
 from cotune.integrations.web.collector.checks import admitted
@@ -40,14 +40,13 @@ from cotune.integrations.web.http.server import RunningServer, running, stopped_
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import key_target, pack_ids
 from cotune.records.structs import Record
-from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 
 log = logging.getLogger("cotune.collect")
 
 MOST_WAITING = 64 << 20
 """Bytes of unpacked bodies that are being stored; while there are more, applications are asked to wait."""
-THREADS = 4
+THREADS = 8
 """Batches that are read and committed at once."""
 
 
@@ -75,7 +74,6 @@ class Collector:
         self.waiting = 0
         """Bytes of unpacked bodies that are being stored."""
         self._work = ThreadPoolExecutor(THREADS, "cotune-collect")
-        self._committing = threading.Lock()
 
     async def batch(self, request: Request) -> Response:
         """POST /v1/batches."""
@@ -160,7 +158,7 @@ class Collector:
         kept = admitted(records, app, self._path, refused)
         begun = time.monotonic()
         try:
-            self._commit(kept)
+            self.store.commit(kept)
         except CotuneError as error:
             self.counts.add("commits", outcome="failed")
             log.error("A batch cannot be stored: %s", error)
@@ -174,14 +172,6 @@ class Collector:
             self.counts.add("refused_records", count, app=app, reason=reason)
             log.warning("%d records of %r are refused: %s", count, app, reason)
         return {"stored": len(kept), "refused": sum(refused.values()), "reasons": dict(refused)}
-
-    def _commit(self, records: Sequence[Record]) -> None:
-        with self._committing:
-            lost = self.store.lost
-            self.store.write(records)
-            self.store.flush()
-            if self.store.lost > lost:
-                raise RecordError(f"{self.store.lost - lost} records were lost.")
 
     def _path(self, segment: str) -> bytes | None:
         try:
@@ -248,7 +238,7 @@ def running_collector(
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, Collector]]:
-        with open_store(address) as store:
+        with open_folder(address) as store:
             made = Collector(store, apps, limits or BodyLimits())
             try:
                 yield made.app(), made

@@ -95,8 +95,6 @@ def running_gateway(
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, Gateway]]:
-        if records is not None and "://" not in str(records) and not Path(records).suffix:  # a folder
-            Path(records).mkdir(parents=True, exist_ok=True)
         with contextlib.nullcontext() if records is None else open_sink(records, config.app) as sink:
             made = Gateway(config, sink)
             try:

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from cotune.records.ids import address
 from cotune.storage.open_store import open_store
 
 APP = """
@@ -116,9 +117,9 @@ def adopted(url: str, spool: Path, seconds: float = 60.0) -> list[str]:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         told += App(url, 0.2).end()
-        if not list(spool.rglob("*.frames")):
+        if not (left := list(spool.glob(f"desk-{address(url.encode())[:8]}/*.frames"))):
             return told
-    raise AssertionError(f"left: {[(path.name, path.stat().st_size) for path in spool.rglob('*.frames')]}")
+    raise AssertionError(f"left: {[(path.name, path.stat().st_size) for path in left]}")
 
 
 def check(store: str, told: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.integrations.web.collector.processes import App, adopted, check, collecting
+from tests.postgres import server
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,34 @@ def test_kills_lose_nothing_and_store_nothing_twice(
         assert collector.stop() == 0
     record_property("records", check(str(records), told))
     assert len(told) >= 30 * applications
+
+
+@pytest.mark.parametrize(
+    ("kills", "applications"), [(1, 1), pytest.param(5, 5, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+)
+def test_a_killed_postgres_loses_nothing(spool: Path, port: int, kills: int, applications: int) -> None:
+    """Two collectors before one database, which is killed, as by a loss of power, and comes back."""
+    rng, told = random.Random(8), []
+    with server() as database, socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        other = found.getsockname()[1]
+        found.close()
+        store = database.database()
+        with collecting(store, port) as one, collecting(store, other) as two:
+            one.start()
+            two.start()
+            for number in range(max(kills, applications)):
+                app = App((one, two)[number % 2].url, 60.0)
+                app.wait_for(60)
+                time.sleep(rng.uniform(0.0, 0.5))
+                database.stop("immediate")
+                app.wait_for(len(app.told) + 60)
+                database.start()
+                told += app.end(kill=True)
+            for collector in (one, two):
+                told += adopted(collector.url, spool)
+                assert collector.stop() == 0
+        check(store, told)
 
 
 def test_a_full_disk_of_the_application_and_then_of_the_collector(spool: Path, records: Path, port: int) -> None:
