@@ -248,10 +248,10 @@ def main() -> None:
     if a.application:
         application(a.application, a.seconds, a.rate, a.number)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        with server() if a.store == "postgresql" else contextlib.nullcontext() as database:
-            store = database.database() if database else a.store or f"{folder}/records.db"
-            found = measure(store, a.processes, a.seconds, a.rate, Path(folder))
+    own = server() if a.store == "postgresql" else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, own as database:
+        store = database.database() if database else a.store or f"{folder}/records.db"
+        found = measure(store, a.processes, a.seconds, a.rate, Path(folder))
     for name, value in found.items():
         print(f"{name:18} {value:>12}")
     print(json.dumps(found))

@@ -72,7 +72,9 @@ class Collector:
         self.limits = limits
         self.counts = Counts()
         self.waiting = 0
-        """Bytes of unpacked bodies that are being stored."""
+        """Bytes of bodies that are being stored."""
+        self.failing = False
+        """Whether the store did not take the last batch."""
         self._work = ThreadPoolExecutor(THREADS, "cotune-collect")
 
     async def batch(self, request: Request) -> Response:
@@ -161,10 +163,12 @@ class Collector:
             self.store.commit(kept)
         except CotuneError as error:
             self.counts.add("commits", outcome="failed")
+            self.failing = True
             log.error("A batch cannot be stored: %s", error)
             text = "The store takes no records now: send the batch again later."
             raise RequestError(503, text, code="store_failed", headers={"retry-after": "5"}) from None
         self.counts.add("commits", outcome="ok")
+        self.failing = False
         self.counts.add("commit_seconds", time.monotonic() - begun)
         for kind, count in Counter(type(record).__name__.removesuffix("Record").lower() for record in kept).items():
             self.counts.add("records", count, app=app, kind=kind)
@@ -181,7 +185,8 @@ class Collector:
 
     async def health(self, request: Request) -> Response:
         """GET /health."""
-        return json_response({"status": "ok", "lost": self.store.lost, "waiting_bytes": self.waiting})
+        status = "store_failed" if self.failing else "ok"
+        return json_response({"status": status, "lost": self.store.lost, "waiting_bytes": self.waiting})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""

@@ -151,6 +151,10 @@ def serve() -> None:
 
 
 async def hand_back(question: Question) -> None:
+    with cotune.trace("https://collector:4319", app="desk", key="order-17", sample={"planner": 0.1}):
+        cotune.feedback(
+            key="order-17", reward={"kept": 1.0}, text="Kept.", records="https://collector:4319", app="desk"
+        )
     with cotune.deployed("adapters/", temperature=0.0, roles=who) as deployment:
         assert_type(deployment, Deployment)
         await solve(question)
