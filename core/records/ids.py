@@ -49,9 +49,18 @@ def candidate_id(call_id: str, index: int) -> str:
     return f"{call_id}.{index}"
 
 
+KEY = "key:"
+"""What the targets of rewards begin with that name episodes by a key of the application."""
+
+
 def key_target(app: str, key: str) -> str:
     """Reward target that stands for all episodes of an application with a key of its own, also those to come."""
-    return f"key:{app}/{key}"
+    return f"{KEY}{app}/{key}"
+
+
+def key_app(target: str) -> str:
+    """The application in such a target; its name has no slash."""
+    return target.removeprefix(KEY).partition("/")[0]
 
 
 canonical = msgspec.json.Encoder(order="sorted").encode

@@ -250,16 +250,17 @@ LARGEST_REWARD = 1e38
 
 
 class RewardRecord(msgspec.Struct, frozen=True, gc=False, tag="reward"):
-    """A named reward component. `target` is an episode id or a candidate id (`candidate_id`).
+    """A named reward component. `target` is an episode id, a candidate id (`candidate_id`) or a key (`key_target`).
 
     Of the rewards of a name the one with the latest time `at` counts, and of the same time the last that was written,
-    until the episode's groups are consumed.
+    until the episode's groups are consumed. `app` is the application that gives it.
     """
 
     target: str
     name: str
     value: float
     at: float = 0.0
+    app: str = ""
 
 
 class FeedbackRecord(msgspec.Struct, frozen=True, gc=False, tag="feedback"):
@@ -275,6 +276,7 @@ class FeedbackRecord(msgspec.Struct, frozen=True, gc=False, tag="feedback"):
     text: str
     at: float = 0.0
     cut: int = 0
+    app: str = ""
 
 
 Record = Message | Segment | CallRecord | Episode | RewardRecord | FeedbackRecord

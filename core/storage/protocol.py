@@ -53,6 +53,12 @@ class Store(Protocol):
         """Rewards refused as their groups had been trained on, since the store was opened."""
         ...
 
+    @property
+    def foreign(self) -> int:
+        """Records left out as they belong to an episode of another application, since the store was opened. The first
+        application that writes for an episode owns it; records without one are never left out."""
+        ...
+
     def episodes(
         self, *, phase: str | None = None, training_step: int | None = None, task: str | None = None
     ) -> Iterator[Episode]:
@@ -116,7 +122,7 @@ class Store(Protocol):
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """`lost` and `refused` over the life of the store, whoever wrote to it."""
+        """`lost`, `refused` and `foreign` over the life of the store, whoever wrote to it."""
         ...
 
     # Outcomes; failed episodes count as `on_failure` says

@@ -31,7 +31,7 @@ from cotune.storage.outcomes import metric
 Row = tuple[Any, ...]
 Timed = TypeVar("Timed", CallRecord, Episode)
 
-VERSION = 4
+VERSION = 5
 """Version of the tables, `user_version` of a records file; raised when they change, with a step in `UPGRADES`."""
 
 APPLICATION = 0x636F7475
@@ -57,10 +57,16 @@ TABLES = {
         *("latency REAL NOT NULL", "calls INTEGER NOT NULL", "error TEXT", "blame TEXT", "success REAL"),
         *("body TEXT NOT NULL", "metrics TEXT NOT NULL"),
     ),
-    "rewards": ("target TEXT", "name TEXT", "value REAL", "at REAL", "PRIMARY KEY (target, name)"),
-    "feedback": ("target TEXT", "name TEXT", "text TEXT", "at REAL", "cut INTEGER", "PRIMARY KEY (target, name)"),
+    "rewards": (
+        *("target TEXT", "name TEXT", "value REAL", "at REAL", "app TEXT NOT NULL DEFAULT ''"),
+        "PRIMARY KEY (target, name)",
+    ),
+    "feedback": (
+        *("target TEXT", "name TEXT", "text TEXT", "at REAL", "cut INTEGER", "app TEXT NOT NULL DEFAULT ''"),
+        "PRIMARY KEY (target, name)",
+    ),
     "replaced": (
-        *("target TEXT", "name TEXT", "at REAL", "value REAL", "text TEXT"),
+        *("target TEXT", "name TEXT", "at REAL", "value REAL", "text TEXT", "app TEXT NOT NULL DEFAULT ''"),
         "PRIMARY KEY (target, name, at)",
     ),
     "consumed": ("target TEXT PRIMARY KEY", "training_step INTEGER NOT NULL", "is_group INTEGER NOT NULL"),
@@ -75,6 +81,11 @@ CREATE INDEX episodes_by_step ON episodes (phase, training_step);
 CREATE INDEX episodes_by_task ON episodes (task);
 CREATE INDEX episodes_by_key ON episodes (app, key) WHERE key != '';
 """
+
+ADD_APP = "".join(
+    f"ALTER TABLE {table} ADD COLUMN app TEXT NOT NULL DEFAULT '';" for table in ("rewards", "feedback", "replaced")
+)
+"""What version 5 has added: whose reward it is."""
 
 COLUMNS = {
     table: [column.split()[0] for column in columns if not column.startswith("PRIMARY KEY")]
@@ -123,8 +134,10 @@ CONFLICTS = {
     "calls": "ON CONFLICT (id) DO NOTHING",
     "episodes": "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body "
     f"WHERE excluded.status IN {WITHDRAWN}",
-    "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at, rowid = {next}",
-    "feedback": "ON CONFLICT (target, name) DO UPDATE SET text = excluded.text, at = excluded.at, cut = excluded.cut",
+    "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at, "
+    "app = excluded.app, rowid = {next}",
+    "feedback": "ON CONFLICT (target, name) DO UPDATE SET text = excluded.text, at = excluded.at, "
+    "cut = excluded.cut, app = excluded.app",
     "replaced": "ON CONFLICT (target, name, at) DO UPDATE SET value = coalesce(excluded.value, replaced.value), "
     "text = coalesce(excluded.text, replaced.text)",
     "consumed": "ON CONFLICT (target) DO UPDATE SET is_group = 1 WHERE excluded.is_group = 1",
@@ -147,10 +160,10 @@ def encode(records: Sequence[Record], known: Container[str]) -> tuple[list[tuple
             table, row = "calls", _call_row(record)
             size += 1300 + len(row[16]) + len(row[17]) + len(row[18])
         elif isinstance(record, RewardRecord):
-            table, row = "rewards", (record.target, record.name, float(record.value), record.at)
+            table, row = "rewards", (record.target, record.name, float(record.value), record.at, record.app)
             size += 300
         elif isinstance(record, FeedbackRecord):
-            table, row = "feedback", (record.target, record.name, record.text, record.at, record.cut)
+            table, row = "feedback", (record.target, record.name, record.text, record.at, record.cut, record.app)
             size += 300 + len(record.text)
         elif isinstance(record, Episode):
             table, row = "episodes", _episode_row(record)

@@ -11,7 +11,7 @@ from typing import Any
 
 from cotune.errors import RunError
 from cotune.storage.damage import unusable
-from cotune.storage.schema import APPLICATION, COLUMNS, CONFLICTS, INDEXES, TABLES, VERSION, Row
+from cotune.storage.schema import ADD_APP, APPLICATION, COLUMNS, CONFLICTS, INDEXES, TABLES, VERSION, Row
 
 MOST_VALUES = 32766
 """Values in one statement. The interpreter lock is handed over once per statement, and a busy application gives it back
@@ -61,7 +61,8 @@ _FROM_3 = {
     "episodes": f"""SELECT id, task, phase, training_step, status, '', '', {_time("started")}, {_time("latency")},
         CAST(coalesce({_CALL("calls")}, 0) AS INTEGER), {_CALL("error")}, {_CALL("blame")}, {_SUCCESS}, body, metrics
         FROM old ORDER BY rowid""",
-    "rewards": "SELECT target, name, value, at FROM old",
+    "rewards": "SELECT target, name, value, at, '' FROM old",
+    "feedback": "SELECT target, name, text, at, cut, '' FROM old",
 }
 _CHANGED_3 = "".join(
     f"ALTER TABLE {table} RENAME TO old; {_table(table, TABLES[table])} INSERT INTO {table} {rows}; DROP TABLE old;"
@@ -70,9 +71,10 @@ _CHANGED_3 = "".join(
 UPGRADES = {
     3: f"""DROP VIEW candidates; DROP INDEX calls_by_episode; DROP INDEX episodes_by_step; DROP INDEX episodes_by_task;
     {_CHANGED_3} {_table("replaced", TABLES["replaced"])} {INDEXES}
-    {SCHEMA[SCHEMA.index("CREATE VIEW") :]}"""
+    {SCHEMA[SCHEMA.index("CREATE VIEW") :]}""",
+    4: f"{ADD_APP} PRAGMA user_version = 5;",
 }
-"""What brings a file of a version to the next one."""
+"""What brings a file of a version to a later one."""
 
 
 @functools.cache

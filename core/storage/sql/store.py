@@ -82,6 +82,10 @@ class SqlStore(Figures, Generic[Reader]):
     def refused(self) -> int:
         return self._writer.refused if self._writer else 0
 
+    @property
+    def foreign(self) -> int:
+        return self._writer.foreign if self._writer else 0
+
     def episodes(
         self, *, phase: str | None = None, training_step: int | None = None, task: str | None = None
     ) -> Iterator[Episode]:
@@ -192,7 +196,7 @@ class SqlStore(Figures, Generic[Reader]):
         return ConsumedGroups(self.rows)
 
     def counters(self) -> Mapping[str, int]:
-        return {"lost": 0, "refused": 0, **dict(self.rows("SELECT name, value FROM counters"))}
+        return {"lost": 0, "refused": 0, "foreign": 0, **dict(self.rows("SELECT name, value FROM counters"))}
 
     def close(self) -> None:
         self._shut()

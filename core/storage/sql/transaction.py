@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from cotune.records.ids import KEY
 from cotune.storage.schema import COLUMNS, WIDTHS, Row, in_parts
+from cotune.storage.sql.owners import AT, among, join_keys, leave_out_others
 
 
 class Database(Protocol):
@@ -55,20 +57,28 @@ class Transactions:
         self.any_closed = database.shared or bool(database.execute("SELECT 1 FROM consumed LIMIT 1"))
         """Whether rewards may come too late: with other writers, always."""
 
-    def write_rows(self, tables: Mapping[str, list[Any]]) -> tuple[int, int]:
-        """Insert rows; return how many could not be stored, and how many rewards were refused."""
+    def write_rows(self, tables: Mapping[str, list[Any]]) -> dict[str, int]:
+        """Insert rows; return how many could not be stored (`lost`), how many rewards came too late (`refused`), and
+        how many belong to an episode of another application (`foreign`)."""
+        rows = {table: _rows(table, tables[table]) for table in ("rewards", "feedback")}
+        owned = any(any(tables[table][at :: WIDTHS[table]]) for table, at in AT.items())
+        if owned:
+            rows |= {table: _rows(table, tables[table]) for table in ("calls", "episodes")}
+        foreign = leave_out_others(self._db.execute, rows) if owned else 0
+        if owned or any(row[0].startswith(KEY) for row in rows["rewards"] + rows["feedback"]):
+            rows.setdefault("episodes", _rows("episodes", tables["episodes"]))
+            join_keys(self._db.execute, rows)
         lost = refused = 0
         replaced: dict[tuple[Any, ...], list[Any]] = {}
-        for table, values in tables.items():
-            if table in ("rewards", "feedback") and values:
-                rows = [values[at : at + WIDTHS[table]] for at in range(0, len(values), WIDTHS[table])]
-                admitted = self._admit(rows) if self.any_closed else rows
-                if table == "rewards":
-                    refused = len(rows) - len(admitted)
-                values = [value for row in self._latest(table, admitted, replaced) for value in row]
-            lost += self._insert(table, values)
-        lost += self._insert("replaced", [value for row in replaced.values() for value in row])
-        return lost, refused
+        for table in ("rewards", "feedback") if rows["rewards"] or rows["feedback"] else ():
+            admitted = self._admit(rows[table]) if self.any_closed else rows[table]
+            if table == "rewards":
+                refused += len(rows[table]) - len(admitted)
+            rows[table] = self._latest(table, admitted, replaced)
+        rows["replaced"] = [*replaced.values()]
+        for table, values in {**tables, "replaced": []}.items():
+            lost += self._insert(table, [value for row in rows[table] for value in row] if table in rows else values)
+        return {"lost": lost, "refused": refused, "foreign": foreign}
 
     def _insert(self, table: str, values: Sequence[Any]) -> int:
         """Insert rows; row by row if one of them is broken. Return how many could not be stored."""
@@ -85,41 +95,30 @@ class Transactions:
             return 1
         return 0
 
-    def _latest(
-        self, table: str, rows: Iterable[list[Any]], replaced: dict[tuple[Any, ...], list[Any]]
-    ) -> Iterable[list[Any]]:
+    def _latest(self, table: str, rows: list[list[Any]], replaced: dict[tuple[Any, ...], list[Any]]) -> list[list[Any]]:
         """Rows of rewards, or of their texts, that are the latest of their names. Those that they take the place of, or
         that come too late, are added to `replaced`."""
         at = COLUMNS[table].index("at")
         stored: dict[tuple[str, str], list[Any]] = {}
         found: dict[tuple[str, str], list[Any]] = {}
-        columns = ", ".join(COLUMNS[table])
-        rows = list(rows)
-        for some in in_parts({row[0] for row in rows}):
-            sql = f"SELECT {columns} FROM {table} WHERE target IN ({','.join('?' * len(some))})"
-            there = (list(row) for row in self._db.execute(sql, some) if isinstance(row[at], float | int))
-            stored.update(((row[0], row[1]), row) for row in there)
+        sql = f"SELECT {', '.join(COLUMNS[table])} FROM {table}"
+        there = among(self._db.execute, sql, "target", [row[0] for row in rows])
+        stored.update(((row[0], row[1]), list(row)) for row in there if isinstance(row[at], float | int))
         for row in rows:
             name = (row[0], row[1])
             older, newer = found.get(name) or stored.get(name), row
             if older is not None and newer[at] < older[at]:
                 older, newer = newer, older
             if older is not None and older[at] != newer[at]:
-                value, text = (older[2], None) if table == "rewards" else (None, older[2])
-                replaced[(*name, older[at], table)] = [*name, older[at], value, text]
+                kept = replaced.setdefault((*name, older[at]), [*name, older[at], None, None, older[-1]])
+                kept[3 if table == "rewards" else 4] = older[2]
             found[name] = newer
         return [row for name, row in found.items() if row != stored.get(name)]
 
     def _admit(self, rows: list[list[Any]]) -> list[list[Any]]:
         """Rows of rewards, or of their texts, whose target, and the call it is a candidate of, are still open."""
         names = {name for target, *_ in rows for name in (target, target.rpartition(".")[0])}
-        closed = {
-            name
-            for some in in_parts(names)
-            for (name,) in self._db.execute(
-                f"SELECT target FROM consumed WHERE target IN ({','.join('?' * len(some))})", some
-            )
-        }
+        closed = {name for (name,) in among(self._db.execute, "SELECT target FROM consumed", "target", names)}
         return [row for row in rows if row[0] not in closed and row[0].rpartition(".")[0] not in closed]
 
     def release(self, step: int) -> None:
@@ -145,3 +144,8 @@ class Transactions:
                 "SET value = counters.value + excluded.value",
                 (name, value),
             )
+
+
+def _rows(table: str, values: list[Any]) -> list[list[Any]]:
+    width = WIDTHS[table]
+    return [values[at : at + width] for at in range(0, len(values), width)]

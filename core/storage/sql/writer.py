@@ -84,7 +84,7 @@ class Writer:
         self._since = math.inf
         self._idle = self._closing = self._failing = self._stalled = self._forked = False
         self._reported: set[str] = set()
-        self._counted = {"lost": 0, "refused": 0}
+        self._counted = {"lost": 0, "refused": 0, "foreign": 0}
         self._saved = dict(self._counted)
         try:
             self._does = Transactions(database, self._report)
@@ -103,6 +103,11 @@ class Writer:
     def refused(self) -> int:
         """Rewards that came after their group was consumed, since the store was opened."""
         return self._counted["refused"]
+
+    @property
+    def foreign(self) -> int:
+        """Records for episodes of other applications, left out since the store was opened."""
+        return self._counted["foreign"]
 
     def put(self, records: Sequence[Record]) -> None:
         """Encode and queue records; those that cannot be queued are counted in `lost`."""
@@ -277,17 +282,16 @@ class Writer:
 
     def _commit(self, taken: Batch | Ledger) -> None:
         """One transaction. Addresses count as known, rewards as refused and rows as lost, only after it."""
-        counted, lost, refused = dict(self._counted), 0, 0
+        counted, added = dict(self._counted), dict.fromkeys(self._counted, 0)
         try:
             self._db.begin()
             if isinstance(taken, Batch):
-                lost, refused = self._does.write_rows(taken.tables)
+                added = self._does.write_rows(taken.tables)
             elif taken.groups is None:
                 self._does.release(taken.step)
             else:
                 self._does.consume(taken.groups, taken.step)
-            counted["lost"] += lost
-            counted["refused"] += refused
+            counted = {name: value + added[name] for name, value in counted.items()}
             if counted != self._saved:
                 self._does.count({name: value - self._saved[name] for name, value in counted.items()})
             self._db.commit()
@@ -297,13 +301,15 @@ class Writer:
             raise
         self._saved = counted
         with self._changed:
-            self._counted["lost"] += lost
-            self._counted["refused"] += refused
-        if isinstance(taken, Batch) and not lost:
+            for name, count in added.items():
+                self._counted[name] += count
+        if isinstance(taken, Batch) and not added["lost"]:
             if len(self._known) > RECENT_IDS or time.monotonic() - self._known_since > DAY:
                 self._known.clear()
                 self._known_since = time.monotonic()
             for table in ("images", "messages", "segments"):
                 self._known.update(taken.tables[table][:: WIDTHS[table]])
-        if refused:
+        if added["refused"]:
             self._report("a reward came after its group was consumed and is refused")
+        if added["foreign"]:
+            self._report("a record for an episode of another application is left out")

@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime
 
 from cotune.records.ids import ulid
-from cotune.storage.schema import COLUMNS, CONFLICTS, INDEXES, TABLES, VERSION
+from cotune.storage.schema import ADD_APP, COLUMNS, CONFLICTS, INDEXES, TABLES, VERSION
 
 LOCK = 0x636F7475
 """Advisory lock of the one transaction that writes."""
@@ -58,7 +58,7 @@ CREATE VIEW candidates AS
     FROM calls, json_array_elements(calls.candidates::json) AS value;
 """
 
-UPGRADES: dict[int, str] = {}
+UPGRADES = {4: f"{ADD_APP} UPDATE store SET version = 5;"}
 """What brings a store of a version to the next one."""
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cotune.errors import RecordError
-from cotune.records.ids import candidate_id, new_id, pack_ids, segment_id
+from cotune.records.ids import candidate_id, key_target, new_id, pack_ids, segment_id
 from cotune.records.structs import (
     CallRecord,
     Candidate,
@@ -35,7 +35,7 @@ class ReadOnly:
         self.reader = open_store(address, read_only=True)
 
     def __getattr__(self, name):
-        writes = name in ("write", "commit", "flush", "consume", "release", "lost", "refused")
+        writes = name in ("write", "commit", "flush", "consume", "release", "lost", "refused", "foreign")
         return getattr(self.writer if writes else self.reader, name)
 
     def close(self):
@@ -269,6 +269,84 @@ def test_feedback_is_searched(store):
     store.write([RewardRecord("C1.0", "local", 1.0, 2.0)])
     store.flush()
     assert store.holding("too long", every, {}) == set(), "the text went with its reward"
+
+
+def test_the_latest_reward_by_its_time_wins_and_all_are_kept(store):
+    late, early = RewardRecord("E1", "stars", 5.0, 20.0), RewardRecord("E1", "stars", 1.0, 10.0)
+    store.commit([late, FeedbackRecord("E1", "stars", "good", 20.0)])
+    store.commit([early, FeedbackRecord("E1", "stars", "bad", 10.0)])
+    assert store.rewards(["E1"]) == {"E1": {"stars": 5.0}}
+    assert store.feedback(["E1"]) == {"E1": {"stars": "good"}}
+    store.commit([RewardRecord("E1", "stars", 3.0, 30.0), RewardRecord("E1", "stars", 2.0, 25.0)])
+    store.commit([late])
+    assert store.rewards(["E1"]) == {"E1": {"stars": 3.0}} and store.feedback(["E1"]) == {"E1": {}}
+    sql = "SELECT at, value, text FROM replaced WHERE target = ? ORDER BY at"
+    reader = getattr(store, "reader", store)
+    assert reader.rows(sql, ["E1"]) == [(10.0, 1.0, "bad"), (20.0, 5.0, None), (25.0, 2.0, None)]
+
+
+def test_what_is_sent_twice_is_stored_once(store):
+    sent = [
+        FULL_CALL,
+        episode(),
+        Message("m1", 1),
+        Segment("s1", None, pack_ids((1,))),
+        RewardRecord("E1", "r", 1.0, 5.0),
+    ]
+    for _ in range(2):
+        store.commit([*sent, *sent])
+    assert (store.calls("E1"), store.counts(), store.lost) == ([FULL_CALL], (1, 0, 1), 0)
+    assert store.rewards(["E1"]) == {"E1": {"r": 1.0}}
+
+
+def test_one_record_that_cannot_be_encoded_takes_no_other_with_it(store):
+    large = Candidate(index=0, text="", message={}, token_ids=(2**40,))
+    store.commit([call(), call(id="C2", candidates=(large,)), episode("\ud83d"), episode()])
+    assert ([c.id for c in store.calls("E1")], store.lost) == (["C1"], 2)
+    assert store.has_episode("E1")
+
+
+def test_an_episode_belongs_to_the_first_application_that_writes_for_it(store):
+    store.commit([call("E1", "C1", app="desk", candidates=(Candidate(index=0, text="", message={}),))])
+    store.commit([
+        call("E1", "C2", 1, app="shop"), episode("E1", app="shop"), episode("E2", app="shop"),
+        RewardRecord("C1.0", "r", 1.0, 1.0, "shop"), RewardRecord("E1", "r", 1.0, 1.0, "shop"),
+        FeedbackRecord("E1", "r", "mine", 1.0, 0, "shop"), RewardRecord("E2", "r", 0.5, 1.0, "shop"),
+    ])  # fmt: skip
+    store.commit(
+        [episode("E1", app="desk"), RewardRecord("E1", "r", 0.25, 0.5, "desk"), RewardRecord("E2", "own", 1.0)]
+    )
+    assert [c.id for c in store.calls("E1")] == ["C1"] and store.episode("E1").app == "desk"
+    expected = {"C1.0": {}, "E1": {"r": 0.25}, "E2": {"r": 0.5, "own": 1.0}}
+    assert store.rewards(["C1.0", "E1", "E2"]) == expected and store.feedback(["E1"]) == {"E1": {}}
+    assert store.foreign == 5 == store.counters()["foreign"]
+
+
+def test_a_reward_of_another_application_that_came_before_the_episode_does_not_count(store):
+    store.commit([RewardRecord("E1", "r", 9.0, 1.0, "shop"), RewardRecord("C1.0", "r", 9.0, 1.0, "shop")])
+    store.commit([RewardRecord("E1", "r2", 1.0, 1.0, "desk")])
+    store.commit([call("E1", "C1", app="desk", candidates=(Candidate(index=0, text="", message={}),))])
+    store.commit([episode("E1", app="desk")])
+    assert store.rewards(["E1", "C1.0"]) == {"E1": {"r2": 1.0}, "C1.0": {}}
+    assert store.foreign == 2
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_key_of_the_application_gives_its_episodes_rewards(store, before):
+    order = key_target("desk", "order 7/a'")
+    said = [RewardRecord(order, "stars", 4.0, 8.0, "desk"), FeedbackRecord(order, "stars", "slow", 8.0, 0, "desk")]
+    other = key_target("shop", "order 7/a'")
+    ended = [episode("E1", app="desk", key="order 7/a'"), episode("E2", app="desk", key="order 8")]
+    ended += [episode("E3", app="shop", key="order 7/a'"), episode("E4", app="desk", key="order 7/a'")]
+    for records in [said, ended] if before else [ended, said]:
+        store.commit(records)
+    store.commit([RewardRecord(other, "stars", 1.0, 9.0, "desk")])
+    assert store.foreign == 1
+    targets = ["E1", "E2", "E3", "E4"]
+    assert store.rewards(targets) == {"E1": {"stars": 4.0}, "E2": {}, "E3": {}, "E4": {"stars": 4.0}}
+    assert store.feedback(targets) == {"E1": {"stars": "slow"}, "E2": {}, "E3": {}, "E4": {"stars": "slow"}}
+    store.commit([RewardRecord("E1", "stars", 5.0, 7.0, "desk"), RewardRecord(order, "stars", 2.0, 7.5, "desk")])
+    assert store.rewards(["E1"]) == {"E1": {"stars": 4.0}}, "the latest counts, by id or by key"
 
 
 def test_reward_may_be_nan(store):

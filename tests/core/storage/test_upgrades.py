@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from cotune.errors import RunError
@@ -59,7 +62,7 @@ INSERT INTO calls SELECT id, episode, step, role, turn, status, prompt, prompt_t
     candidates, token_ids, logprobs FROM new.calls ORDER BY rowid;
 INSERT INTO episodes SELECT id, task, phase, training_step, status, body, metrics FROM new.episodes ORDER BY rowid;
 INSERT INTO rewards SELECT target, name, value, at FROM new.rewards;
-INSERT INTO feedback SELECT * FROM new.feedback;
+INSERT INTO feedback SELECT target, name, text, at, cut FROM new.feedback;
 INSERT INTO consumed SELECT * FROM new.consumed;
 INSERT INTO counters SELECT * FROM new.counters;
 """
@@ -148,6 +151,39 @@ def test_a_file_of_version_3(tmp_path: Path) -> None:
     for sql in (columns, indexes):
         made, upgraded = (sqlite3.connect(tmp_path / name).execute(sql).fetchall() for name in ("new.db", "old.db"))
         assert upgraded == made
+
+
+def downgraded(execute: Callable[[str], object], version: str) -> None:
+    """Version 4 from this one: without the applications of rewards."""
+    for table in ("rewards", "feedback", "replaced"):
+        execute(f"ALTER TABLE {table} DROP COLUMN app")
+    execute(version)
+
+
+def test_a_file_of_version_4(tmp_path: Path) -> None:
+    with open_store(tmp_path / "records.db") as store:
+        fill(store)
+        expected = told(store)
+    with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as db:
+        downgraded(db.execute, "PRAGMA user_version = 4")
+    with pytest.raises(RunError, match=r"version 4.*cotune records upgrade"):
+        open_store(tmp_path, read_only=True)
+    with open_store(tmp_path) as store:
+        assert told(store) == expected
+
+
+def test_a_database_of_version_4(postgres) -> None:
+    with open_store(address := postgres.database()) as store:
+        fill(store)
+        expected = told(store)
+    with psycopg.connect(address) as db:
+        downgraded(db.execute, "UPDATE store SET version = 4")
+    with pytest.raises(RunError, match=r"version 4.*cotune records upgrade"):
+        open_store(address, read_only=True)
+    with open_store(address) as store:
+        assert told(store) == expected
+        store.commit([RewardRecord("E1", "team", 7.0, 9.0)])
+        assert store.rewards(["E1"]) == {"E1": {"team": 7.0}}
 
 
 def test_every_reader_sees_the_same_in_both_stores(tmp_path: Path, postgres) -> None:
