@@ -10,6 +10,7 @@ import msgspec
 
 from cotune.adapters.curve import svg
 from cotune.adapters.manifest import ExportedRole, Manifest, not_updated
+from cotune.adapters.prompts import prompts_named
 from cotune.integrations.models.folder.gguf import public_name
 from cotune.intervals import Interval
 from cotune.reading.curves import FIRST, Chart, charts, first_charts
@@ -86,9 +87,11 @@ def card(manifest: Manifest, background: Background | None) -> str:
 def _prompts(manifest: Manifest) -> list[str]:
     if not manifest.prompts:
         return []
+    trained = manifest.trained_with or manifest.prompts
+    these = "these" if trained == manifest.prompts else prompts_named(trained)
     return [
         f"Use them with the edited prompts of `prompts.json` (`{manifest.prompts[:12]}`): `cotune serve` and "
-        "`cotune.deployed` do so by themselves, other servers do not."
+        f"`cotune.deployed` do so by themselves, other servers do not. They were trained with {these}."
     ]
 
 

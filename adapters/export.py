@@ -38,7 +38,7 @@ from cotune.integrations.models.folder.folder import (
     write_model,
 )
 from cotune.integrations.models.folder.to_gguf import Precision, check_gguf, write_gguf
-from cotune.prompts.edits import Prompts
+from cotune.prompts.edits import AS_WRITTEN, Prompts
 from cotune.prompts.file import NAME as PROMPTS
 from cotune.prompts.file import write_prompts
 from cotune.reading.words import stayed_reasons, stayed_text
@@ -81,6 +81,7 @@ def export_run(
         gguf=gguf,
         background=read_background(Path(run), Path(evaluation) if evaluation else None),
         prompts=prompts,
+        trained_with=read_run(run).prompts or AS_WRITTEN,
     )
 
 
@@ -94,12 +95,14 @@ def write_export(
     gguf: Precision | None = None,
     background: Background | None = None,
     prompts: Prompts | None = None,
+    trained_with: str = "",
 ) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export.
 
     `others` is the untrained model that plays a role which none of them does; None leaves that to the application's
     provider. With `merge` an adapter is added to its base model, with `gguf` the whole is one GGUF file of this
-    precision. The folder appears complete or not at all. Raises ConfigError when `out` holds anything but an export,
+    precision. `trained_with` is the id of the prompts that the policies were trained with, where it is not that of
+    `prompts`. The folder appears complete or not at all. Raises ConfigError when `out` holds anything but an export,
     and for a model that cannot be written as GGUF.
     """
     target = Path(out).absolute()
@@ -120,7 +123,7 @@ def write_export(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        manifest = _write(partial, policies, others, run, merge, gguf, prompts)
+        manifest = _write(partial, policies, others, run, merge, gguf, prompts, trained_with)
         write_card(partial, manifest, background)
         _sync(partial)
         old = target.with_name(f".{target.name}.{os.getpid()}.old")
@@ -147,6 +150,7 @@ def _write(
     merge: bool,
     gguf: Precision | None,
     prompts: Prompts | None,
+    trained_with: str,
 ) -> Manifest:
     bases: dict[str, Base] = {}
 
@@ -185,6 +189,7 @@ def _write(
         other_roles="frozen" if others else "provider",
         other_base=base_of(others) if others else None,
         prompts=prompts.id if prompts is not None else "",
+        trained_with=trained_with if prompts is not None and trained_with != prompts.id else "",
     )
     if prompts is not None:
         write_prompts(folder, prompts)

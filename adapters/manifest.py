@@ -66,7 +66,9 @@ class ExportedRole(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content of roles.json. `serve` holds command lines by server, to be run in the folder of the export;
     `other_roles` plays a role that is not among `roles`: if that is the untrained model, `other_base`. `prompts` is the
-    id of the edited prompts beside it (prompts.json), with which the policies are used; empty without any."""
+    id of the edited prompts beside it (prompts.json), with which the policies are used; empty without any.
+    `trained_with` is the id of those that they were trained with, where it is another (AS_WRITTEN: the application's
+    own)."""
 
     format: int
     cotune: str
@@ -78,6 +80,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     other_base: Base | None = None
     serve: dict[str, list[str]] = {}
     prompts: str = ""
+    trained_with: str = ""
 
     def policy(self, role: str) -> ExportedPolicy:
         """The policy of a role. Raises AdapterError for an unknown one, with the roles there are."""

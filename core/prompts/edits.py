@@ -14,6 +14,8 @@ from cotune.records.ids import canonical
 
 Outcome = Literal["edited", "prompt_unmatched", "prompt_ambiguous"]
 FORMAT = 1
+AS_WRITTEN = "as written"
+"""In place of an id: the application's own prompts."""
 
 
 class Support(msgspec.Struct, frozen=True):
@@ -62,7 +64,8 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
     provenance: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     trained_with: str = ""
-    """The id of the prompts that the weights were trained under, for which these were found."""
+    """The id of the prompts that the weights were trained under, for which these were found, or `AS_WRITTEN`; "" where
+    a provider or an untrained model answered."""
     format: int = FORMAT
 
     @property

@@ -33,6 +33,7 @@ from cotune.trainer.config.refill import RefillConfig
 from cotune.trainer.config.replay import ReplayConfig
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.config.sampling import SamplingConfig
+from cotune.trainer.config.strategy import stages_of
 from cotune.trainer.config.teachers import check_teachers, teacher_of
 
 Layout = Literal["shared", "lora", "full"]
@@ -97,6 +98,8 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompts: str = ""
     """File of edited prompts, or a folder that has one: calls go out with them; see docs/how-to/prompts.md. The run
     keeps a copy as prompts.json."""
+    strategy: str = ""
+    """Stages of prompts (p) and weights (w), as in "p, w, p"; docs/how-to/prompts.md#prompts-and-weights."""
     init: str = ""
     """Run or export whose policies this run starts from, instead of the untrained model; see
     docs/how-to/distillation.md."""
@@ -151,6 +154,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.profile is not None and not 1 <= self.profile <= self.steps:
             raise ConfigError("profile", self.profile, f"is not a step of the run, 1 to {self.steps}")
         _check_failure(self.on_failure)
+        stages_of(self.strategy)
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
             raise ConfigError("mode", self.mode, "must be sync if cluster.colocate is true")
@@ -352,6 +356,8 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
         table = {**table, "cluster": {**cluster, "address": "" if cluster["address"] == "none" else cluster["address"]}}
     if isinstance(table.get("records"), str | Path):
         table = {**table, "records": {"path": str(table["records"])}}
+    if isinstance(search := table.get("prompts"), Mapping):  # [prompts] has the options of a search
+        table = {**table, "prompts": search.get("prompts", "")}
     if not table.get("model"):
         missing = "is missing: it is a model folder, a GGUF file or a Hugging Face id"
         raise ConfigError("model", table.get("model"), missing, "Pass --model.")

@@ -57,23 +57,29 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def compare_held_out(
-    evaluations: Evaluations, base: Prompts, best: Prompts, tasks: Sequence[Task]
+    evaluations: Evaluations, base: Prompts, best: Prompts, tasks: Sequence[Task], *, comparisons: int = 1
 ) -> HeldOut | None:
-    """Run both on the held-out tasks, once each; None where no outcome is known. Raises as `Evaluations.run` does.
+    """Run both on the held-out tasks, once each; None where no outcome is known. `comparisons` are those that these
+    tasks are asked for altogether. Raises as `Evaluations.run` does."""
+    before = await evaluations.run(base, tasks, phase=HELD_OUT)
+    after = await evaluations.run(best, tasks, phase=HELD_OUT)
+    asked = len(evaluations.asked(HELD_OUT) - {base.id})
+    return compared(before, after, asked=comparisons * max(asked, 1))
+
+
+def compared(before: Sequence[Tried], after: Sequence[Tried], *, asked: int = 1) -> HeldOut | None:
+    """The comparison of two runs of the same tasks; None where no outcome is known.
 
     A failed episode counts the lowest outcome of both, and at most 0. A task is left out where an episode did not fail
     and has no outcome, as of a judge that could not be asked: that says nothing of the prompts.
     """
-    before = await evaluations.run(base, tasks, phase=HELD_OUT)
-    after = await evaluations.run(best, tasks, phase=HELD_OUT)
-    asked = len(evaluations.asked(HELD_OUT) - {base.id})
     known = [one.outcome for one in (*before, *after) if one.outcome is not None]
     if not known:
         return None
     floor = min(0.0, *known)
     unknown = {one.task for one in (*before, *after) if one.outcome is None and not one.error}
     was, now = _outcomes(before, floor, unknown), _outcomes(after, floor, unknown)
-    level = 1 - (1 - LEVEL) / max(asked, 1)
+    level = 1 - (1 - LEVEL) / asked
     difference = paired_difference(now, was, level)
     if difference is None:
         return None

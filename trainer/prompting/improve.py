@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from cotune.adapters.prompts import prompts_of
+from cotune.adapters.prompts import prompts_of, trained_with
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, RunError
+from cotune.integrations.apps.openai.asking import key_for
 from cotune.integrations.gepa.search import require, search
 from cotune.integrations.versions import installed
 from cotune.prompts.edits import Prompts
@@ -57,22 +58,26 @@ def improve(
     resume: bool = False,
     responder: Responder | None = None,
     reflector: Responder | None = None,
+    comparisons: int = 1,
 ) -> ImproveReport:
     """Search for better prompts; `out` is a new folder, or with `resume` that of a search that was interrupted.
 
     `responder` answers the application's calls, and `reflector` those of the reflection model, in place of who would.
+    `comparisons` are those that the held-out tasks are asked for altogether, where other searches ask them too.
     Raises CotuneError subclasses for bad input, and where models cannot be reached; what was found until then is in the
     folder.
     """
-    app = workflow_of(workflow).named_by(options.roles_by)
+    app = workflow_of(workflow).redacted(options.redact).named_by(options.roles_by)
     if options.reflection is None and reflector is None:
         raise ConfigError("reflection", None, "is missing", "Name a model that writes texts: --reflection gpt-5-mini")
     check_judge(app)
     require()
+    if reflector is None:
+        key_for(options.reflection_url, options.reflection_key_env)
     if options.prompts is None and prompts_of(options.run) is not None:
         options = msgspec.structs.replace(options, prompts=options.run)
     known = as_tasks(tasks)
-    split = split_for_search(known, options)
+    split = msgspec.structs.replace(split_for_search(known, options), comparisons=comparisons)
     folder = PromptRun(out)
     about = {
         "app": workflow if isinstance(workflow, str) else "",
@@ -186,7 +191,9 @@ async def _searched(
             say(f"comparing the best prompts with those before on {plural(len(tasks.held_out), 'held-out task')} ...")
             spending.reserve = 0
             try:
-                held = await compare_held_out(problem.evaluations, base, best, tasks.held_out)
+                held = await compare_held_out(
+                    problem.evaluations, base, best, tasks.held_out, comparisons=tasks.comparisons
+                )
             except LimitReached as error:
                 why = f"{error} The held-out tasks were not all asked."
     except BaseException:
@@ -270,8 +277,7 @@ async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun,
         unedited = Prompts(parts=(), workflow=evaluations.workflow.name)
         await evaluations.run(unedited, [*tasks.validation, *tasks.train[: max(0, 8 - len(tasks.validation))]])
         base, notes = find_base(evaluations, options)
-    own = prompts_of(options.run)
-    base = msgspec.structs.replace(base, trained_with="" if own is None else own.id)
+    base = msgspec.structs.replace(base, trained_with=trained_with(options.run))
     for note in notes:
         say(note)
     if not improved(base):

@@ -22,6 +22,9 @@ class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Model that reads what went wrong and writes new texts, at the OpenAI-compatible address of the environment."""
     reflection_url: str | None = None
     """Another address for it, such as http://localhost:8000/v1 of vLLM, llama.cpp or cotune serve."""
+    reflection_key_env: str | None = None
+    """Environment variable with the key of the reflection model. Without it OPENAI_API_KEY goes to OpenAI and to the
+    address of the environment alone, and `reflection_url` gets no key."""
     reflection_params: dict[str, float | int | str] = {}
     """More of its requests, such as `temperature` or `reasoning_effort`."""
     eval_tasks: str | None = None
@@ -73,6 +76,8 @@ class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Prompts to start from, as prompts.json of an earlier search."""
     roles_by: str | None = None
     """What names the roles: caller | model | module:function."""
+    redact: str | None = None
+    """module:function that removes personal data before anything is recorded, or shown to the reflection model."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "max_calls", "max_cost", "minibatch", "shown", "rounds", "concurrency", "timeout")
@@ -103,7 +108,9 @@ def load_options(
 ) -> ImproveOptions:
     """The options of the table [prompts] of a TOML file (if any), and over them those that are `given`. `before` are
     those of a search that goes on. Raises ConfigError."""
-    table = {**(before or {}), **read_toml(config).get("prompts", {}), **given}
+    told = read_toml(config).get("prompts", {})
+    told = told if isinstance(told, Mapping) else {"prompts": told}  # as a training has it
+    table = {**(before or {}), **told, **given}
     try:
         return msgspec.convert(table, ImproveOptions, strict=True)
     except msgspec.ValidationError as error:
@@ -113,7 +120,9 @@ def load_options(
         raise ConfigError(f"prompts.{field}", table.get(field), expected(fault), PAGE) from None
 
 
-CHANGEABLE = frozenset({"max_calls", "max_cost", "prices", "rounds", "concurrency", "timeout", "reflection_url"})
+CHANGEABLE = frozenset(
+    {"max_calls", "max_cost", "prices", "rounds", "concurrency", "timeout", "reflection_url", "reflection_key_env"}
+)
 """Options that a resumed search may change: none of them changes what was found so far."""
 
 

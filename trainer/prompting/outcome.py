@@ -16,6 +16,7 @@ from cotune.prompts.wording import Wording
 from cotune.storage.judge_ledger import totals_of
 from cotune.tables import BAD, GOOD, cells, grid, plural
 from cotune.trainer.evaluation.statistics import shown
+from cotune.trainer.prompting.found import IMPROVED
 from cotune.trainer.prompting.held_out import HeldOut, Verdict
 from cotune.trainer.prompting.options import PromptRun
 from cotune.trainer.prompting.problem import PromptProblem
@@ -96,6 +97,7 @@ def described(
             "seed": options.seed,
             "gepa": versions.get("gepa"),
             "started_from": problem.base.id,
+            IMPROVED: problem.base.provenance.get(IMPROVED, []),
         },
         evaluation={
             "verdict": verdict,

@@ -131,7 +131,8 @@ class Reflection:
             with role(ROLE):
                 model, url = self.options.reflection or ROLE, self.options.reflection_url
                 url = url or (_NOWHERE if self.responder else None)
-                await ask_chat(model, messages, url, self.options.reflection_params)
+                variable = None if self.responder else self.options.reflection_key_env
+                await ask_chat(model, messages, url, self.options.reflection_params, variable)
             return {"team": None}
 
         outcome = await run_episode(

@@ -14,9 +14,12 @@ EXAMPLE = (
 )
 NOT_SHOWN = 3
 """Exit status where the held-out tasks show no improvement."""
+ASKING = ("reflection", "reflection_url", "reflection_key_env", "max_calls", "max_cost")
+"""Options of a search that `cotune train` has as well."""
 
 
 def arguments(command: Parser) -> None:
+    from cotune.cli.prompts.agreement import add_yes
     from cotune.trainer.prompting.options import ImproveOptions
 
     command.add_argument("workflow", nargs="?", help=APP)
@@ -26,7 +29,8 @@ def arguments(command: Parser) -> None:
         "--resume", action="store_true", help="go on with a search that was interrupted, or whose limits were raised"
     )
     command.add_argument("--config", metavar="FILE", help="TOML file with a table [prompts]. Flags override it")
-    add_fields(command, "eval_tasks", "reflection", "reflection_url", "max_calls", "max_cost", table=ImproveOptions)
+    add_fields(command, "eval_tasks", *ASKING, table=ImproveOptions)
+    add_yes(command)
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
     add_fields(
@@ -44,13 +48,14 @@ def arguments(command: Parser) -> None:
         table=ImproveOptions,
     )
     answers = command.more("who answers")
-    add_fields(answers, "run", "model", "temperature", "max_tokens", "roles_by", table=ImproveOptions)
+    add_fields(answers, "run", "model", "temperature", "max_tokens", "roles_by", "redact", table=ImproveOptions)
     add_repeated(command, "--set", "FIELD=VALUE", "any other field, such as replay=false")
     add_trust(command)
 
 
 def run(a: argparse.Namespace) -> int:
     tell(f"loading {a.workflow or a.out} ...")
+    from cotune.cli.prompts.agreement import agreed
     from cotune.trainer.prompting.improve import improve
     from cotune.trainer.prompting.options import load_options, read_search
     from cotune.trainer.prompting.outcome import render
@@ -64,6 +69,10 @@ def run(a: argparse.Namespace) -> int:
         if not value:
             raise ConfigError(name, None, "is missing", f"For example: {EXAMPLE}")
     options = load_options(a.config, given, table)
+    limited = options.max_cost is not None or a.max_calls is not None or a.resume
+    if not agreed(options, yes=a.yes, limited=limited, here=bool(options.run or options.model)):
+        tell("nothing is asked")
+        return 1
     try:
         report = improve(workflow, tasks, options, out=a.out, resume=a.resume)
     except KeyboardInterrupt:

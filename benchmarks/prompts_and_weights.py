@@ -1,0 +1,270 @@
+"""Prompts, weights, or both? `strategy = "p, w"` and "w, p" on a small model that obeys its prompt, two roles.
+
+    python -m benchmarks.prompts_and_weights                          # 3 seeds
+    python -m benchmarks.prompts_and_weights --seeds 0 --steps 2 --fresh 50
+
+The picker reads a list of colours and names one of them; the namer says a word for it. Right is the third colour, and
+the fruit of this colour. The application's prompts do not say so. The base model is a Qwen3 of 0.3M parameters that was
+warmed up to obey: told "Name the third one." it does so in two of three cases, told nothing of the kind it guesses.
+
+A script writes new texts in place of a reflection model. It knows nothing of the task: it draws one of a dozen
+instructions for either role. So this shows what prompts and weights give together on a model that obeys, and in which
+order. It does not show what a reflection model is worth, nor how well a large model obeys.
+
+Each seed has a base model of its own. `p` alone is the first stage of "p, w", and `w` alone that of "w, p". Stages are
+kept or not by their own held-out tasks; the figures are of fresh tasks, single samples at temperature 1. Results are
+appended to OUT/results.jsonl and not computed again; runs are resumed. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENAI_API_KEY", "none")
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+from rich.console import Console
+from rich.table import Table
+
+import cotune
+from benchmarks.kept_results import KeptResults, over_seeds, run_parser, success_cells
+from cotune.episodes.workflows import workflow_of
+from cotune.prompts.edits import Prompts
+from cotune.prompts.file import read_prompts
+from cotune.recording.recorder import LiveCall
+from cotune.records.answers import Answer
+from cotune.records.structs import Candidate, Task, Usage
+from cotune.records.tasks import as_tasks
+from cotune.storage.open_store import open_store
+from cotune.trainer.config.train import convert
+from cotune.trainer.prompting.answering import answering
+from cotune.trainer.prompting.evaluations import HELD_OUT, Evaluations
+from cotune.trainer.prompting.options import ImproveOptions
+from cotune.trainer.prompting.spending import Spending
+from cotune.trainer.prompting.strategy import Stage, is_strategy, resume_strategy, run_strategy
+from examples.tiny_model import Demonstration, base_builder
+
+COLOURS = ("red", "blue", "green", "pink", "white", "black", "brown", "gold")
+ORDINALS = ("first", "second", "third", "fourth")
+KINDS = {
+    "fruit": ("cherry", "plum", "pear", "peach", "coconut", "fig", "date", "lemon"),
+    "animal": ("fox", "whale", "frog", "pig", "swan", "crow", "bear", "bee"),
+    "metal": ("copper", "cobalt", "nickel", "tin", "zinc", "iron", "bronze", "brass"),
+}
+PICKER = "You read lists with great care. Please answer as well as you can."
+NAMER = "You know many words. Please answer as well as you can."
+PICKS = tuple(f"Name the {ordinal} one." for ordinal in ORDINALS)
+NAMES = tuple(f"Say the {kind}." for kind in KINDS)
+MANNERS = ("Be brief.", "Take your time.", "Think of the reader.", "Use one word.")
+OBEYS = 0.65
+"""Share of demonstrations that do what the prompt says; the others say anything."""
+client = openai.AsyncOpenAI(base_url="http://localhost/v1")
+console = Console(stderr=True)
+
+
+def make_tasks(seed: int) -> list[dict[str, Any]]:
+    """All lists of four colours, in an order of the seed."""
+    lists = [" ".join(some) for some in itertools.permutations(COLOURS, 4)]
+    random.Random(f"lists {seed}").shuffle(lists)
+    return [{"id": f"list-{n}", "list": some} for n, some in enumerate(lists)]
+
+
+def fruit(colour: str) -> str:
+    return KINDS["fruit"][COLOURS.index(colour)] if colour in COLOURS else ""
+
+
+async def ask(role: str, system: str, text: str) -> str:
+    with cotune.role(role):
+        messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        reply = await client.chat.completions.create(model="m", messages=messages, max_tokens=3)
+    return reply.choices[0].message.content or ""
+
+
+@cotune.workflow
+async def words(task: Any) -> float:
+    colour = await ask("picker", PICKER, task["list"])
+    return float(await ask("namer", NAMER, colour) == fruit(task["list"].split()[2]))
+
+
+@words.scorer("picker")
+def picks_the_third(candidate: Any, call: Any, task: Any) -> float:
+    return float(candidate.text == task["list"].split()[2])
+
+
+@words.scorer("namer")
+def says_its_fruit(candidate: Any, call: Any, task: Any) -> float:
+    return float(candidate.text == fruit(call.messages[-1]["content"]))
+
+
+def _system(chance: random.Random, told: str, usual: str) -> str:
+    """A prompt with an instruction, or without one: the application's own, or manners alone."""
+    manners = chance.sample(MANNERS, chance.randrange(3))
+    if not told:
+        return usual if chance.random() < 0.5 else " ".join(manners or MANNERS[:1])
+    parts = [*manners, told] if chance.random() < 0.5 else [told, *manners]
+    return " ".join([usual, *parts] if chance.random() < 0.3 else parts)
+
+
+def _demonstration(chance: random.Random) -> Demonstration:
+    told = chance.random() < 0.7
+    if chance.random() < 0.5:
+        colours, place = chance.sample(COLOURS, 4), chance.randrange(4)
+        system = _system(chance, PICKS[place] if told else "", PICKER)
+        text, answer = " ".join(colours), colours[place] if chance.random() < OBEYS else chance.choice(colours)
+    else:
+        text, kind = chance.choice(COLOURS), chance.choice(list(KINDS))
+        system = _system(chance, f"Say the {kind}." if told else "", NAMER)
+        kind = kind if chance.random() < OBEYS else chance.choice(list(KINDS))
+        answer = KINDS[kind][COLOURS.index(text)]
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}], answer
+
+
+def _vocabulary() -> list[str]:
+    texts = (PICKER, NAMER, *PICKS, *NAMES, *MANNERS, *COLOURS, *(word for kind in KINDS.values() for word in kind))
+    return [*dict.fromkeys(word for text in texts for word in text.split()), "system", "user", "assistant"]
+
+
+build = base_builder(
+    _vocabulary,
+    lambda chance, seed, count: [_demonstration(chance) for _ in range(count)],
+    name="words",
+    steps=500,
+    count=12000,
+)
+
+
+class Script:
+    """Answers in place of a reflection model: any instruction, for any role."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+
+    async def respond(self, call: LiveCall) -> Answer:
+        parts = [self.chance.choice((*PICKS, *NAMES)), *self.chance.sample(MANNERS, self.chance.randrange(2))]
+        text = f"<new-text>\n{' '.join(parts)}\n</new-text>"
+        said = Candidate(index=0, text=text, message={"role": "assistant", "content": text}, finish_reason="stop")
+        return Answer(candidates=(said,), usage=Usage(prompt_tokens=1, completion_tokens=1))
+
+
+def settings(model: Path, held_out: Path, strategy: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Of the trainings."""
+    return {
+        "model": str(model),
+        "strategy": strategy,
+        "steps": options.steps,
+        "tasks_per_step": 16,
+        "seed": seed,
+        "plan": {"kind": "tree", "k": 8},
+        "lora": {"rank": 16, "alpha": 32.0},
+        "learner": {"lr": options.lr, "betas": [0.9, 0.95], "seed": seed, "threads": 1},
+        "sampling": {"max_tokens": 3},
+        "evaluation": {"tasks": str(held_out)},
+        "checkpoint_every": 100,
+    }
+
+
+def result(strategy: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The stages of a strategy, and what is reached before the first and after each."""
+    folder = options.out / f"seed{seed}"
+    model, held_out = folder / "base", folder / "held_out.jsonl"
+    listed = make_tasks(seed)
+    tasks, fresh = listed[: options.tasks], as_tasks(listed[-options.fresh :])
+    if not (model / "tokenizer_config.json").is_file():
+        console.print(f"seed {seed}: warming up a base model")
+        build(model, seed=seed)
+    asked = listed[options.tasks :][: options.held_out]
+    held_out.write_text("".join(json.dumps(task) + "\n" for task in asked))
+    run = folder / strategy.replace(", ", "-")
+    if is_strategy(run):
+        report = resume_strategy(run, workflow=words, tasks=tasks, reflector=Script(seed))
+    else:
+        config = convert(settings(model, held_out, strategy, seed, options))
+        search = ImproveOptions(max_calls=options.calls, rounds=options.rounds, seed=seed, minibatch=8, credit=0.0)
+        report = run_strategy(words, tasks, config, search, out=run, reflector=Script(seed))
+    if not report.finished:
+        raise SystemExit(f"{run}: stopped; the same command goes on")
+    reached = {"base": _reached(model, None, "", fresh)}
+    prompts, weights = None, ""
+    for stage in report.stages:
+        if stage.kept:
+            prompts, weights = _after(run, stage, prompts, weights)
+        reached[stage.letter if stage.number == 1 else "both"] = _reached(model, prompts, weights, fresh)
+    stages = [
+        {"letter": s.letter, "kept": s.kept, "held_out": s.held_out and s.held_out.to_json()} for s in report.stages
+    ]
+    texts = {} if prompts is None else {part.name: "".join(part.now.texts) for part in prompts.parts if part.edited}
+    return {"reached": reached, "stages": stages, "texts": texts}
+
+
+def _after(run: Path, stage: Stage, prompts: Prompts | None, weights: str) -> tuple[Prompts | None, str]:
+    there = run / stage.folder
+    return (read_prompts(there), weights) if stage.letter == "p" else (prompts, str(there))
+
+
+def _reached(model: Path, prompts: Prompts | None, weights: str, tasks: Sequence[Task]) -> int:
+    """Tasks that are solved with these prompts by these weights."""
+    chosen = ImproveOptions(run=weights or None, model=None if weights else str(model), max_tokens=3, concurrency=64)
+    return sum(asyncio.run(_played(prompts or Prompts(parts=()), chosen, tasks)))
+
+
+async def _played(prompts: Prompts, chosen: ImproveOptions, tasks: Sequence[Task]) -> list[int]:
+    flow = workflow_of(words)
+    # What the records hold is not run again, and they tell runs apart by their prompts, not by their weights.
+    with tempfile.TemporaryDirectory() as folder, open_store(Path(folder) / "records.db") as store:
+        async with answering(flow, chosen, console.print) as responder:
+            evaluations = Evaluations(flow, store, responder, chosen, Spending(1 << 60, None, {}))
+            return [int(one.outcome or 0) for one in await evaluations.run(prompts, tasks, phase=HELD_OUT)]
+
+
+ROWS = {
+    ("p, w", "base"): "untrained, prompts of the application",
+    ("p, w", "p"): "prompts alone (p)",
+    ("w, p", "w"): "weights alone (w)",
+    ("p, w", "both"): "p, then w",
+    ("w, p", "both"): "w, then p",
+}
+
+
+def main() -> None:
+    """Run what is not recorded yet, and print all that is."""
+    parser = run_parser(__doc__, "runs/prompts_and_weights")
+    parser.add_argument("--steps", type=int, default=10, help="of each training (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="(default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=4000, help="of models, in each search (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=60, help="of each search (default: %(default)s)")
+    parser.add_argument("--tasks", type=int, default=160, help="to train and to search on (default: %(default)s)")
+    parser.add_argument("--held-out", type=int, default=150, help="tasks that decide on a stage (default: %(default)s)")
+    parser.add_argument("--fresh", type=int, default=300, help="tasks of the figures (default: %(default)s)")
+    options = parser.parse_args()
+    kept = KeptResults(options, "steps", "lr", "calls", "rounds", "tasks", "held_out", "fresh")
+    for seed in map(int, options.seeds.split(",")):
+        for strategy in ("p, w", "w, p"):
+            if line := kept.once(partial(result, strategy, seed, options), strategy=strategy, seed=seed):
+                console.print(f"seed {seed}: {strategy}: {line['reached']} of {options.fresh}")
+    table = Table(title="Two roles, Qwen3 of 0.3M parameters: share of fresh tasks solved, temperature 1")
+    for title in ("", "success", "95% interval", "by seed"):
+        table.add_column(title)
+    found = {}
+    for (strategy, name), title in ROWS.items():
+        lines = kept.lines(strategy=strategy)
+        if lines:
+            found[title] = over_seeds(lines, options.fresh, name)
+            table.add_row(title, *success_cells(found[title]))
+    Console(width=120).print(table)
+    print(json.dumps({"settings": kept.settings, "rows": found}))
+
+
+if __name__ == "__main__":
+    main()

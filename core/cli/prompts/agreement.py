@@ -1,0 +1,47 @@
+"""A yes before a search asks models that may cost money."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from cotune.errors import ConfigError
+from cotune.tables import plural
+from cotune.terminal import tell
+
+if TYPE_CHECKING:
+    from cotune.trainer.prompting.options import ImproveOptions
+
+_REMEDY = "Name a limit, --max-cost or --max-calls, or agree with --yes."
+
+
+def add_yes(command: Any) -> None:
+    """Add `--yes`."""
+    command.add_argument("--yes", action="store_true", help="ask models without a question, up to max_calls")
+
+
+def agreed(options: ImproveOptions, *, yes: bool, limited: bool, here: bool) -> bool:
+    """Whether the search may begin.
+
+    It may with `yes`, where the user has `limited` it, and where all models are on this machine (`here`: those of the
+    application are). Otherwise the person at the terminal is asked. Raises ConfigError where there is nobody to ask.
+    """
+    if yes or limited or options.reflection is None or (here and _on_this_machine(options)):
+        return True
+    text = (
+        f"The search may make {plural(options.max_calls, 'call')} of models: {options.reflection} writes texts, and "
+        f"{'policies of this machine answer' if here else 'the provider of the application answers'}."
+    )
+    if not sys.stdin.isatty():
+        raise ConfigError("max_cost", None, f"is missing, and nobody can be asked. {text}", _REMEDY)
+    tell(f"{text} {_REMEDY}")
+    return input("Go on? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _on_this_machine(options: ImproveOptions) -> bool:
+    """Whether the reflection model is."""
+    from cotune.integrations.web.http.requests import is_loopback
+
+    url = options.reflection_url or os.environ.get("OPENAI_BASE_URL", "")
+    return bool(url) and is_loopback(url)
