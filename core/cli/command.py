@@ -23,7 +23,7 @@ from cotune.terminal import tell
 
 APP = "MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow"
 TASKS = "JSON-lines file: one task per line"
-RECORDS = "run folder or records file"
+RECORDS = "run folder, records file, or postgresql://..."
 _WIDEST = 100
 """Columns of help on a wider terminal."""
 _FLAGS = {

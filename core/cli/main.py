@@ -40,6 +40,7 @@ COMMANDS = {
     "Records": {
         "gateway": "Record applications in any language, as a proxy of their provider",
         "collect": "Collect the records of many processes in one store",
+        "records": "List, prune, delete and copy the records of a store",
         "score": "Score recorded calls with the scorers and judge of today",
         "judge": "Compare a judge, or any scorer, with labels from people",
         "sft": "Write recorded answers as chat lines for supervised fine-tuning",

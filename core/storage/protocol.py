@@ -260,6 +260,35 @@ class Store(Protocol):
         `verdicts` remembers, from one search to the next for the same text, which messages do."""
         ...
 
+    # Upkeep
+
+    def tally(self, app: str = "") -> list[tuple[Any, ...]]:
+        """By application, day, role and policy: application, role, policy, version, day, calls, failed ones, episodes,
+        tokens of prompts and of answers; of one application alone, or all."""
+        ...
+
+    def apps(self) -> list[tuple[Any, ...]]:
+        """Applications: name, episodes, those that ended ok, calls, first and last start, episodes with a reward."""
+        ...
+
+    def episodes_with_key(self, app: str, key: str) -> list[str]:
+        """Ids of the finished episodes that an application calls `key`."""
+        ...
+
+    def prune(self, before: float, *, app: str = "", keep_trained: bool = False) -> Iterator[Mapping[str, int]]:
+        """Delete what started before a time, and the messages that nothing else names; yield the numbers of rows of
+        each transaction by table. Episodes that a run was trained on may be kept."""
+        ...
+
+    def delete(self, episodes: Iterable[str], key: tuple[str, str] | None = None) -> Mapping[str, int]:
+        """Delete episodes with all that belongs to them alone, and the rewards of an application and its key; return
+        the numbers of rows by table. All calls are looked through for messages that others share."""
+        ...
+
+    def size(self, table: str) -> int:
+        """Rows of a table."""
+        ...
+
     def close(self) -> None:
         """Flush and give the records back; safe to call twice."""
         ...

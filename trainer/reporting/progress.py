@@ -154,16 +154,17 @@ class Progress:
 
 
 @contextlib.contextmanager
-def episode_bar(console: Console, total: int | None, name: str = "episodes") -> Iterator[Callable[[Episode], None]]:
-    """A bar over episodes, or without a terminal a line every `SILENCE`; yields the function that advances it."""
+def episode_bar(console: Console, total: int | None, name: str = "episodes") -> Iterator[Callable[..., None]]:
+    """A bar over episodes, or without a terminal a line every `SILENCE`; yields the function that advances it, by one
+    or by `count`."""
     done, told = 0, time.monotonic()
     with Bars(console=console, disable=not console.is_terminal) as bars:
         bar = bars.add_task(name, total=total)
 
-        def advance(episode: Episode) -> None:
+        def advance(_: object = None, count: int = 1) -> None:
             nonlocal done, told
-            done += 1
-            bars.advance(bar)
+            done += count
+            bars.advance(bar, count)
             if not console.is_terminal and time.monotonic() - told >= SILENCE:
                 told = time.monotonic()
                 console.print(f"{name}: {done}{'' if total is None else f' of {total}'}", highlight=False)

@@ -19,9 +19,12 @@ from cotune.runtime.forks import survives_fork
 from cotune.storage.file_lock import FileLock
 from cotune.storage.schema import FEEDBACK, call_from, episode_from, in_parts, join_path
 from cotune.storage.sql.figures import Figures
-from cotune.storage.sql.writer import Ledger, Writer
+from cotune.storage.sql.transaction import Transactions
+from cotune.storage.sql.upkeep import Upkeep
+from cotune.storage.sql.writer import Act, Writer
 
 log = logging.getLogger("cotune.store")
+T = TypeVar("T")
 Made = TypeVar("Made")
 Reader = TypeVar("Reader", bound="Connection")
 
@@ -46,7 +49,15 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
-class SqlStore(Figures, Generic[Reader]):
+class StoreFailure(RunError):
+    """A transaction could not be committed, for a `reason`."""
+
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"{address} cannot be written: {reason}.", "Free the disk, or see that the server runs.")
+        self.reason = reason
+
+
+class SqlStore(Figures, Upkeep, Generic[Reader]):
     """A `Store` over tables of SQL. Reads see what is committed: `flush` first to read your own latest writes."""
 
     def __init__(
@@ -178,19 +189,29 @@ class SqlStore(Figures, Generic[Reader]):
 
     def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
         members = groups if isinstance(groups, Mapping) else dict.fromkeys(groups, ())
-        self._write_ledger(Ledger([(group, [*names]) for group, names in members.items()], training_step))
+        listed = [(group, [*names]) for group, names in members.items()]
+        self._write_ledger(lambda does: does.consume(listed, training_step))
 
     def release(self, training_step: int) -> None:
-        self._write_ledger(Ledger(None, training_step))
+        self._write_ledger(lambda does: does.release(training_step))
 
-    def _write_ledger(self, ledger: Ledger) -> None:
+    def _write_ledger(self, do: Callable[[Transactions], None]) -> None:
+        try:
+            self._act(do)
+        except StoreFailure as error:
+            raise RecordError(
+                f"The ledger of consumed groups in {self.address} cannot be written ({error.reason}).",
+                "Free the disk and resume: a group that is not in the ledger could be trained twice.",
+            ) from None
+
+    def _act(self, do: Callable[[Transactions], T]) -> T:
         if self._writer is None:
             self._refuse()
-        if failure := self._writer.write_ledger(ledger):
-            raise RecordError(
-                f"The ledger of consumed groups in {self.address} cannot be written ({failure}).",
-                "Free the disk and resume: a group that is not in the ledger could be trained twice.",
-            )
+        act = Act(do)
+        if reason := self._writer.act(act):
+            raise StoreFailure(self.address, reason)
+        result: T = act.result
+        return result
 
     def consumed(self) -> Mapping[str, int]:
         return ConsumedGroups(self.rows)

@@ -51,11 +51,30 @@ class Database(Protocol):
 class Transactions:
     """What a writer does in its transactions. `report` logs a cause with its error."""
 
-    def __init__(self, database: Database, report: Callable[[str, Exception | None], None]) -> None:
+    def __init__(
+        self, database: Database, report: Callable[[str, Exception | None], None], forget: Callable[[], None]
+    ) -> None:
         self._db = database
+        self.forget = forget
+        """Forget which messages, images and segments are stored, as some were deleted."""
         self._report = report
         self.any_closed = database.shared or bool(database.execute("SELECT 1 FROM consumed LIMIT 1"))
         """Whether rewards may come too late: with other writers, always."""
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        """Run one statement."""
+        return self._db.execute(sql, parameters)
+
+    def load(self, table: str, rows: Sequence[Row]) -> int:
+        """Insert rows of another store, also for targets that take no rewards any more; return how many could not be
+        stored."""
+        found: list[list[Any]] = [list(row) for row in rows]
+        replaced: dict[tuple[Any, ...], list[Any]] = {}
+        if table in ("rewards", "feedback"):
+            found = self._latest(table, found, replaced)
+        lost = self._insert("replaced", [value for row in replaced.values() for value in row])
+        self.any_closed = self.any_closed or table == "consumed"
+        return lost + self._insert(table, [value for row in found for value in row])
 
     def write_rows(self, tables: Mapping[str, list[Any]]) -> dict[str, int]:
         """Insert rows; return how many could not be stored (`lost`), how many rewards came too late (`refused`), and

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cotune.errors import RunError
@@ -54,15 +54,15 @@ class Batch:
         """After `flush`: why it could not be written."""
 
 
-class Ledger:
-    """Groups that a training step consumed, with their members; None forgets those of this step and later ones. After
-    `flush`, `failure` is why it could not be written."""
+class Act:
+    """Something to do in a transaction of its own, after everything queued before. After `flush`, `result` is what it
+    returned, or `failure` why it could not be done."""
 
     count, kept, bytes, puts = 0, 0, 400, 1
 
-    def __init__(self, groups: list[tuple[str, list[str]]] | None, step: int) -> None:
-        self.groups = groups
-        self.step = step
+    def __init__(self, do: Callable[[Transactions], Any]) -> None:
+        self.do = do
+        self.result: Any = None
         self.since = time.monotonic()
         self.failure: str | None = None
 
@@ -76,7 +76,7 @@ class Writer:
         self._known: set[str] = set()
         """Content addresses known to be stored, since `_known_since`."""
         self._known_since = time.monotonic()
-        self._queue: deque[Batch | Ledger] = deque()
+        self._queue: deque[Batch | Act] = deque()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._records = self._bytes = 0
@@ -87,7 +87,7 @@ class Writer:
         self._counted = {"lost": 0, "refused": 0, "foreign": 0}
         self._saved = dict(self._counted)
         try:
-            self._does = Transactions(database, self._report)
+            self._does = Transactions(database, self._report, self._known.clear)
         except BaseException:
             database.close()
             raise
@@ -162,16 +162,16 @@ class Writer:
                     self._changed.wait(YIELD)
         return batch, refusal
 
-    def write_ledger(self, ledger: Ledger) -> str | None:
-        """Write it after everything queued; return why that failed, or None."""
+    def act(self, act: Act) -> str | None:
+        """Do it after everything queued; return why that failed, or None."""
         with self._changed:
-            ledger.failure = self._refusal(full=False)
-            if ledger.failure is None:
-                self._queue.append(ledger)
+            act.failure = self._refusal(full=False)
+            if act.failure is None:
+                self._queue.append(act)
                 self._queued += 1
-                self._bytes += ledger.bytes
+                self._bytes += act.bytes
         self.flush()
-        return ledger.failure
+        return act.failure
 
     def flush(self) -> None:
         """Wait until everything queued so far is committed or counted as lost."""
@@ -201,7 +201,7 @@ class Writer:
         self._forked = self._closing = True
 
     def _refusal(self, full: bool = True) -> str | None:
-        """Why nothing can be queued, after one wait for room; None where it can. A ledger may overfill the queue."""
+        """Why nothing can be queued, after one wait for room; None where it can. An act may overfill the queue."""
         if self._bytes > QUEUE_BYTES and not (self._failing or self._stalled):
             eased = self._changed.wait_for(lambda: self._bytes <= QUEUE_BYTES or self._failing, PUT_TIMEOUT)
             self._stalled = not eased
@@ -223,7 +223,7 @@ class Writer:
         if self._counted != self._saved:
             self._settle(Batch())
 
-    def _take(self) -> Batch | Ledger | None:
+    def _take(self) -> Batch | Act | None:
         """Wait for something to write, then a moment for more of it; None at the end."""
         with self._changed:
             self._idle = True
@@ -238,7 +238,7 @@ class Writer:
             self._records -= taken.count
             return taken
 
-    def _settle(self, taken: Batch | Ledger) -> None:
+    def _settle(self, taken: Batch | Act) -> None:
         """Commit. Trouble with the disk is waited out, unless someone waits for the result."""
         pause, last = RETRY[0], False
         while True:
@@ -265,7 +265,7 @@ class Writer:
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._closing or self._urgent > self._done, seconds)
 
-    def _give_up(self, taken: Batch | Ledger, error: Exception) -> None:
+    def _give_up(self, taken: Batch | Act, error: Exception) -> None:
         taken.failure = str(error)
         self._lose(taken.count - taken.kept, "records cannot be stored", error)
 
@@ -280,17 +280,15 @@ class Writer:
             self._reported.add(cause)
             log.error("%s: %s%s", self._db.name, cause, f" ({error})" if error else "")
 
-    def _commit(self, taken: Batch | Ledger) -> None:
+    def _commit(self, taken: Batch | Act) -> None:
         """One transaction. Addresses count as known, rewards as refused and rows as lost, only after it."""
         counted, added = dict(self._counted), dict.fromkeys(self._counted, 0)
         try:
             self._db.begin()
             if isinstance(taken, Batch):
                 added = self._does.write_rows(taken.tables)
-            elif taken.groups is None:
-                self._does.release(taken.step)
             else:
-                self._does.consume(taken.groups, taken.step)
+                taken.result = taken.do(self._does)
             counted = {name: value + added[name] for name, value in counted.items()}
             if counted != self._saved:
                 self._does.count({name: value - self._saved[name] for name, value in counted.items()})

@@ -42,14 +42,21 @@ def _table(table: str) -> str:
         CREATE INDEX {table}_by_number ON {table} (rowid);"""
 
 
+_FUNCTIONS = """
+CREATE OR REPLACE FUNCTION json_each(text) RETURNS TABLE (value text) LANGUAGE sql IMMUTABLE
+    AS $$ SELECT json_array_elements_text($1::json) $$;
+CREATE OR REPLACE FUNCTION instr(text, text) RETURNS int4 LANGUAGE sql IMMUTABLE AS $$ SELECT strpos($1, $2) $$;
+CREATE OR REPLACE FUNCTION date(float8, text) RETURNS text LANGUAGE sql IMMUTABLE
+    AS $$ SELECT to_char(to_timestamp($1) AT TIME ZONE 'UTC', 'YYYY-MM-DD') $$;
+"""
+"""Those of SQLite's functions that queries use."""
+
 SCHEMA = f"""
 CREATE TABLE store (version int4 NOT NULL);
 INSERT INTO store VALUES ({VERSION});
 {" ".join(map(_table, TABLES))}
 {INDEXES}
-CREATE FUNCTION json_each(text) RETURNS TABLE (value text) LANGUAGE sql IMMUTABLE
-    AS $$ SELECT json_array_elements_text($1::json) $$;
-CREATE FUNCTION instr(text, text) RETURNS int4 LANGUAGE sql IMMUTABLE AS $$ SELECT strpos($1, $2) $$;
+{_FUNCTIONS}
 CREATE VIEW candidates AS
     SELECT calls.id || '.' || (value ->> 'index') AS id, calls.id AS call, calls.episode, calls.role, calls.turn,
            (value ->> 'index')::int4 AS "index", value ->> 'text' AS text, (value ->> 'tokens')::int4 AS tokens,
@@ -58,7 +65,7 @@ CREATE VIEW candidates AS
     FROM calls, json_array_elements(calls.candidates::json) AS value;
 """
 
-UPGRADES = {4: f"{ADD_APP} UPDATE store SET version = 5;"}
+UPGRADES = {4: f"{ADD_APP} {_FUNCTIONS} UPDATE store SET version = 5;"}
 """What brings a store of a version to the next one."""
 
 

@@ -1,0 +1,165 @@
+"""`cotune records list | prune | delete | copy | upgrade`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from cotune.cli.command import RECORDS, Parser, described
+from cotune.errors import ConfigError
+from cotune.tables import cells, grid, plural
+from cotune.terminal import tell, terminal
+
+EXAMPLE = "cotune records list postgresql://localhost/cotune"
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_BY = ("app", "role", "version", "day")
+
+
+def arguments(command: Parser) -> None:
+    ways = command.add_subparsers(dest="way", required=True, metavar="list | prune | delete | copy | upgrade")
+    text = "Count episodes and calls by application, role, version and day"
+    way = ways.add_parser("list", help=text, **described(text, "cotune records list runs/r1 --by role,day"))
+    way.add_argument("store", metavar="RECORDS", help=RECORDS)
+    way.add_argument("--by", metavar="NAMES", help="any of app, role, version, day, with commas between")
+    way.add_argument("--app", default="", help="this application only")
+
+    text = "Delete what is older than a time, with the messages that nothing else uses"
+    example = "cotune records prune postgresql://localhost/cotune --older-than 30d --keep-trained"
+    way = ways.add_parser("prune", help=text, **described(text, example))
+    way.add_argument("store", metavar="RECORDS", help=RECORDS)
+    way.add_argument("--older-than", required=True, metavar="TIME", help="such as 30d, 12h or 8w")
+    way.add_argument("--app", default="", help="this application only")
+    way.add_argument("--keep-trained", action="store_true", help="keep episodes that a run was trained on")
+
+    text = "Delete episodes, by id or by the application's own key, with everything that only they use"
+    example = "cotune records delete postgresql://localhost/cotune --app desk --key order-7"
+    way = ways.add_parser("delete", help=text, **described(text, example))
+    way.add_argument("store", metavar="RECORDS", help=RECORDS)
+    chosen = way.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--episode", action="append", metavar="ID", help="an episode; repeat for several")
+    chosen.add_argument("--key", help="the application's own key, as in cotune.trace(..., key=KEY)")
+    way.add_argument("--app", default="", help="with --key: the application")
+
+    text = "Copy all records of one store into another; run it again to continue where it stopped"
+    example = "cotune records copy runs/r1 postgresql://localhost/cotune"
+    way = ways.add_parser("copy", help=text, **described(text, example))
+    way.add_argument("store", metavar="FROM", help=RECORDS)
+    way.add_argument("target", metavar="TO", help=RECORDS)
+
+    text = "Bring records of an older version up to date"
+    way = ways.add_parser("upgrade", help=text, **described(text, "cotune records upgrade runs/r1"))
+    way.add_argument("store", metavar="RECORDS", help=RECORDS)
+
+
+def run(a: argparse.Namespace) -> int:
+    ways = {"list": _list, "prune": _prune, "delete": _delete, "copy": _copy, "upgrade": _upgrade}
+    return ways[a.way](a)
+
+
+def _list(a: argparse.Namespace) -> int:
+    from cotune.storage.open_store import open_store
+
+    names = a.by.split(",") if a.by else []
+    if unknown := [name for name in names if name not in _BY]:
+        raise ConfigError("--by", unknown[0], f"is none of {', '.join(_BY)}", "For example: --by role,day")
+    with open_store(a.store, read_only=True) as store:
+        terminal().print(_tally(store.tally(a.app), names) if names else _apps(store.apps(), a.app))
+    return 0
+
+
+def _apps(rows: Sequence[tuple[Any, ...]], app: str) -> Any:
+    table = grid("app", "episodes>", "ok>", "calls>", "rewarded>", "first", "last")
+    for name, episodes, good, calls, first, last, rewarded in rows:
+        if app in ("", name):
+            counts = (f"{episodes:,}", f"{good:,}", f"{calls:,}", f"{rewarded:,}")
+            table.add_row(*cells((name or "-", *counts, _moment(first), _moment(last))))
+    return table
+
+
+def _tally(rows: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Any:
+    table = grid(*names, "calls>", "failed>", "prompt tokens>", "answer tokens>")
+    sums: defaultdict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for app, role, policy, version, day, calls, failed, _, asked, answered in rows:
+        of = {"app": app or "-", "role": role, "day": day, "version": f"{policy}@{version}" if policy else "-"}
+        have = sums[tuple(of[name] for name in names)]
+        have[:] = [n + m for n, m in zip(have, (calls, failed, asked, answered), strict=True)]
+    for key in sorted(sums):
+        table.add_row(*cells((*key, *(f"{count:,}" for count in sums[key]))))
+    return table
+
+
+def _moment(seconds: float | None) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}" if seconds else "-"
+
+
+def seconds(field: str, text: str) -> float:
+    """The seconds of a time such as 30d. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text)
+    if match is None:
+        raise ConfigError(field, text, "is not a time", "Write a number with m, h, d or w: 30d")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _prune(a: argparse.Namespace) -> int:
+    from cotune.storage.open_store import open_store
+
+    before = time.time() - seconds("--older-than", a.older_than)
+    counts: Counter[str] = Counter()
+    with open_store(a.store) as store, _bar("episodes", None) as told:
+        for found in store.prune(before, app=a.app, keep_trained=a.keep_trained):
+            counts.update(found)
+            told(count=found.get("episodes", 0))
+    tell(f"deleted {_deleted(counts)}")
+    return 0
+
+
+def _delete(a: argparse.Namespace) -> int:
+    from cotune.storage.open_store import open_store
+
+    if a.app and a.key is None:
+        raise ConfigError("--app", a.app, "has no effect without --key", "Name the key, or leave --app out.")
+    with open_store(a.store) as store:
+        episodes = a.episode or store.episodes_with_key(a.app, a.key)
+        counts = store.delete(episodes, None if a.key is None else (a.app, a.key))
+    tell(f"deleted {_deleted(counts)}")
+    return 0 if counts.get("episodes") or counts.get("calls") else 1
+
+
+def _deleted(counts: Any) -> str:
+    names = {"episodes": "episode", "calls": "call", "messages": "message", "images": "image", "segments": "segment"}
+    return ", ".join(plural(counts[name], one) for name, one in names.items() if counts.get(name)) or "nothing"
+
+
+def _copy(a: argparse.Namespace) -> int:
+    from cotune.storage.open_store import open_store
+    from cotune.storage.sql.upkeep import COPIED, copy
+
+    with open_store(a.store, read_only=True) as source, open_store(a.target) as target:
+        total = sum(source.size(table) for table in COPIED)
+        with _bar("records", total) as told:
+            copied, lost = copy(source, target, lambda _, rows: told(count=rows))
+    tell(f"copied {plural(copied, 'record')} of {total:,}; the others were there")
+    if lost:
+        tell(f"{plural(lost, 'record')} could not be stored")
+    return 1 if lost else 0
+
+
+def _upgrade(a: argparse.Namespace) -> int:
+    from cotune.storage.open_store import open_store
+    from cotune.storage.schema import VERSION
+
+    with open_store(a.store) as store:
+        tell(f"{store.address} has records of version {VERSION}")
+    return 0
+
+
+def _bar(name: str, total: int | None) -> contextlib.AbstractContextManager[Callable[..., None]]:
+    from cotune.trainer.reporting.progress import episode_bar
+
+    return episode_bar(terminal(stderr=True), total, name)

@@ -1,0 +1,213 @@
+"""Looking after a store: counts by day, deleting, and copying from one to another."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from cotune.records.ids import key_target
+from cotune.storage.schema import COLUMNS, DAY, WRITTEN, Row, in_parts
+from cotune.storage.sql.owners import among
+from cotune.storage.sql.transaction import Transactions
+
+T = TypeVar("T")
+_PAGE = 500
+_STRING = re.compile(r'"([^"\\]*)"')
+_IMAGE = re.compile(r"sha256,([0-9a-f]{64})")
+COPIED = (*WRITTEN, "replaced", "consumed")
+_KEYS = {"rewards": ("target", "name"), "feedback": ("target", "name"), "replaced": ("target", "name", "at")}
+_FIXED = ("images", "messages", "segments", "calls")
+"""Tables whose rows never change: what the other store has of them is not copied again."""
+
+
+class Upkeep:
+    """The part of a store that counts by day, deletes and copies. `Store` documents each method."""
+
+    @abstractmethod
+    def rows(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        """Rows of any SELECT."""
+
+    @abstractmethod
+    def _act(self, do: Callable[[Transactions], T]) -> T:
+        """Do something in a transaction of the writer's."""
+
+    def tally(self, app: str = "") -> list[Row]:
+        return self.rows(
+            f"""SELECT app, role, coalesce(policy, ''), version, date(started, 'unixepoch') AS day, count(*),
+                count(*) FILTER (WHERE status != 'ok'), count(DISTINCT episode), sum(prompt_tokens),
+                sum(completion_tokens)
+            FROM calls {"WHERE app = ?" if app else ""} GROUP BY 1, 2, 3, 4, 5 ORDER BY 1, 5, 2, 3, 4""",
+            [app] if app else [],
+        )
+
+    def apps(self) -> list[Row]:
+        return self.rows(
+            """SELECT app, count(*), count(*) FILTER (WHERE status = 'ok'), sum(calls), min(started), max(started),
+                count(*) FILTER (WHERE EXISTS (SELECT 1 FROM rewards WHERE target = episodes.id))
+            FROM episodes GROUP BY app ORDER BY app"""
+        )
+
+    def episodes_with_key(self, app: str, key: str) -> list[str]:
+        sql = "SELECT id FROM episodes WHERE app = ? AND key = ? AND key != '' ORDER BY id"
+        return [id for (id,) in self.rows(sql, (app, key))]
+
+    # Deleting
+
+    def prune(self, before: float, *, app: str = "", keep_trained: bool = False) -> Iterator[Mapping[str, int]]:
+        chosen = "started < ?" + (" AND app = ?" if app else "")
+        asked = [before, *([app] if app else [])]
+        kept = " AND NOT EXISTS (SELECT 1 FROM consumed WHERE target = {})" if keep_trained else ""
+        ended = (
+            f"SELECT id FROM episodes WHERE {chosen}{kept.format('episodes.id')} AND id > ? ORDER BY id LIMIT {_PAGE}"
+        )
+        cut_off = f"""SELECT DISTINCT episode FROM calls WHERE {chosen}{kept.format("calls.episode")}
+            AND NOT EXISTS (SELECT 1 FROM episodes WHERE id = calls.episode) AND episode > ?
+            ORDER BY episode LIMIT {_PAGE}"""
+        for sql in (ended, cut_off):
+            last = ""
+            while page := [id for (id,) in self.rows(sql, [*asked, last])]:
+                last = page[-1]
+                yield self._act(lambda does, page=page: _delete(does, page)[0])
+        # What is used again is marked so within two days, by its writer and by the source of the records.
+        bound = before - 2 * DAY
+        unused = {
+            table: {id for (id,) in self.rows(f"SELECT id FROM {table} WHERE at < ?", [bound])} for table in _USED
+        }
+        yield self._sweep(unused, "WHERE started < ?", [before])
+
+    def delete(self, episodes: Iterable[str], key: tuple[str, str] | None = None) -> Mapping[str, int]:
+        counts: Counter[str] = Counter()
+        unused: dict[str, set[str]] = {table: set() for table in _USED}
+        ids = list(episodes)
+        for some in in_parts(ids):
+            found, used = self._act(lambda does, some=some: _delete(does, some))
+            counts.update(found)
+            for table, names in used.items():
+                unused[table] |= names
+        if key is not None:
+            self._act(lambda does: _delete_targets(does, [key_target(*key)]))
+        for some in in_parts(unused["messages"]):
+            for (body,) in among(self.rows, "SELECT body FROM messages", "id", some):
+                unused["images"].update(_IMAGE.findall(body))
+        counts.update(self._sweep(unused, "", []))
+        return counts
+
+    def _sweep(self, unused: Mapping[str, set[str]], where: str, asked: Sequence[Any]) -> Mapping[str, int]:
+        """Delete those messages, images and segments that nothing names which is still there. Calls and episodes that
+        `where` chooses are looked through."""
+        prompts = set()
+        if any(unused.values()):
+            for body, prompt in self._pages("calls", ("body", "prompt"), where, asked):
+                unused["messages"].difference_update(_STRING.findall(str(body)))
+                prompts.add(prompt)
+            for (body,) in self._pages("episodes", ("body",), where, asked):
+                unused["messages"].difference_update(_STRING.findall(str(body)))
+        if unused["images"]:
+            for id, body in self._pages("messages", ("id", "body"), "WHERE body LIKE '%sha256,%'", []):
+                if id not in unused["messages"]:
+                    unused["images"].difference_update(_IMAGE.findall(str(body)))
+        if unused["segments"]:
+            parents = dict(self._pages("segments", ("id", "parent"), "", []))
+            for leaf in [id for id in parents if id in prompts or id not in unused["segments"]]:
+                at: str | None = leaf
+                while at is not None and at in parents:
+                    unused["segments"].discard(at)
+                    at = parents.pop(at)
+
+        def go(does: Transactions) -> Mapping[str, int]:
+            for table, ids in unused.items():
+                for some in in_parts(sorted(ids)):
+                    does.execute(f"DELETE FROM {table} WHERE id IN ({','.join('?' * len(some))})", some)
+            does.forget()
+            return {table: len(ids) for table, ids in unused.items()}
+
+        return self._act(go)
+
+    def _pages(self, table: str, columns: Sequence[str], where: str, asked: Sequence[Any]) -> Iterator[Row]:
+        last = ""
+        sql = f"""SELECT id, {", ".join(columns)} FROM {table} {where} {"AND" if where else "WHERE"} id > ?
+            ORDER BY id LIMIT {4 * _PAGE}"""
+        while page := self.rows(sql, [*asked, last]):
+            yield from (tuple(row[1:]) for row in page)
+            last = page[-1][0]
+
+    # Copying
+
+    def page(self, table: str, after: Sequence[Any], limit: int, *, keys_only: bool = False) -> list[Row]:
+        keys = key_columns(table)
+        columns = ", ".join(keys if keys_only else COLUMNS[table])
+        where = f"WHERE ({', '.join(keys)}) > ({','.join('?' * len(keys))})" if after else ""
+        return self.rows(f"SELECT {columns} FROM {table} {where} ORDER BY {', '.join(keys)} LIMIT ?", [*after, limit])
+
+    def rows_of(self, table: str, ids: Iterable[str]) -> list[Row]:
+        return among(self.rows, f"SELECT {', '.join(COLUMNS[table])} FROM {table}", key_columns(table)[0], ids)
+
+    def size(self, table: str) -> int:
+        return int(self.rows(f"SELECT count(*) FROM {table}")[0][0])
+
+    def load(self, table: str, rows: Sequence[Row]) -> int:
+        return self._act(lambda does: does.load(table, rows))
+
+
+_USED = ("messages", "images", "segments")
+
+
+def key_columns(table: str) -> Sequence[str]:
+    """The columns that tell rows of a table apart."""
+    return _KEYS.get(table, COLUMNS[table][:1])
+
+
+def copy(source: Upkeep, target: Upkeep, told: Callable[[str, int], None], limit: int = _PAGE) -> tuple[int, int]:
+    """Copy all records of one store into another, a page at a time; what is there is left out, so that a copy that
+    was stopped goes on. `told` hears the table and how many of its rows are done. Return how many rows were
+    copied, and lost."""
+    copied = lost = 0
+    for table in COPIED:
+        after: Sequence[Any] = ()
+        while page := source.page(table, after, limit, keys_only=table in _FIXED):
+            after = page[-1][: len(key_columns(table))] if table in _FIXED else _key_of(table, page[-1])
+            if table in _FIXED:
+                there = {row[0] for row in among(target.rows, f"SELECT id FROM {table}", "id", [id for (id,) in page])}
+                rows = source.rows_of(table, [id for (id,) in page if id not in there])
+            else:
+                rows = page
+            if rows:
+                failed = target.load(table, rows)
+                copied, lost = copied + len(rows) - failed, lost + failed
+            told(table, len(page))
+    return copied, lost
+
+
+def _key_of(table: str, row: Row) -> Row:
+    return tuple(row[COLUMNS[table].index(column)] for column in key_columns(table))
+
+
+def _delete(does: Transactions, ids: Sequence[str]) -> tuple[Mapping[str, int], dict[str, set[str]]]:
+    """Delete episodes with all that belongs to them alone; return how many rows, and the messages and segments that
+    they named."""
+    marks = ",".join("?" * len(ids))
+    calls = does.execute(f"SELECT id, drawn, body, prompt FROM calls WHERE episode IN ({marks})", ids)
+    ended = does.execute(f"SELECT body FROM episodes WHERE id IN ({marks})", ids)
+    bodies = [str(row[2]) for row in calls] + [str(body) for (body,) in ended]
+    named = {name for body in bodies for name in _STRING.findall(body)}
+    used: dict[str, set[str]] = {table: set() for table in _USED}
+    used["messages"] = {id for (id,) in among(does.execute, "SELECT id FROM messages", "id", named)}
+    prompts = {prompt for *_, prompt in calls if prompt}
+    while prompts:
+        used["segments"] |= prompts
+        found = among(does.execute, "SELECT parent FROM segments", "id", prompts)
+        prompts = {parent for (parent,) in found if parent is not None} - used["segments"]
+    targets = [*ids, *(id for id, *_ in calls), *(f"{id}.{n}" for id, drawn, *_ in calls for n in range(drawn))]
+    _delete_targets(does, targets)
+    does.execute(f"DELETE FROM calls WHERE episode IN ({marks})", ids)
+    does.execute(f"DELETE FROM episodes WHERE id IN ({marks})", ids)
+    return {"episodes": len(ended), "calls": len(calls)}, used
+
+
+def _delete_targets(does: Transactions, targets: Sequence[str]) -> None:
+    for some in in_parts(targets):
+        for table in ("rewards", "feedback", "replaced", "consumed"):
+            does.execute(f"DELETE FROM {table} WHERE target IN ({','.join('?' * len(some))})", some)
