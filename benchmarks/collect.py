@@ -1,16 +1,19 @@
-"""What collecting from production costs: many processes of a LangGraph application, one collector, one store.
+"""What collecting from production costs: many processes of an application, one collector, one store.
 
-    python -m benchmarks.collect --processes 100 --seconds 60 --store postgresql
+    python -m benchmarks.collect --store postgresql --processes 100 --seconds 60
+    python -m benchmarks.collect --store postgresql --processes 20 --rate 10 --beside
 
-Each process runs a graph of two roles over and over, `--rate` episodes a second in all; a model server is faked inside
-the process, so that the application's side is what is measured. Every second episode is not recorded: the difference
-is what recording adds. The collector and the store run beside them on the same machine.
+The processes are forks of one that has made the application, as a server with workers has them. Each runs a graph of
+two roles over and over, `--rate` episodes a second in all; the model server is faked inside the process, so that the
+application's side is what is measured. The collector and the store run on the same machine. `--framework openai` makes
+the same calls without LangGraph. With `--beside` every second episode is not recorded: the difference is what recording
+adds.
 
-Prints a table; the last line is JSON: episodes_per_s (recorded and stored), added_ms_p50 and added_ms_p99 (quantiles of
-the time of a call that is recorded, less those of one that is not), write_ms_p50, write_ms_p99 and write_cpu_ms (the
-sink's writes alone, by the clock and in processor time), app_cpu_ms per call (processor time of the process, recorded
-less not recorded), collector_cpu_ms and store_cpu_ms per call, wire_bytes and store_bytes per call, lost (recorded and
-not stored), left (waiting in spools at the end).
+Prints a table; the last line is JSON: episodes_per_s (recorded), write_ms_p50, write_ms_p99 and write_cpu_ms (the
+sink's writes, by the clock and in processor time: one a call, one an episode), collector_cpu_ms and store_cpu_ms per
+call, wire_bytes and store_bytes per call, lost (recorded and not stored), left (bytes in spools at the end); with
+`--beside` added_ms_p50 and added_ms_p99 (quantiles of the time of a call that is recorded, less those of one that is
+not) and app_cpu_ms per call (processor time of the process with its sender, recorded less not recorded).
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +43,77 @@ PLAN = "You are the planner of a help desk. Say in three steps how the question 
 SOLVE = "You are the solver of a help desk. Answer the question by the plan, in two sentences. " * 4
 
 
-def application(url: str, seconds: float, rate: float, number: int) -> None:
-    """One process: warm up, wait for the start, then episodes at a rate; prints what it has measured as JSON."""
-    import openai
-    from langchain_openai import ChatOpenAI
-    from langgraph.graph import END, START, MessagesState, StateGraph
+def applications(url: str, framework: str, processes: int, seconds: float, rate: float, beside: bool) -> None:
+    """Make the application, fork it into processes, and run them from one moment on; print what each has measured."""
+    import multiprocessing
 
     import cotune
+    from cotune.collecting import sender as senders
     from cotune.collecting.sender import Sender
+
+    run = of_langgraph() if framework == "langgraph" else of_openai()
+    context = multiprocessing.get_context("fork")
+    ready, begin, end, results = context.Barrier(processes + 1), context.Event(), context.Event(), context.Queue()
+    write = Sender.write
+
+    def process(number: int) -> None:
+        times: dict[bool, list[float]] = {True: [], False: []}
+        writes: list[tuple[float, float]] = []
+        cpu, done = {True: 0.0, False: 0.0}, {True: 0, False: 0}
+
+        def timed(self: Sender, records: Any) -> None:
+            begun, spent = time.perf_counter(), time.thread_time()
+            write(self, records)
+            writes.append((time.perf_counter() - begun, time.thread_time() - spent))
+
+        def episode(count: int, recorded: bool) -> None:
+            question = f"Question {number}.{count}: where does the corridor lead?"
+            if recorded:
+                with cotune.trace(url, app=f"desk-{number % 4}", task=f"{number}.{count}"):
+                    times[recorded].extend(run(question))
+            else:
+                times[recorded].extend(run(question))
+
+        for kind in (True, False):
+            episode(-1, kind)
+        for some in (*times.values(), writes):
+            some.clear()
+        Sender.write = timed  # type: ignore[method-assign]
+        ready.wait()
+        begin.wait()
+        time.sleep(number / processes * processes / rate)
+        begun = at = time.monotonic()
+        count, warm = 0, 1  # the warm-up has recorded one
+        while time.monotonic() < begun + seconds:
+            recorded = not beside or count % 2 == 0
+            spent = time.process_time()
+            episode(count, recorded)
+            done[recorded] += 1
+            count += 1
+            at = max(at + processes / rate / (1 + beside), time.monotonic() - 5)
+            time.sleep(max(0.0, at - time.monotonic()))
+            cpu[recorded] += time.process_time() - spent
+        took = time.monotonic() - begun
+        results.put({"times": times, "writes": writes, "cpu": cpu, "done": done, "warm": warm, "took": took})
+        end.wait()
+        for one in senders._senders.values():  # a child of multiprocessing runs nothing at its exit
+            one.finish()
+
+    started = [context.Process(target=process, args=(number,)) for number in range(processes)]
+    for one in started:
+        one.start()
+    ready.wait()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    begin.set()
+    print(json.dumps([results.get() for _ in started]), flush=True)
+    end.set()
+    for one in started:
+        one.join()
+
+
+def provider() -> httpx.Client:
+    """A client whose model server is faked in the process."""
 
     def answer(request: httpx.Request) -> httpx.Response:
         said = f"In answer: {json.loads(request.content)['messages'][-1]['content']} " * 3
@@ -56,18 +122,23 @@ def application(url: str, seconds: float, rate: float, number: int) -> None:
         head = {"id": "c", "object": "chat.completion", "created": 1, "model": "m"}
         return httpx.Response(200, json={**head, "choices": [choice], "usage": usage})
 
-    http = httpx.Client(transport=httpx.MockTransport(answer))
-    client = openai.OpenAI(api_key="none", http_client=http, max_retries=0)
+    return httpx.Client(transport=httpx.MockTransport(answer))
+
+
+def of_langgraph() -> Callable[[str], list[float]]:
+    """A graph of two roles; the times of its calls."""
+    import openai
+    from langchain_openai import ChatOpenAI
+    from langgraph.graph import END, START, MessagesState, StateGraph
+
+    client = openai.OpenAI(api_key="none", http_client=provider(), max_retries=0)
     model = ChatOpenAI(model="m", api_key="none", root_client=client, client=client.chat.completions)
-    times: dict[bool, list[float]] = {True: [], False: []}
-    writes: list[float] = []
-    writes_cpu: list[float] = []
-    recorded = False
+    took: list[float] = []
 
     def ask(state: MessagesState, system: str) -> dict[str, Any]:
         begun = time.perf_counter()
         said = model.invoke([("system", system), *state["messages"]])
-        times[recorded].append(time.perf_counter() - begun)
+        took.append(time.perf_counter() - begun)
         return {"messages": [said]}
 
     graph = StateGraph(MessagesState)
@@ -76,51 +147,34 @@ def application(url: str, seconds: float, rate: float, number: int) -> None:
     for source, target in ((START, "planner"), ("planner", "solver"), ("solver", END)):
         graph.add_edge(source, target)
     app = graph.compile()
-    write = Sender.write
 
-    def timed(self: Sender, records: Any) -> None:
-        begun, spent = time.perf_counter(), time.thread_time()
-        write(self, records)
-        writes.append(time.perf_counter() - begun)
-        writes_cpu.append(time.thread_time() - spent)
+    def run(question: str) -> list[float]:
+        took.clear()
+        app.invoke({"messages": [("user", question)]})
+        return list(took)
 
-    Sender.write = timed  # type: ignore[method-assign]
+    return run
 
-    def episode(count: int) -> None:
-        question = {"messages": [("user", f"Question {number}.{count}: where does the corridor lead?")]}
-        if recorded:
-            with cotune.trace(url, app=f"desk-{number % 4}", task=f"{number}.{count}"):
-                app.invoke(question)
-        else:
-            app.invoke(question)
 
-    for kind in (True, False):
-        recorded = kind
-        episode(-1)
-    for some in (*times.values(), writes, writes_cpu):
-        some.clear()
-    print("ready", flush=True)
-    begin = float(sys.stdin.readline())
-    time.sleep(max(0.0, begin - time.time() + number % 100 / 100 / rate))
-    cpu, done, pause = {True: 0.0, False: 0.0}, {True: 0, False: 0}, 1 / rate
-    at = time.monotonic()
-    end, count = at + seconds, 0
-    while at < end:
-        recorded = count % 2 == 0
-        spent = time.process_time()
-        episode(count)
-        done[recorded] += 1
-        count += 1
-        at += pause / 2  # of the two halves, one is recorded
-        if at > time.monotonic():
-            time.sleep(at - time.monotonic())
-        elif at < time.monotonic() - 5:
-            at = time.monotonic()
-        cpu[recorded] += time.process_time() - spent
-    took = time.monotonic() - (end - seconds)
-    found = {"times": {str(kind): values for kind, values in times.items()}, "writes": writes, "spent": writes_cpu}
-    print(json.dumps({**found, "cpu": list(cpu.values()), "done": list(done.values()), "took": took}), flush=True)
-    sys.stdin.readline()  # the sender goes on until all have finished
+def of_openai() -> Callable[[str], list[float]]:
+    """The same calls by the OpenAI SDK alone."""
+    import openai
+
+    import cotune
+
+    client = openai.OpenAI(api_key="none", http_client=provider(), max_retries=0)
+
+    def run(question: str) -> list[float]:
+        took, said = [], question
+        for role, system in (("planner", PLAN), ("solver", SOLVE)):
+            messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": said}]
+            begun = time.perf_counter()
+            with cotune.role(role):
+                said = client.chat.completions.create(model="m", messages=messages).choices[0].message.content or ""
+            took.append(time.perf_counter() - begun)
+        return took
+
+    return run
 
 
 @contextlib.contextmanager
@@ -155,15 +209,6 @@ def metrics(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def count(store: str) -> int:
-    """Episodes in a store; none in one that is not there yet."""
-    try:
-        with open_store(store, read_only=True) as read:
-            return read.counts()[0]
-    except Exception:  # noqa: BLE001
-        return 0
-
-
 def size(store: str) -> int:
     """Bytes of a store."""
     if "://" not in store:
@@ -175,83 +220,74 @@ def size(store: str) -> int:
     return int(found)
 
 
-def measure(store: str, processes: int, seconds: float, rate: float, folder: Path) -> Mapping[str, float]:
+def measure(store: str, a: argparse.Namespace, folder: Path) -> Mapping[str, float]:
     environment = {**os.environ, "COTUNE_SPOOL": str(folder / "spool"), "OMP_NUM_THREADS": "1"}
     with collector(store, folder) as (url, server):
-        base = [sys.executable, "-m", "benchmarks.collect", "--application", url, "--seconds", str(seconds)]
-        started: list[subprocess.Popen[str]] = []
-        for number in range(processes):
-            command = [*base, "--rate", str(rate / processes), "--number", str(number)]
-            started.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-            )
-        for process in started:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        command = [sys.executable, "-m", "benchmarks.collect", "--applications", url, *sys.argv[1:]]
+        started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        assert started.stdout is not None
+        assert started.stdout.readline() == "ready\n"
         time.sleep(3)
-        before, bytes_before, known = count(store), size(store), metrics(url)
-        kept = [server, *of_postgres(store)]
-        spent_server, spent_store = processor_time(kept[:1]), processor_time(of_postgres(store))
-        begin, found = time.time() + 1, []
-        for process in started:
-            assert process.stdin is not None
-            process.stdin.write(f"{begin}\n")
-            process.stdin.flush()
-        for process in started:
-            assert process.stdout is not None
-            found.append(json.loads(process.stdout.readline()))
-        for process in started:
-            process.communicate("end\n", timeout=120)
-        time.sleep(1)
-        spent_server = processor_time(kept[:1]) - spent_server
+        bytes_before, known = size(store), metrics(url)
+        spent_server, spent_store = processor_time([server]), processor_time(of_postgres(store))
+        assert started.stdin is not None
+        started.stdin.write("begin\n")
+        started.stdin.flush()
+        found = json.loads(started.stdout.readline())
+        started.communicate(timeout=300)
+        spent_server = processor_time([server]) - spent_server
         spent_store = processor_time(of_postgres(store)) - spent_store
-        now = metrics(url)
-        stored = count(store) - before
-        grown = size(store) - bytes_before
-    episodes = sum(one["done"][0] for one in found)
+        now, grown = metrics(url), size(store) - bytes_before
+        with open_store(store, read_only=True) as read:
+            stored, _, stored_calls = read.counts()
+    episodes = sum(one["done"]["true"] for one in found)
+    warm = sum(one["warm"] for one in found)
     calls = CALLS * episodes
-    times = {kind: np.concatenate([one["times"][kind] for one in found]) * 1e3 for kind in ("True", "False")}
+    times = {kind: np.concatenate([one["times"][kind] for one in found]) * 1e3 for kind in ("true", "false")}
     writes = np.concatenate([one["writes"] for one in found]) * 1e3
-    added = {q: np.quantile(times["True"], q) - np.quantile(times["False"], q) for q in (0.5, 0.99)}
-    cpu = sum(one["cpu"][0] for one in found) / episodes - sum(one["cpu"][1] for one in found) / sum(
-        one["done"][1] for one in found
-    )
     wire = 'cotune_collect_bytes_total{form="packed"}'
-    return {
-        "processes": processes,
+    result = {
+        "processes": a.processes,
         "episodes_per_s": round(episodes / max(one["took"] for one in found), 1),
-        "added_ms_p50": round(added[0.5], 3),
-        "added_ms_p99": round(added[0.99], 3),
-        "write_ms_p50": round(np.quantile(writes, 0.5), 3),
-        "write_ms_p99": round(np.quantile(writes, 0.99), 3),
-        "write_cpu_ms": round(np.mean(np.concatenate([one["spent"] for one in found])) * 1e3, 3),
-        "app_cpu_ms": round(1e3 * cpu / CALLS, 3),
+        "write_ms_p50": round(np.quantile(writes[:, 0], 0.5), 3),
+        "write_ms_p99": round(np.quantile(writes[:, 0], 0.99), 3),
+        "write_cpu_ms": round(np.mean(writes[:, 1]), 3),
         "collector_cpu_ms": round(1e3 * spent_server / calls, 3),
         "store_cpu_ms": round(1e3 * spent_store / calls, 3),
         "wire_bytes": round((now[wire] - known.get(wire, 0)) / calls),
         "store_bytes": round(grown / calls),
-        "lost": episodes - stored,
+        "lost": episodes + warm - stored + (calls + CALLS * warm - stored_calls),
         "left": sum(path.stat().st_size for path in (folder / "spool").rglob("*.frames")),
     }
+    if a.beside:
+        spent = {kind: sum(one["cpu"][kind] for one in found) for kind in ("true", "false")}
+        of = {kind: sum(one["done"][kind] for one in found) for kind in ("true", "false")}
+        result |= {
+            "added_ms_p50": round(np.quantile(times["true"], 0.5) - np.quantile(times["false"], 0.5), 3),
+            "added_ms_p99": round(np.quantile(times["true"], 0.99) - np.quantile(times["false"], 0.99), 3),
+            "app_cpu_ms": round(1e3 * (spent["true"] / of["true"] - spent["false"] / of["false"]) / CALLS, 3),
+        }
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--store", default="", help="address of the store (default: a records file); postgresql: a server of its own"
-    )
+    text = "address of the store (default: a records file); postgresql: a server of its own"
+    parser.add_argument("--store", default="", help=text)
+    parser.add_argument("--framework", choices=("langgraph", "openai"), default="langgraph")
     parser.add_argument("--processes", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=300.0, help="recorded episodes a second, of all processes")
-    parser.add_argument("--application", help=argparse.SUPPRESS)
-    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--beside", action="store_true", help="every second episode is not recorded, to compare")
+    parser.add_argument("--applications", help=argparse.SUPPRESS)
     a = parser.parse_args()
-    if a.application:
-        application(a.application, a.seconds, a.rate, a.number)
+    if a.applications:
+        applications(a.applications, a.framework, a.processes, a.seconds, a.rate, a.beside)
         return
     own = server() if a.store == "postgresql" else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder, own as database:
         store = database.database() if database else a.store or f"{folder}/records.db"
-        found = measure(store, a.processes, a.seconds, a.rate, Path(folder))
+        found = measure(store, a, Path(folder))
     for name, value in found.items():
         print(f"{name:18} {value:>12}")
     print(json.dumps(found))

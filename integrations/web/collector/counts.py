@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 
 _KINDS = {
     "requests": "Requests by path and status.",
@@ -22,14 +22,14 @@ class Counts:
     """Counters by name and labels; safe from any thread."""
 
     def __init__(self) -> None:
-        self._values: Counter[tuple[str, str]] = Counter()
+        self._values: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._lock = threading.Lock()
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter."""
         key = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
         with self._lock:
-            self._values[name, key] += value  # type: ignore[assignment]
+            self._values[name, key] += value
 
     def total(self, name: str) -> float:
         """A counter over all of its labels."""
