@@ -39,6 +39,7 @@ class Recording:
     """Where answered requests are recorded, each as an episode of one call, and by which redactors."""
 
     sink: Sink
+    app: str = ""
     redactors: Sequence[Redactor] = ()
 
 
@@ -71,8 +72,14 @@ class ChatEndpoint:
 
     def _opened(self, recording: Recording) -> LiveEpisode:
         task = Task(id="serve", input=None)
-        redactors = recording.redactors
-        return LiveEpisode(recording.sink, task, workflow="serve", prompts=self._prompts, redactors=redactors)
+        return LiveEpisode(
+            recording.sink,
+            task,
+            workflow="serve",
+            prompts=self._prompts,
+            redactors=recording.redactors,
+            app=recording.app,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.in_flight += 1

@@ -156,7 +156,7 @@ def serving_local(
         try:
             named = with_aliases(local, aliases or {})
             with contextlib.nullcontext() if records is None else open_sink(records, app) as sink:
-                recording = None if sink is None else Recording(sink, redactors)
+                recording = None if sink is None else Recording(sink, app, redactors)
                 yield build_app(named, token, limits, prompts, recording), named
         finally:
             await local.aclose()

@@ -71,6 +71,8 @@ class Sender:
             self._headers["authorization"] = f"Bearer {token}"
         self.folder = spool_folder() / f"{app}-{address(self.url.encode())[:8]}"
         self._bound = spool_bound()
+        self._said = ""
+        """The failure of the disk that was told last."""
         self.rejected = 0
         """Records that the collector will not take, or that are too large."""
         self.sampled = 0
@@ -149,7 +151,6 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name="cotune-collect", daemon=True)
         self._connection: http.client.HTTPConnection | None = None
         self._down = ""
-        self._said = ""
         self._told_rejected: set[str] = set()
         self._pause = PAUSE[0]
 

@@ -111,7 +111,7 @@ class Trace:
         self._sample = check_rates(1.0 if sample is None else sample)
         self.path = None if path is None or self._sender else Path(path)
         self._address = path
-        self._named = {"app": self._sender.app if self._sender else app, "key": check_key(key)}
+        self._named = {"app": "" if self._sender else app, "key": check_key(key)}  # the collector names it itself
         self._durable = durable
         self.name = name
         self.task = Task(id=task, input=task) if isinstance(task, str) else as_task(task, 1)

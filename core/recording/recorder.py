@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from cotune.errors import CotuneError, RecordError, WorkflowError
 from cotune.prompts.edits import Prompts
 from cotune.recording.app_parts import Parts
@@ -35,11 +37,14 @@ from cotune.records.answers import Answer, well_formed
 from cotune.records.blame import Blame
 from cotune.records.ids import new_id
 from cotune.records.structs import (
+    CallRecord,
     CallStatus,
     Episode,
     EpisodeStatus,
+    FeedbackRecord,
     Fork,
     Record,
+    RewardRecord,
     Task,
 )
 from cotune.runtime.forks import survives_fork
@@ -379,6 +384,9 @@ class LiveEpisode:
 
     def _write(self, records: list[Record]) -> None:
         """A sink that fails costs records, never the application its answer."""
+        if self.app:
+            named = (CallRecord, RewardRecord, FeedbackRecord)
+            records = [replace(record, app=self.app) if isinstance(record, named) else record for record in records]
         try:
             self.sink.write(records)
         except Exception as broken:  # noqa: BLE001

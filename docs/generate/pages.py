@@ -2,8 +2,9 @@
 
     python docs/generate/pages.py
 
-A part stands on its page between `<!-- generated: NAME -->` and `<!-- end -->`, so that it is read wherever the page is.
-Run this after a change of commands, fields, metrics, recipes, public names or figures; a test fails where it was not.
+A part stands on its page between `<!-- generated: NAME -->` and `<!-- end -->`, so that it is read wherever the page
+is. Run this after a change of commands, fields, metrics, recipes, public names or figures; a test fails where it was
+not.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from cotune.records.ids import address, canonical, key_target
+from cotune.records.ids import KEY, address, canonical, key_target
 from cotune.records.structs import (
     LARGEST_REWARD,
     CallRecord,
@@ -62,8 +62,8 @@ def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[s
         if fault:
             refused[fault] += 1
             continue
-        if isinstance(record, RewardRecord | FeedbackRecord) and not 0 <= record.at <= now:
-            record = replace(record, at=now)  # a clock that is ahead would win for ever
+        if isinstance(record, RewardRecord | FeedbackRecord):  # of which a clock that is ahead would win for ever
+            record = replace(record, app=app, at=record.at if 0 <= record.at <= now else now)
         kept.append(record)
     return kept
 
@@ -87,7 +87,7 @@ def _of_segment(record: Segment, paths: dict[str, bytes], path: Path) -> str:
 
 def _of_reward(record: RewardRecord | FeedbackRecord, app: str) -> str:
     target, own = record.target, key_target(app, "")
-    if target.startswith("key:"):
+    if target.startswith(KEY):
         if not target.startswith(own) or not 0 < len(target) - len(own) <= LONGEST_KEY:
             return "foreign"
     elif _TARGET.fullmatch(target) is None:

@@ -191,7 +191,12 @@ class Collector:
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
         self.apps.check(request.scope)
-        gauges = {"waiting_bytes": ("Bytes of bodies that are being stored.", float(self.waiting))}
+        gauges = {
+            "waiting_bytes": ("Bytes of bodies that are being stored.", float(self.waiting)),
+            "foreign_records": ("Records not stored, as their episodes belong to others.", float(self.store.foreign)),
+            "late_rewards": ("Rewards of episodes that were trained on already.", float(self.store.refused)),
+            "lost_records": ("Records that no store can hold.", float(self.store.lost)),
+        }
         return PlainTextResponse(self.counts.text(gauges), media_type="text/plain; version=0.0.4")
 
     def app(self) -> ASGIApp:

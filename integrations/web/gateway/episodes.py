@@ -227,6 +227,7 @@ class Episodes:
             redactors=self.config.redactors,
             roles=self.config.roles,
             prompts=self.config.prompts,
+            app=self.config.app,
         )
         self.open[episode.id] = _Open(episode)
         return self.open[episode.id]

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from cotune.collecting.batch import MEDIA_TYPE, pack_batch
-from cotune.integrations.web.collector.server import MOST_WAITING
+from cotune.integrations.web.collector.apps import Apps
+from cotune.integrations.web.collector.server import MOST_WAITING, running_collector
 from cotune.records.ids import address, canonical, key_target, message_id, new_id, pack_ids, segment_id
 from cotune.records.structs import CallRecord, Episode, FeedbackRecord, Message, Record, RewardRecord, Segment, Task
 from cotune.records.wire import pack
@@ -197,3 +198,46 @@ def test_a_flood_of_feedback_leaves_the_last_one(guarded, records: Path) -> None
     with open_store(records, read_only=True) as store:
         assert store.rewards([id]) == {id: {f"r{number}": 49.0 for number in range(4)}}
         assert all(len(text) < 5000 for text in store.feedback([id])[id].values())
+
+
+@pytest.mark.parametrize("kind", ["file", "postgres"])
+def test_nobody_writes_into_an_episode_of_another_application(kind: str, request, tmp_path: Path) -> None:
+    address = str(tmp_path / "records.db") if kind == "file" else request.getfixturevalue("postgres").database()
+    with running_collector(address, Apps("operator-token", TOKENS)) as found:
+        id, early = new_id(), new_id()
+        own = call(id)
+        send(found.url, [RewardRecord(early, "team", 1.0)], "shop")  # the episode is not there yet
+        send(found.url, [*own, episode(id), *call(early), episode(early), RewardRecord(id, "team", 0.25)])
+        send(found.url, [*call(id, "forged"), episode(id, status="abandoned")], "shop")
+        send(found.url, [RewardRecord(id, "team", 1.0), RewardRecord(f"{own[1].id}.0", "local", 1.0)], "shop")
+        found.opened.store.flush()
+        store = found.opened.store
+        assert [one.id for one in store.calls(id)] == [own[1].id]
+        assert store.episode(id).status == "ok"
+        assert store.rewards([id, early, f"{own[1].id}.0"]) == {id: {"team": 0.25}, early: {}, f"{own[1].id}.0": {}}
+        text = httpx.get(f"{found.url}/metrics", headers={"authorization": "Bearer operator-token"}).text
+        assert f"cotune_collect_foreign_records {store.foreign}\n" in text and store.foreign >= 4
+
+
+@pytest.mark.parametrize("kind", ["file", "postgres"])
+def test_feedback_by_key_is_kept_and_joined(kind: str, request, tmp_path: Path) -> None:
+    """Before its episode and after it; the last one wins, and another application's key is another."""
+    address = str(tmp_path / "records.db") if kind == "file" else request.getfixturevalue("postgres").database()
+    with running_collector(address, Apps(None, TOKENS)) as found:
+        first, second, other = new_id(), new_id(), new_id()
+        desk, shop = ({"authorization": f"Bearer {TOKENS[app][0]}"} for app in ("desk", "shop"))
+
+        def give(reward: float, headers: dict[str, str] = desk, **more: str) -> None:
+            body = {"key": "order-1", "reward": reward, **more}
+            assert httpx.post(f"{found.url}/v1/feedback", json=body, headers=headers).status_code == 200
+
+        give(0.5, text="Before it came.")
+        give(0.0, shop)
+        send(found.url, [*call(first), episode(first, key="order-1"), episode(other, key="order-2")])
+        store = found.opened.store
+        assert store.rewards([first, other]) == {first: {"team": 0.5}, other: {}}
+        assert store.feedback([first]) == {first: {"team": "Before it came."}}
+        give(1.0)
+        send(found.url, [episode(second, key="order-1")])
+        assert store.rewards([first, second, other]) == {first: {"team": 1.0}, second: {"team": 1.0}, other: {}}
+        assert store.feedback([first]) == {first: {}}
