@@ -19,8 +19,10 @@ def arguments(command: Parser) -> None:
     command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
     command.add_argument("--limit", type=int, default=1, metavar="N", help="take the first N tasks (default: 1)")
     command.add_argument("--config", metavar="FILE", help="TOML file of a run; see docs/reference/configuration.md")
+    edits = "file of edited prompts, or a folder that has one: which of its parts the calls have"
     tokens = "count tokens with this model's tokenizer; it is not loaded"
-    add_fields(command, "model", "policies", "plan.kind", "plan.k", "recipe", "roles_by", model=tokens)
+    names = ("model", "policies", "plan.kind", "plan.k", "recipe", "roles_by", "prompts")
+    add_fields(command, *names, model=tokens, prompts=edits)
     add_repeated(command, "--set", "FIELD=VALUE", "any other field, as in cotune train")
     add_repeated(command, "--answer", "TEXT", "a text that the made-up answers use, in turn")
     command.add_argument("--no-tools", action="store_true", help="never answer with a tool call: no tool is run")

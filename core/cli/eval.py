@@ -33,7 +33,8 @@ def arguments(command: Parser) -> None:
         default="base,trained,base_greedy,greedy,swapped",
         help="any of base, trained (temperature 1), base_greedy, greedy, base_as_deployed, as_deployed (with the "
         "sampling that the application asks for), swapped (policies of the roles exchanged), today (the application's "
-        "own provider, which is asked and paid); default: %(default)s",
+        "own provider, which is asked and paid), as_written (base with the application's own prompts, where there are "
+        "edited ones); default: %(default)s",
     )
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)

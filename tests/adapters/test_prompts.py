@@ -15,6 +15,7 @@ from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.prompts import prompts_for
 from cotune.errors import AdapterError, ConfigError
+from cotune.prompts.edits import AS_WRITTEN
 from cotune.prompts.file import write_prompts
 from tests.adapters.test_serve import scripted
 from tests.integrations.edits import NEW, OLD, part, prompts
@@ -46,6 +47,24 @@ def test_weights_get_no_other_prompts_unless_told(export: Path) -> None:
     write_prompts(export, OTHERS)
     with pytest.raises(AdapterError, match=r"prompts\.json holds .*roles\.json names"):
         prompts_for(export)
+
+
+def test_weights_of_the_applications_own_prompts_get_edited_ones_only_if_found_for_them(tmp_path: Path) -> None:
+    policy = TrainedPolicy(name="p", kind="provider", version=0, roles=("app",), model=None)
+    write_export(tmp_path / "plain", [policy])
+    with pytest.raises(AdapterError, match=r"the application's own prompts, and is given.*improve --run.*any_prompts"):
+        prompts_for(tmp_path / "plain", OTHERS)
+    found_for_it = msgspec.structs.replace(OTHERS, trained_with=AS_WRITTEN)
+    assert prompts_for(tmp_path / "plain", found_for_it) == found_for_it
+    # An export with prompts that were found later says what the weights were trained with, and takes either.
+    write_export(tmp_path / "both", [policy], prompts=found_for_it, trained_with=AS_WRITTEN)
+    assert prompts_for(tmp_path / "both") == found_for_it
+    assert "trained with the application's own prompts" in (tmp_path / "both" / "README.md").read_text()
+    with pytest.raises(AdapterError, match="any_prompts"):
+        prompts_for(tmp_path / "both", prompts())
+    write_export(tmp_path / "later", [policy], prompts=OTHERS, trained_with=prompts().id)
+    assert prompts_for(tmp_path / "later", prompts()) == prompts()
+    assert f"trained with prompts {prompts().id[:12]}" in (tmp_path / "later" / "README.md").read_text()
 
 
 def test_the_provider_answers_with_edited_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

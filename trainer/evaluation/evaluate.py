@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from cotune.adapters.manifest import is_export
-from cotune.adapters.prompts import prompts_for, prompts_named, prompts_of, told
+from cotune.adapters.prompts import prompts_for, prompts_named, told, trained_with
 from cotune.algorithms.goal import Goal, goal_of, goal_of_policies
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.episodes.run_sync import run_sync
@@ -96,6 +96,8 @@ def evaluate(
     if trained is not None:
         app = app.redacted(trained.redact, keep_token_ids=trained.keep_token_ids)
     app = app.prompted(prompts_for(source, chosen.prompts, any_prompts=True))
+    if app.prompts is None and "as_written" in chosen.modes:
+        raise ConfigError("modes", "as_written", "needs edited prompts to compare with", "Pass --prompts FILE.")
     prompted = _prompts_note(app, source)
     goal, note = _goal(trained, app, evaluated)
     prices = {**(trained.prices if trained else {}), **chosen.prices}
@@ -211,9 +213,8 @@ async def evaluate_modes(
             episodes = msgspec.structs.replace(batch, phase=f"eval-{label}", on_episode=on_episode)
             if lineup.temperature == 0:
                 episodes = msgspec.structs.replace(episodes, rollouts=1)
-            evaluations[label] = await evaluate_episodes(
-                workflow, episodes, player, label=label, prices=prices, goal=goal
-            )
+            flow = dataclasses.replace(workflow, prompts=None) if lineup.as_written else workflow
+            evaluations[label] = await evaluate_episodes(flow, episodes, player, label=label, prices=prices, goal=goal)
 
     # All modes run before rewards are final: a failed episode counts the lowest reward of any mode.
     for mode, lineup in played.items():
@@ -257,9 +258,8 @@ def _prompts_note(app: Workflow, source: str | Path) -> str:
     """Which edited prompts the calls go out with, and that the policies were trained with others; empty without any."""
     if app.prompts is None:
         return ""
-    own = prompts_of(source)
-    trained = own.id if own is not None else ""
-    note = f"All modes have {told(app.prompts)}."
+    trained = trained_with(source)
+    note = f"All modes but as_written have {told(app.prompts)}."
     return note if app.prompts.id == trained else f"{note} The policies were trained with {prompts_named(trained)}."
 
 

@@ -16,7 +16,9 @@ from cotune.records.prices import Prices
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import at_temperature
 
-Mode = Literal["base", "trained", "base_greedy", "greedy", "swapped", "base_as_deployed", "as_deployed", "today"]
+Mode = Literal[
+    "base", "trained", "base_greedy", "greedy", "swapped", "base_as_deployed", "as_deployed", "today", "as_written"
+]
 MODES: tuple[Mode, ...] = get_args(Mode)
 USUAL: tuple[Mode, ...] = ("base", "trained", "base_greedy", "greedy", "swapped")
 """The default modes: all that need no provider and no sampling settings of the application."""
@@ -28,6 +30,8 @@ AGAINST: tuple[tuple[Mode, tuple[Mode, ...]], ...] = (
     ("swapped", ("trained", "base")),
     ("trained", ("today",)),
     ("as_deployed", ("today",)),
+    ("base", ("as_written",)),
+    ("trained", ("as_written",)),
 )
 """Each mode is compared with the first of these that was run."""
 
@@ -80,6 +84,8 @@ class Lineup:
 
     policies: Mapping[str, PolicyRef] | None
     temperature: float | None
+    as_written: bool = False
+    """Whether calls go out with the application's own prompts."""
 
     @property
     def override(self) -> dict[str, float] | None:
@@ -120,6 +126,8 @@ def lineups(
     for mode in modes:
         if mode == "today":
             found[mode] = Lineup(None, None)
+        elif mode == "as_written":
+            found[mode] = Lineup(base, 1.0, as_written=True)
         elif mode == "swapped" and swapped is None:
             notes.append("swapped was not run: fewer than two trained policies play a role.")
         elif mode == "swapped":

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from cotune.algorithms.catalogue import recipe
@@ -27,6 +28,7 @@ from cotune.trainer.evaluation.evaluate import evaluate_modes
 from cotune.trainer.evaluation.modes import Lineup, lineups, swap
 from cotune.trainer.evaluation.report import render
 from cotune.trainer.evaluation.run import evaluate_episodes
+from tests.integrations.edits import part, prompts
 
 ASKER, SOLVER = PolicyRef("asker", 3), PolicyRef("solver", 3)
 TRAINED = {"ask": ASKER, "solve": SOLVER}
@@ -178,6 +180,27 @@ def test_comparisons_are_paired_and_name_their_base() -> None:
     assert trained.success is not None and trained.reward is not None
     assert (trained.success.mean, trained.success.low, trained.success.n) == (1.0, pytest.approx(0.8991, abs=1e-4), 50)
     assert (trained.reward.mean, trained.reward.n) == (3.0, 50)
+
+
+class Prompted(Scripted):
+    """Version 0 answers as a trained policy does where it reads the edited prompt."""
+
+    async def sample(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        edited = "".join(map(chr, prompt)) == "What is 2+2?"
+        return await super().sample(prompt, n, params, replace(policy, version=1) if edited else policy)
+
+
+def test_prompts_and_weights_are_compared_on_the_same_tasks() -> None:
+    edits = prompts(part("2+2", "What is 2+2?", role="solve", kind="user"))
+    workflow = Workflow("only_reward", only_reward, prompts=edits)
+    chosen = ["as_written", "base", "trained"]
+    report = modes(workflow, tasks(9), {"solve": SOLVER}, modes=chosen, sampler=Prompted())
+    means = {mode: e.reward.mean for mode, e in report.evaluations.items() if e.reward}
+    assert means == {"as_written": 0.0, "base": 1.0, "trained": 1.0}
+    compared = {(c.label, c.against): c.reward and c.reward.mean for c in report.comparisons}
+    assert compared == {("trained", "base"): 0.0, ("base", "as_written"): 1.0, ("trained", "as_written"): 1.0}
 
 
 def test_swap_rotates_policies_and_leaves_the_others() -> None:

@@ -24,6 +24,7 @@ from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError
 from cotune.integrations.versions import SUPPORTED, installed, refusal
 from cotune.judging.episodes import finished
+from cotune.prompts.file import read_prompts
 from cotune.records.plans import Plan, PlanKind
 from cotune.records.structs import CallRecord, RewardRecord
 from cotune.records.tasks import as_tasks
@@ -41,7 +42,7 @@ from cotune.trainer.before.check.findings import (
     run_findings,
     twice_findings,
 )
-from cotune.trainer.before.check.prompts import prompt_findings
+from cotune.trainer.before.check.prompts import prompt_findings, use_findings
 from cotune.trainer.before.check.report import CallCheck, CheckReport, Framework, GroupCheck, IdleCheck
 from cotune.trainer.before.check.runs import Runner, refused
 from cotune.trainer.before.check.watch import watched
@@ -99,6 +100,7 @@ def check(
             raise ConfigError(name, value, "must be a number above 0")
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
     config = convert({"model": NO_MODEL, **table, **({"model": model} if model else {}), **settings})
+    prompts = read_prompts(config.prompts) if config.prompts else None
     with tempfile.TemporaryDirectory() as folder, open_store(RunLayout(folder).records) as store:
         with watched() as watch:
             say("loading the application ...")
@@ -177,6 +179,8 @@ def check(
             findings.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
         findings += [*role_findings(roles), *idle_findings(idle, seen, parts.known)]
         named = workflow if isinstance(workflow, str) else "app:solve"
+        if prompts is not None:
+            findings += use_findings(store, seen, prompts)
         findings += prompt_findings(store, named, str(tasks) if isinstance(tasks, str | Path) else "tasks.jsonl")
         findings += call_findings(seen, roles, plan, config)
         findings += refill_findings(config, plan, len(every), sum(len(one.calls) for one in ran) / len(ran))

@@ -1,0 +1,53 @@
+"""Whether a search asks before it spends money."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cotune.cli.main import main
+from cotune.cli.prompts.agreement import agreed
+from cotune.trainer.prompting.options import ImproveOptions
+
+APP = "tests.trainer.worker_app:solve"
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> str:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps({"id": str(n), "letter": "a"}) + "\n" for n in range(30)))
+    return str(file)
+
+
+def test_without_a_terminal_and_a_limit_it_ends_before_any_call(
+    tmp_path: Path, tasks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    searching = ["prompts", "improve", APP, "--tasks", tasks, "--reflection", "big", "--out", str(tmp_path / "p")]
+    assert main(searching) == 1
+    said = capsys.readouterr().err
+    assert "max_cost" in said and "2,000 calls" in said and "big writes texts" in said and "--yes" in said
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(("reply", "status"), [("y", True), ("", False), ("no", False)])
+def test_the_person_at_the_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, reply: str, status: bool) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: reply)
+    assert agreed(ImproveOptions(reflection="big"), yes=False, limited=False, here=False) is status
+
+
+@pytest.mark.parametrize(
+    ("options", "yes", "limited", "here"),
+    [
+        (ImproveOptions(reflection="big"), True, False, False),
+        (ImproveOptions(reflection="big"), False, True, False),
+        (ImproveOptions(reflection="big", reflection_url="http://127.0.0.1:8000/v1"), False, False, True),
+    ],
+)
+def test_nobody_is_asked_where_that_is_settled(
+    monkeypatch: pytest.MonkeyPatch, options: ImproveOptions, yes: bool, limited: bool, here: bool
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail("asked"))
+    assert agreed(options, yes=yes, limited=limited, here=here)
