@@ -18,6 +18,13 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--min-reward", type=float, metavar="X", help="least sum of the answer's rewards, or else of the episode's"
     )
+    command.add_argument(
+        "--messages",
+        choices=("sent", "asked"),
+        default="sent",
+        help="where prompts were edited: the messages that went out, or those of the application. Answers to better "
+        "prompts under the application's own teach a model to do without them (default: %(default)s)",
+    )
 
 
 def run(a: argparse.Namespace) -> int:
@@ -25,7 +32,7 @@ def run(a: argparse.Namespace) -> int:
     from cotune.storage.open_store import open_store
 
     with open_store(a.run, read_only=True) as store:
-        written = write_supervised(store, a.out, role=a.role, min_reward=a.min_reward)
+        written = write_supervised(store, a.out, role=a.role, min_reward=a.min_reward, asked=a.messages == "asked")
     tell(f"wrote {plural(written.lines, 'line')} to {a.out}")
     tell_left_out(written.left_out)
     return 0 if written.lines else 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-Kind = Literal["system", "user", "tool", "format"]
-"""Where a text stands: a system or developer message, a user message, a tool's description, a response's schema."""
+Kind = Literal["system", "user", "assistant", "tool", "format"]
+"""Where a text stands: a system or developer message, a user message, an example of an answer that the application
+gives, a tool's description, a response's schema."""
 KIND_NAMES: Mapping[Kind, tuple[str, str]] = {
     "system": ("system message", "system messages"),
     "user": ("user message", "user messages"),
+    "assistant": ("example answer", "example answers"),
     "tool": ("tool description", "tool descriptions"),
     "format": ("schema description", "schema descriptions"),
 }

@@ -140,8 +140,8 @@ def _of_place(place: Place, texts: Sequence[SeenText], many: bool) -> tuple[list
     found: list[_Found] = []
     inputs = 0
     for group in grouped(texts):
-        if place.kind == "user" and many and len(group.tasks) < TASKS:
-            inputs += len(group.texts)
+        if place.kind in ("user", "assistant") and many and len(group.tasks) < TASKS:
+            inputs += len(group.texts) if place.kind == "user" else 0
             continue
         template = group.template()
         if template.constant:
@@ -149,8 +149,10 @@ def _of_place(place: Place, texts: Sequence[SeenText], many: bool) -> tuple[list
     return [_apart(one, found) for one in found], inputs
 
 
-def why_not(old: Template, tasks: int) -> str:
+def why_not(kind: Kind, old: Template, tasks: int) -> str:
     """Why a text that was seen in so many tasks cannot be edited; "" where it can."""
+    if kind == "assistant":
+        return "an example of an answer stays as it is: in a request nothing tells it from a real answer"
     if tasks < TASKS:
         return "seen in one task: what is constant cannot be told from its input"
     if old.constant < CONSTANT:
@@ -205,7 +207,7 @@ def _part(alike: Sequence[_Found], number: int) -> FoundPart:
     texts = sorted((text for one in alike for text in one.group.texts), key=lambda text: min(text.calls))
     values = [read for text in texts if (read := _read(template, text)) is not None]
     examples = tuple(tuple(_examples(row[slot - 1] for row in values)) for slot in template.slots)
-    return FoundPart(part=part, examples=examples, why=blocked or why_not(template, len(tasks)))
+    return FoundPart(part=part, examples=examples, why=blocked or why_not(kind, template, len(tasks)))
 
 
 def _read(template: Template, text: SeenText) -> tuple[str, ...] | None:

@@ -73,9 +73,12 @@ def read_texts(
     store: Store, episodes: Iterable[Episode] | None = None, *, keep: Sequence[re.Pattern[str]] = (), calls: int = CALLS
 ) -> Recorded:
     """The texts of recorded calls: of these episodes, or of all that ran the application; of all tasks alike, and of at
-    most so many calls. What matches `keep` stays as it is, as if it varied."""
+    most so many calls. Where it ran with its own prompts, the episodes with edited ones count only if they are named.
+    What matches `keep` stays as it is, as if it varied."""
     found = Recorded()
     listed = [one for one in (store.episodes() if episodes is None else episodes) if _of_application(one)]
+    if episodes is None:
+        listed = [one for one in listed if not one.prompts] or listed
     read: list[tuple[Episode, list[CallRecord]]] = []
     count = 0
     for episode in _in_turn(listed):
@@ -167,6 +170,9 @@ class _Reading:
                 if id not in returned:
                     returned.add(id)
                     explained.returned(content_text(body.get("content")))
+            elif speaker == "assistant":
+                if isinstance(text := body.get("content"), str) and text:
+                    read.said(position, "assistant", "", text)
             elif not (speaker == "user" and body.get("name") in self.roles - {call.role}):
                 # A user message with another role's name is that role's: frameworks relay answers so.
                 map_message(body, partial(read.said, position))

@@ -34,13 +34,15 @@ def recorded_answers(
     role: str | None = None,
     min_reward: float | None = None,
     on_failure: OnFailure = "lowest",
+    asked: bool = False,
 ) -> Iterator[RecordedAnswer]:
     """The answers of these episodes in order; `left_out` counts the other calls by reason.
 
     An answer that replays have repeated counts once. `role` takes its calls only. `min_reward` is compared with the sum
     of the answer's own rewards, or where it has none with its value in the tree of the episodes that share it
     (`answer_values`, with failures as `on_failure` says), which for an episode that was not forked is the sum of the
-    episode's rewards.
+    episode's rewards. Messages and tools are those that went out, or with `asked` those of the application, which
+    differ where prompts were edited.
     """
     given: set[str] = set()
     values = {} if min_reward is None else answer_values(store, outcome_values(store, on_failure))
@@ -49,7 +51,7 @@ def recorded_answers(
             reason = _reason(store, episode, call, role, min_reward, values)
             if reason is None and (call.replayed or call.id) in given:
                 reason = "replayed"
-            found = None if reason else _answer(store, episode, call)
+            found = None if reason else _answer(store, episode, call, asked)
             if found is None:
                 left_out[reason or "lost_message"] += 1
             else:
@@ -155,11 +157,12 @@ def _reason(
     return None if value >= min_reward else "below_reward"
 
 
-def _answer(store: Store, episode: Episode, call: CallRecord) -> RecordedAnswer | None:
+def _answer(store: Store, episode: Episode, call: CallRecord, asked: bool) -> RecordedAnswer | None:
     assert call.chosen is not None
+    offered = call.tools if asked else call.tools_out
     try:
-        messages = [store.message(id) for id in call.messages_out]
-        tools = store.message(call.tools_out) if call.tools_out else None
+        messages = [store.message(id) for id in (call.messages if asked else call.messages_out)]
+        tools = store.message(offered) if offered else None
     except RecordError:
         return None
     return RecordedAnswer(episode, call, messages, tools, call.candidates[call.chosen].message)

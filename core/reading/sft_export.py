@@ -20,13 +20,19 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_supervised(
-    store: Store, path: str | Path, *, role: str | None = None, min_reward: float | None = None
+    store: Store,
+    path: str | Path,
+    *,
+    role: str | None = None,
+    min_reward: float | None = None,
+    asked: bool = False,
 ) -> Written:
     """Write `{"messages": [...], "tools": [...]}`, one line per answer of `recorded_answers`."""
     left_out: Counter[str] = Counter()
     lines = 0
     with whole_file(path) as file:
-        for found in recorded_answers(store, store.episodes(), left_out, role=role, min_reward=min_reward):
+        episodes = store.episodes()
+        for found in recorded_answers(store, episodes, left_out, role=role, min_reward=min_reward, asked=asked):
             line = {"messages": [*found.messages, found.answer]}
             file.write(msgspec.json.encode({**line, "tools": found.tools} if found.tools else line) + b"\n")
             lines += 1

@@ -180,10 +180,13 @@ class Evaluations:
                 self._fault("scorer_errors", one)
         due = not again or not self.store.rewards([episode.id]).get(episode.id)
         if self.workflow.episode_judge is not None and episode.status == "ok" and due:
+            judge, limit = self.workflow.episode_judge, self.options.timeout
             try:
-                await judge_episodes(
-                    self.workflow.episode_judge, self.store, [episode], redaction=self.workflow.redaction
-                )
+                async with asyncio.timeout(limit):
+                    await judge_episodes(judge, self.store, [episode], redaction=self.workflow.redaction)
+            except TimeoutError:
+                cause = f"The episode judge did not finish within {limit:g} seconds on task {episode.task.id!r}."
+                self._fault("judge_errors", WorkflowError(cause, "Look at what it waits for, or raise timeout."))
             except WorkflowError as error:
                 self._fault("judge_errors", error)
         await asyncio.to_thread(self.store.flush)

@@ -71,7 +71,7 @@ class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     concurrency: int = 8
     """Episodes in flight."""
     timeout: float = 600.0
-    """Seconds for one episode."""
+    """Seconds for one episode, and then for the judge of it."""
     prompts: str | None = None
     """Prompts to start from, as prompts.json of an earlier search."""
     roles_by: str | None = None

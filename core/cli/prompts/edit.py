@@ -55,7 +55,7 @@ def run(a: argparse.Namespace) -> int:
         raise ConfigError("--out", str(file), "is there already", f"Edit it: cotune prompts edit {file} --part ...")
     part = part_named(prompts, a.part)
     reasons = [one.why for one in found.parts if one.part == part] if found else []
-    if why := next(filter(None, reasons), "") or why_not(part.old, part.support.tasks):
+    if why := next(filter(None, reasons), "") or why_not(part.kind, part.old, part.support.tasks):
         raise ConfigError("--part", part.name, f"cannot be edited: {why}", "Record more tasks that differ.")
     before = part.now
     new = part.old if a.undo else _asked(a, part, prompts)

@@ -12,7 +12,7 @@ from cotune.terminal import tell, terminal
 
 TEXT = "Show the constant text of each role's prompts, and the slots that vary"
 EXAMPLE = "cotune prompts show runs/traced"
-_KINDS = ("system", "user", "tool", "format")
+_KINDS = ("system", "user", "assistant", "tool", "format")
 
 
 def arguments(command: Parser) -> None:

@@ -67,7 +67,7 @@ def test_show_as_json_and_of_one_role(records: str, capsys) -> None:
     [
         (["show", "app:solve"], "--tasks is missing"),
         (["show", "RECORDS", "--role", "writr"], "Did you mean writer?"),
-        (["show", "RECORDS", "--part", "poem"], "There are: system, user, tool, format."),
+        (["show", "RECORDS", "--part", "poem"], "There are: system, user, assistant, tool, format."),
         (["edit", "RECORDS", "--part", "writer.usr"], "Did you mean writer.user?"),
         (["edit", "RECORDS", "--part", "writer.user", "--text", "TEXT"], "slot 1 is lost. Its slots, once each: ⟦1⟧."),
         (["edit", "RECORDS", "--part", "writer.user", "--text", "LATIN"], "is not in UTF-8"),

@@ -307,3 +307,26 @@ def test_long_texts_are_compared_by_lines_first(tmp_path: Path) -> None:
     assert one.part.old.constant >= len(top + middle + end) and len(one.part.old.slots) == 2
     for prompt in prompts:
         assert isinstance(one.part.old.match(prompt), tuple)
+
+
+def test_examples_of_answers_are_shown_and_not_edited(tmp_path: Path) -> None:
+    shown, real = "The parcel is on its way, and you get a mail.", "I have looked, and the lamp is paid."
+    asked = lambda q: [("system", SYSTEM), "Where is it?", ("assistant", shown), q]  # noqa: E731
+    episodes = [
+        ({"q": q}, [Asked("writer", asked(q), real), Asked("writer", [*asked(q), ("assistant", real), "And now?"])])
+        for q in ("Who pays for the lamp?", "When do you open?")
+    ]
+    with store_of(tmp_path / "records.db", episodes) as store:
+        found = find_parts(store)
+    examples = [one for one in found.parts if one.part.kind == "assistant"]
+    assert [(one.part.name, one.part.old.pieces) for one in examples] == [("writer.assistant", (shown,))]
+    assert "stays as it is" in examples[0].why and examples[0] not in found.editable
+
+
+def test_runs_with_edited_prompts_are_not_pooled_with_those_of_the_application(tmp_path: Path) -> None:
+    tasks = [{"q": "Where is the parcel?"}, {"q": "Who pays for the broken lamp?"}]
+    calls = lambda q: [Asked("writer", [("system", SYSTEM), q])]  # noqa: E731
+    store_of(tmp_path / "r.db", [(task, calls(task["q"])) for task in tasks]).close()
+    edited = [(task, calls(task["q"])) for task in tasks for _ in range(3)]
+    with store_of(tmp_path / "r.db", edited, prompts="abc") as store:
+        assert [role.calls for role in find_parts(store).roles] == [2]

@@ -13,6 +13,7 @@ from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Task
 from cotune.storage.sqlite_store import SqliteStore
+from tests.integrations.edits import part, prompts
 
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 ASKED = [{"role": "user", "content": "go"}]
@@ -93,3 +94,18 @@ def test_an_answer_that_a_replay_repeats_is_one_line(tmp_path: Path) -> None:
         for least, replayed in ((None, {"replayed": 2}), (1.0, {"below_reward": 1, "replayed": 1})):
             made = write_supervised(store, tmp_path / "sft.jsonl", min_reward=least)
             assert made == Written(lines=1, left_out=replayed)
+
+
+def test_with_edited_prompts_lines_have_what_went_out_or_what_was_asked(tmp_path: Path) -> None:
+    given = prompts(part("go", "Go on, and be brief.", role="app", kind="user"))
+    with SqliteStore.open(tmp_path / "records.db") as store:
+        live = LiveEpisode(store, Task(id="t", input=None), workflow="w", prompts=given)
+        call = live.start(CallerContext("app", "test"), {"messages": ASKED})
+        call.finish(Answer(candidates=(said(0, "done"),)))
+        live.end("ok")
+    found = {}
+    for which in ("sent", "asked"):
+        file = tmp_path / f"{which}.jsonl"
+        assert main(["sft", str(tmp_path), "--out", str(file), "--messages", which]) == 0
+        found[which] = lines(file)[0]["messages"][0]["content"]
+    assert found == {"sent": "Go on, and be brief.", "asked": "go"}

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,20 @@ def test_rewards_of_several_names_are_perfect_at_their_sum(tmp_path: Path) -> No
     app = single(lambda task, said: {"answered": True, "city": task["city"] in said})
     report = searched(tmp_path / "p", app, reflector=travel.Reflector(rules=(travel.NAME_CITY,)))
     assert report.verdict == "better" and report.held_out is not None and report.held_out.best == 2.0
+
+
+def test_a_judge_that_hangs_costs_the_outcome_of_its_run_alone(tmp_path: Path) -> None:
+    def judge(episodes: Any, task: Any) -> list[float]:
+        if task["days"] == 7:
+            time.sleep(30)
+        return [float(task["city"] in one.calls[-1].answer.text) for one in episodes]
+
+    app = single(lambda task, said: None)
+    app.judge(judge)
+    options = ImproveOptions(rounds=1, max_calls=200, credit=0, timeout=4.0, validation=0.9)
+    report = searched(tmp_path / "p", app, options, reflector=travel.Reflector(rules=(travel.NAME_CITY,)))
+    assert report.counts["judge_errors"] >= 1
+    assert "did not finish within 4 seconds on task 't7'" in report.errors["judge_errors"]
 
 
 class Compares(Ranking):
