@@ -27,6 +27,7 @@ from cotune.runtime.interrupts import stop_by
 from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import go_on
 from cotune.storage.judge_ledger import run_folder
+from cotune.storage.open_store import is_path
 from cotune.storage.run_layout import is_withheld, known_workflow, relocated, without_values
 from cotune.trainer.config.policy import PolicyConfig
 from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
@@ -211,7 +212,7 @@ def _with_whole_paths(config: TrainConfig) -> TrainConfig:
     """The configuration with absolute paths of the files on this machine. Raises ConfigError for a missing model."""
 
     def whole(path: str) -> str:
-        return str(Path(path).expanduser().resolve()) if path else path
+        return str(Path(path).expanduser().resolve()) if path and is_path(path) else path
 
     def located(model: str) -> str:
         folder = locate_model(model)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -13,11 +11,11 @@ from typing import Any
 
 from cotune.cli.command import RECORDS, Parser, described
 from cotune.errors import ConfigError
+from cotune.storage.episode_filters import moment
 from cotune.tables import cells, grid, plural
 from cotune.terminal import tell, terminal
 
 EXAMPLE = "cotune records list postgresql://localhost/cotune"
-_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _BY = ("app", "role", "version", "day")
 
 
@@ -33,7 +31,9 @@ def arguments(command: Parser) -> None:
     example = "cotune records prune postgresql://localhost/cotune --older-than 30d --keep-trained"
     way = ways.add_parser("prune", help=text, **described(text, example))
     way.add_argument("store", metavar="RECORDS", help=RECORDS)
-    way.add_argument("--older-than", required=True, metavar="TIME", help="such as 30d, 12h or 8w")
+    way.add_argument(
+        "--older-than", required=True, metavar="TIME", help="a time ago, such as 30d, 12h or 8w, or a day: 2026-11-30"
+    )
     way.add_argument("--app", default="", help="this application only")
     way.add_argument("--keep-trained", action="store_true", help="keep episodes that a run was trained on")
 
@@ -98,18 +98,10 @@ def _moment(seconds: float | None) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}" if seconds else "-"
 
 
-def seconds(field: str, text: str) -> float:
-    """The seconds of a time such as 30d. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text)
-    if match is None:
-        raise ConfigError(field, text, "is not a time", "Write a number with m, h, d or w: 30d")
-    return float(match[1]) * _UNITS[match[2]]
-
-
 def _prune(a: argparse.Namespace) -> int:
     from cotune.storage.open_store import open_store
 
-    before = time.time() - seconds("--older-than", a.older_than)
+    before = moment("--older-than", a.older_than)
     counts: Counter[str] = Counter()
     with open_store(a.store) as store, _bar("episodes", None) as told:
         for found in store.prune(before, app=a.app, keep_trained=a.keep_trained):

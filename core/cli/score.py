@@ -13,7 +13,7 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import load_workflow
 from cotune.errors import ConfigError
 from cotune.storage.judge_ledger import run_folder
-from cotune.storage.open_store import open_store
+from cotune.storage.open_store import folder_of, is_path, open_store
 from cotune.storage.run_layout import redactor_of
 from cotune.tables import grid, plural
 from cotune.terminal import tell, terminal
@@ -44,13 +44,12 @@ def run(a: argparse.Namespace) -> int:
     if a.role is not None and a.role not in flow.scorers:
         known = ", ".join(sorted(flow.scorers)) or "none"
         raise ConfigError("--role", a.role, f"has no scorer; roles with one: {known}")
-    path = Path(a.run).absolute()
-    if a.write and not path.exists():
+    if a.write and is_path(a.run) and not Path(a.run).exists():
         raise ConfigError("run", a.run, "does not exist", "Name a run folder or records file.")
-    folder = path if path.is_dir() else path.parent
+    folder = folder_of(a.run)
     flow = flow.redacted(redactor_of(folder)).redacted(a.redact)
     run_folder.set(folder)
-    with open_store(path, read_only=not a.write) as store:
+    with open_store(a.run, read_only=not a.write) as store:
         rescored = run_sync(rescore(flow, store, phase=a.phase, role=a.role, write=a.write))
         store.flush()
         refused, lost = store.refused, store.lost

@@ -39,7 +39,9 @@ def arguments(command: Parser) -> None:
         *("on_failure", "roles_by", "redact", "prompts"),
     )
     add_fields(command.more("learning"), "learner.lr", "mode", "init")
-    add_fields(command.more("learning from records"), "records.path", "records.min_reward", "records.best_of")
+    from_records = command.more("learning from records")
+    add_fields(from_records, "records.path", "records.since", "records.app", "records.version")
+    add_fields(from_records, "records.min_reward", "records.best_of")
     figures = command.more("evaluation and figures")
     add_fields(figures, "evaluation.tasks", "loggers", "profile")
     figures.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 from cotune.algorithms.collect import failure_of
@@ -85,20 +86,21 @@ def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, 
     `on_failure` gives it: a number, or the lowest of the episodes of its phase that ended well, and at most 0. With
     `exclude` failed episodes are left out.
     """
-    counted = [episode for episode in store.episodes() if episode.is_outcome]
-    ended = [one for one in counted if one.status == "ok" or on_failure != "exclude"]
-    rewards = store.rewards(episode.id for episode in ended)
     values: dict[str, float] = {}
     lowest: dict[str, float] = defaultdict(float)
-    for episode in ended:
-        if named := rewards.get(episode.id):
-            values[episode.id] = sum(named.values())
-            if episode.status == "ok":
-                lowest[episode.phase] = min(lowest[episode.phase], values[episode.id])
-    for episode in ended:
-        failure = failure_of(episode, on_failure)
-        if failure is not None and episode.id not in values:
-            values[episode.id] = lowest[episode.phase] if failure == "lowest" else failure
+    failed: list[tuple[str, str, OnFailure]] = []
+    counted = (one for one in store.episodes() if one.is_outcome and (one.status == "ok" or on_failure != "exclude"))
+    while page := list(islice(counted, 500)):
+        rewards = store.rewards(episode.id for episode in page)
+        for episode in page:
+            if named := rewards.get(episode.id):
+                values[episode.id] = sum(named.values())
+                if episode.status == "ok":
+                    lowest[episode.phase] = min(lowest[episode.phase], values[episode.id])
+            elif (failure := failure_of(episode, on_failure)) is not None:
+                failed.append((episode.id, episode.phase, failure))
+    for id, phase, failure in failed:
+        values[id] = lowest[phase] if failure == "lowest" else failure
     return values
 
 

@@ -18,7 +18,7 @@ from cotune.reading.headline import Headline, headline
 from cotune.reading.now import Now, read_now
 from cotune.storage.file_lock import is_held
 from cotune.storage.metrics_file import read_metrics
-from cotune.storage.open_store import no_records, open_store
+from cotune.storage.open_store import is_path, no_records, open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_config import RunConfig
 from cotune.storage.run_layout import (
@@ -40,22 +40,25 @@ MOST_RUNS = 200
 
 
 class OpenedRun:
-    """A run folder, or a records file by itself. `name` is its name in addresses and labels."""
+    """A run folder, or records by themselves: a file, or a database by its address. `name` is its name in addresses
+    and labels."""
 
-    def __init__(self, path: Path, name: str = "") -> None:
+    def __init__(self, path: Path | str, name: str = "") -> None:
         """Raises RunError where there is neither a run nor a records file, or it cannot be read."""
-        self.name = name or path.name
-        self.path = path.absolute()
-        self.folder = self.path if self.path.is_dir() else None
+        is_file = is_path(path)
+        self.name = name or _plain_name(path)
+        self.path = Path(path).absolute() if is_file else Path(self.name)
+        self.folder = self.path if is_file and self.path.is_dir() else None
         self.is_run = self.folder is not None and is_run(self.folder)
-        self._records = self.path / RECORDS if self.folder else self.path
+        self._file = (self.path / RECORDS if self.folder else self.path) if is_file else None
+        self._records: Path | str = self._file or str(path)
         self._store: Store | None = None
         self._no_records: Store | None = None
         self._lock = threading.Lock()
         self._read: dict[str, tuple[Any, Any]] = {}
         """Values that were read, with the stamp of their files at that time."""
         self._parts: dict[str, OpenedRun] = {}
-        if not self.is_run and not self._records.is_file():
+        if not self.is_run and self._file is not None and not self._file.is_file():
             raise RunError(f"{path} is neither a run nor a records file.", "Name a folder that cotune wrote.")
         self.store  # noqa: B018
         self.description  # noqa: B018
@@ -65,7 +68,7 @@ class OpenedRun:
         """The records. A run has none before its first episode, or if it learns from other records."""
         with self._lock:
             if self._store is None:
-                if not self._records.is_file():
+                if self._file is not None and not self._file.is_file():
                     self._no_records = self._no_records or no_records(self.path)
                     return self._no_records
                 self._store = open_store(self._records, read_only=True)
@@ -158,7 +161,8 @@ class OpenedRun:
     def state(self) -> str:
         """`finished`, `under way`, `failed` or `stopped` for a run; `recording` or `records` for a records file."""
         if not self.is_run:
-            return "recording" if is_held(self._records.with_name(f"{self._records.name}.lock")) else "records"
+            held = self._file is not None and is_held(self._file.with_name(f"{self._file.name}.lock"))
+            return "recording" if held else "records"
         end, lines = self.end, self.metrics
         if self.now is not None:
             return "under way"
@@ -204,24 +208,29 @@ class OpenedRun:
 def open_runs(paths: Iterable[str | Path]) -> list[OpenedRun]:
     """Open runs, records files, and the runs in folders of them; of a folder, one that cannot be read is left out, and
     the log says why. Raises RunError when there is nothing to open."""
-    found: list[tuple[Path, bool]] = []
-    for path in map(Path, paths):
+    found: list[tuple[Path | str, bool]] = []
+    for address in paths:
+        if not is_path(address):
+            found.append((str(address), True))
+            continue
+        path = Path(address)
         found += [(path, True)] if _is_source(path) else [(inside, False) for inside in _inside(path)]
     opened: dict[str, OpenedRun] = {}
-    known: set[Path] = set()
-    for path, named in found:
-        if path.absolute() in known:
+    known: set[Path | str] = set()
+    for source, named in found:
+        whole = source.absolute() if isinstance(source, Path) else source
+        if whole in known:
             continue
-        known.add(path.absolute())
+        known.add(whole)
         try:
-            name = _name(path, opened)
-            opened[name] = OpenedRun(path, name)
+            name = _name(source, opened)
+            opened[name] = OpenedRun(source, name)
         except CotuneError as error:
             if named:
                 for run in opened.values():
                     run.close()
                 raise
-            log.warning("%s is left out: %s", path, error)
+            log.warning("%s is left out: %s", source, error)
     if not opened:
         raise RunError("None of these runs can be read.", "The log above says why.")
     return list(opened.values())
@@ -242,9 +251,16 @@ def _is_source(path: Path) -> bool:
     return path.is_file() or is_run(path) or (path / RECORDS).is_file()
 
 
-def _name(path: Path, taken: Container[str]) -> str:
-    absolute = path.absolute()
-    plain = (absolute.parent.name if absolute.name == RECORDS else absolute.name) or "run"
+def _plain_name(path: Path | str) -> str:
+    """The name of a folder or file, or of a database: the last part of its address."""
+    if not is_path(path):
+        return Path(str(path).partition("?")[0].partition("://")[2].partition("/")[2]).name or "records"
+    absolute = Path(path).absolute()
+    return (absolute.parent.name if absolute.name == RECORDS else absolute.name) or "run"
+
+
+def _name(path: Path | str, taken: Container[str]) -> str:
+    plain = _plain_name(path)
     wanted, number = plain, 2
     while wanted in taken:
         wanted, number = f"{plain}-{number}", number + 1

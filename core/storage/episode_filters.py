@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import re
+import time
+from datetime import UTC, date, datetime
 from typing import Any
 
 import msgspec
+
+from cotune.errors import ConfigError
 
 COUNTED = "status NOT IN ('cancelled', 'abandoned')"
 """The condition of SQL that an episode counts in figures: it came to an end, and no rollback has taken it back."""
 
 
+_NEW = """(rowid > ? AND rowid <= ?
+    OR id IN (SELECT target FROM rewards WHERE rowid > ? AND rowid <= ?)
+    OR id IN (SELECT episode FROM calls JOIN rewards ON calls.id = substr(target, 1, instr(target, '.') - 1)
+        WHERE instr(target, '.') > 0 AND rewards.rowid > ? AND rewards.rowid <= ?))"""
+"""Whether an episode, or a reward of it or of one of its answers, came between two marks."""
+
+
 class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that are empty or None do not matter. `status` may be `counted`, for all but cancelled and abandoned
     episodes. `role` had a call in the episode; `low` and `high` bound the sum of its rewards; `step` is its number as
-    people see it, from 1; ids are below `before`."""
+    people see it, from 1; ids are below `before`. `app` is the application, and `version` that of the policy in one of
+    its calls; `since` and `until` bound the start, in seconds since the epoch. `new` are two marks of a store
+    (`Store.marks`): the episode, or a reward of it, was stored between them."""
 
     phase: str = ""
     status: str = ""
@@ -23,6 +37,11 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     low: float | None = None
     high: float | None = None
     before: str = ""
+    app: str = ""
+    version: int | None = None
+    since: float | None = None
+    until: float | None = None
+    new: tuple[tuple[int, int], tuple[int, int]] | None = None
 
     def where(self) -> tuple[str, list[Any]]:
         """The WHERE clause, empty where all fit, and its parameters in order."""
@@ -36,10 +55,33 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
             f"{rewards} >= ?": self.low,
             f"{rewards} <= ?": self.high,
             "id < ?": self.before,
+            "app = ?": self.app,
+            "EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND version = ?)": self.version,
+            "started >= ?": self.since,
+            "started < ?": self.until,
         }
         asked = {condition: value for condition, value in conditions.items() if value not in ("", None)}
-        return f"WHERE {' AND '.join(asked)}" if asked else "", list(asked.values())
+        values = list(asked.values())
+        if self.new is not None:
+            (episode, reward), (last_episode, last_reward) = self.new
+            asked[_NEW] = None
+            values += [episode, last_episode, reward, last_reward, reward, last_reward]
+        return f"WHERE {' AND '.join(asked)}" if asked else "", values
 
 
 EVERYTHING = EpisodeFilters()
 """All episodes."""
+
+
+_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+
+
+def moment(field: str, text: str) -> float:
+    """Seconds since the epoch of a time ago, such as 30d, or of a day (UTC). Raises ConfigError."""
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text):
+        return time.time() - float(match[1]) * _UNITS[match[2]]
+    try:
+        return datetime.combine(date.fromisoformat(text), datetime.min.time(), UTC).timestamp()
+    except ValueError:
+        remedy = "Write a number with m, h, d or w, such as 30d, or a day, such as 2026-11-30."
+        raise ConfigError(field, text, "is not a time", remedy) from None

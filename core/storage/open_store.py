@@ -34,6 +34,14 @@ def is_path(address: Path | str) -> bool:
     return "://" not in str(address)
 
 
+def folder_of(address: Path | str) -> Path | None:
+    """The folder of other files beside records: the run folder, or the one of the records file; None for a database."""
+    if not is_path(address):
+        return None
+    path = Path(address).absolute()
+    return path if path.is_dir() else path.parent
+
+
 def open_store(address: Path | str, read_only: bool = False) -> Store:
     """Open the records at an address: a run folder, a records file, or `postgresql://...`. A writer creates the file,
     or the tables.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from cotune.records.structs import CallRecord, Episode, Record
-from cotune.storage.episode_filters import EpisodeFilters
+from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 
 
 class Store(Protocol):
@@ -60,9 +60,14 @@ class Store(Protocol):
         ...
 
     def episodes(
-        self, *, phase: str | None = None, training_step: int | None = None, task: str | None = None
+        self,
+        *,
+        phase: str | None = None,
+        training_step: int | None = None,
+        task: str | None = None,
+        filters: EpisodeFilters = EVERYTHING,
     ) -> Iterator[Episode]:
-        """Finished episodes in id order (= start order)."""
+        """Finished episodes in id order (= start order), a page at a time."""
         ...
 
     def episode(self, episode_id: str) -> Episode:
@@ -98,6 +103,10 @@ class Store(Protocol):
 
     def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
         """Target -> name of the reward -> the text beside it. A text goes with its reward when that is replaced."""
+        ...
+
+    def marks(self) -> tuple[int, int]:
+        """Numbers of the last episode and the last reward that are stored: what comes later has higher ones."""
         ...
 
     def unfinished(self) -> Iterator[str]:

@@ -148,8 +148,10 @@ def read_run(path: str | Path) -> RunDescription:
     return msgspec.structs.replace(found, model=relocated(found.model, known, Path(path).absolute()))
 
 
-def redactor_of(folder: Path) -> str:
+def redactor_of(folder: Path | None) -> str:
     """The redactor of the run whose records are in a folder: its own ones, or those of its evaluation; "" for none."""
+    if folder is None:
+        return ""
     run = next((one for one in (folder, folder.parent) if is_run(one)), None)
     return "" if run is None else read_run(run).config.redact
 

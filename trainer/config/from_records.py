@@ -8,6 +8,7 @@ import msgspec
 
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.errors import ConfigError, check_bounds
+from cotune.storage.episode_filters import moment
 from cotune.storage.run_config import RunDistill, RunRecords
 from cotune.trainer.config.learner import LearnerSettings
 
@@ -19,11 +20,21 @@ class RecordsConfig(RunRecords, frozen=True, kw_only=True, forbid_unknown_fields
     """Recipe sft: least sum of an answer's own rewards, or of its episode's where it has none."""
     best_of: int | None = None
     """Recipe sft: of each task take only so many episodes, those with the highest outcome."""
+    since: str = ""
+    """Learn only from what came later: a time ago (7d), a day (2026-11-30), or last: new episodes and newly rewarded
+    ones since the last run in the same folder of runs that learned from these records."""
+    app: str = ""
+    """Learn only from the episodes of this application."""
+    version: int | None = None
+    """Learn only from episodes in which a policy of this version answered."""
     held_out: float = 0.1
     """Share of the tasks that are held out, to measure the loss on; 0 for none."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "best_of", least=1, table="records.")
+        check_bounds(self, "version", least=0, table="records.")
+        if self.since not in ("", "last"):
+            moment("records.since", self.since)
         if not 0.0 <= self.held_out < 1.0:
             raise ConfigError("records.held_out", self.held_out, "is not a share from 0 to below 1")
         if self.min_reward is not None and not math.isfinite(self.min_reward):

@@ -21,7 +21,7 @@ from cotune.judging.episodes import outcomes_of
 from cotune.records.ids import candidate_id
 from cotune.sampling.scoring import Scored
 from cotune.storage.judge_ledger import run_folder, totals_of
-from cotune.storage.open_store import open_store
+from cotune.storage.open_store import folder_of, open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import is_run, known_workflow, read_run_json, redactor_of
 from cotune.tables import grid
@@ -75,12 +75,12 @@ def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None)
     if app is None:
         fault = f"is missing: {run} does not say which workflow it recorded"
         raise ConfigError("app", None, fault, "Pass --app app:solve.")
-    folder = Path(run).absolute() if Path(run).is_dir() else Path(run).absolute().parent
+    folder = folder_of(run)
     workflow = load_workflow(app).redacted(redactor_of(folder))
-    before = totals_of(folder)
+    before = totals_of(folder) if folder else {}
     with open_store(run, read_only=True) as store:
         compared, left_out = run_sync(_compared(store, workflow, given, folder, str(labels)))
-    now = totals_of(folder)
+    now = totals_of(folder) if folder else {}
     by_role: dict[str, list[Compared]] = {}
     for group in compared:
         by_role.setdefault(group.role, []).append(group)
@@ -141,7 +141,7 @@ def _right(group: Compared) -> tuple[float, int]:
 
 
 async def _compared(
-    store: Store, workflow: Workflow, labels: Mapping[str, float], folder: Path, source: str
+    store: Store, workflow: Workflow, labels: Mapping[str, float], folder: Path | None, source: str
 ) -> tuple[list[Compared], dict[str, int]]:
     run_folder.set(folder)
     calls, episodes = labelled(store, labels, source)

@@ -7,7 +7,6 @@ import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -26,6 +25,7 @@ from cotune.tables import plural
 from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.from_records.answers import counts, read_answers
+from cotune.trainer.from_records.choice import choose
 from cotune.trainer.from_records.lessons import Reader, Recorded, split, total
 from cotune.trainer.from_records.objectives import Likelihood, Objective, PreferenceLearner
 from cotune.trainer.from_records.pairs import read_pairs
@@ -78,8 +78,9 @@ async def open_records_run(
     async with contextlib.AsyncExitStack() as stack:
         store = open_store(config.records.path, read_only=True)
         stack.callback(store.close)
-        say(f"reading the records of {config.records.path} ...")
-        recorded = await asyncio.to_thread(_read, config, store)
+        say(f"reading the records of {store.address} ...")
+        chosen, since = choose(folder, config.records, store)
+        recorded = await asyncio.to_thread(_read, config, chosen)
         _check_same(folder, recorded)
         policies = _policies(config, recorded)
         episodes, held_out, note = split(recorded, config.records.held_out, config.seed)
@@ -90,7 +91,7 @@ async def open_records_run(
         learner = _objective(config, await _open_learner(config, workflow, policies, loss, stack, say))
         saved = load_checkpoint(folder.checkpoints)
         begun: list[str] = []
-        notes = [_said(config, recorded, episodes, held_out), *recorded.notes, note]
+        notes = [_said(config, store, recorded, episodes, held_out), *recorded.notes, note, since]
         if unused := ", ".join(config.of_rollouts):
             notes.append(f"not used, as recipe {config.recipe} runs no episode: {unused}")
         if saved is not None:
@@ -212,7 +213,9 @@ async def _open_learner(
     return await cluster.open_learner(policies, loss, own)
 
 
-def _said(config: TrainConfig, recorded: Recorded, episodes: Sequence[str], held_out: Sequence[str]) -> str:
+def _said(
+    config: TrainConfig, store: Store, recorded: Recorded, episodes: Sequence[str], held_out: Sequence[str]
+) -> str:
     """What is learned from, in a sentence."""
     what = "pairs" if config.recipe == "dpo" else "rows"
     share = 2 if config.recipe == "dpo" else 1
@@ -221,5 +224,5 @@ def _said(config: TrainConfig, recorded: Recorded, episodes: Sequence[str], held
     left = counts(recorded.left_out)
     return (
         f"recipe {config.recipe}: {what} from {plural(len(episodes), 'episode')}{out}: {rows}"
-        f"{f'; left out: {left}' if left else ''} ({Path(config.records.path)})"
+        f"{f'; left out: {left}' if left else ''} ({store.address})"
     )

@@ -42,7 +42,7 @@ def show_run(
     groups of the latest `limit` training steps.
     Raises RunError when there are no records, RecordError for an unknown episode.
     """
-    with OpenedRun(Path(path)) as run:
+    with OpenedRun(path) as run:
         if recorded := learned(run):
             if not recorded.path:
                 cause = f"{path}/run.json is broken: it has no config.records.path."

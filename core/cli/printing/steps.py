@@ -39,7 +39,7 @@ def show_steps(path: Path | str, limit: int, explain: bool = False) -> Group:
 
     Raises RunError for records alone.
     """
-    with OpenedRun(Path(path)) as run:
+    with OpenedRun(path) as run:
         if not run.metrics:
             raise RunError(f"{path} has no metrics yet.", "They come with cotune train, one line a step.")
         curves = grid("curve", "of", "first>", "last>", "steps")

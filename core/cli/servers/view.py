@@ -15,7 +15,10 @@ PRICE = "price per million tokens of a provider's model, for the costs that are 
 
 def arguments(command: Parser) -> None:
     command.add_argument(
-        "runs", nargs="*", metavar="RUN", help="run folder, records file, or folder of runs (default: runs)"
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="run folder, records file, postgresql://..., or folder of runs (default: runs)",
     )
     add_address(command, port=8200)
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", PRICE)

@@ -146,12 +146,15 @@ class Figures(ABC):
         return [(str(id), calls) for id, calls in found]
 
     def episode_named(self, name: str) -> str:
+        if self.has_episode(name):
+            return name
+        end = f"%{_escaped(name)}"
         found = self.rows(
-            """SELECT id FROM episodes WHERE substr(id, -length(?1)) = ?1
-            UNION SELECT episode FROM calls WHERE substr(episode, -length(?1)) = ?1 ORDER BY 1""",
-            (name,),
+            """SELECT id FROM episodes WHERE id LIKE ? ESCAPE '\\'
+            UNION SELECT episode FROM calls WHERE episode LIKE ? ESCAPE '\\' ORDER BY 1""",
+            (end, end),
         )
-        ids = [str(id) for (id,) in found]
+        ids = [str(id) for (id,) in found if str(id).endswith(name)]
         if len(ids) > 1 and name not in ids:
             raise RecordError(f"{len(ids)} episodes end in {name!r}: {', '.join(ids[:3])}.", "Name one by all letters.")
         return ids[0] if len(ids) == 1 else name

@@ -16,6 +16,7 @@ from cotune.errors import RecordError, RunError
 from cotune.records.images import image_id, join_images
 from cotune.records.structs import CallRecord, Episode, Record
 from cotune.runtime.forks import survives_fork
+from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.file_lock import FileLock
 from cotune.storage.schema import FEEDBACK, call_from, episode_from, in_parts, join_path
 from cotune.storage.sql.figures import Figures
@@ -98,15 +99,21 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         return self._writer.foreign if self._writer else 0
 
     def episodes(
-        self, *, phase: str | None = None, training_step: int | None = None, task: str | None = None
+        self,
+        *,
+        phase: str | None = None,
+        training_step: int | None = None,
+        task: str | None = None,
+        filters: EpisodeFilters = EVERYTHING,
     ) -> Iterator[Episode]:
         wanted = {"phase": phase, "training_step": training_step, "task": task}
-        filters = {name: value for name, value in wanted.items() if value is not None}
-        where = "".join(f" AND {name} = ?" for name in filters)
+        equal = {name: value for name, value in wanted.items() if value is not None}
+        chosen, asked = filters.where()
+        where = chosen.replace("WHERE", " AND", 1) + "".join(f" AND {name} = ?" for name in equal)
         last = ""
         while True:
             sql = f"SELECT id, body, metrics FROM episodes WHERE id > ?{where} ORDER BY id LIMIT {PAGE}"
-            page, before = self.rows(sql, (last, *filters.values())), last
+            page, before = self.rows(sql, (last, *asked, *equal.values())), last
             for last, *columns in page:  # noqa: B007
                 yield from self._read(episode_from, columns)
             if len(page) < PAGE or last <= before:  # an id that is no text does not lead on
@@ -181,6 +188,10 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
                 for text in self._read(_text, (name, value)):
                     texts.setdefault(target, {})[name] = text
         return texts
+
+    def marks(self) -> tuple[int, int]:
+        episodes, rewards = (f"(SELECT coalesce(max(rowid), 0) FROM {table})" for table in ("episodes", "rewards"))
+        return self.rows(f"SELECT {episodes}, {rewards}")[0]
 
     def unfinished(self) -> Iterator[str]:
         sql = """SELECT DISTINCT episode FROM calls

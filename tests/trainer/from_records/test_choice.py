@@ -1,0 +1,113 @@
+"""`--since last` and the other choices of records to learn from."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cotune.errors import ConfigError, RecordError
+from cotune.records.ids import new_id
+from cotune.records.structs import CallRecord, Episode, PolicyRef, RewardRecord, Task
+from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
+from cotune.trainer.config.from_records import RecordsConfig
+from cotune.trainer.from_records.choice import choose
+from tests.trainer.conftest import Trainer
+from tests.trainer.from_records.records import asked, record, said
+from tests.trainer.tiny_app import application, converse
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "records.db") if request.param == "sqlite" else request.getfixturevalue("postgres").database()
+
+
+class Folder:
+    """The part of a run folder that is asked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.described: dict[str, Any] = {}
+        path.mkdir(parents=True)
+
+    def describe_as(self, described: dict[str, Any]) -> None:
+        self.described = described
+
+
+def end(store: Store, **fields: Any) -> str:
+    id = new_id()
+    started = fields.pop("started", time.time())
+    policy = PolicyRef("p", fields.pop("version", 0))
+    app = fields.get("app", "")
+    call = CallRecord(id=new_id(), episode=id, role="r", step=0, turn=0, policy=policy, started=started, app=app)
+    store.write([call, Episode(id=id, task=Task(id="t", input=1), workflow="w", started=started, **fields)])
+    store.flush()
+    return id
+
+
+def chosen(folder: Folder, store: Store, **settings: Any) -> list[str]:
+    found, _ = choose(folder, RecordsConfig(path="x", **settings), store)  # type: ignore[arg-type]
+    return [episode.id for episode in found.episodes()]
+
+
+def test_by_app_version_and_time(address: str, tmp_path: Path) -> None:
+    with open_store(address) as store:
+        desk = end(store, app="desk")
+        shop = end(store, app="shop", version=3)
+        old = end(store, app="desk", started=time.time() - 9 * 86400)
+        every = [desk, shop, old]
+        assert chosen(Folder(tmp_path / "1"), store) == every
+        assert chosen(Folder(tmp_path / "2"), store, app="desk") == [desk, old]
+        assert chosen(Folder(tmp_path / "3"), store, version=3) == [shop]
+        assert chosen(Folder(tmp_path / "4"), store, since="7d") == [desk, shop]
+        assert chosen(Folder(tmp_path / "5"), store, since="2020-01-31", app="shop") == [shop]
+    with pytest.raises(ConfigError, match=r"yesterday.*is not a time"):
+        RecordsConfig(path="x", since="yesterday")
+
+
+def test_a_run_that_is_resumed_sees_what_it_began_with(address: str, tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "run")
+    with open_store(address) as store:
+        first = end(store)
+        assert chosen(folder, store, since="last") == [first]
+        folder.described = msgspec.json.decode(msgspec.json.encode(folder.described))
+        end(store)
+        assert chosen(folder, store, since="last") == [first]
+
+
+def test_each_night_learns_what_is_new(address: str, trainer: Trainer) -> None:
+    """Also an episode of an earlier night that gets its reward later; a run that failed is made up for."""
+
+    def night(name: str, **settings: Any) -> Any:
+        records = {"path": address, "since": "last", "min_reward": 0.5, "held_out": 0.0}
+        app = application(converse)
+        return trainer(app, None, to=name, recipe="sft", records=records, steps=1, tasks_per_step=1, **settings)
+
+    def traced(letter: str, reward: float | None) -> str:
+        with open_store(address) as store:
+            before = {episode.id for episode in store.episodes()}
+            rewards = {} if reward is None else {"team": reward}
+            turns = [(role, asked(f"say {letter}"), said(4 * letter)) for role in ("first", "second")]
+            record(store, letter, turns, rewards=rewards)  # type: ignore[arg-type]
+            store.flush()
+            (new,) = {episode.id for episode in store.episodes()} - before
+        return new
+
+    traced("a", 1.0)
+    waits = traced("b", None)
+    night("n1")
+    assert "everything, as no run came before" in trainer.said and "rows from 1 episode:" in trainer.said
+    with pytest.raises(RecordError, match="No recorded answer"):
+        night("n2")
+    with open_store(address) as store:
+        store.commit([RewardRecord(waits, "team", 1.0, time.time())])
+    traced("c", 1.0)
+    night("n3")
+    assert "what is new since n1" in trainer.said and "rows from 2 episodes:" in trainer.said
+    traced("d", 1.0)
+    night("n4")
+    assert "what is new since n3" in trainer.said and "rows from 1 episode:" in trainer.said

@@ -1,0 +1,77 @@
+"""Which recorded episodes a run learns from: those of an application, a version, a time, or what is new since the last
+run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import msgspec
+
+from cotune.errors import CotuneError
+from cotune.reading.run import OpenedRun
+from cotune.records.structs import Episode
+from cotune.storage.episode_filters import EpisodeFilters, moment
+from cotune.storage.protocol import Store
+from cotune.storage.run_layout import is_run
+from cotune.trainer.config.from_records import RecordsConfig
+from cotune.trainer.run.run_folder import RunFolder
+
+Marks = tuple[int, int]
+
+
+class _Chosen:
+    """A store of which only some episodes are listed."""
+
+    def __init__(self, store: Store, filters: EpisodeFilters) -> None:
+        self._store = store
+        self._filters = filters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def episodes(self, **asked: Any) -> Iterator[Episode]:
+        return self._store.episodes(**asked, filters=self._filters)
+
+
+def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[Store, str]:
+    """The store as the run sees it, and a sentence about it ("" for all of it).
+
+    The run's first start fixes what is new; run.json keeps it, so that it is the same when the run is resumed.
+    """
+    held = dict(folder.described.get("held") or {})
+    if "until" not in held:
+        before = _last(folder, settings) if settings.since == "last" else None
+        held |= {"since": before[0] if before else (0, 0), "until": store.marks(), "after": before[1] if before else ""}
+        folder.describe_as({**folder.described, "held": held})
+    since, until = tuple(held["since"]), tuple(held["until"])
+    filters = EpisodeFilters(app=settings.app, version=settings.version)
+    said = [f"{name} {value}" for name, value in (("app", settings.app), ("version", settings.version)) if value]
+    if settings.since == "last":
+        filters = msgspec.structs.replace(filters, new=(since, until))
+        said.append(f"what is new since {held['after']}" if held["after"] else "everything, as no run came before")
+    elif settings.since:
+        filters = msgspec.structs.replace(filters, since=moment("records.since", settings.since))
+        said.append(f"since {settings.since}")
+    if not said:
+        return store, ""
+    return cast(Store, _Chosen(store, filters)), f"learning from {', '.join(said)}"
+
+
+def _last(folder: RunFolder, settings: RecordsConfig) -> tuple[Marks, str] | None:
+    """Up to where the last run beside this one has learned from the same records, and its name; None without any. Runs
+    that failed or were stopped do not count: what they read is still to be learned."""
+    found: list[tuple[Marks, str]] = []
+    for path in folder.path.parent.iterdir():
+        if path == folder.path or not is_run(path):
+            continue
+        try:
+            with OpenedRun(path) as run:
+                finished, described = run.state == "finished", run.description
+        except CotuneError:
+            continue
+        records, held = described.get("config", {}).get("records") or {}, described.get("held") or {}
+        same = records.get("path") == settings.path and records.get("app", "") == settings.app
+        if same and finished and "until" in held:
+            found.append((tuple(held["until"]), path.name))
+    return max(found, default=None)
