@@ -36,8 +36,8 @@ PAUSE = (0.5, 30.0)
 """First and longest seconds before a batch is sent again."""
 REFUSED_PAUSE = 30.0
 """Seconds before a batch is sent again whose token a collector refuses."""
-ADOPT = 30.0
-"""Seconds between two looks at what ended processes have left."""
+ADOPT = 60.0
+"""Most seconds between two looks at what ended processes have left."""
 TIMEOUT = 30.0
 """Seconds for a request."""
 EXIT = 5.0
@@ -118,6 +118,7 @@ class Sender:
 
     def finish(self) -> None:
         """Send what waits and stop; what cannot be sent within some seconds waits for the next process."""
+        atexit.unregister(self.finish)
         if self._spool is None:
             return
         if not self._started:
@@ -168,12 +169,13 @@ class Sender:
 
     def _run(self) -> None:
         spool = self._opened()
-        with contextlib.suppress(_Undelivered):
-            self._adopt()
+        looked = -ADOPT
         while not self._closing.is_set():
-            if not self._news.wait(ADOPT):
+            if time.monotonic() - looked >= ADOPT:
                 with contextlib.suppress(_Undelivered):
                     self._adopt()
+                looked = time.monotonic() - random.uniform(0, ADOPT / 2)  # so that not all processes look at once
+            if not self._news.wait(ADOPT / 4):
                 continue
             self._urgent.wait(LINGER)
             self._news.clear()

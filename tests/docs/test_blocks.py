@@ -145,6 +145,7 @@ def world(in_thread: None, tmp_path_factory: pytest.TempPathFactory, accepting: 
         provider.reply = answer
         for name, value in {"OPENAI_BASE_URL": provider.url, "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1"}.items():
             patch.setenv(name, value)
+        patch.setenv("COTUNE_SPOOL", str(folder / "spool"))
         patch.setitem(sys.modules, "my_app", module)
         patch.chdir(folder)
         patch.setattr(Endpoint, "wait", lambda self: None)  # cotune.serve returns once it serves
