@@ -29,7 +29,7 @@ from cotune.recording.redaction import Redactor, check_redactor
 from cotune.recording.rewards import reward_records
 from cotune.recording.roles import RolesFunction, roles_function
 from cotune.records.structs import CallRecord, CallStatus, Task
-from cotune.records.tasks import as_task
+from cotune.records.tasks import task_of
 from cotune.sampling.scoring import Feedback, components, parted
 from cotune.storage.protocol import Store
 
@@ -114,7 +114,7 @@ class Trace:
         self._named = {"app": "" if self._sender else app, "key": check_key(key)}  # the collector names it itself
         self._durable = durable
         self.name = name
-        self.task = Task(id=task, input=task) if isinstance(task, str) else as_task(task, 1)
+        self.task = task_of(task, name)
         self._roles = roles_function(roles)
         self._prompts = prompts if prompts is None or isinstance(prompts, Prompts) else read_prompts(prompts)
         self._redactors = () if redactor is None else (check_redactor(redactor),)

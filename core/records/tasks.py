@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError
+from cotune.json_values import plain_json
+from cotune.records.ids import message_id
 from cotune.records.structs import Task
 
 _EXAMPLE = 'Write one JSON object per line, such as {"id": "t1", "question": "..."}.'
@@ -54,13 +56,32 @@ def load_tasks(path: str | Path) -> list[Task]:
 
 def as_task(value: Any, number: int) -> Task:
     """A Task as it is; a named one (`task_line`), a mapping with an `id`, or any JSON value under its number."""
+    return _named(value) or Task(id=str(number), input=value)
+
+
+def task_of(value: Any, name: str) -> Task:
+    """The task of a value that is in no file: as `as_task` has it, but a text is its own id, any other value without a
+    name has a digest as its id, and nothing is the task `name`."""
+    if value is None:
+        return Task(id=name, input=None)
+    if isinstance(value, str):
+        return Task(id=value, input=value)
+    return _named(value) or Task(id=task_digest(value), input=value)
+
+
+def task_digest(value: Any) -> str:
+    """An id for the value of a task, the same for equal ones."""
+    return message_id({"task": plain_json(value)})[:12]
+
+
+def _named(value: Any) -> Task | None:
     if isinstance(value, Task):
         return value
     if isinstance(value, Mapping) and value.keys() == {"task_id", "input"}:
         return Task(id=str(value["task_id"]), input=value["input"])
     if isinstance(value, Mapping) and "id" in value:
         return Task(id=str(value["id"]), input=value)
-    return Task(id=str(number), input=value)
+    return None
 
 
 def task_line(task: Task) -> bytes:

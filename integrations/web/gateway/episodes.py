@@ -25,8 +25,8 @@ from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Sink
 from cotune.recording.redaction import Redaction
 from cotune.recording.rewards import reward_records
-from cotune.records.ids import message_id
 from cotune.records.structs import Episode, Task
+from cotune.records.tasks import task_digest
 
 log = logging.getLogger("cotune.gateway")
 
@@ -301,7 +301,7 @@ def task_of(value: Any) -> Task:
     """The task of any JSON value: an object's `id` names it, else its content does."""
     if isinstance(value, Mapping) and value.get("id") is not None:
         return Task(id=str(value["id"]), input=value)
-    return Task(id=message_id({"task": value})[:12], input=value)
+    return Task(id=task_digest(value), input=value)
 
 
 def _end(episode: LiveEpisode, given: EndEpisode) -> Episode:

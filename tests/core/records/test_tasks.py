@@ -6,7 +6,7 @@ import pytest
 
 from cotune.errors import ConfigError
 from cotune.records.structs import Task
-from cotune.records.tasks import as_tasks, load_tasks
+from cotune.records.tasks import as_tasks, load_tasks, task_of
 
 
 @pytest.fixture
@@ -108,3 +108,15 @@ def test_one_task_is_no_list_of_tasks(value):
 def test_a_line_that_is_nested_too_deeply_is_named(file):
     with pytest.raises(ConfigError, match=r"line 2' is nested too deeply"):
         load_tasks(file("1\n" + "[" * 10**6 + "\n"))
+
+
+def test_tasks_outside_a_file_are_told_apart_by_their_content() -> None:
+    asked = {"question": "2 + 2"}
+    first, again, other = (task_of(value, "trace") for value in (asked, dict(asked), {"question": "3 + 3"}))
+    assert first == again
+    assert first.id != other.id
+    assert (len(first.id), first.input) == (12, asked)
+    assert task_of("a text", "trace") == Task(id="a text", input="a text")
+    assert task_of({"id": 7, "q": 1}, "trace").id == "7"
+    assert task_of(None, "desk") == Task(id="desk", input=None)
+    assert task_of({1, 2}, "trace").input == {1, 2}
