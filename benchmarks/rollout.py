@@ -27,6 +27,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
 from benchmarks.small_model import small_qwen
+from cotune.integrations.models.bfloat16 import has_bfloat16
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.structs import PolicyRef
@@ -86,8 +87,9 @@ def cpu_seconds() -> float:
 
 async def open_engine(name: str, folder: str, threads: int) -> Any:
     """A sampler, or the model itself for `generate()`."""
-    if name == "sampler":
-        return await TransformersSampler.open(folder, device="cpu", threads=threads, end_token_ids=(), prefix_cache=0)
+    if name.startswith("sampler"):
+        own = {"dtype": "bfloat16" if "bfloat16" in name else "float32", "end_token_ids": (), "prefix_cache": 0}
+        return await TransformersSampler.open(folder, device="cpu", threads=threads, **own)
     if name == "vLLM":
         from cotune.integrations.models.vllm.engine import VllmSampler
 
@@ -124,7 +126,8 @@ async def compare(args: argparse.Namespace) -> None:
     result: dict[str, dict[str, list[float]]] = {}
     print(f"{'tokens/s (tokens per CPU second)':34}" + "".join(f"{f'{count} sequences':>22}" for count in counts))
     for threads in (int(number) for number in args.thread_counts.split(",")):
-        for name in ("sampler", "generate()", *(["vLLM"] if args.vllm else [])):
+        own = ["sampler", *(["sampler in bfloat16"] if has_bfloat16() else [])]
+        for name in (*own, *(["generate()"] if args.generate else []), *(["vLLM"] if args.vllm else [])):
             engine = await open_engine(name, folder, threads)
             found = await measure(engine, counts, args, vocabulary)
             if name != "generate()":
@@ -139,6 +142,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder, GGUF file or id of a model to compare the engines on")
     parser.add_argument("--vllm", action="store_true", help="with --model: vLLM too, which takes about 6 GB")
+    parser.add_argument("--no-generate", dest="generate", action="store_false", help="with --model: the samplers alone")
     parser.add_argument("--sequence-counts", default="1,8,64", help="with --model (default: %(default)s)")
     parser.add_argument("--thread-counts", default="1,2", help="with --model (default: %(default)s)")
     parser.add_argument("--sequences", type=int, default=256)

@@ -79,7 +79,7 @@ class OurStep:
         self.clock = Clock(self.sampler._host._process.pid)
         self.lora = LORA if lora else None
         policies = policies_for("lora" if lora else "full", ["agent"], LORA)
-        settings = LearnerSettings(lr=LR, mini_batch=rows, device="cpu", threads=threads)
+        settings = LearnerSettings(lr=LR, mini_batch=rows, device="cpu", threads=threads, dtype="float32")
         self.learner = LocalLearner.open(str(folder), policies, settings, LOSS)
         self.version = PolicyRef("agent", 0)
         self.first: dict[str, float] = {}

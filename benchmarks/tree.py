@@ -87,7 +87,13 @@ def episode(args: argparse.Namespace, vocabulary: int) -> list[TrainRow]:
 
 def open_learner(folder: str, tree: bool, budget: int, rows: int, threads: int) -> LocalLearner:
     settings = LearnerSettings(
-        lr=1e-4, mini_batch=rows, device="cpu", threads=threads, micro_batch_tokens=budget, shared_prompts=tree
+        lr=1e-4,
+        mini_batch=rows,
+        device="cpu",
+        dtype="float32",
+        threads=threads,
+        micro_batch_tokens=budget,
+        shared_prompts=tree,
     )
     return LocalLearner.open(folder, policies_for("lora", ["a"], LoraSpec(rank=16)), settings, recipe("at_grpo").loss)
 

@@ -101,9 +101,13 @@ def _moved(policy: PolicyRef, weights: Weights, previous: Proof | None) -> Proof
     return msgspec.structs.replace(proof, norm_moved=abs(proof.norm - previous.norm))
 
 
-async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
+async def sampled_gaps(
+    sampler: Sampler, policy: PolicyRef, probe: Probe, params: SamplingParams = PROBE
+) -> npt.NDArray[np.float64]:
+    """|log pi_sampler - log pi_train| of each token that a policy says to the probe, in nats. Raises SyncError where it
+    says none."""
     each = -(-PROBE_CANDIDATES // len(probe.prompts))
-    drawn = await asyncio.gather(*(sampler.sample(ids, each, PROBE, proof.policy) for ids in probe.prompts))
+    drawn = await asyncio.gather(*(sampler.sample(ids, each, params, policy) for ids in probe.prompts))
     pairs = [(ids, one) for ids, found in zip(probe.prompts, drawn, strict=True) for one in found]
     rows = [
         TrainRow(
@@ -113,21 +117,25 @@ async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
             response_ids=completion.token_ids,
             logprobs=completion.logprobs,
             advantage=0.0,
-            version=proof.policy.version,
+            version=policy.version,
         )
         for i, (ids, completion) in enumerate(pairs)
         if completion.token_ids
     ]
     if not rows:
-        raise SyncError(f"The probe of {proof.policy} came back empty.", "Probe with other prompts.")
+        raise SyncError(f"The probe of {policy} came back empty.", "Probe with other prompts.")
     trained = np.concatenate(await asyncio.to_thread(probe.logprobs, rows), dtype=np.float64)
-    gap = np.abs(trained - np.concatenate([row.logprobs for row in rows]))
+    return np.abs(trained - np.concatenate([row.logprobs for row in rows]))
+
+
+async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
+    gap = await sampled_gaps(sampler, proof.policy, probe)
     mean, worst = float(gap.mean()), float(gap.max())
     if not mean <= probe.bound:
         raise SyncError(
             f"Policy {proof.policy}: sampler and trainer differ by {mean:.3g} nats a token (at most {worst:.3g}) over "
             f"{gap.size} tokens; the bound is {probe.bound:g}.",
-            "The sampler does not serve the weights that were sent, or computes in lower precision: raise the bound "
-            "only for the latter.",
+            "The sampler does not serve the weights that were sent, or one of both computes in lower precision: only "
+            'for the latter raise probe_bound, or set learner.dtype = "float32".',
         )
     return msgspec.structs.replace(proof, probe_gap_mean=mean, probe_gap_max=worst, probe_tokens=int(gap.size))

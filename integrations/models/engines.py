@@ -28,6 +28,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     prefix_cache: int | None = None
     """Bytes."""
+    dtype: str | None = None
+    """Precision of the in-process engine: a torch name or "auto"."""
     weights: EngineWeights = "lora"
     policies: int = 1
     """Adapters that are served at once, each in versions up to `staleness` steps apart."""

@@ -42,10 +42,11 @@ from cotune.trainer.learner.batching import (
 from cotune.trainer.learner.critic import Critic
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, clip_gradients, total_norm
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
-from cotune.trainer.learner.load import needing_untrained, open_policy_models
+from cotune.trainer.learner.load import needing_untrained
 from cotune.trainer.learner.loss import policy_loss, row_weights
 from cotune.trainer.learner.memory.optimizer import build_optimizer, check_hardware, learning_rate
 from cotune.trainer.learner.memory.pass_size import choose_pass_sizes, giving_back
+from cotune.trainer.learner.memory.products import open_joined
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.mfu import model_utilization
 from cotune.trainer.learner.policy_model import PolicyModel
@@ -84,7 +85,7 @@ class LocalLearner:
     ) -> None:
         self._policies = dict(policies)
         self._methods = methods = {name: own.get(name, Method(settings, loss)) for name in policies}
-        self._group = group or SingleProcess()
+        self._group, self.dtype = group or SingleProcess(), settings.dtype
         self._lock = threading.RLock()
         self._tracer = Tracer(next(iter(policies.values())).device)
         self._order = {name: torch.Generator().manual_seed(settings.seed) for name in policies}
@@ -107,8 +108,7 @@ class LocalLearner:
         check_hardware(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        opened = open_policy_models(model, policies, settings, reference=needing_untrained(policies, loss, own))
-        return cls(opened, settings, loss, own=own)
+        return cls(*open_joined(model, policies, settings, needing_untrained(policies, loss, own)), loss, own=own)
 
     def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
         """Raises GroupError for unusable rows, LearnerError for one that does not fit into memory."""

@@ -15,7 +15,7 @@ from cotune.integrations.models.folder.kinds import sees_images
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import tokens_of
-from cotune.trainer.learner.logprobs import token_logprobs
+from cotune.trainer.learner.logprobs import Head, token_logprobs
 from cotune.trainer.learner.memory.checkpointing import Checkpointing
 from cotune.trainer.learner.sampled_distribution import SampledDistribution
 from cotune.trainer.learner.token_tree import token_tree
@@ -97,6 +97,11 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         self.shares = possible and settings.shared_prompts
         """Whether a pass computes once what its rows have in common: asked for, and possible with this model."""
         self.sampled_distribution = SampledDistribution(network.config.name_or_path)
+        self._head: Head | None = None
+
+    def take_products(self, dtype: str) -> None:
+        """The layers compute in `dtype` by themselves (`products.join_layers`); so do the logits from now on."""
+        self._head = Head(self.network.get_output_embeddings().weight) if dtype == "bfloat16" else None
 
     def forward(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
@@ -108,7 +113,8 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         lengths = torch.tensor([len(row.response_ids) for row in rows], device=device)  # [rows]
         hidden = self.states(rows)
         shaping = self.sampled_distribution.of(rows, head.weight.shape[0], device)
-        return token_logprobs(hidden, head.weight, head.bias, targets, temperature.repeat_interleave(lengths), shaping)
+        temperatures = temperature.repeat_interleave(lengths)
+        return token_logprobs(hidden, self._head or head.weight, head.bias, targets, temperatures, shaping)
 
     def states(self, rows: Sequence[TrainRow]) -> Tensor:
         """[tokens, hidden] the last hidden states that predict the response tokens, rows in order."""

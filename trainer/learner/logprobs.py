@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cotune.integrations.models.bfloat16 import exact_product, pack
+
 FORBIDDEN = -1e9
 """The logit of a token that a grammar forbids: its probability is 0 in fp32, and 0 times it is still 0."""
 
@@ -44,6 +46,18 @@ class LogitShaping(NamedTuple):
         return logits + self.added[at]
 
 
+class Head:
+    """An output embedding [V, H] that is not trained, for products in bfloat16 with logits in float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.detach().bfloat16()
+        self._packed = pack(self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, V] of states [N, H]."""
+        return exact_product(hidden.bfloat16(), self._packed)
+
+
 class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
     """Keeps hidden states and two numbers per token; the backward pass computes each chunk's logits again.
 
@@ -64,13 +78,15 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         temperature: Tensor,
         shaping: LogitShaping | None,
         rows: int,
+        head: Head | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         lse = torch.empty_like(logprobs)
-        slope = torch.empty_like(hidden) if ctx.needs_input_grad[:3] == (True, False, False) else None
+        alone = ctx.needs_input_grad[:3] == (True, False, False)
+        slope = torch.empty_like(hidden, dtype=weight.dtype) if alone else None
         for part in _parts(len(targets), rows):
-            z = _logits(hidden, weight, bias, temperature, shaping, part)
+            z = _logits(hidden, head or weight, bias, temperature, shaping, part)
             lse[part] = torch.logsumexp(z, dim=-1)
             z -= lse[part, None]
             logprobs[part] = z.gather(1, targets[part, None]).squeeze(1)
@@ -78,9 +94,9 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
             entropy[part] = -torch.linalg.vecdot(p, z)
             if slope is not None:
                 p.neg_().scatter_add_(1, targets[part, None], p.new_ones(len(p), 1)).div_(temperature[part, None])
-                torch.mm(p.to(hidden.dtype), weight, out=slope[part])
+                torch.mm(p.to(weight.dtype), weight, out=slope[part])
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, slope)
-        ctx.shaping, ctx.rows = shaping, rows
+        ctx.shaping, ctx.rows, ctx.head = shaping, rows, head
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -88,13 +104,13 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, lse, entropy, slope = ctx.saved_tensors
         if slope is not None and grad_entropy is None and grad_logprobs is not None:
-            return (slope * grad_logprobs[:, None]).to(hidden.dtype), None, None, None, None, None, None
+            return (slope * grad_logprobs[:, None]).to(hidden.dtype), *(None,) * 7
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
         for part in _parts(len(targets), ctx.rows):
-            z = _logits(hidden, weight, bias, temperature, ctx.shaping, part)
+            z = _logits(hidden, ctx.head or weight, bias, temperature, ctx.shaping, part)
             z -= lse[part, None]
             grad = z.exp()
             if grad_entropy is None:
@@ -109,21 +125,21 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
             if grad_logprobs is not None:
                 grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
             grad /= temperature[part, None]
-            grad = grad.to(hidden.dtype)
+            grad = grad.to(weight.dtype)
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[part])
+                grad_hidden[part] = torch.mm(grad, weight)
             if grad_weight is not None and grad_weight.dtype == grad.dtype:
                 grad_weight.addmm_(grad.T, hidden[part])
             elif grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 5
 
 
 def token_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Head,
     bias: Tensor | None,
     targets: Tensor,
     temperature: Tensor,
@@ -133,14 +149,15 @@ def token_logprobs(
 
     Where `shaping` forbids tokens or adds to logits, the distribution is that of the logits after it.
 
-    hidden [N, H], weight [V, H], bias [V] or None, targets [N] (int64), temperature [N], all above 0. Returns two
-    float32 tensors [N], both differentiable in hidden, weight and bias. Memory beyond the inputs and gradients:
-    about three chunks.
+    hidden [N, H], weight [V, H] (a `Head` has no gradient), bias [V] or None, targets [N] (int64), temperature [N], all
+    above 0. Returns two float32 tensors [N], both differentiable in hidden, weight and bias. Memory beyond the inputs
+    and gradients: about three chunks.
     """
+    head = weight if isinstance(weight, Head) else None
+    weight = weight.weight if isinstance(weight, Head) else weight.to(hidden.dtype)
     rows = chunk_tokens(weight.shape[0], hidden.device.type)
-    weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
-    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, shaping, rows)
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, shaping, rows, head)
     return logprobs, entropy
 
 
@@ -154,9 +171,18 @@ def _parts(total: int, rows: int) -> list[slice]:
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, shaping: LogitShaping | None, part: slice
+    hidden: Tensor,
+    weight: Tensor | Head,
+    bias: Tensor | None,
+    temperature: Tensor,
+    shaping: LogitShaping | None,
+    part: slice,
 ) -> Tensor:
-    logits = torch.nn.functional.linear(hidden[part], weight, bias).float()
+    if isinstance(weight, Head):
+        logits = weight.logits(hidden[part])
+        logits = logits if bias is None else logits.add_(bias)
+    else:
+        logits = torch.nn.functional.linear(hidden[part], weight, bias).float()
     if shaping is not None:
         shaping.apply(logits, part)
     return logits.div_(temperature[part, None])

@@ -135,6 +135,7 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
         gpus=cluster.gpus_per_engine,
         threads=config.sampling.threads,
         prefix_cache=config.sampling.prefix_bytes(),
+        dtype=None if "full" in kinds or cluster.address else _dtype(config),
         weights=one.weights,
         policies=policy_count(config, one.model),
         staleness=config.ahead,
@@ -142,6 +143,12 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
         sleeps=cluster.colocate,
         alone=bool(cluster.address),
     )
+
+
+def _dtype(config: TrainConfig) -> str | None:
+    """The in-process engine computes as the learner does, where both are on the CPU."""
+    asked = config.learner.dtype
+    return asked if asked == "auto" or config.learner.device == "cpu" else None
 
 
 def policy_count(config: TrainConfig, model: str) -> int:

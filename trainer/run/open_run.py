@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
 from cotune.recording.chance import start_freezing
@@ -25,6 +27,7 @@ from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.engines import engine_sets, open_in_process
 from cotune.trainer.run.methods import bounded_loss, own_methods
+from cotune.trainer.run.precision import largest_gap
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import RolloutRun
@@ -34,6 +37,7 @@ from cotune.trainer.schedules.routing import check_routing
 from cotune.trainer.schedules.task_pool import TaskPool
 
 if TYPE_CHECKING:
+    from cotune.trainer.learner.local import LocalLearner
     from cotune.trainer.run.cluster import Cluster
 
 
@@ -81,6 +85,19 @@ async def open_run(
         if cluster is None:
             say(loading)
             learner = await open_local_learner(config, policies, loss, own)
+            if config.learner.dtype == "auto" and learner.dtype == "bfloat16":
+                gap = await largest_gap(config, policies, sampler, learner, chats)
+                if gap <= config.probe_bound:
+                    notes.append(f"matrix products in bfloat16: {_difference(gap, config)}")
+                else:
+                    notes.append(f"warning: in float32, as in bfloat16 {_difference(gap, config)}")
+                    say(notes[-1])
+                    config = replace(config, learner=replace(config.learner, dtype="float32"))
+                    del learner
+                    await sampler.aclose()
+                    sampler = await open_in_process(config)
+                    stack.push_async_callback(sampler.aclose)
+                    learner = await open_local_learner(config, policies, loss, own)
             runner = LocalRunner(workflow, sampler, chats)
         else:
             sampler = await cluster.complete(policies)
@@ -139,9 +156,13 @@ def _cluster(
     return Cluster(config, workflow, folder.workflow or import_path(workflow), stack, say)
 
 
+def _difference(gap: float, config: TrainConfig) -> str:
+    return f"sampler and learner differ by {gap:.2g} nats a token (probe_bound is {config.probe_bound:g})"
+
+
 async def open_local_learner(
     config: TrainConfig, policies: Policies, loss: LossSpec, own: Mapping[str, Method]
-) -> Learner:
+) -> LocalLearner:
     """The learner in this process."""
     from cotune.trainer.learner.local import LocalLearner
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.integrations.models.bfloat16 import LARGE, has_bfloat16, pack_linear_layers, usual_dtype
 from cotune.integrations.models.engine_sampler import room_after
 from cotune.integrations.models.folder.folder import loading, loading_weights, reading
 from cotune.integrations.models.folder.kinds import auto_class, end_ids, sees_images
@@ -34,8 +35,6 @@ from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, finge
 
 PREFILL_TOKENS = 8192
 """Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
-LARGE = 16_000_000
-"""Parameters from which on passes are divided among threads by default."""
 
 
 class DecodingEngine:
@@ -66,6 +65,9 @@ class DecodingEngine:
         self._tracer = Tracer(model.device)
         path = source.model if isinstance(source.model, str) else model.config.name_or_path
         self._images = ImageInputs(path) if sees_images(model.config) else None
+        self._packed = _packs(source, model)
+        if self._packed:
+            pack_linear_layers(model)
         self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes, self._tracer, self._images)
         self._batches = [self._base]
         self._waiting: dict[Batch, deque[Job]] = {self._base: deque()}
@@ -226,13 +228,19 @@ class DecodingEngine:
 
     def _copy(self, weights: Weights) -> Any:
         """A model of its own with these weights."""
-        check_full(self._base.model, weights)
-        with self._base.lora.removed():
-            model = copy.deepcopy(self._base.model)
+        if self._packed:
+            model = _read(self.source.model, "float32").eval()
+            check_full(model, weights)
+        else:
+            check_full(self._base.model, weights)
+            with self._base.lora.removed():
+                model = copy.deepcopy(self._base.model)
         own = dict(model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, array in weights.items():
                 own[name].copy_(torch.as_tensor(array))
+        if self._packed:
+            pack_linear_layers(model)
         return model
 
     def _retire(self, policy: PolicyRef) -> None:
@@ -258,7 +266,7 @@ class DecodingEngine:
 
 def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingEngine:
     """Load the model and its tokenizer. Raises ConfigError when there is no such model."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     if source.threads is not None:
@@ -267,11 +275,8 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
     if isinstance(model, str):
         disable_progress_bar()
         device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = source.dtype or ("float32" if device == "cpu" else "bfloat16")
         with reading(source.model):
-            kind = auto_class(AutoConfig.from_pretrained(source.model, **loading()))
-            model = kind.from_pretrained(source.model, dtype=getattr(torch, dtype), **loading_weights())
-            model = _moved(model, device)
+            model = _moved(_read(source.model, _held(source.dtype, device)), device)
             bare = Path(source.model).is_dir() and not any(Path(source.model).glob("tokenizer*"))
             if tokenizer is None and not bare:  # weights alone serve token ids, but no stop strings
                 tokenizer = AutoTokenizer.from_pretrained(source.model, **loading())
@@ -279,6 +284,28 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
     if ends is None:
         ends = end_ids(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))
     return DecodingEngine(model, tokenizer, ends, source, emit)
+
+
+def _read(path: str, dtype: str) -> Any:
+    from transformers import AutoConfig
+
+    kind = auto_class(AutoConfig.from_pretrained(path, **loading()))
+    return kind.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights())
+
+
+def _held(asked: str | None, device: str) -> str:
+    """The dtype that a model is loaded in; weights that are packed for bfloat16 are so from float32."""
+    if device != "cpu":
+        return "bfloat16" if asked in (None, "auto") else str(asked)
+    return "float32" if asked in (None, "auto") or (asked == "bfloat16" and has_bfloat16()) else str(asked)
+
+
+def _packs(source: ModelSource, model: Any) -> bool:
+    """Whether the products of a model that was loaded from `source` are in bfloat16 on the CPU."""
+    if model.device.type != "cpu" or not isinstance(source.model, str) or model.dtype != torch.float32:
+        return False
+    usual = usual_dtype(model.num_parameters(), "cpu")
+    return source.dtype == "bfloat16" or (source.dtype == "auto" and usual == "bfloat16")
 
 
 def _moved(model: Any, device: str) -> Any:

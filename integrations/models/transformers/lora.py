@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cotune.errors import SamplerError
+from cotune.integrations.models.bfloat16 import PackedLinear
 from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import Weights
 
@@ -116,6 +117,6 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _in_out(module: nn.Module) -> tuple[int, int]:
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | PackedLinear):
         return module.in_features, module.out_features
     return tuple(module.weight.shape)  # Conv1D of GPT-2: [in, out]

@@ -48,7 +48,8 @@ class TransformersSampler(CalledSampler):
         """Load a model folder or hub id and start serving it; a loaded model is served by a thread only.
 
         `device` is "cpu" or "cuda" (default: a GPU where there is one), `dtype` a torch name (default: float32 on
-        CPU, bfloat16 on GPU), `threads` those on the CPU (default: torch's, the cores that are there; one for a small
+        CPU, bfloat16 on GPU) or "auto" (`models.bfloat16`: on a CPU that has it bfloat16 is the precision of products
+        alone), `threads` those on the CPU (default: torch's, the cores that are there; one for a small
         model). `max_batch_rows` sequences are decoded at once at most, with at most `max_batch_tokens` key/value
         columns in all. Prompts go on from the keys and values of earlier ones that began alike, of which
         `prefix_cache` bytes are kept (0: none; default: 1/32 of the memory of the machine, or of the GPU). Raises
@@ -146,7 +147,8 @@ class TransformersSampler(CalledSampler):
 async def open_engine(config: EngineConfig) -> TransformersSampler:
     """As a row of `models.engines`: in a process of its own, or in a thread where this process has nothing else."""
     host = {"host": "thread"} if config.alone else {}
-    own = {"threads": config.threads, "prefix_cache": config.prefix_cache, **host, **config.arguments}
+    own = {"dtype": config.dtype, "threads": config.threads, "prefix_cache": config.prefix_cache}
+    own |= {**host, **config.arguments}
     return await TransformersSampler.open(config.model, **own)
 
 

@@ -163,7 +163,7 @@ def judge_memory(config: TrainConfig, machine: Machine, prompt: int) -> tuple[tu
 
 def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
     """A learner that computes in float32 on a GPU could be faster."""
-    if config.learner.dtype == "float32" and learns_on_gpu(config, machine):
+    if config.learner.dtype != "bfloat16" and learns_on_gpu(config, machine):
         text = (
             'the learner computes in float32: learner.dtype = "bfloat16" is faster on a GPU and halves frozen weights; '
             "samplers there compute in bfloat16 (sampler_gap_mean is the difference)"

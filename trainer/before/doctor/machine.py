@@ -55,6 +55,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     open_files: int
     gpus: tuple[Gpu, ...]
     versions: Mapping[str, str]
+    bfloat16: bool = False
+    """Whether the processor multiplies bfloat16 itself."""
     loopback: str = ""
     """Why no port could be opened on 127.0.0.1; empty where one could."""
 
@@ -74,6 +76,7 @@ def look(runs: Path) -> Machine:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=_gpus(),
         versions=installed(("cotune", *PACKAGES)),
+        bfloat16=_bfloat16(),
         loopback=_loopback(),
     )
 
@@ -101,6 +104,14 @@ def _free(path: Path) -> float:
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free / 2**30 if path.exists() else 0.0
+
+
+def _bfloat16() -> bool:
+    try:
+        from cotune.integrations.models.bfloat16 import has_bfloat16
+    except ImportError:
+        return False
+    return has_bfloat16()
 
 
 def _gpus() -> tuple[Gpu, ...]:

@@ -79,9 +79,10 @@ def plan_memory(
     candidates = 1 if config.plan.kind == "independent" else config.plan.k
     sequences = min(1024, config.concurrency * candidates)
     row = prompt + config.sampling.max_tokens
+    joined = None if learns_on_gpu(config, machine) or config.cluster.address else machine.bfloat16
     bases = {
         model: (
-            measure_folder(folders[model], _adapter(config, names), config.learner.dtype),
+            measure_folder(folders[model], _adapter(config, names), config.learner.dtype, joined),
             Workload(row=row, sequences=sequences, policies=trained_policies(config, names)),
         )
         for model, names in config.bases.items()
@@ -153,7 +154,7 @@ def learner_memory(
     settings, cluster = config.learner, config.cluster
     parts = cluster.learners if cluster.address else 1
     policies = load.policies if size.adapter == 0 else 1  # adapters share one base
-    weights = policies * size.parameters * _weight_bytes(config, size) / parts
+    weights = policies * _weight_bytes(config, size) / parts
     trained = load.policies * (size.adapter or size.parameters)
     moments = trained * OPTIMIZERS[settings.optimizer] / parts
     state = moments + trained / load.policies * GRADIENT / parts  # one policy is updated after the other
@@ -172,7 +173,7 @@ def learner_memory(
     large = device == "cpu" and size.parameters > LARGE
     keeps = large and not settings.memory and keeps_pages(share, bound - fixed)
     name = f"a pass of {tokens} tokens" + (", checkpointed" if checkpointed else "")
-    whole = size.parameters * (4.0 if settings.dtype == "float32" else 2.0)
+    whole = size.parameters * (2.0 if settings.dtype == "bfloat16" else 4.0)
     return ProcessMemory(
         process="learner",
         count=parts,
@@ -208,7 +209,7 @@ def sampler_memory(
         free=free,
         parts={
             **_libraries("sampler", device),
-            "weights": float(size.parameters * each),
+            "weights": size.rounded_bytes(1) - 4.0 * _untied(size) if size.rounded else float(size.parameters * each),
             "published versions": float(published),
             f"cache of {load.sequences} sequences": float(cache),
             "earlier prompts, at most": float(total / PREFIX_PART if kept is None else kept),
@@ -252,11 +253,18 @@ def pass_tokens(size: ModelSize, config: TrainConfig, load: Workload, room: floa
 
 
 def _weight_bytes(config: TrainConfig, size: ModelSize) -> float:
-    """Bytes of a weight that the learner holds: trained ones are fp32, frozen ones as they are computed with."""
+    """Bytes of the weights that the learner holds: trained ones are fp32, frozen ones as they are computed with."""
     settings = config.learner
     if size.adapter and settings.quantize == "4bit":
-        return 0.57  # 4 bits, a scale for each 64 weights, and embeddings and norms as they are
-    return 4.0 if size.adapter == 0 or settings.dtype == "float32" else 2.0
+        return 0.57 * size.parameters  # 4 bits, a scale for each 64 weights, and embeddings and norms as they are
+    if size.rounded:
+        return size.rounded_bytes(2)
+    return size.parameters * (2.0 if size.adapter and settings.dtype == "bfloat16" else 4.0)
+
+
+def _untied(size: ModelSize) -> int:
+    """Parameters of an output embedding of its own, which a sampler has in bfloat16 alone."""
+    return 0 if size.tied else size.head
 
 
 def shortages(plan: Sequence[ProcessMemory]) -> Iterator[str]:
@@ -293,7 +301,7 @@ def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
             found.append('policies = "lora"')
             found += ['learner.optimizer = "adamw8bit"'] if gpu and settings.optimizer == "adamw" else []
         elif name == "weights" and process == "learner" and gpu and lora:
-            found += ['learner.dtype = "bfloat16"'] if settings.dtype == "float32" else []
+            found += ['learner.dtype = "bfloat16"'] if settings.dtype != "bfloat16" else []
             found += ['learner.quantize = "4bit"'] if settings.quantize == "none" else []
     found.append("take a smaller model" + ("" if config.cluster.address else ", or more learners on a cluster"))
     text = "; ".join(dict.fromkeys(found))

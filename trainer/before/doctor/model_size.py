@@ -28,37 +28,59 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """The same for each pass, however few tokens it has: casts of weights."""
     checkpointed_bytes: float
     """Bytes that it keeps for each token with activation checkpointing."""
+    rounded: bool = False
+    """Whether a CPU multiplies with its frozen layers in bfloat16, in which they are held."""
+    head: int = 0
+    """Parameters of the output embedding, which with `tied` is the other one too."""
+    tied: bool = True
     sees: bool = False
     image_factor: float = 0.0
     """Peak memory of seeing images, as a multiple of their pixel values; 0 where the configuration does not
     tell the sizes of the vision tower."""
 
+    def rounded_bytes(self, heads: int) -> float:
+        """Of the frozen weights where `rounded`: layers in bfloat16, embeddings in float32, and the output embedding in
+        bfloat16 as often as `heads` says."""
+        embeddings = self.head if self.tied else 2 * self.head
+        layers = 2.0 * (self.parameters - embeddings)
+        return layers + 4.0 * embeddings + 2.0 * heads * self.head
 
-def measure_folder(folder: Path, lora: LoraSpec | None, dtype: str) -> ModelSize:
+
+def measure_folder(folder: Path, lora: LoraSpec | None, dtype: str, joined: bool | None = None) -> ModelSize:
     """The size of the model in a folder, with an adapter or (None) for training all weights. Raises ConfigError."""
     from transformers import AutoConfig
 
     from cotune.integrations.models.folder.folder import loading, reading
 
     with reading(folder):
-        return measure(AutoConfig.from_pretrained(folder, **loading()), lora, dtype)
+        return measure(AutoConfig.from_pretrained(folder, **loading()), lora, dtype, joined)
 
 
-def measure(config: Any, lora: LoraSpec | None, dtype: str) -> ModelSize:
-    """The size of a model of a transformers configuration."""
+def measure(config: Any, lora: LoraSpec | None, dtype: str, joined: bool | None = None) -> ModelSize:
+    """The size of a model of a transformers configuration.
+
+    `joined`: a learner of one process on a CPU has it, and whether that multiplies bfloat16 (None: another learner).
+    """
     import torch
     from peft import LoraConfig, get_peft_model
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from cotune.integrations.models.bfloat16 import LARGE
     from cotune.integrations.models.folder.folder import loading
     from cotune.integrations.models.folder.kinds import auto_class, beside_language, sees_images
     from cotune.trainer.learner.memory.checkpointing import Checkpointing
+    from cotune.trainer.learner.memory.products import join_layers
 
     text = config.get_text_config()
-    held = getattr(torch, dtype) if lora else torch.float32
+    joins = joined is not None and lora is not None
+    dtype = "float32" if dtype == "auto" and not (joins and joined) else dtype
+    held = getattr(torch, dtype) if lora and not joins else torch.float32
     with torch.device("meta"):
         network = auto_class(config).from_config(config, dtype=held, **loading()).eval()
     parameters = sum(p.numel() for p in network.parameters())
+    if joins:
+        large = parameters >= LARGE
+        dtype = "bfloat16" if joined and (dtype == "bfloat16" or (dtype == "auto" and large)) else "float32"
     adapter = 0
     if lora:
         chosen = LoraConfig(
@@ -72,16 +94,23 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str) -> ModelSize:
     checkpointing = Checkpointing(network)
     with FakeTensorMode(allow_non_fake_inputs=True):
         _fill(network)
+        if joins:
+            join_layers(network, getattr(torch, dtype))
+        cast = "float32" if joins else dtype
         found = {}
         for on in (False, True):
             checkpointing.on = on
-            (few, small), (many, large) = ((tokens, _kept(network, tokens, dtype)) for tokens in (16, 48))
+            (few, small), (many, large) = ((tokens, _kept(network, tokens, cast)) for tokens in (16, 48))
             each = (large - small) / (many - few)
             found[on] = each, small - few * each
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = network.get_output_embeddings().weight
     return ModelSize(
         parameters=parameters,
+        rounded=joins and dtype == "bfloat16",
+        head=head.numel(),
+        tied=bool(getattr(text, "tie_word_embeddings", False)),
         adapter=adapter,
         vocabulary=text.vocab_size,
         layers=text.num_hidden_layers,

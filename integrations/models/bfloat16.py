@@ -1,0 +1,69 @@
+"""Matrix products in bfloat16 between tensors of float32, on processors that have instructions for them.
+
+Only what is multiplied is rounded: sums, what lies between layers and logits stay in float32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+LARGE = 16_000_000
+"""Parameters from which on products are long enough to divide among threads, and to convert what they take."""
+PACKED_FOR = 8
+"""Rows that the layout of packed weights is chosen for; it serves any number."""
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX): elsewhere it is slower than float32."""
+    there = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(there) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def usual_dtype(parameters: int, device: str) -> str:
+    """The precision of products with a frozen model, float32 or bfloat16, where nobody has asked for one."""
+    return "bfloat16" if device == "cpu" and parameters >= LARGE and has_bfloat16() else "float32"
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight [out, in] in bfloat16 as the processor reads it, for `product`; its values are no others."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
+    return packed
+
+
+def product(half: Tensor, packed: Tensor) -> Tensor:
+    """half [..., in] times a packed weight, in bfloat16: [..., out]."""
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(half, packed, None, "none", [], "")
+    return found
+
+
+def exact_product(half: Tensor, packed: Tensor) -> Tensor:
+    """The same in float32: the rounding of the result, up to 0.06 nats of a logit of 20, is computed and added."""
+    found = product(half, packed)
+    return found.float().add_(torch.ops.mkldnn._linear_pointwise.binary(half, found, packed, None, "sub"))
+
+
+class PackedLinear(nn.Module):  # type: ignore[misc]
+    """A frozen linear layer of float32 whose products are in bfloat16."""
+
+    def __init__(self, layer: nn.Linear, *, exact: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self._packed, self._bias, self._exact = pack(layer.weight.detach().bfloat16()), layer.bias, exact
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x.bfloat16()
+        y = exact_product(half, self._packed) if self._exact else product(half, self._packed).float()
+        return y if self._bias is None else y.add_(self._bias)
+
+
+def pack_linear_layers(model: nn.Module) -> None:
+    """Replace the linear layers of a model that is not trained; its logits stay exact."""
+    head = model.get_output_embeddings()
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is nn.Linear:
+                setattr(parent, name, PackedLinear(layer, exact=layer is head))
