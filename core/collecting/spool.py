@@ -51,7 +51,6 @@ class Spool:
         """A new spool in `folder`, or the one that an ended process left there. Raises RunError where it cannot be
         made, or its owner lives."""
         self.folder = folder
-        self.name = owner or new_id()
         self.dropped = 0
         """Records that were dropped as the spool was full, and not told to the collector yet."""
         self.failure = ""
@@ -63,7 +62,7 @@ class Spool:
         self._numbers = 0
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = FileLock(folder / f"{self.name}.lock", f"The spool {self.name}")
+            self.name, self._lock = (owner, _lock(folder, owner)) if owner else _new(folder)
         except OSError as error:
             raise RunError(f"The spool {folder} cannot be made: {error.strerror}.", "Set COTUNE_SPOOL.") from None
         self._segments: deque[_Segment] = deque()
@@ -233,6 +232,23 @@ class Spool:
         if most > 0 and segment.taken < end:  # a frame that its process did not finish, or that the disk changed
             self.dropped += 1 if segment.path.exists() else 0
             segment.taken = end
+
+
+def _lock(folder: Path, name: str) -> FileLock:
+    return FileLock(folder / f"{name}.lock", f"The spool {name}")
+
+
+def _new(folder: Path) -> tuple[str, FileLock]:
+    """The name and the lock of a new spool. Whoever looks for abandoned ones may take a lock, or even remove its file,
+    between its making and its locking: then another name is taken."""
+    for _ in range(20):
+        name = new_id()
+        with contextlib.suppress(RunError):
+            lock = _lock(folder, name)
+            if lock.is_in_place():
+                return name, lock
+            lock.release()
+    return name, _lock(folder, name)
 
 
 def _frames(path: Path, start: int, end: int) -> Iterator[tuple[bytes, int]]:

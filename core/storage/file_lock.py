@@ -30,6 +30,7 @@ class FileLock:
         or the file that cannot be made."""
         import fcntl
 
+        self._path = path
         self._names_holder = False
         try:
             self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -54,6 +55,12 @@ class FileLock:
             raise OSError(error.errno, error.strerror, str(path)) from None
         self._names_holder = True
         survives_fork(self)
+
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to the file that is locked, which others may have removed."""
+        with contextlib.suppress(OSError):
+            return self._fd is not None and os.path.samestat(os.fstat(self._fd), self._path.stat())
+        return False
 
     def release(self) -> None:
         """Give the lock back; safe to call twice. In a forked child it only lets go of the child's share."""

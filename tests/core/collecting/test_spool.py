@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 from collections.abc import Iterator
@@ -132,3 +133,29 @@ def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"The spool .* cannot be made: .* Set COTUNE_SPOOL"):
         Spool(tmp_path / "file" / "spool", BOUND)
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_new_spool_is_not_taken_for_an_abandoned_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removes: bool
+) -> None:
+    """Another process looks between the making of the lock's file and its locking."""
+    lock, looked = fcntl.flock, []
+
+    def late(fd: int, how: int) -> None:
+        if not looked:
+            looked.append(None)
+            looked[:] = abandoned(tmp_path, "", BOUND)
+            assert len(looked) == 1
+            if removes:
+                looked[0].close()
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    spool = Spool(tmp_path, BOUND)
+    assert spool.name != looked[0].name
+    assert (tmp_path / f"{spool.name}.lock").exists()
+    assert list(abandoned(tmp_path, "", BOUND)) == []
+    looked[0].close()
+    spool.close()
+    assert list(tmp_path.iterdir()) == []
