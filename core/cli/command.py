@@ -40,6 +40,7 @@ _FLAGS = {
     "loggers": ("--logger", None),
     "profile": ("--profile", "STEP"),
     **dict.fromkeys(("records.path", "records"), ("--records", "RUN")),
+    "records.labels": ("--labels", "FILE"),
     "episode": ("--episode", "ID"),
     "answer": ("--answer", "TEXT"),
     "timeout": ("--timeout", "SECONDS"),

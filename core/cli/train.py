@@ -41,7 +41,7 @@ def arguments(command: Parser) -> None:
     add_fields(command.more("learning"), "learner.lr", "mode", "init")
     from_records = command.more("learning from records")
     add_fields(from_records, "records.path", "records.since", "records.app", "records.version")
-    add_fields(from_records, "records.min_reward", "records.best_of")
+    add_fields(from_records, "records.labels", "records.min_reward", "records.best_of")
     figures = command.more("evaluation and figures")
     add_fields(figures, "evaluation.tasks", "loggers", "profile")
     figures.add_argument(

@@ -1,7 +1,8 @@
 """Who read whose answer in an episode: the calls that a call's prompt was made from, recorded ones and guessed ones.
 
 Certain: the recorder found the answer among the prompt's assistant messages, or the framework named it
-(`CallRecord.parents`). Guessed: the answer's text stands in a message that is new in the prompt,
+(`CallRecord.parents`). Guessed: the answer's text stands in a message that the role's turn before did not have, or in
+the last one,
 
 - as the whole message, whatever its length;
 - anywhere in it, if the answer has two words and `QUOTED` characters, between the ends of words;
@@ -9,8 +10,9 @@ Certain: the recorder found the answer among the prompt's assistant messages, or
   each line of the episode with this label held an earlier answer.
 
 A text is searched for the longest answers first, and what was found is taken out: a number inside a quoted answer is no
-quotation of another one. Text of the task's input is no quotation inside a message. A message that was sent before the
-answer was there quotes it nowhere. Of equal answers the latest count, one for each time that the text stands there.
+quotation of another one. Text of the task's input is no quotation inside a message. A message that was sent before
+anybody gave the answer quotes it nowhere. Of equal answers the latest count, one for each time that the text stands
+there.
 """
 
 from __future__ import annotations
@@ -76,17 +78,20 @@ def reads(store: Store, calls: Sequence[CallRecord], earlier: Sequence[CallRecor
     lines: list[_Line] = []
     sent: dict[str, float] = {}
     texts: dict[str, str] = {}
-    of_role: dict[str, set[str]] = defaultdict(set)
+    of_role: dict[str, frozenset[str]] = {}
     for call in listed:
+        ended = [one for one in said if one.at <= call.started and one.step < call.step]
+        before = of_role.get(call.role, frozenset())
         for id in dict.fromkeys(call.messages):
             sent.setdefault(id, call.started)
-            if id in of_role[call.role]:
+            if id in before and id != call.messages[-1]:
                 continue
             if id not in texts:
                 texts[id] = _text(store, id)
-            known = [one for one in said if one.at <= sent[id] and one.step < call.step]
+            then = {one.text for one in ended if one.at <= sent[id]}
+            known = [one for one in ended if one.text in then]
             quoted[call.id].update(_quoted(texts[id], known, given, call.id, lines))
-        of_role[call.role].update(call.messages)
+        of_role[call.role] = frozenset(call.messages)
     broken = {line.label for line in lines if line.step is None}
     for line in lines:
         if line.step is not None and line.label not in broken:

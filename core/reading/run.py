@@ -18,6 +18,7 @@ from cotune.reading.headline import Headline, headline
 from cotune.reading.now import Now, read_now
 from cotune.storage.file_lock import is_held
 from cotune.storage.metrics_file import read_metrics
+from cotune.storage.notes import Note, notes_file, read_notes
 from cotune.storage.open_store import is_path, no_records, open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_config import RunConfig
@@ -93,6 +94,17 @@ class OpenedRun:
         folder = self.folder
         stamp = [(file, _stamp(file)) for file in evaluation_files(folder)]
         return self._cached("evaluations", stamp, lambda: read_evaluations(folder))
+
+    @property
+    def notes_file(self) -> Path:
+        """The file with what people said of candidates and episodes."""
+        return notes_file(self.path)
+
+    @property
+    def notes(self) -> dict[str, Note]:
+        """These notes, by what they are of."""
+        file = self.notes_file
+        return self._cached("notes", _stamp(file), lambda: read_notes(file))
 
     def part(self, folder: str) -> OpenedRun | None:
         """The records of an evaluation in this folder of the run; None where none can be read."""

@@ -1,4 +1,4 @@
-"""Which episodes are asked for, as conditions of SQL on the table of episodes."""
+"""Which episodes and which calls are asked for, as conditions of SQL."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError
+from cotune.storage.outcomes import REPORTED
 
 COUNTED = "status NOT IN ('cancelled', 'abandoned')"
 """The condition of SQL that an episode counts in figures: it came to an end, and no rollback has taken it back."""
@@ -21,13 +22,26 @@ _NEW = """(rowid > ? AND rowid <= ?
         WHERE instr(target, '.') > 0 AND rewards.rowid > ? AND rewards.rowid <= ?))"""
 """Whether an episode, or a reward of it or of one of its answers, came between two marks."""
 
+_REWARDS = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
+ORDERS = {
+    "": ("newest first", "id DESC"),
+    "oldest": ("oldest first", "id"),
+    "lowest": ("lowest reward first", f"{_REWARDS} IS NULL, {_REWARDS}, id DESC"),
+    "highest": ("highest reward first", f"{_REWARDS} IS NULL, {_REWARDS} DESC, id DESC"),
+    "longest": ("longest first", "latency DESC, id DESC"),
+    "calls": ("most calls first", "calls DESC, id DESC"),
+    "task": ("by task", "task, id DESC"),
+}
+"""Orders of episodes: what people see, and that of SQL."""
+
 
 class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that are empty or None do not matter. `status` may be `counted`, for all but cancelled and abandoned
     episodes. `role` had a call in the episode; `low` and `high` bound the sum of its rewards; `step` is its number as
     people see it, from 1; ids are below `before`. `app` is the application, and `version` that of the policy in one of
     its calls; `since` and `until` bound the start, in seconds since the epoch. `new` are two marks of a store
-    (`Store.marks`): the episode, or a reward of it, was stored between them."""
+    (`Store.marks`): the episode, or a reward of it, was stored between them.
+    `solved` is `yes` or `no`, as the episode reports it; one with an error counts as not solved."""
 
     phase: str = ""
     status: str = ""
@@ -42,18 +56,19 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None = None
     until: float | None = None
     new: tuple[tuple[int, int], tuple[int, int]] | None = None
+    solved: str = ""
 
     def where(self) -> tuple[str, list[Any]]:
         """The WHERE clause, empty where all fit, and its parameters in order."""
-        rewards = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
         conditions = {
             "phase = ?": self.phase,
             f"({COUNTED}) = (? = 'counted')" if self.status == "counted" else "status = ?": self.status,
             "task = ?": self.task,
             "training_step = ? - 1": self.step,
             "EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND role = ?)": self.role,
-            f"{rewards} >= ?": self.low,
-            f"{rewards} <= ?": self.high,
+            f"{_REWARDS} >= ?": self.low,
+            f"{_REWARDS} <= ?": self.high,
+            f"coalesce({REPORTED}, CASE WHEN status = 'error' THEN 0 END) = ?": {"yes": 1, "no": 0}.get(self.solved),
             "id < ?": self.before,
             "app = ?": self.app,
             "EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND version = ?)": self.version,
@@ -67,6 +82,35 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
             asked[_NEW] = None
             values += [episode, last_episode, reward, last_reward, reward, last_reward]
         return f"WHERE {' AND '.join(asked)}" if asked else "", values
+
+
+class CallFilters(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that are empty or None do not matter; `phase`, `step` (from 1) and `task` are those of the episode."""
+
+    role: str = ""
+    status: str = ""
+    turn: int | None = None
+    phase: str = ""
+    step: int | None = None
+    task: str = ""
+
+    def where(self) -> tuple[str, list[Any]]:
+        """The WHERE clause over calls and episodes, empty where all fit, and its parameters in order."""
+        return _where(
+            {
+                "calls.role = ?": self.role,
+                "calls.status = ?": self.status,
+                "calls.turn = ?": self.turn,
+                "episodes.phase = ?": self.phase,
+                "episodes.training_step = ? - 1": self.step,
+                "episodes.task = ?": self.task,
+            }
+        )
+
+
+def _where(conditions: dict[str, Any]) -> tuple[str, list[Any]]:
+    asked = {condition: value for condition, value in conditions.items() if value not in ("", None)}
+    return f"WHERE {' AND '.join(asked)}" if asked else "", list(asked.values())
 
 
 EVERYTHING = EpisodeFilters()

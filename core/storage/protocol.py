@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from cotune.records.structs import CallRecord, Episode, Record
-from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
+from cotune.storage.episode_filters import EVERYTHING, CallFilters, EpisodeFilters
 
 
 class Store(Protocol):
@@ -223,9 +223,20 @@ class Store(Protocol):
         """Ids of the latest finished episodes that fit, the newest first."""
         ...
 
-    def episode_lines(self, filters: EpisodeFilters, limit: int) -> list[tuple[Any, ...]]:
-        """The same episodes: id, task, phase, training step, status, calls, seconds, error, and whether it reports
-        that it solved its task."""
+    def episode_lines(
+        self, filters: EpisodeFilters, limit: int, order: str = "", start: int = 0
+    ) -> list[tuple[Any, ...]]:
+        """The same episodes, in an order of `episode_filters.ORDERS` and without the first `start`: id, task, phase,
+        training step, status, calls, seconds, error, and whether it reports that it solved its task."""
+        ...
+
+    def call_ids(self, before: str, limit: int) -> list[str]:
+        """Ids of the latest calls below an id, empty for all; the newest first."""
+        ...
+
+    def call_lines(self, calls: Sequence[str], filters: CallFilters) -> list[tuple[Any, ...]]:
+        """Those of some calls that fit, the newest first: id, episode, step, role, turn, status, task, phase, training
+        step, tokens of prompt and of answers, seconds, policy or model."""
         ...
 
     def episode_count(self, filters: EpisodeFilters) -> int:
@@ -264,9 +275,14 @@ class Store(Protocol):
         """Ids of the messages of a role's prompt in a turn."""
         ...
 
-    def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> set[str]:
-        """Those of some episodes in which a message, an answer, an error, feedback or the task's input holds a text.
-        `verdicts` remembers, from one search to the next for the same text, which messages do."""
+    def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> dict[str, str]:
+        """Those of some episodes in which a message, an answer, an error, feedback or the task's input holds a text,
+        each with a call that does, empty where none needs to. `verdicts` remembers, from one search to the next for the
+        same text, which messages do."""
+        ...
+
+    def calls_holding(self, text: str, calls: Sequence[str], verdicts: dict[str, bool]) -> set[str]:
+        """Those of some calls in which a message, an answer, an error or feedback holds a text."""
         ...
 
     # Upkeep

@@ -16,6 +16,9 @@ from cotune.trainer.config.learner import LearnerSettings
 class RecordsConfig(RunRecords, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[records] Recorded answers that the recipes sft and dpo learn from."""
 
+    labels: str = ""
+    """Recipe dpo: JSON lines with people's scores of candidates, such as a run's notes.jsonl, which cotune view writes.
+    They stand in for rewards; candidates without a score are left out."""
     min_reward: float | None = None
     """Recipe sft: least sum of an answer's own rewards, or of its episode's where it has none."""
     best_of: int | None = None
@@ -72,6 +75,8 @@ def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSe
             "records", "", f"is missing: recipe {recipe} needs a run folder or records file", "Pass --records."
         )
     if recipe != "dpo":
+        if records.labels:
+            raise ConfigError("records.labels", records.labels, f"cannot be used with recipe {recipe}", "Use dpo.")
         return
     if learner.epochs > 1:
         raise ConfigError(

@@ -35,19 +35,25 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
         return fmean(self.rewards)
 
 
-def read_pairs(store: Store, readers: Readers, on_failure: OnFailure = "lowest") -> Recorded:
+def read_pairs(
+    store: Store,
+    readers: Readers,
+    on_failure: OnFailure = "lowest",
+    labels: Mapping[str, float] | None = None,
+) -> Recorded:
     """One pair for each prompt that has a better and a worse answer, as two rows: the best, then the worst.
 
     Answers belong together where role, task and prompt are the same: siblings of a tree, forks of a replay, first turns
     of several episodes. An answer's reward is the sum of its own rewards, or where no answer to its prompt has any, its
     value in the tree of the episodes that share it (`answer_values`), or else that of its episode (`outcome_values`,
-    with `on_failure`); equal answers count once, with their mean. Raises RecordError where there is no pair.
+    with `on_failure`); equal answers count once, with their mean. With `labels` by candidate, people's scores are the
+    rewards, and there are no others. Raises RecordError where there is no pair.
     """
     left_out: Counter[str] = Counter()
     unwritten = Unwritten()
     rows: dict[str, dict[str, list[TrainRow]]] = {}
     tasks: dict[str, str] = {}
-    for answers in _by_prompt(store, left_out, on_failure).values():
+    for answers in _by_prompt(store, left_out, on_failure, labels).values():
         ranked = sorted(answers, key=lambda answer: answer.worth)
         worst, best = ranked[0], ranked[-1]
         if len(answers) < 2 or not worst.worth < best.worth:
@@ -73,7 +79,9 @@ def read_pairs(store: Store, readers: Readers, on_failure: OnFailure = "lowest")
     return Recorded(rows=packed, images=images, tasks=tasks, left_out=counted, notes=unwritten.notes(rows))
 
 
-def _by_prompt(store: Store, left_out: Counter[str], on_failure: OnFailure) -> dict[Hashable, list[_Answer]]:
+def _by_prompt(
+    store: Store, left_out: Counter[str], on_failure: OnFailure, labels: Mapping[str, float] | None
+) -> dict[Hashable, list[_Answer]]:
     """The different answers to each prompt that have a reward."""
     own: dict[Hashable, list[_Answer]] = defaultdict(list)
     shared: dict[Hashable, list[_Answer]] = defaultdict(list)
@@ -97,6 +105,11 @@ def _by_prompt(store: Store, left_out: Counter[str], on_failure: OnFailure) -> d
             found = store.rewards(ids)
             for id, candidate in zip(ids, call.candidates, strict=True):
                 rewards, chosen = found.get(id), candidate.index == call.chosen
+                if labels is not None:
+                    rewards = {"label": labels[id]} if id in labels else None
+                    if rewards is None:
+                        left_out["no_label"] += 1
+                        continue
                 if rewards:
                     worth = sum(rewards.values())
                 elif chosen and (first in values or episode.id in outcomes):

@@ -24,6 +24,7 @@ from cotune.storage.protocol import Store
 from cotune.tables import plural
 from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.evaluation.labels import load_labels
 from cotune.trainer.from_records.answers import counts, read_answers
 from cotune.trainer.from_records.choice import choose
 from cotune.trainer.from_records.lessons import Reader, Recorded, split, total
@@ -135,7 +136,8 @@ def _read(config: TrainConfig, store: Store) -> Recorded:
         return by_role.get(role, by_base[config.model])
 
     if config.recipe == "dpo":
-        return read_pairs(store, reader, on_failure)
+        labels = load_labels(config.records.labels) if config.records.labels else None
+        return read_pairs(store, reader, on_failure, labels)
     return read_answers(store, reader, config.records, on_failure)
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from cotune.errors import RecordError
-from cotune.storage.episode_filters import COUNTED, EpisodeFilters
+from cotune.storage.episode_filters import COUNTED, ORDERS, CallFilters, EpisodeFilters
 from cotune.storage.outcomes import LOWEST_SUM, REPORTED, SOLVED, outcome_means, outcome_sum, success_counts
 from cotune.storage.schema import FEEDBACK, Row, in_parts
 
 T = TypeVar("T")
 _STEP = "CAST(training_step AS INTEGER)"
 _TIMES = "count(*) FILTER (WHERE status = '{}')"
+_LIKE = "LIKE ? ESCAPE '\\'"
+_AMONG = "IN (SELECT value FROM json_each(?))"
+_BESIDE = f"SELECT target FROM {FEEDBACK} AND text {_LIKE} AND target"
 _NAMES = frozenset(("role", "type", "id", "finish_reason", "status", "phase"))
 """Keys in JSON whose texts nobody searches for."""
 
@@ -166,12 +169,27 @@ class Figures(ABC):
         where, asked = filters.where()
         return [id for (id,) in self.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))]
 
-    def episode_lines(self, filters: EpisodeFilters, limit: int) -> list[Row]:
+    def episode_lines(self, filters: EpisodeFilters, limit: int, order: str = "", start: int = 0) -> list[Row]:
         where, asked = filters.where()
         return self.rows(
             f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED}
-            FROM episodes {where} ORDER BY id DESC LIMIT ?""",
-            (*asked, limit),
+            FROM episodes {where} ORDER BY {ORDERS[order][1]} LIMIT ? OFFSET ?""",
+            (*asked, limit, start),
+        )
+
+    def call_ids(self, before: str, limit: int) -> list[str]:
+        below, asked = ("WHERE id < ?", (before, limit)) if before else ("", (limit,))
+        return [id for (id,) in self.rows(f"SELECT id FROM calls {below} ORDER BY id DESC LIMIT ?", asked)]
+
+    def call_lines(self, calls: Sequence[str], filters: CallFilters) -> list[Row]:
+        where, asked = filters.where()
+        among = "calls.id IN (SELECT value FROM json_each(?))"
+        return self.rows(
+            f"""SELECT calls.id, episode, step, role, turn, calls.status, task, phase, {_STEP},
+                prompt_tokens, completion_tokens, calls.latency, coalesce(policy || '@' || version, model)
+            FROM calls LEFT JOIN episodes ON episodes.id = calls.episode
+            {f"{where} AND" if where else "WHERE"} {among} ORDER BY calls.id DESC""",
+            (*asked, json.dumps([*calls])),
         )
 
     def episode_count(self, filters: EpisodeFilters) -> int:
@@ -225,37 +243,54 @@ class Figures(ABC):
 
     # Search
 
-    def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> set[str]:
-        asked, wanted = json.dumps([*episodes]), _lower(text)
+    def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> dict[str, str]:
+        asked, wanted, (as_json, plain) = json.dumps([*episodes]), _lower(text), _patterns(text)
+        sql = f"SELECT id, body FROM episodes WHERE id {_AMONG} AND body {_LIKE}"
+        hits = {str(id): "" for id, body in self.rows(sql, (asked, as_json)) if _holds(body, wanted)}
+        hits |= {str(id): "" for (id,) in self.rows(f"{_BESIDE} {_AMONG}", (plain, asked))}
+        for episode, call in self._calls_holding(text, "episode", episodes, verdicts, hits):
+            hits.setdefault(episode, call)
+        return hits
+
+    def calls_holding(self, text: str, calls: Sequence[str], verdicts: dict[str, bool]) -> set[str]:
+        return {call for _, call in self._calls_holding(text, "id", calls, verdicts)}
+
+    def _calls_holding(
+        self, text: str, column: str, chosen: Sequence[str], verdicts: dict[str, bool], hits: Container[str] = ()
+    ) -> Iterator[tuple[str, str]]:
+        """Episode and id of calls that hold a text, those with it in answers, errors and feedback first. Where `column`
+        is `episode`, one of each is enough, and none of those in `hits`."""
+        asked, wanted, (as_json, plain) = json.dumps([*chosen]), _lower(text), _patterns(text)
+        beside = f"{_BESIDE} > calls.id || '.' AND target < calls.id || '/'"  # candidates: the call's id, ".", n
+        sql = f"SELECT id FROM calls WHERE {column} {_AMONG} AND EXISTS ({beside})"
+        told = {id for (id,) in self.rows(sql, (asked, plain))}
         # First as JSON has it, which is quick, then in its values.
-        as_json = f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1])}%"
-        plain = f"%{_escaped(text)}%"
-        like = "LIKE ? ESCAPE '\\'"
-        of = "IN (SELECT value FROM json_each(?))"
-        sql = f"SELECT id, body FROM episodes WHERE id {of} AND body {like}"
-        hits = {id for id, body in self.rows(sql, (asked, as_json)) if _holds(body, wanted)}
-        beside = f"SELECT target FROM {FEEDBACK} AND text {like} AND target"
-        of_calls = f"""SELECT DISTINCT episode FROM calls WHERE episode {of}
-            AND EXISTS ({beside} > calls.id || '.' AND target < calls.id || '/')"""  # candidates: the call's id, ".", n
-        hits |= {id for (id,) in self.rows(f"{beside} {of}", (plain, asked))}
-        hits |= {id for (id,) in self.rows(of_calls, (asked, plain))}
-        prompts: dict[str, set[str]] = {}
-        sql = f"""SELECT episode, body, CASE WHEN candidates {like} THEN candidates END FROM calls
-            WHERE episode {of}"""
-        for episode, body, answers in self.rows(sql, (as_json, asked)):
-            if episode in hits:
+        sql = f"""SELECT episode, id, body, CASE WHEN candidates {_LIKE} THEN candidates END FROM calls
+            WHERE {column} {_AMONG} ORDER BY episode, step"""
+        prompts: dict[tuple[str, str], Sequence[str]] = {}
+        done: set[str] = set()
+        for episode, id, body, answers in self.rows(sql, (as_json, asked)):
+            if column == "episode" and (episode in hits or episode in done):
                 continue
             call = _decoded(body, _Asked, _Asked())
-            if wanted in _lower(call.error or "") or (answers and _holds(answers, wanted)):
-                hits.add(episode)
+            if id in told or wanted in _lower(call.error or "") or (answers and _holds(answers, wanted)):
+                done.add(episode)
+                yield str(episode), str(id)
             else:
-                prompts.setdefault(episode, set()).update(call.messages)
+                prompts[str(episode), str(id)] = call.messages
+        if column == "episode":
+            prompts = {place: ids for place, ids in prompts.items() if place[0] not in done}
         for some in in_parts({id for ids in prompts.values() for id in ids} - verdicts.keys()):
             marks = ",".join("?" * len(some))
-            sql = f"SELECT id, body FROM messages WHERE id IN ({marks}) AND body {like}"
+            sql = f"SELECT id, body FROM messages WHERE id IN ({marks}) AND body {_LIKE}"
             verdicts.update(dict.fromkeys(some, False))
             verdicts.update((id, _holds(body, wanted)) for id, body in self.rows(sql, (*some, as_json)))
-        return hits | {episode for episode, ids in prompts.items() if any(verdicts[id] for id in ids)}
+        yield from (place for place, ids in prompts.items() if any(verdicts[id] for id in ids))
+
+
+def _patterns(text: str) -> tuple[str, str]:
+    """A text as LIKE finds it in JSON, and as it is."""
+    return f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1])}%", f"%{_escaped(text)}%"
 
 
 def _decoded(text: Any, kind: type[T], otherwise: T) -> T:

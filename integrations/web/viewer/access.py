@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
@@ -13,6 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cotune.integrations.web.http.requests import Access, RequestError, header
 
 COOKIE = "cotune_view"
+WRITTEN = "/note"
+"""End of the only address that takes a POST: it keeps a note (see `notes`), as JSON, which a foreign page may not send
+without being asked."""
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -47,10 +50,13 @@ def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
             await answer(scope, receive, secured)
             return
         try:
-            if scope["method"] not in ("GET", "HEAD"):
+            writes = scope["method"] == "POST" and scope["path"].endswith(WRITTEN)
+            if scope["method"] not in ("GET", "HEAD") and not writes:
                 raise RequestError(405, "Pages are only read.")
             if token is None or not _same(_cookie(scope), token):
                 access.check(scope)
+            if writes and not access.given(scope, b"authorization"):
+                _check_origin(scope)
         except RequestError as error:
             hint = " Open the address that cotune view printed." if error.status == 401 else ""
             await PlainTextResponse(f"{error.message}{hint}\n", error.status)(scope, receive, secured)
@@ -58,6 +64,14 @@ def guarded(app: ASGIApp, token: str | None) -> ASGIApp:
         await app(scope, receive, secured)
 
     return guard
+
+
+def _check_origin(scope: Scope) -> None:
+    """Raises RequestError (403) for a request to write that does not come from a page of this server: a page of another
+    port of this machine shares its cookies, and is on loopback too."""
+    host, origin = (header(scope, name).decode("latin-1") for name in (b"host", b"origin"))
+    if not host or urlsplit(origin).netloc.lower() != host.lower():
+        raise RequestError(403, "Only pages of this viewer may write.", code="forbidden_origin")
 
 
 def _same(given: str, token: str) -> bool:

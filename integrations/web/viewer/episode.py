@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 from starlette.requests import Request
@@ -13,8 +14,8 @@ from starlette.responses import Response
 
 from cotune.errors import RecordError
 from cotune.integrations.web.viewer.chat import ShownMessage, shown
-from cotune.integrations.web.viewer.timeline import TimedCall, timeline
-from cotune.integrations.web.viewer.tokens import shown_tokens
+from cotune.integrations.web.viewer.timeline import TimedCall, role_graph, timeline
+from cotune.integrations.web.viewer.tokens import COLOURS, LEGENDS, ColouredTokens, Colouring
 from cotune.integrations.web.viewer.viewer import Viewer, hues, start
 from cotune.reading.groups import StepGroups
 from cotune.reading.reads import LOOK_BACK, Reads, reads
@@ -41,7 +42,8 @@ class ShownCandidate(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     finish_reason: str
     malformed: bool
-    has_logprobs: bool
+    colour: str
+    coloured: ColouredTokens | None
 
 
 class ShownCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +70,9 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
         raise RecordError(f"There is no episode {id} in {run.name}.", "")
     calls = run.store.calls(id, start=first, limit=PAGE)
     groups = viewer.groups_of(run, episode)
-    shown = show_calls(run, calls, groups, found=_reads(run, calls, first, episode))
+    colouring = viewer.colouring(request, run, episode)
+    shown = show_calls(run, calls, groups, found=_reads(run, calls, first, episode), colouring=colouring)
+    timed = with_reads(timed, shown)
     older, newer = run.store.neighbours(id)
     return viewer.page(
         request,
@@ -78,10 +82,12 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
         episode=episode,
         outcome=run.store.rewards([id])[id],
         feedback=run.store.feedback([id])[id],
-        timeline=timeline(with_reads(timed, shown), episode.results if episode else ()),
+        timeline=timeline(timed, episode.results if episode else ()),
+        graph=role_graph(timed),
         hues=hues(run, *(call.role for call in timed), *(call.record.role for call in shown)),
         calls=shown,
         groups=groups,
+        **of_candidates(request, run, colouring, groups),
         total=len(timed),
         start=first,
         size=PAGE,
@@ -92,16 +98,16 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
 
 
 def call_page(viewer: Viewer, request: Request) -> Response:
-    """One call with its whole prompt; with `tokens`, its answers token by token."""
+    """One call with its whole prompt."""
     run = viewer.run(request)
     record = run.store.call(request.path_params["id"])
     episode = _episode(run, record.episode)
     groups = viewer.groups_of(run, episode)
-    place = [id for id, *_ in run.store.call_times(record.episode)].index(record.id)
-    (call,) = show_calls(run, [record], groups, whole=True, found=_reads(run, [record], place, episode))
-    coloured = "tokens" in request.query_params
-    own = run.about.base_of(record.policy.name) if record.policy else None
-    model = own or str(run.description.get("model") or "")
+    beside = [id for id, *_ in run.store.call_times(record.episode)]
+    place = beside.index(record.id)
+    colouring = viewer.colouring(request, run, episode, record.policy.name if record.policy else "")
+    found = _reads(run, [record], place, episode)
+    (call,) = show_calls(run, [record], groups, whole=True, found=found, colouring=colouring)
     return viewer.page(
         request,
         "call.html",
@@ -109,8 +115,9 @@ def call_page(viewer: Viewer, request: Request) -> Response:
         call=call,
         episode=episode,
         groups=groups,
-        tokens={c.index: shown_tokens(c, model) for c in record.candidates if coloured and _has_logprobs(c)},
-        coloured=coloured,
+        earlier=beside[place - 1] if place else "",
+        later=beside[place + 1] if place + 1 < len(beside) else "",
+        **of_candidates(request, run, colouring, groups),
         tools=message(run, record.tools) if record.tools else None,
         sent=[(place, message(run, id)) for place, id in record.changed.items()],
         sent_tools=message(run, record.sent_tools) if record.sent_tools else None,
@@ -121,6 +128,23 @@ def call_page(viewer: Viewer, request: Request) -> Response:
 def _episode(run: OpenedRun, id: str) -> Episode | None:
     """The episode; None where it has no end yet."""
     return run.store.episode(id) if run.store.has_episode(id) else None
+
+
+def of_candidates(request: Request, run: OpenedRun, colouring: Colouring, groups: StepGroups | None) -> dict[str, Any]:
+    """What a page with candidates says of them: people's notes; the colours, their legend, the others' addresses."""
+    asked = {name: value for name, value in request.query_params.items() if name != "by"}
+    return {
+        "notes": run.notes,
+        "by": colouring.by,
+        "legend": LEGENDS.get(colouring.by),
+        "colourings": [
+            (name, text, "?" + urlencode({**asked, "by": name} if name else asked))
+            for name, text in COLOURS.items()
+            if name != "advantage" or groups
+        ],
+        "uncoloured": not colouring.left,
+        "without_figures": colouring.without_figures,
+    }
 
 
 def with_reads(calls: Sequence[TimedCall], shown: Iterable[ShownCall]) -> list[TimedCall]:
@@ -144,8 +168,10 @@ def show_calls(
     *,
     whole: bool = False,
     found: Mapping[str, Reads] = MappingProxyType({}),
+    colouring: Colouring | None = None,
 ) -> list[ShownCall]:
     """Calls as they are shown. `whole` keeps prompts whole; `found` is what the calls read, by id."""
+    colouring = colouring or Colouring("")
     targets = [candidate_id(call.id, c.index) for call in calls for c in call.candidates]
     rewards, feedback = run.store.rewards(targets), run.store.feedback(targets)
     listed = []
@@ -163,7 +189,7 @@ def show_calls(
                 new=new,
                 tools=call.tools or "",
                 candidates=tuple(
-                    _candidate(c, id, c.index == call.chosen, rewards[id], feedback[id], groups)
+                    _candidate(c, id, c.index == call.chosen, rewards[id], feedback[id], groups, colouring)
                     for id, c in zip(members, call.candidates, strict=True)
                 ),
                 group=group,
@@ -187,8 +213,10 @@ def _candidate(
     rewards: Mapping[str, float],
     feedback: Mapping[str, str],
     groups: StepGroups | None,
+    colouring: Colouring,
 ) -> ShownCandidate:
     body: Any = candidate.message
+    advantage = groups.advantages.get(id) if groups else None
     if candidate.text and not body.get("content"):
         body = {**body, "content": candidate.text}
     return ShownCandidate(
@@ -198,12 +226,13 @@ def _candidate(
         chosen=chosen,
         rewards=rewards,
         feedback=feedback,
-        advantage=groups.advantages.get(id) if groups else None,
+        advantage=advantage,
         idle=groups is not None and id in groups.idle,
         tokens=len(candidate.token_ids),
         finish_reason=candidate.finish_reason,
         malformed=candidate.malformed,
-        has_logprobs=_has_logprobs(candidate),
+        colour=colouring.of_candidate(advantage),
+        coloured=colouring.of_tokens(candidate, id),
     )
 
 
@@ -214,7 +243,3 @@ def _kept(run: OpenedRun, call: CallRecord) -> int:
     before = run.store.messages_of(call.episode, call.role, call.turn - 1)
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, call.messages, strict=False))
     return min(len([*same]), len(call.messages) - 1)
-
-
-def _has_logprobs(candidate: Candidate) -> bool:
-    return bool(candidate.logprobs) and len(candidate.logprobs) == len(candidate.token_ids)

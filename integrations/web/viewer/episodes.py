@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cotune.integrations.web.viewer.calls import Match, match_in_call, match_in_episode
 from cotune.integrations.web.viewer.viewer import Viewer, hues, whole
 from cotune.reading.run import OpenedRun
-from cotune.storage.episode_filters import EpisodeFilters
+from cotune.storage.episode_filters import ORDERS, EpisodeFilters
 from cotune.tables import first_line
 
 PAGE = 50
@@ -25,9 +27,10 @@ CHUNK = 200
 
 
 class Filters(EpisodeFilters, frozen=True, kw_only=True):
-    """Which episodes; `q` is text that a prompt or an answer holds."""
+    """Which episodes; `q` is text that a prompt or an answer holds, `order` one of ORDERS."""
 
     q: str = ""
+    order: str = ""
 
     def query(self, **changes: Any) -> dict[str, str]:
         """As parameters of an address."""
@@ -48,10 +51,11 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     error: str
     success: int | None
     rewards: Mapping[str, float]
+    match: Match | None = None
 
 
 class EpisodePage(msgspec.Struct, frozen=True, kw_only=True):
-    """One page of episodes, the newest first. `after` leads to the next page; `searched` tells how far texts were
+    """One page of episodes. `after` leads to the next page; `searched` tells how far texts were
     searched where it is not the end."""
 
     rows: tuple[EpisodeRow, ...]
@@ -67,7 +71,8 @@ def episodes_page(viewer: Viewer, request: Request) -> Response:
         step=whole(asked.get("step")),
         low=_number(asked.get("low")),
         high=_number(asked.get("high")),
-        **{name: asked.get(name, "") for name in ("phase", "status", "role", "task")},
+        order=asked.get("order", "") if asked.get("order") in ORDERS else "",
+        **{name: asked.get(name, "") for name in ("phase", "status", "role", "task", "solved")},
     )
     before = asked.get("before", "")
     return viewer.page(
@@ -77,20 +82,36 @@ def episodes_page(viewer: Viewer, request: Request) -> Response:
         filters=filters,
         before=before,
         page=listed(run, filters, before),
+        orders={name: text for name, (text, _) in ORDERS.items()},
         choices={"phase": run.store.phases(), "role": list(hues(run))},
         open=run.store.open_episodes(20) if not before and not filters.query() else [],
     )
 
 
 def listed(run: OpenedRun, filters: Filters, before: str = "") -> EpisodePage:
-    """The page of episodes that begins below the id `before`."""
+    """The page of episodes that begins at `before`: below that id, or in another order after so many."""
     if filters.q:
         return _searched(run, filters, before)
-    found = run.store.episode_lines(msgspec.structs.replace(filters, before=before), PAGE + 1)
-    return EpisodePage(rows=_rows(run, found[:PAGE]), after=found[PAGE - 1][0] if len(found) > PAGE else "")
+    found = _lines(run, filters, before, PAGE + 1)
+    return EpisodePage(rows=_rows(run, found[:PAGE]), after=_after(filters, before, found[:PAGE], found[PAGE:]))
 
 
-def _rows(run: OpenedRun, found: list[Any]) -> tuple[EpisodeRow, ...]:
+def _lines(run: OpenedRun, filters: Filters, before: str, limit: int) -> list[Any]:
+    if filters.order:
+        return run.store.episode_lines(filters, limit, filters.order, whole(before) or 0)
+    return run.store.episode_lines(msgspec.structs.replace(filters, before=before), limit)
+
+
+def _after(filters: Filters, before: str, shown: list[Any], more: list[Any]) -> str:
+    """Where the next page begins; empty where there is no more."""
+    if not more or not shown:
+        return ""
+    return str((whole(before) or 0) + len(shown)) if filters.order else str(shown[-1][0])
+
+
+def _rows(
+    run: OpenedRun, found: list[Any], matches: Mapping[str, Match | None] = MappingProxyType({})
+) -> tuple[EpisodeRow, ...]:
     rewards = run.store.rewards(id for id, *_ in found)
     return tuple(
         EpisodeRow(
@@ -104,6 +125,7 @@ def _rows(run: OpenedRun, found: list[Any]) -> tuple[EpisodeRow, ...]:
             error="" if status == "ok" else first_line(error),
             success=success,
             rewards=rewards.get(id, {}),
+            match=matches.get(id),
         )
         for id, task, phase, step, status, calls, latency, error, success in found
     )
@@ -112,21 +134,28 @@ def _rows(run: OpenedRun, found: list[Any]) -> tuple[EpisodeRow, ...]:
 def _searched(run: OpenedRun, filters: Filters, before: str) -> EpisodePage:
     """Episodes in which a message, an answer, an error or the task's input holds the text, a chunk at a time."""
     found: list[Any] = []
+    matches: dict[str, Match | None] = {}
     verdicts: dict[str, bool] = {}
     deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
     while True:
-        chunk = run.store.episode_lines(msgspec.structs.replace(filters, before=last), CHUNK)
+        chunk = _lines(run, filters, last, CHUNK)
         hits = run.store.holding(filters.q, [row[0] for row in chunk], verdicts)
-        for row in chunk:
-            searched, last = searched + 1, row[0]
-            if row[0] in hits:
-                found.append(row)
+        for place, row in enumerate(chunk):
+            if call := hits.get(row[0]):
+                matches[row[0]] = match_in_call(run, call, filters.q)
+            elif row[0] in hits:
+                matches[row[0]] = match_in_episode(run, row[0], filters.q)
+            found += [row] if row[0] in hits else []
             if len(found) == PAGE:
-                return EpisodePage(rows=_rows(run, found), after=last)
+                return EpisodePage(
+                    rows=_rows(run, found, matches), after=_after(filters, last, chunk[: place + 1], [True])
+                )
+        searched += len(chunk)
         if len(chunk) < CHUNK:
-            return EpisodePage(rows=_rows(run, found))
+            return EpisodePage(rows=_rows(run, found, matches))
+        last = _after(filters, last, chunk, [True])
         if time.monotonic() > deadline:
-            return EpisodePage(rows=_rows(run, found), after=last, searched=searched)
+            return EpisodePage(rows=_rows(run, found, matches), after=last, searched=searched)
 
 
 def _number(text: str | None) -> float | None:

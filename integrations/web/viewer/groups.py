@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.run_recipe import all_taught
-from cotune.integrations.web.viewer.episode import show_calls
+from cotune.integrations.web.viewer.episode import of_candidates, show_calls
 from cotune.integrations.web.viewer.viewer import Viewer, hues, start, whole
 from cotune.reading.groups import MOST_EPISODES, by_role_and_turn
 
@@ -68,7 +68,12 @@ def group_page(viewer: Viewer, request: Request) -> Response:
         raise HTTPException(404, f"Step {step} has no group {id}: its candidates may have been left out one by one.")
     members = list(zip(group.samples, group.rewards, strict=True))[:MOST_SIBLINGS]
     records = [run.store.call(id) for id in dict.fromkeys(sample.call for sample, _ in members)]
-    calls = {call.record.id: call for call in show_calls(run, records, found, whole=True)}
+    episode = run.store.episode(records[0].episode) if records and run.store.has_episode(records[0].episode) else None
+    colouring = viewer.colouring(request, run, episode, records[0].policy.name if records and records[0].policy else "")
+    shown = show_calls(run, records, found, whole=True, colouring=colouring)
+    calls = {call.record.id: call for call in shown}
+    ids = [one.id for one in found.groups]
+    place = ids.index(id)
     candidates = {candidate.id: candidate for call in calls.values() for candidate in call.candidates}
     return viewer.page(
         request,
@@ -80,4 +85,7 @@ def group_page(viewer: Viewer, request: Request) -> Response:
         call=calls[group.samples[0].call],
         one_prompt=len({sample.prompt for sample in group.samples}) == 1,
         reasons=REASONS,
+        earlier=ids[place - 1] if place else "",
+        later=ids[place + 1] if place + 1 < len(ids) else "",
+        **of_candidates(request, run, colouring, found),
     )

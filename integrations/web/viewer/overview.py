@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from cotune.integrations.web.http.requests import json_response
 from cotune.integrations.web.viewer import episodes
 from cotune.integrations.web.viewer.rendering import address, doing, plain, render
+from cotune.integrations.web.viewer.tables import chart_as_csv
 from cotune.integrations.web.viewer.viewer import Viewer, hues
 from cotune.reading.curves import charts, first_charts
 from cotune.reading.facts import ending, facts, learned, troubles
@@ -62,8 +64,13 @@ def curves_page(viewer: Viewer, request: Request) -> Response:
     """Curves of a run, or of several in the same charts."""
     run, shown = viewer.chosen(request)
     back = [back.text for one in shown for back in one.about.rollbacks]
-    names = [one.name for one in shown]
-    return viewer.page(request, "curves.html", run, charts=charts(shown), shown=names, rolled_back=back)
+    names, found = [one.name for one in shown], charts(shown)
+    if asked := request.query_params.get("csv"):
+        chart = next((chart for chart in found if chart.id == asked), None)
+        if chart is None:
+            raise HTTPException(404, f"There is no chart {asked[:100]} here.")
+        return chart_as_csv(chart)
+    return viewer.page(request, "curves.html", run, charts=found, shown=names, rolled_back=back)
 
 
 def configuration_page(viewer: Viewer, request: Request) -> Response:

@@ -4,6 +4,7 @@ its line here."""
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,10 +15,12 @@ from starlette.routing import Route
 
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.web.viewer.access import guarded
+from cotune.integrations.web.viewer.calls import calls_page
 from cotune.integrations.web.viewer.episode import call_page, episode_page
 from cotune.integrations.web.viewer.episodes import episodes_page
 from cotune.integrations.web.viewer.evaluations import evaluations_page
 from cotune.integrations.web.viewer.groups import group_page, groups_page
+from cotune.integrations.web.viewer.notes import note_part, notes_page
 from cotune.integrations.web.viewer.overview import (
     changed_part,
     configuration_page,
@@ -27,6 +30,8 @@ from cotune.integrations.web.viewer.overview import (
     use_part,
 )
 from cotune.integrations.web.viewer.rendering import asset
+from cotune.integrations.web.viewer.sides import diff_page, sides_page
+from cotune.integrations.web.viewer.tables import table_as_csv
 from cotune.integrations.web.viewer.tasks import tasks_page
 from cotune.integrations.web.viewer.viewer import Page, Viewer
 from cotune.reading.run import OpenedRun
@@ -43,7 +48,13 @@ PAGES = (
     Page("/run/{run}/evaluations", evaluations_page, "Evaluations"),
     Page("/run/{run}/episodes", episodes_page, "Episodes", sampled=True),
     Page("/run/{run}/episode/{id:path}", episode_page, "Episodes"),
-    Page("/run/{run}/call/{id:path}", call_page, "Episodes"),
+    Page("/run/{run}/calls", calls_page, "Calls", sampled=True),
+    Page("/run/{run}/call/{id:path}", call_page, "Calls"),
+    Page("/sides", sides_page, "Side by side"),
+    Page("/run/{run}/sides", sides_page, "Episodes"),
+    Page("/run/{run}/diff", diff_page, "Calls"),
+    Page("/run/{run}/notes", notes_page, "Calls"),
+    Page("/run/{run}/note", note_part, method="POST"),
     Page("/run/{run}/groups", groups_page, "Groups", sampled=True),
     Page("/run/{run}/group/{id:path}", group_page, "Groups"),
     Page("/run/{run}/tasks", tasks_page, "Tasks", sampled=True),
@@ -56,16 +67,24 @@ ASSETS |= {"viewer.js": "text/javascript", "uplot.js": "text/javascript"}
 def build_app(runs: list[OpenedRun], token: str | None = None, prices: Prices | None = None) -> Any:
     """The ASGI application over opened runs. With a `token`, every page needs it."""
     viewer = Viewer(runs, prices or {}, PAGES)
-    routes = [Route(page.path, functools.partial(_answer, viewer, page)) for page in PAGES]
+    routes = [Route(page.path, _endpoint(viewer, page), methods=[page.method]) for page in PAGES]
     handlers: Any = {kind: functools.partial(_failed, viewer) for kind in (HTTPException, CotuneError, Exception)}
     app = Starlette(routes=[*routes, Route("/static/{name}", _static)], exception_handlers=handlers)
     app.router.redirect_slashes = False
     return guarded(app, token)
 
 
-def _answer(viewer: Viewer, page: Page, request: Request) -> Response:
+def _endpoint(viewer: Viewer, page: Page) -> Any:
+    if inspect.iscoroutinefunction(page.answer):
+        return functools.partial(page.answer, viewer)
+    return functools.partial(_answer, viewer, page)
+
+
+def _answer(viewer: Viewer, page: Page, request: Request) -> Any:
     request.state.tab = page.tab
-    return page.answer(viewer, request)
+    answer: Any = functools.partial(page.answer, viewer)
+    csv = request.query_params.get("csv", "")
+    return table_as_csv(answer, request) if csv.isdecimal() else answer(request)
 
 
 def _static(request: Request) -> Response:

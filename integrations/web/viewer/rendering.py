@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -21,6 +24,29 @@ CUT = 4000
 """Characters of a text that a list shows."""
 HUES = 8
 """Colours of roles."""
+
+
+_exact: ContextVar[bool] = ContextVar("cotune_exact_figures", default=False)
+
+
+@contextlib.contextmanager
+def exactly() -> Iterator[None]:
+    """Within it figures are rendered with all their digits: shares as fractions, times in seconds."""
+    token = _exact.set(True)
+    try:
+        yield
+    finally:
+        _exact.reset(token)
+
+
+def _or_exact(rounded: Callable[[Any], str]) -> Callable[[Any], str]:
+    """A filter that rounds figures, except within `exactly`."""
+
+    @functools.wraps(rounded)
+    def shown(value: Any) -> str:
+        return ("" if value is None else str(value)) if _exact.get() else rounded(value)
+
+    return shown
 
 
 def render(template: str, **values: Any) -> str:
@@ -43,12 +69,12 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     made.filters |= {
-        "number": number,
-        "signed": signed,
-        "percent": percent,
+        "number": _or_exact(number),
+        "signed": _or_exact(signed),
+        "percent": _or_exact(percent),
         "plural": plural,
-        "short": short,
-        "duration": duration,
+        "short": _or_exact(short),
+        "duration": _or_exact(duration),
         "plain": plain,
         "line": lambda value: plain(first_line(value)),
         "pretty": lambda value: plain(pretty(value)),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from cotune.integrations.web.viewer.episode import ShownCall, show_calls
 from cotune.integrations.web.viewer.evaluations import chosen, episodes_of_modes, show_evaluation
 from cotune.integrations.web.viewer.rendering import asset, render
+from cotune.integrations.web.viewer.sides import Told, told_episode
 from cotune.integrations.web.viewer.viewer import hues
 from cotune.reading.curves import charts
 from cotune.reading.evaluations import StoredEvaluation
@@ -19,7 +19,6 @@ from cotune.reading.headline import compared_modes
 from cotune.reading.run import OpenedRun, open_runs
 from cotune.reading.use import Totals, total_cost
 from cotune.records.prices import Prices
-from cotune.records.structs import Episode
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.whole_file import whole_file
 
@@ -28,16 +27,6 @@ TASKS = 10
 """Tasks of an evaluation that are shown, the worst ones."""
 MOST_CALLS = 8
 """Calls of an episode that are shown."""
-
-
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode of the report. `title` says when it was, or by which policies."""
-
-    title: str
-    episode: Episode
-    rewards: dict[str, float]
-    calls: list[ShownCall]
-    more: int
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +92,7 @@ def before_and_after(run: OpenedRun, evaluation: StoredEvaluation | None) -> tup
             pairs = [_of_steps(run, phase, *row) for row in found]
             return pairs, f"The same {what} tasks in an early and a late step, whatever came of them."
     latest = run.store.episode_ids(EpisodeFilters(status="counted"), EPISODES)
-    pairs = [Pair(task="", before=None, after=_told(run, id, "episode")) for id in latest]
+    pairs = [Pair(task="", before=None, after=told_episode(run, id, _of_one(run, id), MOST_CALLS)) for id in latest]
     if not run.is_run or not latest:
         return pairs, "The latest episodes."
     return pairs, "No task was tried twice, so there is no before and after. These are the latest episodes."
@@ -120,8 +109,8 @@ def _evaluated(run: OpenedRun, evaluation: StoredEvaluation) -> list[Pair]:
     return [
         Pair(
             task=task,
-            before=_told(records, found[task, against], f"before: {against}"),
-            after=_told(records, found[task, label], f"after: {label}"),
+            before=told_episode(records, found[task, against], f"before: {against}", MOST_CALLS),
+            after=told_episode(records, found[task, label], f"after: {label}", MOST_CALLS),
         )
         for task in tasks
         if {(task, label), (task, against)} <= found.keys()
@@ -130,17 +119,18 @@ def _evaluated(run: OpenedRun, evaluation: StoredEvaluation) -> list[Pair]:
 
 def _of_steps(run: OpenedRun, phase: str, task: str, first: int, last: int) -> Pair:
     before, after = (
-        _told(run, run.store.first_episodes(phase, step, [task])[str(task)], f"{when}: step {step + 1}")
+        told_episode(
+            run, run.store.first_episodes(phase, step, [task])[str(task)], f"{when}: step {step + 1}", MOST_CALLS
+        )
         for when, step in (("before", first), ("after", last))
     )
     return Pair(task=str(task), before=before, after=after)
 
 
-def _told(run: OpenedRun, id: str, title: str) -> Told:
-    found, calls = run.store.episode(id), run.store.calls(id, limit=MOST_CALLS)
-    shown = show_calls(run, calls, None)
-    more = max(0, found.calls - len(shown))
-    return Told(title=title, episode=found, rewards=dict(run.store.rewards([id])[id]), calls=shown, more=more)
+def _of_one(run: OpenedRun, id: str) -> str:
+    episode = run.store.episode(id)
+    step = "" if episode.training_step is None else f", step {episode.training_step + 1}"
+    return f"episode of task {episode.task.id}{step}"
 
 
 def _hash(name: str) -> str:

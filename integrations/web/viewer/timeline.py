@@ -4,6 +4,7 @@ arrows from what a call read."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -17,6 +18,8 @@ _LEAST = 10.0
 """Width of the shortest call."""
 MOST_CALLS = 400
 """Calls and uses of tools that are drawn, the first ones of each."""
+_APART = 130
+"""Least units between two roles of the graph."""
 _TOOLS = "\0tools"
 """Name of the tools' lane, which no role has."""
 
@@ -151,3 +154,74 @@ def _path(read: Bar, reader: Bar) -> str:
     x2, y2 = reader.x, reader.y + ROW / 2 - 2
     bend = max(12.0, abs(x2 - x1) / 2)
     return f"M{x1:.1f} {y1:.1f}C{x1 + bend:.1f} {y1:.1f} {x2 - bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}"
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A role of the graph, and how many calls it made."""
+
+    role: str
+    calls: int
+    x: float
+
+
+class Edge(msgspec.Struct, frozen=True):
+    """Reads of one role's answers by another, or by itself: `certain` and `guessed` ones, drawn as one path; the number
+    stands at `x` and `y`."""
+
+    source: str
+    target: str
+    certain: int
+    guessed: int
+    path: str
+    x: float
+    y: float
+
+
+class RoleGraph(msgspec.Struct, frozen=True):
+    """Who read whom in an episode: roles in a line, arcs to the right above it, arcs to the left below it."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    line: float
+    width: float
+    height: float
+
+
+def role_graph(calls: Sequence[TimedCall]) -> RoleGraph | None:
+    """The graph of an episode's roles, in the order of their first calls; None where no call read another."""
+    roles = Counter(call.role for call in sorted(calls, key=lambda call: call.step))
+    of = {call.id: call.role for call in calls}
+    certain, guessed = (
+        Counter((of[id], call.role) for call in calls for id in getattr(call, name) if id in of)
+        for name in ("parents", "guessed")
+    )
+    pairs = sorted({*certain, *guessed})
+    if not pairs:
+        return None
+    places = {role: place for place, role in enumerate(roles)}
+    apart = max(_APART, 9 * max(len(role) for role in roles) + 24)
+    xs = {role: apart * (place + 0.5) for role, place in places.items()}
+    rises = [_rise(places[source] - places[target]) for source, target in pairs]
+    above = max([24.0, *(rise + 16 for rise in rises if rise > 0)])
+    below = max([30.0, *(16 - rise for rise in rises if rise < 0)])
+    line = above + 6
+    edges = []
+    for (source, target), rise in zip(pairs, rises, strict=True):
+        x1, x2, top = xs[source], xs[target], line - rise * 4 / 3
+        side = 13 if rise > 0 else -13
+        if source == target:
+            ends, bends = (x1 - 12, x1 + 12), (x1 - 34, x1 + 34)
+        else:
+            ends = bends = (x1, x2)
+        end = line - side
+        path = f"M{ends[0]:.1f} {end:.1f}C{bends[0]:.1f} {top:.1f} {bends[1]:.1f} {top:.1f} {ends[1]:.1f} {end:.1f}"
+        counts = certain[source, target], guessed[source, target]
+        edges.append(Edge(source, target, *counts, path, (x1 + x2) / 2, line - rise - (4 if rise > 0 else -12)))
+    nodes = tuple(Node(role, count, xs[role]) for role, count in roles.items())
+    return RoleGraph(nodes, tuple(edges), line, apart * len(roles), line + below + 12)
+
+
+def _rise(step: int) -> float:
+    """How high an arc is that spans so many places: above the line to the right or to itself, below it to the left."""
+    size = 26.0 + 14 * min(abs(step), 8)
+    return size if step <= 0 else -size

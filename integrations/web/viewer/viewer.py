@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from threading import Lock
 from typing import Any
 
@@ -13,11 +13,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from cotune.integrations.web.viewer.rendering import HUES, render
+from cotune.integrations.web.viewer.tokens import Colouring
 from cotune.reading.groups import StepGroups, step_groups
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import Totals
 from cotune.records.prices import Prices
 from cotune.records.structs import Episode
+from cotune.storage.token_figures import read_token_figures
 
 _KEPT_STEPS = 4
 
@@ -27,9 +29,10 @@ class Page(msgspec.Struct, frozen=True):
     the one that the tab leads to. `sampled` pages are of episodes that the run sampled itself."""
 
     path: str
-    answer: Callable[[Viewer, Request], Response]
+    answer: Callable[[Viewer, Request], Response | Awaitable[Response]]
     tab: str = ""
     sampled: bool = False
+    method: str = "GET"
 
 
 class Viewer:
@@ -81,6 +84,14 @@ class Viewer:
         if episode is None or episode.phase != "train" or episode.training_step is None:
             return None
         return self.groups(run, episode.training_step)
+
+    def colouring(self, request: Request, run: OpenedRun, episode: Episode | None, policy: str = "") -> Colouring:
+        """The colours of candidates that a page is asked for (`by`); the tokenizer is that of the policy's base."""
+        by, figures = request.query_params.get("by", ""), None
+        if by in ("entropy", "ratio") and run.folder and episode and episode.training_step is not None:
+            figures = read_token_figures(run.folder, episode.training_step)
+        own = run.about.base_of(policy) if policy else None
+        return Colouring(by, own or str(run.description.get("model") or ""), figures)
 
     def totals(self, run: OpenedRun) -> Totals:
         """The sums over the calls of a run."""

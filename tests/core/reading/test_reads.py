@@ -35,6 +35,9 @@ CASES: dict[str, tuple[list[Call], tuple[int, ...]]] = {
     "with signs around it": ([("a", "q", "Paris"), ("b", 'Proposed: "Paris".', "x")], (0,)),
     "a label of one word": (DEMO[:2], (0,)),
     "a label in every turn": (DEMO, (2,)),
+    "the same message in another turn": (
+        [*DEMO, ("navigator", "goal right=1", "right up"), ("driver", DEMO[3][1], "J K")], (4,),
+    ),
     "a number of three digits after a label": ([("a", "q", "4711"), ("b", "Result: 4711", "x")], (0,)),
     "the latest of equal answers": (
         [("a", "q", "go up now"), ("a", "q2", "go up now"), ("b", "Do: go up now", "x")], (1,),

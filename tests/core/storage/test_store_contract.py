@@ -264,11 +264,12 @@ def test_feedback_is_searched(store):
     store.write([RewardRecord("E1", "team", 0.0, 1.0), RewardRecord("C1.0", "local", 0.0, 1.0)])
     store.flush()
     every = ["E1", "E2", "E3"]
-    assert store.holding('"100%"', every, {}) == {"E1"} and store.holding("TOO long", every, {}) == {"E2"}
-    assert store.holding("too long", ["E1", "E3"], {}) == set() == store.holding("100_", every, {})
+    assert store.holding('"100%"', every, {}) == {"E1": ""} and store.holding("TOO long", every, {}) == {"E2": "C1"}
+    assert store.holding("too long", ["E1", "E3"], {}) == {} == store.holding("100_", every, {})
+    assert store.calls_holding("too long", ["C1", "C10"], {}) == {"C1"}
     store.write([RewardRecord("C1.0", "local", 1.0, 2.0)])
     store.flush()
-    assert store.holding("too long", every, {}) == set(), "the text went with its reward"
+    assert store.holding("too long", every, {}) == {}, "the text went with its reward"
 
 
 def test_the_latest_reward_by_its_time_wins_and_all_are_kept(store):

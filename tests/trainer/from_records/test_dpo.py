@@ -14,8 +14,10 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, RecordError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.records.policies import LoraSpec, policies_for
+from cotune.storage.notes import Note, notes_file, write_note
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.from_records import DpoConfig
+from cotune.trainer.evaluation.labels import load_labels
 from cotune.trainer.from_records.lessons import Recorded
 from cotune.trainer.from_records.objectives import PreferenceLearner
 from cotune.trainer.from_records.pairs import read_pairs
@@ -45,6 +47,22 @@ def texts(found: Recorded, base: Path) -> list[tuple[str, str, str]]:
 
 
 # Pairs
+
+
+def test_peoples_labels_stand_in_for_rewards(tmp_path: Path, tiny_base: Path) -> None:
+    with SqliteStore.open(tmp_path) as store:
+        three = [said("bb", 0), said("a", 1), said("ccc", 2)]
+        record(store, "a", [("first", asked("say a"), three)], scores=by_length)
+        record(store, "b", [("first", asked("say b"), [said("d", 0), said("e", 1)])], scores=by_length)
+        store.flush()
+        ((call,),) = store.rows("SELECT id FROM calls ORDER BY id LIMIT 1")
+    notes = notes_file(tmp_path)
+    write_note(notes, Note(id=f"{call}.0", score=1.0, note="short"))
+    write_note(notes, Note(id=f"{call}.2", score=-1.0))
+    with SqliteStore.open(tmp_path, read_only=True) as store:
+        found = read_pairs(store, reading(ChatTemplate.load(tiny_base)), labels=load_labels(notes))
+    assert texts(found, tiny_base) == [("<u>say a<end><a>", "bb<end>", "ccc<end>")]
+    assert found.left_out == {"no_label": 3}
 
 
 def test_siblings_of_a_call_are_compared_by_their_own_rewards(tmp_path: Path, tiny_base: Path) -> None:

@@ -101,6 +101,25 @@ function drawAll() {
 async function load(element) {
   const answer = await fetch(element.dataset.load);
   if (answer.ok) element.innerHTML = await answer.text();
+  offerTables();
+}
+
+// A link below each table that leads to it as a file, with all of its rows.
+function offerTables() {
+  if (document.body.dataset.still) return;
+  const places = new Map();
+  for (const table of document.querySelectorAll("main table:not(.u-legend)")) {
+    const address = table.closest("[data-load]")?.dataset.load ?? location.href;
+    const number = places.get(address) ?? 0, box = table.closest(".scroll") ?? table;
+    places.set(address, number + 1);
+    if (box.nextElementSibling?.matches(".csv")) continue;
+    const there = new URL(address, location.href);
+    there.searchParams.set("csv", number);
+    there.hash = "";
+    const link = document.createElement("a");
+    Object.assign(link, { className: "csv", href: there.href, textContent: "CSV", title: "this table as a file, with exact figures and all rows" });
+    box.after(link);
+  }
 }
 
 async function refresh() {
@@ -115,6 +134,7 @@ async function refresh() {
     if (fresh && fresh.innerHTML !== old.innerHTML) old.innerHTML = fresh.innerHTML;
   }
   drawAll();
+  offerTables();
   document.querySelectorAll("[data-load]").forEach(load);
 }
 
@@ -141,6 +161,28 @@ function step(by) {
   next?.scrollIntoView({ block: "center" });
 }
 
+// Thumbs and notes: what was said is kept by the server; a thumb that is pressed again is taken back.
+async function keep(box) {
+  const pressed = box.querySelector("button[aria-pressed=true]"), told = box.querySelector("[role=status]");
+  const body = { id: box.dataset.note, score: pressed ? +pressed.value : null, note: box.querySelector("textarea").value };
+  const asked = { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
+  const answer = await fetch(box.dataset.post, asked).catch(() => null);
+  const found = await answer?.json().catch(() => null);
+  told.textContent = answer?.ok ? "kept" : `not kept: ${found?.error?.message ?? "the server does not answer"}`;
+}
+
+document.addEventListener("click", (event) => {
+  const button = event.target.closest("[data-note] button");
+  if (!button) return;
+  const box = button.closest("[data-note]"), again = button.getAttribute("aria-pressed") === "true";
+  for (const one of box.querySelectorAll("button")) one.setAttribute("aria-pressed", String(one === button && !again));
+  keep(box);
+});
+document.addEventListener("change", (event) => {
+  const box = event.target.matches("[data-note] textarea") && event.target.closest("[data-note]");
+  if (box) keep(box);
+});
+
 const KEYS = {
   j: () => step(1),
   k: () => step(-1),
@@ -156,7 +198,7 @@ const KEYS = {
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select, textarea")) return;
-  const act = KEYS[event.key] ?? (/^[1-7]$/.test(event.key) ? () => document.querySelectorAll("nav a")[event.key - 1]?.click() : null);
+  const act = KEYS[event.key] ?? (/^[1-8]$/.test(event.key) ? () => document.querySelectorAll("nav a")[event.key - 1]?.click() : null);
   if (act) { event.preventDefault(); act(); }
 });
 
@@ -168,6 +210,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
 });
 
 drawAll();
+offerTables();
 document.querySelectorAll("[data-load]").forEach(load);
 follow();
 document.documentElement.dataset.ready = "yes";

@@ -179,8 +179,8 @@ def test_a_call_shows_its_tokens_by_log_probability(site, run):
     with SqliteStore.open(run, read_only=True) as store:
         ((episode,),) = store.rows("SELECT episode FROM calls WHERE id = ?", (call,))
         said = store.calls(episode)[0].candidates[0]
-    assert 'class="t t' not in httpx.get(f"{site}/run/trained/call/{call}").text
-    page = httpx.get(f"{site}/run/trained/call/{call}?tokens=1").text
+    assert 'class="tokens"' not in httpx.get(f"{site}/run/trained/call/{call}").text
+    page = httpx.get(f"{site}/run/trained/call/{call}?by=logprob").text
     shown = re.findall(
         r'<span class="t t\d" title="[^"]*">(.*?)</span>', page.split('class="tokens"')[1].split("</p>")[0]
     )
