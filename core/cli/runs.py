@@ -10,7 +10,8 @@ from rich.text import Text
 
 from cotune.cli.command import Parser
 from cotune.reading.facts import facts
-from cotune.reading.run import OpenedRun, open_runs
+from cotune.reading.find_runs import open_runs
+from cotune.reading.run import OpenedRun
 from cotune.reading.words import change_text
 from cotune.tables import BAD, GOOD, NAME, cells, grid
 from cotune.terminal import terminal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter, defaultdict
 from typing import Literal
 
@@ -13,6 +14,7 @@ from cotune.reading.causes import causes, shortened
 from cotune.reading.headline import SINGLE
 from cotune.reading.run import OpenedRun
 from cotune.records.policies import UNTRAINED
+from cotune.storage.episode_filters import EVERYTHING
 from cotune.tables import plural
 
 MOST_CAUSES = 5
@@ -33,6 +35,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     judge_cost: float
     created: str
+    """When the run was begun; of records by themselves, when their latest episode was."""
     episodes: int
     abandoned: int
     """Episodes of steps that a rollback has abandoned."""
@@ -53,22 +56,29 @@ def facts(run: OpenedRun) -> Facts:
     if run.samples and not plan and lines and "path" in lines[-1]:
         # none was configured, and only under `tree` is a path chosen among candidates
         plan = "independent" if lines[-1]["path"] == SINGLE else "tree"
+    # Records by themselves are told by their latest episode.
+    latest = [] if run.is_run else run.store.episode_ids(EVERYTHING, 1)
+    last = run.store.episode(latest[0]) if latest else None
     usual: dict[str, str] = {str(kind): recipe for kind, recipe in USUAL.items()}
     return Facts(
         recipe=config.recipe or usual.get(plan, ""),
         plan=plan,
         model=str(about.get("model") or about.get("config", {}).get("model") or ""),
         bases=further_bases(run),
-        workflow=str(about.get("workflow") or ""),
+        workflow=str(about.get("workflow") or (last.workflow if last else "")),
         teacher=", ".join(dict.fromkeys(filter(None, [config.distill.teacher, *(p.teacher for p in config.policy)]))),
         steps=f"{len(lines)} of {run.planned}" if run.planned else str(len(lines) or ""),
         seconds=sum(sum(line["seconds"].values()) for line in lines),
         judge_cost=sum(line["counters"].get("judge.cost", 0.0) for line in lines),
-        created=str(about.get("created") or ""),
+        created=str(about.get("created") or "").replace("T", " ")[:16] or _day(last.started if last else 0.0),
         episodes=episodes,
         abandoned=abandoned,
         calls=calls,
     )
+
+
+def _day(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,10 +1,10 @@
-"""Runs and records files to look at: opened for reading only, and read again where they have changed."""
+"""A run or a records file to look at: opened for reading only, and read again where it has changed."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -36,9 +36,6 @@ from cotune.storage.run_layout import (
 log = logging.getLogger("cotune")
 T = TypeVar("T")
 
-MOST_RUNS = 200
-"""Runs that are opened of a folder, the newest ones."""
-
 
 class OpenedRun:
     """A run folder, or records by themselves: a file, or a database by its address. `name` is its name in addresses
@@ -47,7 +44,7 @@ class OpenedRun:
     def __init__(self, path: Path | str, name: str = "") -> None:
         """Raises RunError where there is neither a run nor a records file, or it cannot be read."""
         is_file = is_path(path)
-        self.name = name or _plain_name(path)
+        self.name = name or plain_name(path)
         self.path = Path(path).absolute() if is_file else Path(self.name)
         self.folder = self.path if is_file and self.path.is_dir() else None
         self.is_run = self.folder is not None and is_run(self.folder)
@@ -217,66 +214,12 @@ class OpenedRun:
         self.close()
 
 
-def open_runs(paths: Iterable[str | Path]) -> list[OpenedRun]:
-    """Open runs, records files, and the runs in folders of them; of a folder, one that cannot be read is left out, and
-    the log says why. Raises RunError when there is nothing to open."""
-    found: list[tuple[Path | str, bool]] = []
-    for address in paths:
-        if not is_path(address):
-            found.append((str(address), True))
-            continue
-        path = Path(address)
-        found += [(path, True)] if _is_source(path) else [(inside, False) for inside in _inside(path)]
-    opened: dict[str, OpenedRun] = {}
-    known: set[Path | str] = set()
-    for source, named in found:
-        whole = source.absolute() if isinstance(source, Path) else source
-        if whole in known:
-            continue
-        known.add(whole)
-        try:
-            name = _name(source, opened)
-            opened[name] = OpenedRun(source, name)
-        except CotuneError as error:
-            if named:
-                for run in opened.values():
-                    run.close()
-                raise
-            log.warning("%s is left out: %s", source, error)
-    if not opened:
-        raise RunError("None of these runs can be read.", "The log above says why.")
-    return list(opened.values())
-
-
-def _inside(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise RunError(f"There is no run at {folder}.", "Name a run folder, a records file, or a folder of runs.")
-    found = [path for path in folder.iterdir() if path.is_dir() and _is_source(path)]
-    if not found:
-        raise RunError(
-            f"{folder} holds no run and no records.", "Name a folder that cotune train or cotune trace wrote."
-        )
-    return sorted(sorted(found, key=lambda path: path.stat().st_mtime)[-MOST_RUNS:])
-
-
-def _is_source(path: Path) -> bool:
-    return path.is_file() or is_run(path) or (path / RECORDS).is_file()
-
-
-def _plain_name(path: Path | str) -> str:
+def plain_name(path: Path | str) -> str:
     """The name of a folder or file, or of a database: the last part of its address."""
     if not is_path(path):
         return Path(str(path).partition("?")[0].partition("://")[2].partition("/")[2]).name or "records"
     absolute = Path(path).absolute()
     return (absolute.parent.name if absolute.name == RECORDS else absolute.name) or "run"
-
-
-def _name(path: Path | str, taken: Container[str]) -> str:
-    plain = _plain_name(path)
-    wanted, number = plain, 2
-    while wanted in taken:
-        wanted, number = f"{plain}-{number}", number + 1
-    return wanted
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:

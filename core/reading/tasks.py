@@ -17,6 +17,8 @@ from cotune.storage.run_layout import RunLayout, read_config
 from cotune.storage.typed_json import read_if_typed
 
 PAGE = 60
+MOST_CELLS = 2000
+"""Tasks of the grid."""
 COLUMNS = 30
 """Columns of the map; where a run has more steps, several share one."""
 KINDS: Mapping[str, Callable[[float, float], bool]] = {
@@ -49,9 +51,18 @@ class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
     cells: tuple[Cell, ...]
 
 
+class GridCell(msgspec.Struct, frozen=True):
+    """A task in the grid of all: the mean of its outcome (None where nobody knows it), and its episodes."""
+
+    id: str
+    value: float | None
+    episodes: int
+
+
 class TaskPage(msgspec.Struct, frozen=True, kw_only=True):
     """The averaged `measure` is `success`, or the sum of an episode's rewards. `counts` are tasks by kind; `adaptive`:
-    whether tasks of the run are drawn so."""
+    whether tasks of the run are drawn so. `grid` has the first `MOST_CELLS` tasks that were asked for, of `total`.
+    `sparse`: whether most tasks have episodes in one step alone, so that a map of steps says nothing."""
 
     rows: tuple[TaskRow, ...]
     measure: str
@@ -61,6 +72,9 @@ class TaskPage(msgspec.Struct, frozen=True, kw_only=True):
     high: float
     after: str = ""
     adaptive: bool = False
+    grid: tuple[GridCell, ...] = ()
+    total: int = 0
+    sparse: bool = False
 
 
 class _Curriculum(msgspec.Struct):
@@ -123,6 +137,7 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
     for task, step, n, total in store.outcomes_by_step(phase, on_failure, sums):
         count, sum_ = sums[str(task)][place[step + 1]]
         sums[str(task)][place[step + 1]] = (count + n, sum_ + (total or 0.0))
+    tried = [sum(count > 0 for count, _ in cells) for cells in sums.values()]
     return TaskPage(
         rows=tuple(
             TaskRow(
@@ -144,6 +159,9 @@ def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: st
         high=max([1.0, *(high for _, high in known)]),
         after=page[-1][0] if len(rest) > PAGE else "",
         adaptive=adaptive,
+        grid=tuple(GridCell(str(task), mean, n) for task, n, mean, *_ in chosen[:MOST_CELLS]),
+        total=len(chosen),
+        sparse=bool(tried) and sum(tried) < 2 * len(tried),
     )
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+from collections.abc import Iterator
 
-from cotune.cli.command import Parser, add_address, add_repeated, prices
+import msgspec
+
+from cotune.cli.command import Parser, add_address, add_repeated, documentation, prices
 from cotune.terminal import tell
 
 EXAMPLE = "cotune view runs/r1 runs/r2"
@@ -26,7 +30,32 @@ def arguments(command: Parser) -> None:
 
 def run(a: argparse.Namespace) -> int:
     from cotune.integrations.web.viewer.server import view
+    from cotune.integrations.web.viewer.viewer import KnownField
 
     token = a.token or os.environ.get("COTUNE_TOKEN")
-    view(a.runs or ["runs"], tell, host=a.host, port=a.port, token=token, prices=prices(a.price))
+    known = {name: KnownField(default, text) for name, default, text in documented_fields()}
+    view(a.runs or ["runs"], tell, host=a.host, port=a.port, token=token, prices=prices(a.price), fields=known)
     return 0
+
+
+def documented_fields() -> Iterator[tuple[str, str, str]]:
+    """The fields of a run's configuration as the documentation lists them: dotted name, default as the viewer shows
+    values, and help."""
+    from cotune.trainer.config.train import TrainConfig
+
+    yield from _fields(TrainConfig, "")
+
+
+def _fields(table: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, str, str]]:
+    texts = documentation(table)
+    inner: list[tuple[str, type[msgspec.Struct]]] = []
+    for field in sorted(msgspec.structs.fields(table), key=lambda field: not field.required):
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            inner.append((f"{prefix}{field.encode_name}.", field.type))
+            continue
+        value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        value = None if value is msgspec.NODEFAULT else value
+        text = value if isinstance(value, str) else json.dumps(msgspec.to_builtins(value), ensure_ascii=False)
+        yield prefix + field.encode_name, text or "–", texts.get(field.name, "")
+    for name, kind in inner:
+        yield from _fields(kind, name)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -13,7 +16,7 @@ from cotune.integrations.web.http.requests import json_response
 from cotune.integrations.web.viewer import episodes
 from cotune.integrations.web.viewer.rendering import address, doing, plain, render
 from cotune.integrations.web.viewer.tables import chart_as_csv
-from cotune.integrations.web.viewer.viewer import Viewer, hues
+from cotune.integrations.web.viewer.viewer import KnownField, Viewer, hues
 from cotune.reading.curves import charts, first_charts
 from cotune.reading.facts import ending, facts, learned, troubles
 from cotune.reading.run import OpenedRun
@@ -22,11 +25,23 @@ from cotune.storage.run_layout import leaves
 
 
 def runs_page(viewer: Viewer, request: Request) -> Response:
-    """All runs side by side."""
+    """All runs side by side, also those that have come since."""
+    viewer.look_again()
     if len(viewer.runs) == 1 and "all" not in request.query_params:
         return RedirectResponse(address("run", next(iter(viewer.runs))))
-    rows = [(run, facts(run), run.headline.changes[:3]) for run in viewer.runs.values()]
-    return viewer.page(request, "runs.html", rows=rows)
+    rows = [(run, facts(run), run.headline.changes[:3]) for run in list(viewer.runs.values())]
+    return viewer.page(request, "runs.html", rows=rows, seen=_stamp_of_runs(viewer))
+
+
+def runs_changed_part(viewer: Viewer, request: Request) -> Response:
+    """A text that changes with the runs and what they record."""
+    viewer.look_again()
+    return json_response({"stamp": _stamp_of_runs(viewer), "state": "recording", "now": ""})
+
+
+def _stamp_of_runs(viewer: Viewer) -> str:
+    told = "|".join(f"{name} {run.stamp} {run.state}" for name, run in list(viewer.runs.items()))
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def overview_page(viewer: Viewer, request: Request) -> Response:
@@ -76,21 +91,64 @@ def curves_page(viewer: Viewer, request: Request) -> Response:
 def configuration_page(viewer: Viewer, request: Request) -> Response:
     """The configuration of runs, and where they differ."""
     run, shown = viewer.chosen(request)
-    tables = [settings(one) for one in shown]
-    names = sorted({name for table in tables for name in table}, key=lambda name: (name.startswith("versions."), name))
-    rows = [(name, [table.get(name, "–") for table in tables]) for name in names]
     only = len(shown) > 1 and "all" not in request.query_params
+    set_only = "set" in request.query_params
     headlines = [one.headline.changes for one in shown]
+    groups = grouped([settings(one) for one in shown], viewer.fields, only=only, set_only=set_only)
     return viewer.page(
         request,
         "compare.html",
         run,
-        rows=[(name, values, len(set(values)) > 1) for name, values in rows if not only or len(set(values)) > 1],
+        groups=groups,
         shown=shown,
         only=only,
+        set_only=set_only,
         headlines=headlines,
         figures=list(dict.fromkeys(change.name for changes in headlines for change in changes)),
     )
+
+
+class ShownField(msgspec.Struct, frozen=True, kw_only=True):
+    """A field: its value in each run, and whether they differ; its default and its help, where it is documented;
+    `changed` says of each value whether it is another than the default."""
+
+    name: str
+    values: tuple[str, ...]
+    differs: bool
+    default: str
+    help: str
+    changed: tuple[bool, ...]
+
+
+def grouped(
+    tables: Sequence[Mapping[str, str]], fields: Mapping[str, KnownField], *, only: bool, set_only: bool
+) -> dict[str, list[ShownField]]:
+    """The fields of runs by the tables of the documentation, in its order: with `only` those that differ between the
+    runs, with `set_only` those that are not at their default."""
+    order = {name: place for place, name in enumerate(fields)}
+    heads = list(dict.fromkeys(name.rpartition(".")[0] for name in fields))
+    found: dict[str, list[ShownField]] = {}
+    for name in sorted({name for table in tables for name in table}, key=lambda name: (order.get(name, 10**6), name)):
+        known = fields.get(name)
+        values = tuple(table.get(name, "–") for table in tables)
+        changed = tuple(known is not None and value not in (known.default, "–") for value in values)
+        differs = len(set(values)) > 1
+        if (only and not differs) or (set_only and known is not None and not any(changed)):
+            continue
+        head = next((one for one in reversed(heads) if one and name.startswith(f"{one}.")), "")
+        head = head or (name.partition(".")[0] if "." in name else "")
+        shown = ShownField(
+            name=name,
+            values=values,
+            differs=differs,
+            default=known.default if known else "",
+            help=known.help if known else "",
+            changed=changed,
+        )
+        found.setdefault(head, []).append(shown)
+    last = ("versions", "changes")
+    places = {head: (head in last, heads.index(head) if head in heads else len(heads)) for head in found}
+    return dict(sorted(found.items(), key=lambda item: places[item[0]]))
 
 
 def settings(run: OpenedRun) -> dict[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from starlette.applications import Starlette
@@ -26,6 +28,7 @@ from cotune.integrations.web.viewer.overview import (
     configuration_page,
     curves_page,
     overview_page,
+    runs_changed_part,
     runs_page,
     use_part,
 )
@@ -33,12 +36,13 @@ from cotune.integrations.web.viewer.rendering import asset
 from cotune.integrations.web.viewer.sides import diff_page, sides_page
 from cotune.integrations.web.viewer.tables import table_as_csv
 from cotune.integrations.web.viewer.tasks import tasks_page
-from cotune.integrations.web.viewer.viewer import Page, Viewer
-from cotune.reading.run import OpenedRun
+from cotune.integrations.web.viewer.viewer import KnownField, Page, Viewer
+from cotune.reading.find_runs import FoundRuns
 from cotune.records.prices import Prices
 
 PAGES = (
     Page("/", runs_page, "Runs"),
+    Page("/changed", runs_changed_part),
     Page("/curves", curves_page, "Curves"),
     Page("/compare", configuration_page, "Configuration"),
     Page("/run/{run}", overview_page, "Overview"),
@@ -64,9 +68,14 @@ ASSETS = {"viewer.css": "text/css", "uplot.css": "text/css"}
 ASSETS |= {"viewer.js": "text/javascript", "uplot.js": "text/javascript"}
 
 
-def build_app(runs: list[OpenedRun], token: str | None = None, prices: Prices | None = None) -> Any:
+def build_app(
+    runs: FoundRuns,
+    token: str | None = None,
+    prices: Prices | None = None,
+    fields: Mapping[str, KnownField] = MappingProxyType({}),
+) -> Any:
     """The ASGI application over opened runs. With a `token`, every page needs it."""
-    viewer = Viewer(runs, prices or {}, PAGES)
+    viewer = Viewer(runs, prices or {}, PAGES, fields)
     routes = [Route(page.path, _endpoint(viewer, page), methods=[page.method]) for page in PAGES]
     handlers: Any = {kind: functools.partial(_failed, viewer) for kind in (HTTPException, CotuneError, Exception)}
     app = Starlette(routes=[*routes, Route("/static/{name}", _static)], exception_handlers=handlers)

@@ -15,8 +15,9 @@ from cotune.integrations.web.viewer.viewer import hues
 from cotune.reading.curves import charts
 from cotune.reading.evaluations import StoredEvaluation
 from cotune.reading.facts import ending, facts, learned, troubles
+from cotune.reading.find_runs import open_runs
 from cotune.reading.headline import compared_modes
-from cotune.reading.run import OpenedRun, open_runs
+from cotune.reading.run import OpenedRun
 from cotune.reading.use import Totals, total_cost
 from cotune.records.prices import Prices
 from cotune.storage.episode_filters import EpisodeFilters

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -12,7 +13,9 @@ from starlette.types import ASGIApp
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
 from cotune.integrations.web.viewer.pages import build_app
 from cotune.integrations.web.viewer.rendering import address
-from cotune.reading.run import OpenedRun, open_runs
+from cotune.integrations.web.viewer.viewer import KnownField
+from cotune.reading.find_runs import FoundRuns
+from cotune.reading.run import OpenedRun
 from cotune.records.prices import Prices
 
 
@@ -24,23 +27,23 @@ def viewing(
     port: int = 0,
     token: str | None = None,
     prices: Prices | None = None,
+    fields: Mapping[str, KnownField] = MappingProxyType({}),
 ) -> Iterator[RunningServer[list[OpenedRun]]]:
     """Serve the pages of runs from a background thread; port 0 takes a free one.
 
     Raises RunError where there is nothing to look at, ConfigError for an address that cannot be had.
     """
-    runs = open_runs(paths)
+    found = FoundRuns(paths)
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, list[OpenedRun]]]:
-        yield build_app(runs, token, prices), runs
+        yield build_app(found, token, prices, fields), list(found.opened.values())
 
     try:
-        with running(opening, host=host, port=port, token=token, name="cotune-view") as found:
-            yield found
+        with running(opening, host=host, port=port, token=token, name="cotune-view") as server:
+            yield server
     finally:
-        for run in runs:
-            run.close()
+        found.close()
 
 
 def view(paths: Iterable[str | Path], say: Callable[[str], None], **options: Any) -> None:

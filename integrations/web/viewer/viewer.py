@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.responses import HTMLResponse, Response
 
 from cotune.integrations.web.viewer.rendering import HUES, render
 from cotune.integrations.web.viewer.tokens import Colouring
+from cotune.reading.find_runs import FoundRuns
 from cotune.reading.groups import StepGroups, step_groups
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import Totals
@@ -35,16 +37,36 @@ class Page(msgspec.Struct, frozen=True):
     method: str = "GET"
 
 
-class Viewer:
-    """Opened runs, as pages show them."""
+class KnownField(msgspec.Struct, frozen=True):
+    """A documented field of the configuration: its default, as the page shows values, and its help."""
 
-    def __init__(self, runs: list[OpenedRun], prices: Prices, pages: tuple[Page, ...]) -> None:
-        self.runs = {run.name: run for run in runs}
+    default: str
+    help: str
+
+
+class Viewer:
+    """Found runs, as pages show them. `fields` are those of the configuration, by dotted name, in the order of the
+    documentation."""
+
+    def __init__(
+        self,
+        found: FoundRuns,
+        prices: Prices,
+        pages: tuple[Page, ...],
+        fields: Mapping[str, KnownField] = MappingProxyType({}),
+    ) -> None:
+        self._found = found
+        self.runs = found.opened
         self.prices = prices
+        self.fields = fields
         self._tabs = {page.tab: page for page in reversed(pages) if page.path.startswith("/run/{run}") and page.tab}
         self._steps: OrderedDict[tuple[str, int | None, str], StepGroups] = OrderedDict()
         self._totals: dict[str, Totals] = {}
         self._lock = Lock()
+
+    def look_again(self) -> None:
+        """Open runs that are new in the folders."""
+        self._found.look_again()
 
     def run(self, request: Request) -> OpenedRun:
         """The run of an address. Raises HTTPException (404) for one that is not shown."""

@@ -9,8 +9,8 @@ import pytest
 
 from cotune.cli.main import main
 from cotune.errors import ConfigError
+from cotune.reading.find_runs import open_runs
 from cotune.reading.groups import step_groups
-from cotune.reading.run import open_runs
 from cotune.trainer.config.train import convert
 from tests.test_docs import ROOT
 from tests.trainer.conftest import Trainer

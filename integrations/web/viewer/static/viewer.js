@@ -21,38 +21,63 @@ function tick(value, percent) {
   return size && size < 0.001 ? (+value.toPrecision(8)).toExponential() : String(+value.toPrecision(8));
 }
 
+// How curves are drawn, as the address says it: smoothing, a logarithmic axis, lines that are off.
+function drawing() {
+  const asked = new URLSearchParams(location.search);
+  return { smooth: Math.min(0.99, Math.max(0, +asked.get("smooth") || 0)), log: asked.has("log"), off: asked.getAll("off") };
+}
+
+// An exponential mean that begins without a bias; gaps stay gaps.
+function smoothed(values, weight) {
+  if (!weight) return values;
+  let sum = 0, share = 0;
+  return values.map((value) => {
+    if (value == null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    share = weight * share + (1 - weight);
+    return sum / share;
+  });
+}
+
 function columns(chart) {
-  const data = [chart.steps];
+  const { smooth } = drawing(), data = [chart.steps];
   for (const series of chart.series) {
-    data.push(series.values);
+    data.push(series.low ? series.values : smoothed(series.values, smooth)); // an interval is of what was measured
     if (series.low) data.push(series.low, series.high);
   }
+  if (smooth) for (const series of chart.series) if (!series.low) data.push(series.values);
   return data;
 }
 
+// Only positive values have a place on a logarithmic axis.
+function logarithmic(chart) {
+  return drawing().log && chart.series.every((line) => [line.values, line.low ?? []].every((list) => list.every((value) => value == null || value > 0)));
+}
+
 function seriesOf(chart) {
-  const series = [{ label: "step" }], bands = [];
+  const series = [{ label: "step" }], bands = [], { smooth, off } = drawing();
   chart.series.forEach((line, place) => {
     const stroke = colour("--h" + (place % 8));
     const dash = place >= 8 ? [6, 4] : undefined;
     series.push({
-      label: line.label, stroke, width: 1.8, dash, spanGaps: true,
+      label: line.label, stroke, width: 1.8, dash, spanGaps: true, show: !off.includes(line.label),
       points: { show: chart.steps.length < 40, size: 5 },
       value: (_, value) => figure(value, chart.percent),
     });
     if (line.low) {
       const at = series.length;
-      for (const end of ["low", "high"]) series.push({ label: end, stroke: "transparent", spanGaps: true, points: { show: false }, value: (_, v) => figure(v, chart.percent) });
+      for (const end of ["low", "high"]) series.push({ label: end, stroke: "transparent", spanGaps: true, show: !off.includes(line.label), points: { show: false }, value: (_, v) => figure(v, chart.percent) });
       bands.push({ series: [at + 1, at], fill: stroke + "26" });
     }
   });
+  if (smooth) chart.series.forEach((line, place) => line.low || series.push({
+    label: line.label, class: "raw", stroke: colour("--h" + (place % 8)) + "40", width: 1, spanGaps: true, points: { show: false }, show: !off.includes(line.label),
+  }));
   return { series, bands };
 }
 
-function openStep(plot, chart) {
-  if (document.body.dataset.still) return;
-  const place = plot.cursor.idx;
-  if (place == null) return;
+function openStep(plot, chart, place = plot.cursor.idx) {
+  if (document.body.dataset.still || place == null) return;
   const near = chart.series.findIndex((_, i) => plot.series[i + 1] && plot.series[i + 1]._focus);
   const series = chart.series[Math.max(0, near)];
   const query = new URLSearchParams({ step: chart.steps[place], phase: chart.phase });
@@ -65,20 +90,37 @@ function draw(figureElement, chart) {
   const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, font: "11px system-ui" };
   const plot = new uPlot({
     width: box.clientWidth, height: 190, padding: [6, 10, 0, 0], series, bands,
-    scales: { x: { time: false }, y: { range: (_, low, high) => span(low, high, chart.percent) } },
+    scales: { x: { time: false }, y: logarithmic(chart) ? { distr: 3 } : { range: (_, low, high) => span(low, high, chart.percent) } },
     axes: [
       { ...axis, space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], size: 30 },
-      { ...axis, size: 58, values: (_, ticks) => ticks.map((value) => tick(value, chart.percent)) },
+      { ...axis, size: 58, values: (_, ticks) => ticks.map((value) => (value == null ? "" : tick(value, chart.percent))) },
     ],
     cursor: { sync: { key: SYNC.key }, focus: { prox: 24 } },
     focus: { alpha: 0.35 },
     hooks: { ready: [(made) => made.setLegend({ idx: chart.steps.length - 1 })] },
   }, columns(chart), box);
+  byKeyboard(box, plot, chart);
   let pressed = 0;
   plot.over.addEventListener("mousedown", (event) => { pressed = event.clientX; });
   plot.over.addEventListener("click", (event) => { if (Math.abs(event.clientX - pressed) < 4) openStep(plot, chart); });
   plot.over.addEventListener("mouseleave", () => plot.setLegend({ idx: plot.data[0].length - 1 }));
   PLOTS.set(chart.id, { plot, box, lines: chart.series.map((line) => line.label).join() });
+}
+
+// Arrow keys move along the steps, Enter opens the episodes of one; what stands there is said.
+function byKeyboard(box, plot, chart) {
+  const told = box.parentElement.querySelector("[role=status]");
+  let place = chart.steps.length - 1;
+  box.onkeydown = (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1, Home: -1e9, End: 1e9 }[event.key];
+    if (event.key === "Enter") return openStep(plot, chart, place);
+    if (by == null) return;
+    event.preventDefault();
+    place = Math.max(0, Math.min(chart.steps.length - 1, place + by));
+    plot.setCursor({ left: plot.valToPos(chart.steps[place], "x"), top: 10 });
+    plot.setLegend({ idx: place });
+    if (told) told.textContent = `step ${chart.steps[place]}: ` + chart.series.map((line) => `${line.label} ${figure(line.values[place], chart.percent)}`).join(", ");
+  };
 }
 
 function span(low, high, percent) {
@@ -96,6 +138,37 @@ function drawAll() {
     if (known && known.lines === chart.series.map((line) => line.label).join()) known.plot.setData(columns(chart));
     else if (place) { known?.plot.destroy(); draw(place, chart); }
   }
+}
+
+// Smoothing, axis and lines are chosen for all charts of the page, and kept in its address.
+function choose() {
+  const form = document.getElementById("drawing");
+  if (!form) return;
+  const now = drawing(), labels = form.querySelector(".labels");
+  const source = JSON.parse(document.getElementById("charts").textContent);
+  form.elements.smooth.value = now.smooth;
+  form.elements.log.checked = now.log;
+  for (const label of new Set(source.flatMap((chart) => chart.series.map((line) => line.label)))) {
+    const box = Object.assign(document.createElement("input"), { type: "checkbox", name: "on", value: label, checked: !now.off.includes(label) });
+    const named = document.createElement("label");
+    named.append(box, " ", label);
+    labels.append(named);
+  }
+  form.addEventListener("input", () => {
+    const asked = new URLSearchParams(location.search);
+    for (const name of ["smooth", "log", "off"]) asked.delete(name);
+    if (+form.elements.smooth.value) asked.set("smooth", form.elements.smooth.value);
+    if (form.elements.log.checked) asked.set("log", 1);
+    for (const box of labels.querySelectorAll("input:not(:checked)")) asked.append("off", box.value);
+    history.replaceState(null, "", `${location.pathname}${asked.size ? "?" + asked : ""}`);
+    redraw();
+  });
+}
+
+function redraw() {
+  PLOTS.forEach(({ plot }) => plot.destroy());
+  PLOTS.clear();
+  drawAll();
 }
 
 async function load(element) {
@@ -146,7 +219,8 @@ function follow() {
     if (document.hidden) return;
     const found = await fetch(address).then((answer) => answer.json()).catch(() => null);
     if (!found) return;
-    document.getElementById("now").textContent = found.now;
+    const now = document.getElementById("now");
+    if (now) now.textContent = found.now;
     const ended = !["under way", "recording"].includes(found.state);
     if (found.stamp !== known || ended) await refresh();
     known = found.stamp;
@@ -203,12 +277,9 @@ document.addEventListener("keydown", (event) => {
 });
 
 addEventListener("resize", () => PLOTS.forEach(({ plot, box }) => plot.setSize({ width: box.clientWidth, height: 190 })));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  PLOTS.forEach(({ plot }) => plot.destroy());
-  PLOTS.clear();
-  drawAll();
-});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 
+choose();
 drawAll();
 offerTables();
 document.querySelectorAll("[data-load]").forEach(load);

@@ -141,7 +141,7 @@ def test_the_keyboard_leads_through_lists_and_pages(driver, site):
     arrived(driver, lambda url: url == second)
     ActionChains(driver).send_keys("n").perform()
     arrived(driver, lambda url: url != second and "/episode/" in url)
-    ActionChains(driver).send_keys("5").perform()
+    ActionChains(driver).send_keys("6").perform()
     arrived(driver, lambda url: url.endswith("/groups"))
     ActionChains(driver).send_keys("?").perform()
     assert driver.find_element(By.ID, "keys").is_displayed()

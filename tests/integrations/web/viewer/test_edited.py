@@ -13,7 +13,7 @@ import cotune
 from cotune.integrations.exchange.otel import names
 from cotune.integrations.exchange.otel.spans import Detail, episode_spans
 from cotune.integrations.web.viewer.pages import build_app
-from cotune.reading.run import open_runs
+from cotune.reading.find_runs import open_runs
 from cotune.storage.open_store import open_store
 from tests.integrations.edits import NEW, OLD, prompts
 from tests.integrations.provider import serving

@@ -19,7 +19,8 @@ import pytest
 from cotune.cli.main import main
 from cotune.errors import CotuneError
 from cotune.integrations.web.viewer.pages import build_app
-from cotune.reading.run import OpenedRun, open_runs
+from cotune.reading.find_runs import open_runs
+from cotune.reading.run import OpenedRun
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer

@@ -18,8 +18,9 @@ from cotune.integrations.web.viewer.report import report
 from cotune.integrations.web.viewer.server import viewing
 from cotune.integrations.web.viewer.timeline import TimedCall, timeline
 from cotune.reading.curves import charts
+from cotune.reading.find_runs import open_runs
 from cotune.reading.groups import step_groups
-from cotune.reading.run import OpenedRun, open_runs
+from cotune.reading.run import OpenedRun
 from cotune.records.structs import CallRecord, Candidate, Episode, Message, RewardRecord, Task, ToolResult
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
@@ -272,7 +273,8 @@ def test_what_a_prompt_quotes_was_read(tmp_path):
     with viewing([tmp_path / "traced"]) as server:
         page = httpx.get(f"{server.url}/run/traced/episode/E1").text
     assert re.findall(r', reads <a href="#call-(\d)">0</a> \(guessed\)', page) == ["0"]
-    assert page.count('class="reads guessed"') == 1 and 'class="reads"' not in page
+    assert page.count('class="reads guessed"') == 2 and 'class="reads"' not in page  # in time, and between roles
+    assert "r1 read r0 1 time, 1 of them guessed" in page
 
 
 def call(id: str, turn: int, messages: tuple[str, ...]):
