@@ -10,6 +10,7 @@ from typing import cast
 from cotune.algorithms.samples import TrainRow
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SleepingSampler
+from cotune.storage.token_figures import write_token_figures
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
@@ -50,6 +51,12 @@ async def sampler_asleep(run: RolloutRun, report: StepReport) -> AsyncIterator[N
     finally:
         with report.phase("wake"):
             await sampler.wake()
+
+
+def keep_figures(run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]]) -> None:
+    """Write what the learner saw of each token of the step into the run folder, for the viewer."""
+    found = {id: seen for policy in rows for id, seen in run.learner.seen(policy).items()}
+    write_token_figures(run.folder.path, run.state.steps, found)
 
 
 async def publish(run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]], updates: Updates) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -55,12 +56,16 @@ def write_token_figures(run: Path, step: int, found: Mapping[str, Seen]) -> None
         )
 
 
-def read_token_figures(run: Path, step: int) -> TokenFigures | None:
-    """The figures of a step; None where it has none or they cannot be read."""
-    try:
-        with np.load(file_of(run, step), allow_pickle=False) as stored:
-            ends = np.cumsum(stored["lengths"])[:-1]
-            parts = zip(np.split(stored["gaps"], ends), np.split(stored["entropies"], ends), strict=True)
-            return TokenFigures({str(id): Seen(*one) for id, one in zip(stored["ids"], parts, strict=True)})
-    except (OSError, ValueError, KeyError, EOFError):
-        return None
+def read_token_figures(run: Path, step: int, later: int = 0) -> TokenFigures | None:
+    """The figures of a step and of so many `later` ones, in which its candidates may have been trained on; None where
+    there are none or they cannot be read."""
+    found: dict[str, Seen] = {}
+    for file in (file_of(run, one) for one in range(step, step + later + 1)):
+        try:
+            with np.load(file, allow_pickle=False) as stored:
+                ends = np.cumsum(stored["lengths"])[:-1]
+                parts = zip(np.split(stored["gaps"], ends), np.split(stored["entropies"], ends), strict=True)
+                found |= {str(id): Seen(*one) for id, one in zip(stored["ids"], parts, strict=True)}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            continue
+    return TokenFigures(found) if found else None

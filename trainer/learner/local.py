@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from cotune.integrations.profiling.spans import Trace
 from cotune.integrations.profiling.tracer import Tracer
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
+from cotune.storage.token_figures import Seen
 from cotune.trainer.config.learner import LearnerSettings, Method, check_losses
 from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import (
@@ -50,20 +50,9 @@ from cotune.trainer.learner.memory.products import open_joined
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.mfu import model_utilization
 from cotune.trainer.learner.policy_model import PolicyModel
-from cotune.trainer.learner.update_tokens import UpdateTokens
+from cotune.trainer.learner.update_tokens import Update, UpdateTokens
 
 Batches = Sequence[Sequence[int]]
-
-
-@dataclass(frozen=True)
-class _Update:
-    """What the optimizer steps of one update share. `passed` [R] says which rows go through the model: a row without an
-    advantage only counts in the denominators."""
-
-    model: PolicyModel
-    tokens: UpdateTokens
-    passed: Sequence[bool]
-    sums: MetricSums
 
 
 class LocalLearner:
@@ -88,6 +77,7 @@ class LocalLearner:
         self._group, self.dtype = group or SingleProcess(), settings.dtype
         self._lock = threading.RLock()
         self._tracer = Tracer(next(iter(policies.values())).device)
+        self._seen: dict[str, Mapping[str, Seen]] = {}
         self._order = {name: torch.Generator().manual_seed(settings.seed) for name in policies}
         self._optimizers = {name: build_optimizer(of, methods[name].settings) for name, of in policies.items()}
         self._critic = Critic({name: (p.width, methods[name].loss) for name, p in policies.items()}, self._group)
@@ -154,6 +144,7 @@ class LocalLearner:
         model, (settings, loss), size = self._model(policy), self._methods[policy], self._passes[policy]
         with giving_back(model):
             # Rows into optimizer steps; which of them go through the model.
+            self._seen[policy] = {}
             rows = model.without_forced_tokens(rows)
             epochs = [mini_batches(rows, settings.mini_batch, self._order[policy]) for _ in range(settings.epochs)]
             tokens = UpdateTokens(rows, loss, advantages)
@@ -170,7 +161,7 @@ class LocalLearner:
                 return {**found, **dict.fromkeys(("steps", "skipped_steps", "idle_steps"), 0.0)}
 
             # One optimizer step per mini-batch, on gradients that its passes add up.
-            update = _Update(model, tokens, passed, MetricSums([row.role for row in rows]))
+            update = Update(model, tokens, passed, MetricSums([row.role for row in rows]))
             norms, losses, checkpointed = [0.0] * len(batches), [0.0] * len(batches), 0
             for step, batch in enumerate(batches):
                 self._skip(update, batch)
@@ -182,6 +173,7 @@ class LocalLearner:
                 with self._tracer.span("optimizer"):
                     norms[step] = self._step(policy, lr_scale, moves=any(tokens.moves[i] for i in batch))
             losses = self._group.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
+            self._seen[policy] = tokens.seen(self._group)
             finite = [norm for norm in norms if np.isfinite(norm)]
             if not finite:
                 raise LearnerError(
@@ -215,6 +207,10 @@ class LocalLearner:
             model = self._model(policy)
             found = self._passes[policy].fitting(lambda: self._logprobs(model, rows, [range(len(rows))]), lambda: None)
             return [part.numpy() for part in found.cpu().split(lengths_of(rows))]
+
+    def seen(self, policy: str) -> Mapping[str, Seen]:
+        """As `Learner.seen`."""
+        return self._seen.get(policy, {})
 
     def states(self, policy: str, rows: Sequence[TrainRow]) -> dict[int, Tensor]:
         """[tokens of the row, hidden] by the row's number: the last hidden states that predict its response, on the
@@ -337,7 +333,7 @@ class LocalLearner:
                 values = compute(own)
             yield from zip(micro, values.split(lengths_of(own)) if micro else (), strict=True)
 
-    def _skip(self, update: _Update, batch: Sequence[int]) -> None:
+    def _skip(self, update: Update, batch: Sequence[int]) -> None:
         """Count the rows of a mini-batch that no pass computes."""
         skipped, tokens = [i for i in batch if not update.passed[i]], update.tokens
         if skipped and self._group.rank == 0:
@@ -345,7 +341,7 @@ class LocalLearner:
             at = at[tokens.counted[at]]
             update.sums.skip(tokens.row[at], tokens.sampler[at].to(update.model.device))
 
-    def _backward(self, update: _Update, batch: Sequence[int]) -> float:
+    def _backward(self, update: Update, batch: Sequence[int]) -> float:
         """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss."""
         model, tokens, loss, places = update.model, update.tokens, update.tokens.loss, torch.tensor(batch)
         weight = torch.zeros(len(tokens.rows))
@@ -373,6 +369,7 @@ class LocalLearner:
         for micro, own, parts in done:
             computed = pass_tokens([tokens.rows[i] for i in micro], model.logprob_model.shares)
             update.sums.add(micro, own, parts, computed=computed)
+            tokens.note(micro, own)
         return total
 
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:

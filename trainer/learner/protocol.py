@@ -13,6 +13,7 @@ import numpy.typing as npt
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.profiling.spans import Trace
 from cotune.sampling.protocol import Weights
+from cotune.storage.token_figures import Seen
 
 
 class Learner(Protocol):
@@ -28,6 +29,11 @@ class Learner(Protocol):
 
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
+        ...
+
+    def seen(self, policy: str) -> Mapping[str, Seen]:
+        """What the last update saw of each token in the first pass with it, by the id of the row; rows that no pass
+        computed are left out."""
         ...
 
     def weights(self, policy: str) -> Weights:
@@ -74,6 +80,9 @@ class LearnerAround:
 
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         return self.inner.logprobs(policy, rows)
+
+    def seen(self, policy: str) -> Mapping[str, Seen]:
+        return self.inner.seen(policy)
 
     def weights(self, policy: str) -> Weights:
         return self.inner.weights(policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -14,8 +15,23 @@ from torch import Tensor
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import Floats, TrainRow
 from cotune.errors import GroupError
+from cotune.storage.token_figures import Seen
 from cotune.trainer.learner.batching import lengths_of
+from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.loss import Tokens, unmasked
+from cotune.trainer.learner.metric_sums import MetricSums
+from cotune.trainer.learner.policy_model import PolicyModel
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the optimizer steps of one update share. `passed` [R] says which rows go through the model: a row without an
+    advantage only counts in the denominators."""
+
+    model: PolicyModel
+    tokens: UpdateTokens
+    passed: Sequence[bool]
+    sums: MetricSums
 
 
 class UpdateTokens:
@@ -48,6 +64,7 @@ class UpdateTokens:
         self._exploration = torch.tensor([row.exploration for row in rows], dtype=torch.float32)
         self._offered = torch.cat([torch.tensor(row.loss_mask or (True,) * len(row.response_ids)) for row in rows])
         self.counted = self._offered
+        self._seen = torch.full((2, len(self.row)), torch.nan)
         self._teacher = _teacher_logprobs(rows) if loss.kl and loss.kl_to != "untrained" else None
 
     def at(self, rows: Sequence[int]) -> Tensor:
@@ -113,6 +130,27 @@ class UpdateTokens:
             entropy=entropy[there],
             reference=reference,
         )
+
+    def note(self, rows: Sequence[int], own: Tokens) -> None:
+        """Keep what a pass saw of its tokens that count: the first one of each, which is before the update or early in
+        it."""
+        at = self.at(rows)
+        at = at[self.counted[at]]
+        new = self._seen[0, at].isnan()
+        if own.entropy is not None and new.any():
+            found = torch.stack([own.new, own.entropy]).detach().float().cpu()
+            self._seen[:, at[new]] = found[:, new]
+
+    def seen(self, group: ProcessGroup) -> dict[str, Seen]:
+        """What passes saw of the tokens, by the id of their row; those of rows that none computed are left out."""
+        known = ~self._seen[0].isnan()
+        summed = group.sum(torch.cat([torch.where(known, self._seen, 0.0), known[None].float()]))
+        new, entropy, count = (part.numpy() for part in summed.cpu())
+        gaps = np.where(count > 0, new - self.sampler.numpy(), np.nan).astype(np.float16)
+        entropies = np.where(count > 0, entropy, np.nan).astype(np.float16)
+        parts = zip(np.split(gaps, self._starts[1:-1]), np.split(entropies, self._starts[1:-1]), strict=True)
+        found = {row.id: Seen(*part) for row, part in zip(self.rows, parts, strict=True)}
+        return {id: one for id, one in found.items() if not np.isnan(one.gaps).all()}
 
     def _per_row(self, chosen: Tensor) -> Tensor:
         return torch.bincount(self.row[chosen], minlength=len(self.rows))

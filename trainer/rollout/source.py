@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import sys
@@ -34,7 +35,7 @@ from cotune.trainer.run.restore import add_new_roles, recovery
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.schedules.curriculum import fewer_episodes
 from cotune.trainer.schedules.refill import Refill
-from cotune.trainer.updates import publish, sampler_asleep
+from cotune.trainer.updates import keep_figures, publish, sampler_asleep
 
 
 class RolloutSource:
@@ -90,6 +91,7 @@ class RolloutSource:
         """Send the next versions to the sampler."""
         with self.report.phase("publish"):
             await publish(self._run, rows, updates)
+        await asyncio.to_thread(keep_figures, self._run, rows)
 
     async def measure(self, rows: Rows, updates: Updates) -> StepMetrics:
         """Run held-out tasks where that is due."""

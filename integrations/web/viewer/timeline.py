@@ -216,7 +216,7 @@ def role_graph(calls: Sequence[TimedCall]) -> RoleGraph | None:
         end = line - side
         path = f"M{ends[0]:.1f} {end:.1f}C{bends[0]:.1f} {top:.1f} {bends[1]:.1f} {top:.1f} {ends[1]:.1f} {end:.1f}"
         counts = certain[source, target], guessed[source, target]
-        edges.append(Edge(source, target, *counts, path, (x1 + x2) / 2, line - rise - (4 if rise > 0 else -12)))
+        edges.append(Edge(source, target, *counts, path, (x1 + x2) / 2, line - rise - (9 if rise > 0 else -18)))
     nodes = tuple(Node(role, count, xs[role]) for role, count in roles.items())
     return RoleGraph(nodes, tuple(edges), line, apart * len(roles), line + below + 12)
 

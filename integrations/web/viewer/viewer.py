@@ -111,7 +111,8 @@ class Viewer:
         """The colours of candidates that a page is asked for (`by`); the tokenizer is that of the policy's base."""
         by, figures = request.query_params.get("by", ""), None
         if by in ("entropy", "ratio") and run.folder and episode and episode.training_step is not None:
-            figures = read_token_figures(run.folder, episode.training_step)
+            later = int((run.description.get("config") or {}).get("max_staleness") or 0)
+            figures = read_token_figures(run.folder, episode.training_step, later)
         own = run.about.base_of(policy) if policy else None
         return Colouring(by, own or str(run.description.get("model") or ""), figures)
 

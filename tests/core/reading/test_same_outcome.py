@@ -24,6 +24,7 @@ from cotune.integrations.web.viewer.pages import build_app
 from cotune.integrations.web.viewer.report import report, write_report
 from cotune.reading.curves import charts
 from cotune.reading.facts import facts
+from cotune.reading.find_runs import FoundRuns
 from cotune.reading.headline import Change
 from cotune.reading.recorded_answers import outcome_values
 from cotune.reading.run import OpenedRun, open_runs
@@ -169,8 +170,10 @@ def told_by_each(folder: Path) -> dict[str, str]:
     console.print(list_runs(open_runs([folder])))
     told["runs"] = heard.getvalue()
     with OpenedRun(folder) as run:
-        pages = TestClient(build_app([run], prices={"m": (1e6, 2e6)}), base_url="http://127.0.0.1")
+        found = FoundRuns([folder])
+        pages = TestClient(build_app(found, prices={"m": (1e6, 2e6)}), base_url="http://127.0.0.1")
         told["view"] = "".join(pages.get(f"/run/{folder.name}{part}").text for part in ("", "/use", "/groups"))
+        found.close()
         told["report"] = report(run, {"m": (1e6, 2e6)})
     told["card"] = card(MANIFEST, read_background(folder))
     return {who: " ".join(re.sub(r"<[^>]+>", " ", html.unescape(text)).split()) for who, text in told.items()}

@@ -19,6 +19,7 @@ from cotune.integrations.cluster.worker_group import WorkerGroup, WorkersClosed,
 from cotune.integrations.profiling.spans import Trace
 from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
+from cotune.storage.token_figures import Seen
 from cotune.trainer.config.cluster import CPUS, ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings, Method, check_losses
 from cotune.trainer.learner import files
@@ -137,6 +138,11 @@ class FsdpLearner:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         check_rows(rows)
         return [np.array(part) for part in self._pool(policy).call("learner", "logprobs", policy, pack_rows(rows))]
+
+    def seen(self, policy: str) -> Mapping[str, Seen]:
+        """As `Learner.seen`."""
+        found: Mapping[str, Seen] = self._pool(policy).call("learner", "seen", policy)
+        return found
 
     def weights(self, policy: str) -> Weights:
         """Trainable weights as fp32 arrays, gathered from all ranks: names as of `LocalLearner.weights`."""

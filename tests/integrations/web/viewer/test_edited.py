@@ -13,7 +13,7 @@ import cotune
 from cotune.integrations.exchange.otel import names
 from cotune.integrations.exchange.otel.spans import Detail, episode_spans
 from cotune.integrations.web.viewer.pages import build_app
-from cotune.reading.find_runs import open_runs
+from cotune.reading.find_runs import FoundRuns
 from cotune.storage.open_store import open_store
 from tests.integrations.edits import NEW, OLD, prompts
 from tests.integrations.provider import serving
@@ -37,11 +37,11 @@ def test_what_was_asked_and_what_was_sent(tmp_path: Path) -> None:
     assert names.ASKED_MESSAGES not in unedited
 
     async def page(id: str) -> str:
-        (run,) = open_runs([tmp_path / "run"])
-        transport = httpx.ASGITransport(build_app([run]))
+        runs = FoundRuns([tmp_path / "run"])
+        transport = httpx.ASGITransport(build_app(runs))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as viewer:
             text = (await viewer.get(f"/run/run/call/{id}")).text
-        run.close()
+        runs.close()
         return text
 
     shown = asyncio.run(page(first.id))

@@ -19,8 +19,7 @@ import pytest
 from cotune.cli.main import main
 from cotune.errors import CotuneError
 from cotune.integrations.web.viewer.pages import build_app
-from cotune.reading.find_runs import open_runs
-from cotune.reading.run import OpenedRun
+from cotune.reading.find_runs import FoundRuns
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
@@ -189,9 +188,10 @@ def asked(run: Path) -> Iterator[str]:
         for table, page in (("episodes", "episode"), ("calls", "call")):
             for (name,) in db.execute(f"SELECT id FROM {table} LIMIT 3"):
                 yield f"/run/run/{page}/{name}"
+                yield f"/run/run/diff?a={name}.0" if table == "calls" else f"/run/run/sides?right=run/{name}"
 
 
-async def answers(runs: list[OpenedRun], pages: list[str]) -> dict[str, httpx.Response]:
+async def answers(runs: FoundRuns, pages: list[str]) -> dict[str, httpx.Response]:
     transport = httpx.ASGITransport(build_app(runs), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         return {page: await client.get(page) for page in pages}
@@ -201,7 +201,7 @@ def look(run: Path, *, shown: bool = False) -> None:
     """Every page says what it shows, or what is wrong; where all can be `shown`, every page shows it."""
     pages = list(asked(run))
     try:
-        runs = open_runs([run])
+        runs = FoundRuns([run])
     except CotuneError as error:
         assert str(run) in str(error) and not shown
         return
@@ -211,8 +211,7 @@ def look(run: Path, *, shown: bool = False) -> None:
             fine = answer.status_code in (200, 302, 303, 307, 404) or (not shown and str(run) in answer.text)
             assert fine, (page, answer.text[-500:])
     finally:
-        for opened in runs:
-            opened.close()
+        runs.close()
 
 
 @pytest.fixture

@@ -192,7 +192,9 @@ def test_runs_beside_each_other_and_where_they_differ(run, tmp_path):
     other = shutil.copytree(run, tmp_path / "other", ignore=shutil.ignore_patterns("checkpoints"))
     (other / "run.json").write_text((other / "run.json").read_text().replace("0.003", "0.004"))
     with viewing([run, other]) as server:
-        assert "trained finished at_grpo" in text(server.url) and "other finished" in text(server.url)
+        said = text(server.url)
+        assert f"trained {run} · test_app:solve" in said or f"trained {run} · 2" in said
+        assert said.count("finished at_grpo") == 2
         said = text(f"{server.url}/compare?run=trained&run=other")
         assert "learner.lr 0.003 0.004" in said and "tasks_per_step" not in said
         assert "tasks_per_step 3 3" in text(f"{server.url}/compare?run=trained&run=other&all=1")
@@ -296,6 +298,11 @@ def test_texts_of_applications_are_shown_as_text(hostile):
             "/tasks",
             "/use",
             "/episodes?q=taken",
+            "/episodes?q=taken&order=task",
+            "/calls?q=taken",
+            "/diff?a=call1.0",
+            "/sides",
+            "/notes",
         ):
             answer = httpx.get(f"{server.url}/run/traced{path}")
             assert answer.status_code == 200
@@ -396,10 +403,29 @@ def test_a_folder_of_runs_is_opened_and_what_cannot_be_is_said(run, tmp_path, ca
     left.close()
     with pytest.raises(RunError, match="broken"):
         open_runs([tmp_path / "runs" / "bad"])
+    (tmp_path / "runs" / "demo").mkdir()
+    (tmp_path / "runs" / "good").rename(tmp_path / "runs" / "demo" / "run")
+    (below,) = open_runs([tmp_path / "runs"])
+    assert below.name == "demo-run"
+    below.close()
     (tmp_path / "empty").mkdir()
     for nothing in (tmp_path / "empty", tmp_path / "absent"):
         with pytest.raises(RunError):
             open_runs([nothing])
+
+
+def test_an_open_viewer_finds_new_runs(tmp_path):
+    for name in ("first", "second"):
+        with SqliteStore.open(tmp_path / "later" / name) as store:
+            store.write([Episode(id="E1", task=Task(id="t", input="x"), workflow="app:solve", started=1e9)])
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "later" / "first").rename(tmp_path / "runs" / "first")
+    with viewing([tmp_path / "runs"]) as server:
+        before = httpx.get(f"{server.url}/changed").json()
+        (tmp_path / "later" / "second").rename(tmp_path / "runs" / "second")
+        assert httpx.get(f"{server.url}/changed").json()["stamp"] != before["stamp"]
+        said = text(f"{server.url}/?all=1")
+        assert f"{tmp_path / 'runs' / 'second'} · app:solve · 2001-09-09" in said
 
 
 def test_a_reward_counts_that_comes_late(tmp_path):
