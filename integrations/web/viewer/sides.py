@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
 import msgspec
@@ -98,7 +98,7 @@ def diff(first: str, second: str) -> tuple[list[Piece], list[Piece]]:
 
 def sides_page(viewer: Viewer, request: Request) -> Response:
     """Two episodes of a task. `left` and `right` are `RUN/EPISODE`; without them the oldest and the newest of the one
-    run, or the newest of each of the first two."""
+    run, of the phase of the newest, or the newest of each of the first two runs."""
     run, shown = viewer.chosen(request)
     asked = request.query_params
     given = [_episode_of(viewer, asked[side]) for side in ("left", "right") if asked.get(side)]
@@ -111,7 +111,7 @@ def sides_page(viewer: Viewer, request: Request) -> Response:
     if len(shown) > 1:
         newest = [next((name for name in named if choices[name][0] is of), "") for of in shown[:2]]
     else:
-        newest = [named[-1], named[0]] if named else ["", ""]
+        newest = _oldest_and_newest(choices)
     picked = [name if name in choices else usual for name, usual in zip(picked, newest, strict=True)]
     sides = [told_episode(*choices[name], _title(*choices[name]), MOST_CALLS) for name in picked if name in choices]
     return viewer.page(
@@ -125,6 +125,13 @@ def sides_page(viewer: Viewer, request: Request) -> Response:
         sides=sides,
         hues=hues(shown[0], *(call.record.role for told in sides for call in told.calls)) if shown else {},
     )
+
+
+def _oldest_and_newest(choices: Mapping[str, tuple[OpenedRun, str]]) -> list[str]:
+    named = list(choices)
+    phases = [run.store.episode(id).phase for run, id in choices.values()]
+    alike = [name for name, phase in zip(named, phases, strict=True) if phase == phases[0]]
+    return [(alike if len(alike) > 1 else named)[-1], named[0]] if named else ["", ""]
 
 
 def _call_of(run: OpenedRun, candidate: str) -> CallRecord:

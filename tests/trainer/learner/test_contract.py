@@ -145,6 +145,24 @@ def test_rows_without_an_advantage_move_nothing_also_by_momentum(opened, base):
     assert same(before, snapshot(learner, "a"))
 
 
+def test_what_the_first_pass_saw_of_each_token_is_told(opened, base):
+    learner = opened(base, settings=change(FAST, mini_batch=1, epochs=2, micro_batch_tokens=64))
+    rows = on_policy(learner, "a", make_rows(temperature=0.7))
+    rows[0] = msgspec.structs.replace(rows[0], advantage=0.0)
+    shifted = [msgspec.structs.replace(row, logprobs=tuple(p - 0.25 for p in row.logprobs)) for row in rows]
+    network = Qwen3ForCausalLM.from_pretrained(base).eval()
+    learner.update("a", shifted, lr_scale=1e-6)  # so small a step that later passes see the same
+    seen = learner.seen("a")
+    assert seen.keys() == {row.id for row in rows[1:]}
+    for row in rows[1:]:
+        with torch.no_grad():
+            logits = network(torch.tensor([row.prompt_ids + row.response_ids])).logits[0] / row.temperature
+        p = logits[len(row.prompt_ids) - 1 : -1].log_softmax(-1)
+        np.testing.assert_allclose(seen[row.id].gaps, 0.25, atol=2e-3)
+        np.testing.assert_allclose(seen[row.id].entropies, -(p.exp() * p).sum(-1), atol=5e-3)
+    assert learner.seen("b") == {}
+
+
 def test_learning_rate_scale_and_defaults(opened, base):
     rows = make_rows()
     learner = opened(base, settings=LearnerSettings(device="cpu"))
