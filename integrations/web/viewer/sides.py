@@ -84,12 +84,12 @@ def diff_page(viewer: Viewer, request: Request) -> Response:
 
 def diff(first: str, second: str) -> tuple[list[Piece], list[Piece]]:
     """Two texts in pieces: what both have, what only the first has (removed), and what only the second has (added)."""
-    parts = [re.findall(r"\w+|\s+|[^\w\s]", text) for text in (first, second)]
+    parts: list[list[str]] = [re.findall(r"\w+|\s+|[^\w\s]", text) for text in (first, second)]
     if max(map(len, parts)) > MOST_WORDS:
         parts = [text.splitlines(keepends=True) for text in (first, second)]
     left: list[Piece] = []
     right: list[Piece] = []
-    for kind, i, j, k, m in SequenceMatcher(None, *parts, autojunk=len(parts[0]) > 2000).get_opcodes():
+    for kind, i, j, k, m in SequenceMatcher(None, parts[0], parts[1], autojunk=len(parts[0]) > 2000).get_opcodes():
         for pieces, name, words in ((left, "removed", parts[0][i:j]), (right, "added", parts[1][k:m])):
             if words:
                 pieces.append(Piece("same" if kind == "equal" else name, "".join(words)))
