@@ -17,8 +17,8 @@ from cotune.cli.runs import list_runs
 from cotune.cli.score import _table as score_table
 from cotune.episodes.rescore import Rescored, Rescoring
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, ModeUse, RoleStatistics, TaskEnding
+from cotune.reading.find_runs import open_runs
 from cotune.reading.metrics import columns
-from cotune.reading.run import open_runs
 from cotune.records.structs import CallRecord, Candidate, Episode, RewardRecord, Task
 from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.sqlite_store import SqliteStore

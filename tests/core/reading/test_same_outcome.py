@@ -24,10 +24,10 @@ from cotune.integrations.web.viewer.pages import build_app
 from cotune.integrations.web.viewer.report import report, write_report
 from cotune.reading.curves import charts
 from cotune.reading.facts import facts
-from cotune.reading.find_runs import FoundRuns
+from cotune.reading.find_runs import FoundRuns, open_runs
 from cotune.reading.headline import Change
 from cotune.reading.recorded_answers import outcome_values
-from cotune.reading.run import OpenedRun, open_runs
+from cotune.reading.run import OpenedRun
 from cotune.reading.tasks import tasks
 from cotune.reading.words import interval_text
 from cotune.records.structs import CallRecord, Episode, RewardRecord, Task, Usage

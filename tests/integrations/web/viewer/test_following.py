@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from selenium.webdriver.common.by import By
 
-from cotune.cli.view import documented_fields
+from cotune.cli.servers.view import documented_fields
 from cotune.integrations.web.viewer.server import viewing
 from cotune.integrations.web.viewer.sides import diff
 from cotune.integrations.web.viewer.tables import MOST_ROWS
