@@ -87,19 +87,30 @@ def build(folder: Path, calls: int, tokens: int = 60) -> Path:
         store.flush()
         assert store.lost == 0
     db = sqlite3.connect(folder / "records.db")
+
+    def columns(table: str, **changed: str) -> str:
+        """The columns of a copied row, some of them made anew."""
+        names = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
+        return ", ".join(changed.get(name, f"{table[0]}.{name}") for name in names)
+
+    own = {"id": "n.at || substr(id, 11)", "body": "replace(body, 'STEP000000', n.at)"}
+    of_episodes = {
+        "training_step": "k",
+        "success": f"iif(abs(random()) % {steps} < k, 1.0, 0.0)",
+        "error": "replace(error, 'STEP000000', n.at)",
+    }
     with db:
         db.executescript(
             f"""CREATE TEMP TABLE n AS WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n WHERE k < {steps})
                     SELECT k, printf('STEP%06d', k) AS at FROM n WHERE k < {steps};
                 CREATE TEMP TABLE c AS SELECT * FROM calls; CREATE TEMP TABLE e AS SELECT * FROM episodes;
                 CREATE TEMP TABLE r AS SELECT * FROM rewards;
-                INSERT INTO calls SELECT n.at || substr(id, 11), n.at || substr(episode, 11), step, role, turn, status,
-                    prompt, prompt_tokens, completion_tokens, replace(body, 'STEP000000', n.at), candidates, token_ids,
-                    logprobs FROM n, c ORDER BY k, id;
-                INSERT INTO episodes SELECT n.at || substr(id, 11), task, phase, k, status,
-                    replace(replace(body, 'STEP000000', n.at), '"training_step":0', '"training_step":' || k),
-                    iif(abs(random()) % {steps} < k, '{{"success": 1.0}}', metrics) FROM n, e ORDER BY k, id;
-                INSERT INTO rewards SELECT n.at || substr(target, 11), r.name, value, r.at FROM n, r ORDER BY k, target;
+                INSERT INTO calls SELECT {columns("calls", **own, episode="n.at || substr(episode, 11)")} FROM n, c
+                    ORDER BY k, id;
+                INSERT INTO episodes SELECT {columns("episodes", **own, **of_episodes)} FROM n, e ORDER BY k, id;
+                INSERT INTO rewards SELECT {columns("rewards", target="n.at || substr(target, 11)")} FROM n, r
+                    ORDER BY k, target;
+                UPDATE episodes SET body = json_set(body, '$.training_step', training_step) WHERE training_step > 0;
                 INSERT INTO consumed SELECT id, CAST(substr(id, 5, 6) AS INTEGER), 1 FROM calls;"""
         )
     db.close()

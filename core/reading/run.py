@@ -93,15 +93,15 @@ class OpenedRun:
         return self._cached("evaluations", stamp, lambda: read_evaluations(folder))
 
     @property
-    def notes_file(self) -> Path:
-        """The file with what people said of candidates and episodes."""
-        return notes_file(self.path)
+    def notes_file(self) -> Path | None:
+        """The file with what people said of candidates and episodes; a database has none."""
+        return notes_file(self.path) if self._file else None
 
     @property
     def notes(self) -> dict[str, Note]:
         """These notes, by what they are of."""
         file = self.notes_file
-        return self._cached("notes", _stamp(file), lambda: read_notes(file))
+        return self._cached("notes", _stamp(file), lambda: read_notes(file)) if file else {}
 
     def part(self, folder: str) -> OpenedRun | None:
         """The records of an evaluation in this folder of the run; None where none can be read."""

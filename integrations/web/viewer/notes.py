@@ -43,6 +43,8 @@ async def note_part(viewer: Viewer, request: Request) -> Response:
 def _keep(run: OpenedRun, given: GivenNote) -> Note | None:
     if _noted(run, given.id) is None:
         raise RequestError(404, f"{run.name} has no candidate and no episode {given.id[:100]}.")
+    if run.notes_file is None:
+        raise RequestError(409, "Notes are kept beside records in a folder, not beside a database.")
     note = Note(id=given.id, score=given.score or None, note=given.note.strip())
     try:
         return write_note(run.notes_file, note)

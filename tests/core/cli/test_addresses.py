@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cotune.cli.main import main
-from cotune.reading.run import OpenedRun, open_runs
+from cotune.reading.find_runs import open_runs
+from cotune.reading.run import OpenedRun
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer

@@ -416,6 +416,7 @@ def test_a_folder_of_runs_is_opened_and_what_cannot_be_is_said(run, tmp_path, ca
 
 def test_an_open_viewer_finds_new_runs(tmp_path):
     for name in ("first", "second"):
+        (tmp_path / "later" / name).mkdir(parents=True)
         with SqliteStore.open(tmp_path / "later" / name) as store:
             store.write([Episode(id="E1", task=Task(id="t", input="x"), workflow="app:solve", started=1e9)])
     (tmp_path / "runs").mkdir()
