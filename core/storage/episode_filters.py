@@ -75,13 +75,12 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
             "started >= ?": self.since,
             "started < ?": self.until,
         }
-        asked = {condition: value for condition, value in conditions.items() if value not in ("", None)}
-        values = list(asked.values())
+        clause, values = _where(conditions)
         if self.new is not None:
             (episode, reward), (last_episode, last_reward) = self.new
-            asked[_NEW] = None
+            clause = f"{clause} AND {_NEW}" if clause else f"WHERE {_NEW}"
             values += [episode, last_episode, reward, last_reward, reward, last_reward]
-        return f"WHERE {' AND '.join(asked)}" if asked else "", values
+        return clause, values
 
 
 class CallFilters(msgspec.Struct, frozen=True, kw_only=True):

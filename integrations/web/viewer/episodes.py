@@ -66,13 +66,18 @@ class EpisodePage(msgspec.Struct, frozen=True, kw_only=True):
 def episodes_page(viewer: Viewer, request: Request) -> Response:
     """The list of episodes, filtered and searched."""
     run, asked = viewer.run(request), request.query_params
+    order = asked.get("order", "")
     filters = Filters(
         q=asked.get("q", "").strip(),
+        order=order if order in ORDERS else "",
+        phase=asked.get("phase", ""),
+        status=asked.get("status", ""),
+        role=asked.get("role", ""),
+        task=asked.get("task", ""),
+        solved=asked.get("solved", ""),
         step=whole(asked.get("step")),
         low=_number(asked.get("low")),
         high=_number(asked.get("high")),
-        order=asked.get("order", "") if asked.get("order") in ORDERS else "",
-        **{name: asked.get(name, "") for name in ("phase", "status", "role", "task", "solved")},
     )
     before = asked.get("before", "")
     return viewer.page(
