@@ -34,7 +34,7 @@ def agreed(options: ImproveOptions, *, yes: bool, limited: bool, here: bool) -> 
         f"{'policies of this machine answer' if here else 'the provider of the application answers'}."
     )
     if not sys.stdin.isatty():
-        raise ConfigError("max_cost", None, f"is missing, and nobody can be asked. {text}", _REMEDY)
+        raise ConfigError("max_cost", None, "is missing, and there is no terminal to ask at", f"{text} {_REMEDY}")
     tell(f"{text} {_REMEDY}")
     return input("Go on? [y/N] ").strip().lower() in ("y", "yes")
 

@@ -26,6 +26,7 @@ from cotune.errors import ConfigError, WorkflowError
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.prompts.edits import Prompts
 from cotune.records.plans import Plan
 from cotune.records.structs import Episode, PolicyRef, Record, Task
 from cotune.records.tasks import as_tasks
@@ -39,6 +40,7 @@ from cotune.trainer.rollout.pool import WorkerLimits
 from cotune.trainer.rollout.process_reaper import is_alive
 from cotune.trainer.rollout.protocol import LocalRunner, ResponderConfig
 from cotune.trainer.rollout.workers import RolloutWorkers
+from tests.integrations.edits import part, prompts
 from tests.trainer import trouble_app, worker_app
 from tests.trainer.tiny_app import TASKS, letters
 
@@ -59,16 +61,26 @@ class Driver:
     """A pool on an event loop of its own, and what it said."""
 
     def __init__(self, runner: asyncio.Runner, folder: Path) -> None:
+        self.runner = runner
         self.run: Callable[[Coroutine[Any, Any, Any]], Any] = runner.run
         self.folder = folder
         self.lost: list[str] = []
         self.seen: set[int] = set()
         self.workers: RolloutWorkers
 
-    def open(self, path: str, sampler: Any, base: Path, workers: int = 2, limits: WorkerLimits = QUICK) -> None:
+    def open(
+        self,
+        path: str,
+        sampler: Any,
+        base: Path,
+        workers: int = 2,
+        limits: WorkerLimits = QUICK,
+        edits: Prompts | None = None,
+    ) -> None:
         config = configured(base, rollout_workers=workers)
         how = {"limits": limits, "on_loss": self.lost.append}
-        self.workers = self.run(RolloutWorkers.open(load_workflow(path), path, config, sampler, **how))
+        flow = load_workflow(path).prompted(edits)
+        self.workers = self.run(RolloutWorkers.open(flow, path, config, sampler, **how))
 
     def trouble(self, *deeds: dict[str, Any], **settings: Any) -> tuple[dict[str, Episode], list[Record]]:
         """Episodes by task, and the records."""
@@ -220,6 +232,27 @@ def test_the_same_step_as_in_this_process(pair: tuple[Driver, RaySampler], tiny_
     assert [x for row in second for x in row] == pytest.approx([x for row in first for x in row], abs=1e-5)
     for store in (local, remote):
         store.close()
+
+
+def test_workers_send_edited_prompts(pair: tuple[Driver, RaySampler], tiny_base: Path, tmp_path: Path) -> None:
+    made, sampler = pair
+    edits = prompts(part(["say ", 1], ["tell me ", 1], role="first", kind="user"))
+    other = Driver(made.runner, tmp_path)
+    other.open(APP, sampler, tiny_base, workers=1, edits=edits)
+    try:
+        with SqliteStore.open(tmp_path / "edited.db") as store:
+            batch = EpisodeBatch(tasks=as_tasks(TASKS), sink=store, **STEP)
+            episodes = other.run(other.workers.run(batch, RESPONDER))
+            store.flush()
+            sent = [
+                (call.role, call.prompts, *(store.message(id)["content"] for id in call.messages_out))
+                for episode in episodes
+                for call in store.calls(episode.id)
+            ]
+    finally:
+        other.run(other.workers.aclose())
+    assert sent[::2] == [("first", edits.id, f"tell me {letter}") for letter in "abc"]
+    assert {(role, id) for role, id, _ in sent[1::2]} == {("second", "")}
 
 
 def test_finished_episodes_are_not_run_again(pair: tuple[Driver, RaySampler]) -> None:

@@ -28,7 +28,9 @@ from pydantic import BaseModel
 import cotune
 from cotune.integrations.apps.activation import activate
 from cotune.recording.recorder import LiveCall
-from tests.integrations.provider import Provider, said
+from tests.integrations.apps.openai.test_edited import RESPONSE
+from tests.integrations.edits import NEW, OLD, part, prompts, with_edit
+from tests.integrations.provider import Provider, json_reply, said
 from tests.integrations.recorded import Recorded, answer, asks, tool_call
 
 activate()
@@ -257,3 +259,31 @@ def test_a_failure_reaches_the_application(provider: Provider, record: Recorded)
 
     record(solve)
     assert [(call.role, call.status) for call in record.calls] == [("clerk", "error"), ("clerk", "ok")]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_edited_instructions_go_out_and_the_agent_keeps_its_own(provider: Provider, streamed: bool) -> None:
+    model = OpenAIChatCompletionsModel(model="m", openai_client=openai.AsyncOpenAI())
+    agent, other = (Agent(name, instructions=OLD, model=model) for name in ("clerk", "other"))
+
+    def asked() -> list[bytes]:
+        provider.forget()
+        for one in (agent, other):
+            assert asyncio.run(run(one, "hello", streamed)) == "re: hello"
+        return list(provider.raw)
+
+    before = asked()
+    with cotune.trace(prompts=prompts(part(OLD, NEW, role="clerk"))) as traced:
+        after = asked()
+    assert after == [with_edit(before[0]), before[1]]
+    assert agent.instructions == OLD
+    assert [(call.role, call.messages[0]["content"]) for call in traced.calls] == [("clerk", OLD), ("other", OLD)]
+
+
+def test_edited_instructions_go_out_in_responses_too(provider: Provider) -> None:
+    provider.reply = lambda body, number: json_reply(RESPONSE)
+    agent = Agent("clerk", instructions=OLD, model=OpenAIResponsesModel(model="m", openai_client=openai.AsyncOpenAI()))
+    assert asyncio.run(run(agent, "hello", False)) == "yes"
+    with cotune.trace(prompts=prompts(part(OLD, NEW, role="clerk"))):
+        assert asyncio.run(run(agent, "hello", False)) == "yes"
+    assert provider.raw[1] == with_edit(provider.raw[0])
