@@ -79,13 +79,13 @@ def test_proof_has_the_figures_and_older_versions_are_retired_last() -> None:
     assert proof.norm_moved == pytest.approx(1.0)
     assert proof.probe_gap_mean == pytest.approx(0.0015, abs=1e-6)
     assert proof.probe_gap_max == pytest.approx(0.002, abs=1e-6)
-    assert proof.probe_tokens == 8
+    assert proof.probe_tokens == 32
     assert sampler.log == ["publish writer@2", "sample writer@2", "sample writer@2", "retire writer@1"]
 
 
 def test_a_probe_is_of_what_prompts_begin_with() -> None:
     shared = tuple(range(70))
-    assert probe_prompts([(*shared, 1), (*shared, 2)]) == [shared[:64]]
+    assert probe_prompts([(*shared, 1), (*shared, 2)]) == [shared[:32]]
     assert probe_prompts([(1, 2), (1, 2), (3,)]) == [(1, 2), (3,)]
     assert probe_prompts([(i,) for i in range(9)]) == [(0,), (1,), (2,), (3,)]
 
@@ -104,7 +104,7 @@ def test_an_update_that_changed_nothing() -> None:
 
 def test_a_sampler_that_samples_from_other_weights() -> None:
     sampler = Scripted()
-    with pytest.raises(SyncError, match=r"differ by 0.2 nats a token \(at most 0.3\) over 8 tokens; the bound is 0.01"):
+    with pytest.raises(SyncError, match=r"differ by 0.2 nats a token \(at most 0.3\) over 32 tokens; the bound is 0.01"):
         prove(sampler, weights(1.0), probe=Probe([(7,)], trainer(-0.6, -1.3)), retire=[OLD])
     assert "retire writer@1" not in sampler.log
 
