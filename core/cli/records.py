@@ -85,7 +85,7 @@ def _apps(rows: Sequence[tuple[Any, ...]], app: str) -> Any:
 def _tally(rows: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Any:
     table = grid(*names, "calls>", "failed>", "prompt tokens>", "answer tokens>")
     sums: defaultdict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    for app, role, policy, version, day, calls, failed, _, asked, answered in rows:
+    for app, role, policy, version, day, calls, failed, asked, answered in rows:
         of = {"app": app or "-", "role": role, "day": day, "version": f"{policy}@{version}" if policy else "-"}
         have = sums[tuple(of[name] for name in names)]
         have[:] = [n + m for n, m in zip(have, (calls, failed, asked, answered), strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cotune.algorithms.collect import failure_of
 from cotune.algorithms.tree_values import tree_values
@@ -88,7 +88,7 @@ def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, 
     """
     values: dict[str, float] = {}
     lowest: dict[str, float] = defaultdict(float)
-    failed: list[tuple[str, str, OnFailure]] = []
+    failed: list[tuple[str, str, float | Literal["lowest"]]] = []
     counted = (one for one in store.episodes() if one.is_outcome and (one.status == "ok" or on_failure != "exclude"))
     while page := list(islice(counted, 500)):
         rewards = store.rewards(episode.id for episode in page)
@@ -99,8 +99,8 @@ def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, 
                     lowest[episode.phase] = min(lowest[episode.phase], values[episode.id])
             elif (failure := failure_of(episode, on_failure)) is not None:
                 failed.append((episode.id, episode.phase, failure))
-    for id, phase, failure in failed:
-        values[id] = lowest[phase] if failure == "lowest" else failure
+    for id, phase, given in failed:
+        values[id] = lowest[phase] if given == "lowest" else given
     return values
 
 

@@ -288,8 +288,8 @@ class Store(Protocol):
     # Upkeep
 
     def tally(self, app: str = "") -> list[tuple[Any, ...]]:
-        """By application, day, role and policy: application, role, policy, version, day, calls, failed ones, episodes,
-        tokens of prompts and of answers; of one application alone, or all."""
+        """By application, day, role and policy: application, role, policy, version, day, calls, failed ones, tokens of
+        prompts and of answers; of one application alone, or all."""
         ...
 
     def apps(self) -> list[tuple[Any, ...]]:
@@ -310,8 +310,25 @@ class Store(Protocol):
         the numbers of rows by table. All calls are looked through for messages that others share."""
         ...
 
+    def having(self, table: str, ids: Iterable[str]) -> set[str]:
+        """Those of some ids that a table has."""
+        ...
+
     def size(self, table: str) -> int:
         """Rows of a table."""
+        ...
+
+    def page(self, table: str, after: Sequence[Any], limit: int, *, keys_only: bool = False) -> list[tuple[Any, ...]]:
+        """Rows of a table after a key, in the order of keys; or their keys alone."""
+        ...
+
+    def rows_of(self, table: str, ids: Iterable[str]) -> list[tuple[Any, ...]]:
+        """Rows of a table by their ids."""
+        ...
+
+    def load(self, table: str, rows: Sequence[tuple[Any, ...]]) -> int:
+        """Add rows of another store, also for targets that take no rewards any more; return how many could not be
+        stored."""
         ...
 
     def close(self) -> None:

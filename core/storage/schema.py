@@ -325,3 +325,14 @@ def in_parts(names: Iterable[str]) -> Iterator[list[str]]:
     """Cut names into lists short enough for one IN clause."""
     items = list(names)
     return (items[i : i + 500] for i in range(0, len(items), 500))
+
+
+class NameList(str):
+    """Names as one parameter of a query, of which `json_each` makes rows."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> NameList:
+        """The list of these names in JSON."""
+        return cls(json.dumps([*names]))

@@ -17,7 +17,7 @@ from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 from cotune.trainer.config.from_records import RecordsConfig
-from cotune.trainer.from_records.lessons import Reader, Readers, Recorded, pack
+from cotune.trainer.from_records.lessons import Reader, Readers, Recorded, Rows
 
 _REDACTED = "{count} answers are of calls with redacted parts: what stands there instead is learned"
 _REWARDED = "Lower --min-reward, or give rewards with: cotune score RUN app:solve --write."
@@ -49,14 +49,13 @@ class Unwritten:
         self._reasons.setdefault(role, Counter())[reason] += 1
         self._tool_calls[role] += reason in _MEANINGS and bool(answer.tool_calls)
 
-    def notes(self, rows: Mapping[str, Mapping[str, Sequence[TrainRow]]]) -> tuple[str, ...]:
-        """What to know of the roles that learn nothing, of `rows` by episode and role, or that say what the template
-        cannot write: how much it is, why, and what to do."""
-        learned = Counter(role for roles in rows.values() for role, found in roles.items() for _ in found)
+    def notes(self, learned: Mapping[str, int]) -> tuple[str, ...]:
+        """What to know of the roles that learn nothing, of the rows that each has `learned`, or that say what the
+        template cannot write: how much it is, why, and what to do."""
         return tuple(
-            self._note(role, learned[role], reasons)
+            self._note(role, learned.get(role, 0), reasons)
             for role, reasons in sorted(self._reasons.items())
-            if not learned[role] or reasons.keys() & _MEANINGS.keys()
+            if not learned.get(role) or reasons.keys() & _MEANINGS.keys()
         )
 
     def _note(self, role: str, learned: int, reasons: Counter[str]) -> str:
@@ -76,13 +75,18 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
     left_out: Counter[str] = Counter()
     noted: Counter[str] = Counter()
     tasks: dict[str, str] = {}
-    rows: dict[str, dict[str, list[TrainRow]]] = {}
+    rows, learned = Rows(), Counter[str]()
+    of_episode: dict[str, list[TrainRow]] = {}
     episodes = learned_from(store, left_out)
     if settings.best_of is not None:
         episodes = iter(best_episodes(store, episodes, settings.best_of, left_out))
     unwritten = Unwritten()
     listed = recorded_answers(store, episodes, left_out, min_reward=settings.min_reward, on_failure=on_failure)
+    before = ""
     for found in listed:
+        if found.episode.id != before:
+            rows.add(before, {role: join_turns(turns) for role, turns in of_episode.items()})
+            before, of_episode = found.episode.id, {}
         row = _row(readers(found.call.role), found, noted)
         if isinstance(row, str):
             left_out[row] += 1
@@ -90,15 +94,15 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
             continue
         noted[_REDACTED] += found.call.redacted
         tasks[found.episode.id] = found.episode.task.id
-        rows.setdefault(found.episode.id, {}).setdefault(found.call.role, []).append(row)
+        of_episode.setdefault(found.call.role, []).append(row)
+        learned[row.role] += 1
+    rows.add(before, {role: join_turns(turns) for role, turns in of_episode.items()})
     if not rows:
         raise RecordError(
             f"No recorded answer can be learned from ({counts(left_out) or 'there is none'}).", _remedy(left_out)
         )
-    notes = (*unwritten.notes(rows), *(text.format(count=count) for text, count in noted.items() if count))
-    joined = {e: {role: join_turns(turns) for role, turns in roles.items()} for e, roles in rows.items()}
-    packed, images = pack(joined)
-    return Recorded(rows=packed, images=images, tasks=tasks, left_out=dict(left_out), notes=notes)
+    notes = (*unwritten.notes(learned), *(text.format(count=count) for text, count in noted.items() if count))
+    return Recorded(rows=rows, tasks=tasks, left_out=dict(left_out), notes=notes)
 
 
 def join_turns(rows: Sequence[TrainRow]) -> list[TrainRow]:

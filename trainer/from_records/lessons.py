@@ -1,11 +1,13 @@
-"""What is learned from a records file: rows by policy and episode, tokenized once and kept packed."""
+"""What is learned from records: rows by policy and episode, tokenized once and kept packed in a file, so that they may
+be more than memory holds."""
 
 from __future__ import annotations
 
 import hashlib
 import random
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -31,13 +33,52 @@ Readers = Callable[[str], Reader]
 """The reader of each role."""
 
 
+class Rows(Mapping[str, Mapping[str, bytes]]):
+    """Packed rows by episode and role, in a temporary file; episodes without rows are left out."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._places: dict[str, dict[str, tuple[int, int]]] = {}
+        self.images: dict[bytes, bytes] = {}
+        """Each image once, by the digest that rows have in its place."""
+
+    def add(self, episode: str, rows: Mapping[str, Sequence[TrainRow]]) -> None:
+        """Add the rows of an episode by role."""
+        before = self[episode] if episode in self._places else {}
+        for role, found in rows.items():
+            new = [msgspec.structs.replace(row, images=tuple(map(self._kept, row.images))) for row in found]
+            packed = _encode([*(_decode(before[role]) if role in before else ()), *new])
+            self._places.setdefault(episode, {})[role] = (self._file.seek(0, 2), len(packed))
+            self._file.write(packed)
+
+    def _kept(self, image: bytes) -> bytes:
+        digest = hashlib.sha256(image).digest()
+        self.images[digest] = image
+        return digest
+
+    def __getitem__(self, episode: str) -> Mapping[str, bytes]:
+        found = {}
+        for role, (start, size) in self._places[episode].items():
+            self._file.seek(start)
+            found[role] = self._file.read(size)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles that have rows."""
+        return sorted({role for roles in self._places.values() for role in roles})
+
+
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """What was found in the records: rows by episode and role, the task of each episode, and what was left out."""
 
-    rows: Mapping[str, Mapping[str, bytes]]
-    """Packed rows, by episode and role, with the digests of their images."""
-    images: Mapping[bytes, bytes]
-    """Each image once, by its digest."""
+    rows: Rows
     tasks: Mapping[str, str]
     left_out: Mapping[str, int]
     notes: tuple[str, ...] = ()
@@ -45,7 +86,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def roles(self) -> list[str]:
         """The roles that have rows."""
-        return sorted({role for roles in self.rows.values() for role in roles})
+        return self.rows.roles
 
     @property
     def digest(self) -> str:
@@ -65,28 +106,22 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
                     found.setdefault(players[role], []).extend(map(self._seeing, _decode(packed)))
         return found
 
+    def longest(self, players: Mapping[str, str]) -> dict[str, TrainRow]:
+        """The longest row of each policy."""
+        found: dict[str, TrainRow] = {}
+        for episode in self.rows:
+            for name, rows in self.of([episode], players).items():
+                found[name] = max(filter(None, (found.get(name), *rows)), key=_length)
+        return found
+
     def _seeing(self, row: TrainRow) -> TrainRow:
         if not row.images:
             return row
-        return msgspec.structs.replace(row, images=tuple(self.images[digest] for digest in row.images))
+        return msgspec.structs.replace(row, images=tuple(self.rows.images[digest] for digest in row.images))
 
 
-def pack(
-    rows: Mapping[str, Mapping[str, Sequence[TrainRow]]],
-) -> tuple[dict[str, dict[str, bytes]], dict[bytes, bytes]]:
-    """Rows by episode and role, packed, and their images by the digests that they have in their place; episodes without
-    rows are left out."""
-    images: dict[bytes, bytes] = {}
-
-    def kept(image: bytes) -> bytes:
-        digest = hashlib.sha256(image).digest()
-        images[digest] = image
-        return digest
-
-    def packed(found: Sequence[TrainRow]) -> bytes:
-        return _encode([msgspec.structs.replace(row, images=tuple(map(kept, row.images))) for row in found])
-
-    return {e: {role: packed(found) for role, found in roles.items()} for e, roles in rows.items() if roles}, images
+def _length(row: TrainRow) -> int:
+    return len(row.prompt_ids) + len(row.response_ids)
 
 
 def split(recorded: Recorded, share: float, seed: int) -> tuple[list[str], list[str], str]:

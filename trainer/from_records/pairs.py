@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,26 +15,44 @@ from cotune.errors import RecordError, RequestRefused
 from cotune.integrations.models.chat.answers import encode_answer
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.reading.recorded_answers import answer_values, outcome_values
-from cotune.records.ids import candidate_id
+from cotune.records.ids import candidate_id, canonical, pack_ids
 from cotune.records.images import prompt_id
-from cotune.records.structs import CallRecord, Candidate, Episode
+from cotune.records.structs import CallRecord, Candidate
 from cotune.sampling.request_params import template_options, tools_shown
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 from cotune.trainer.from_records.answers import Unwritten, counts, learned_from
-from cotune.trainer.from_records.lessons import Reader, Readers, Recorded, pack
+from cotune.trainer.from_records.lessons import Reader, Readers, Recorded, Rows
 
 
-class _Answer(msgspec.Struct, frozen=True, kw_only=True):
-    episode: Episode
-    call: CallRecord
-    candidate: Candidate
+class _Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What is remembered of an answer while all are compared: where it is, and what it is worth."""
+
+    episode: str
+    task: str
+    call: str
+    role: str
+    index: int
+    said: bytes
+    """Digest of the answer: equal answers have equal ones."""
     rewards: tuple[float, ...]
     """Of every time that it was given; an answer is worth their mean."""
 
     @property
     def worth(self) -> float:
         return fmean(self.rewards)
+
+
+class _Given(NamedTuple):
+    """An answer, read again."""
+
+    call: CallRecord
+    candidate: Candidate
+
+    @classmethod
+    def read(cls, store: Store, answer: _Answer) -> _Given:
+        call = store.call(answer.call)
+        return cls(call, next(one for one in call.candidates if one.index == answer.index))
 
 
 def read_pairs(
@@ -51,7 +71,7 @@ def read_pairs(
     """
     left_out: Counter[str] = Counter()
     unwritten = Unwritten()
-    rows: dict[str, dict[str, list[TrainRow]]] = {}
+    rows, learned = Rows(), Counter[str]()
     tasks: dict[str, str] = {}
     for answers in _by_prompt(store, left_out, on_failure, labels).values():
         ranked = sorted(answers, key=lambda answer: answer.worth)
@@ -59,24 +79,24 @@ def read_pairs(
         if len(answers) < 2 or not worst.worth < best.worth:
             left_out["only_answer" if len(answers) < 2 else "equal_rewards"] += len(answers)
             continue
-        pair = _rows(store, readers(best.call.role), best, worst)
+        pair = _rows(store, readers(best.role), _Given.read(store, best), _Given.read(store, worst))
         if isinstance(pair, str):
             left_out[pair] += len(answers)
             for answer in answers:
-                unwritten.add(answer.call.role, pair, answer.candidate)
+                unwritten.add(answer.role, pair, _Given.read(store, answer).candidate)
             continue
         left_out["in_between"] += len(answers) - 2
-        tasks[best.episode.id] = best.episode.task.id
-        rows.setdefault(best.episode.id, {}).setdefault(best.call.role, []).extend(pair)
+        learned[best.role] += len(pair)
+        tasks[best.episode] = best.task
+        rows.add(best.episode, {best.role: pair})
     if not rows:
         raise RecordError(
             f"There is no pair of a better and a worse answer to one prompt ({counts(left_out) or 'no answers'}).",
             "Recipe dpo needs several answers to a prompt with different rewards: records of a run with plan tree or "
             "replay, or several episodes of each task.",
         )
-    packed, images = pack(rows)
     counted = {reason: count for reason, count in left_out.items() if count}
-    return Recorded(rows=packed, images=images, tasks=tasks, left_out=counted, notes=unwritten.notes(rows))
+    return Recorded(rows=rows, tasks=tasks, left_out=counted, notes=unwritten.notes(learned))
 
 
 def _by_prompt(
@@ -100,7 +120,6 @@ def _by_prompt(
             repeated.add(first)
             same = call.prompt and prompt_id(call.prompt, call.sampling.get("images") or ())
             prompt: Hashable = (episode.task.id, call.role, same or (call.messages_out, call.tools_out))
-            bare = msgspec.structs.replace(call, candidates=())
             ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
             found = store.rewards(ids)
             for id, candidate in zip(ids, call.candidates, strict=True):
@@ -117,7 +136,15 @@ def _by_prompt(
                 else:
                     left_out["no_reward" if chosen else "not_chosen"] += 1
                     continue
-                answer = _Answer(episode=episode, call=bare, candidate=candidate, rewards=(worth,))
+                answer = _Answer(
+                    episode=episode.id,
+                    task=episode.task.id,
+                    call=call.id,
+                    role=call.role,
+                    index=candidate.index,
+                    said=_digest(candidate),
+                    rewards=(worth,),
+                )
                 (own if rewards else shared)[prompt].append(answer)
     for key, answers in shared.items():
         if key in own:
@@ -128,14 +155,18 @@ def _by_prompt(
 def _distinct(answers: Iterable[_Answer]) -> list[_Answer]:
     found: dict[Hashable, _Answer] = {}
     for answer in answers:
-        said = answer.candidate.token_ids or msgspec.json.encode(answer.candidate.message, order="sorted")
-        if said in found:
-            answer = msgspec.structs.replace(found[said], rewards=(*found[said].rewards, *answer.rewards))
-        found[said] = answer
+        if before := found.get(answer.said):
+            answer = msgspec.structs.replace(before, rewards=(*before.rewards, *answer.rewards))
+        found[answer.said] = answer
     return list(found.values())
 
 
-def _rows(store: Store, reader: Reader, best: _Answer, worst: _Answer) -> list[TrainRow] | str:
+def _digest(candidate: Candidate) -> bytes:
+    said = pack_ids(candidate.token_ids) if candidate.token_ids else canonical(candidate.message)
+    return hashlib.blake2b(said, digest_size=16).digest()
+
+
+def _rows(store: Store, reader: Reader, best: _Given, worst: _Given) -> list[TrainRow] | str:
     """The rows of a pair, which have one prompt, or why there are none."""
     found, chat = [], reader.chat
     for answer in (best, worst):
@@ -171,7 +202,7 @@ def _rows(store: Store, reader: Reader, best: _Answer, worst: _Answer) -> list[T
 Ids = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _sampled(store: Store, chat: ChatTemplate, answer: _Answer) -> Ids | None:
+def _sampled(store: Store, chat: ChatTemplate, answer: _Given) -> Ids | None:
     """Prompt and answer as they were sampled, where they are on record and of this model's tokenizer."""
     call, ids = answer.call, answer.candidate.token_ids
     if call.prompt is None or not ids or max(ids) >= len(chat.tokenizer):
@@ -185,7 +216,7 @@ def _sampled(store: Store, chat: ChatTemplate, answer: _Answer) -> Ids | None:
     return (prompt, ids) if read == answer.candidate.text else None
 
 
-def _encoded(store: Store, chat: ChatTemplate, answer: _Answer) -> Ids | str:
+def _encoded(store: Store, chat: ChatTemplate, answer: _Given) -> Ids | str:
     call = answer.call
     try:
         messages = [store.message(id) for id in call.messages_out]

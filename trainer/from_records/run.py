@@ -120,8 +120,7 @@ async def open_records_run(
             run.state = msgspec.structs.replace(saved[0], policies=policies)
             run.committed = saved[0].steps
             folder.truncate_metrics(saved[0].steps)
-        for name, rows in recorded.of(recorded.rows, players).items():
-            longest = max(rows, key=lambda row: len(row.prompt_ids) + len(row.response_ids))
+        for name, longest in recorded.longest(players).items():
             await asyncio.to_thread(learner.check, name, [longest])
         yield run
 

@@ -13,7 +13,7 @@ import msgspec
 from cotune.errors import RecordError
 from cotune.storage.episode_filters import COUNTED, ORDERS, CallFilters, EpisodeFilters
 from cotune.storage.outcomes import LOWEST_SUM, REPORTED, SOLVED, outcome_means, outcome_sum, success_counts
-from cotune.storage.schema import FEEDBACK, Row, in_parts
+from cotune.storage.schema import FEEDBACK, NameList, Row, in_parts
 
 T = TypeVar("T")
 _STEP = "CAST(training_step AS INTEGER)"
@@ -44,7 +44,7 @@ class Figures(ABC):
     def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
         if episodes is None:
             return self.rows(success_counts())
-        return self.rows(success_counts("id IN (SELECT value FROM json_each(?))"), (json.dumps([*episodes]),))
+        return self.rows(success_counts("id IN (SELECT value FROM json_each(?))"), (NameList.of(episodes),))
 
     def outcome_means(self, on_failure: str) -> list[tuple[str, str, float | None, int]]:
         return self.rows(outcome_means(on_failure))
@@ -65,7 +65,7 @@ class Figures(ABC):
                 SELECT task, {_STEP} AS step, {value} AS v FROM episodes WHERE phase = ? AND {COUNTED}
                 AND task IN (SELECT value FROM json_each(?)) AND training_step IS NOT NULL) AS found
                 GROUP BY task, step""",
-            (phase, json.dumps([*tasks])),
+            (phase, NameList.of(tasks)),
         )
 
     def _measured(self, phase: str, on_failure: str) -> tuple[str, str]:
@@ -189,7 +189,7 @@ class Figures(ABC):
                 prompt_tokens, completion_tokens, calls.latency, coalesce(policy || '@' || version, model)
             FROM calls LEFT JOIN episodes ON episodes.id = calls.episode
             {f"{where} AND" if where else "WHERE"} {among} ORDER BY calls.id DESC""",
-            (*asked, json.dumps([*calls])),
+            (*asked, NameList.of(calls)),
         )
 
     def episode_count(self, filters: EpisodeFilters) -> int:
@@ -218,7 +218,7 @@ class Figures(ABC):
             f"""SELECT task, min(id) FROM episodes
             WHERE phase = ? AND training_step {"IS NULL" if step is None else "= ?"} AND {COUNTED}
             AND task IN (SELECT value FROM json_each(?)) GROUP BY task""",
-            (phase, *([] if step is None else [step]), json.dumps([*tasks])),
+            (phase, *([] if step is None else [step]), NameList.of(tasks)),
         )
         return {str(task): str(id) for task, id in found}
 
@@ -244,7 +244,7 @@ class Figures(ABC):
     # Search
 
     def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> dict[str, str]:
-        asked, wanted, (as_json, plain) = json.dumps([*episodes]), _lower(text), _patterns(text)
+        asked, wanted, (as_json, plain) = NameList.of(episodes), _lower(text), _patterns(text)
         sql = f"SELECT id, body FROM episodes WHERE id {_AMONG} AND body {_LIKE}"
         hits = {str(id): "" for id, body in self.rows(sql, (asked, as_json)) if _holds(body, wanted)}
         hits |= {str(id): "" for (id,) in self.rows(f"{_BESIDE} {_AMONG}", (plain, asked))}
@@ -260,7 +260,7 @@ class Figures(ABC):
     ) -> Iterator[tuple[str, str]]:
         """Episode and id of calls that hold a text, those with it in answers, errors and feedback first. Where `column`
         is `episode`, one of each is enough, and none of those in `hits`."""
-        asked, wanted, (as_json, plain) = json.dumps([*chosen]), _lower(text), _patterns(text)
+        asked, wanted, (as_json, plain) = NameList.of(chosen), _lower(text), _patterns(text)
         beside = f"{_BESIDE} > calls.id || '.' AND target < calls.id || '/'"  # candidates: the call's id, ".", n
         sql = f"SELECT id FROM calls WHERE {column} {_AMONG} AND EXISTS ({beside})"
         told = {id for (id,) in self.rows(sql, (asked, plain))}

@@ -37,8 +37,8 @@ def leave_out_others(execute: Execute, tables: Tables) -> int:
     given = [row for table in ("rewards", "feedback") for row in tables[table]]
     targets = {row[0] for row in given if not row[0].startswith(KEY)}
     parents = {target: call for target in targets if (call := target.rpartition(".")[0])}
-    of_call = dict(among(execute, "SELECT id, episode FROM calls", "id", parents.values()))
-    of_call = {row[0]: row[1] for row in calls} | of_call
+    stored = among(execute, "SELECT id, episode FROM calls", "id", parents.values())
+    of_call: dict[str, str] = {row[0]: row[1] for row in [*calls, *stored]}
     episode_of = {target: of_call.get(parents.get(target, ""), target) for target in targets}
     ids = {row[1] for row in calls} | {row[0] for row in episodes} | set(episode_of.values())
     owners: dict[str, str] = {}
@@ -54,7 +54,7 @@ def leave_out_others(execute: Execute, tables: Tables) -> int:
     def owner_of(target: str) -> str | None:
         return key_app(target) if target.startswith(KEY) else owners.get(episode_of[target])
 
-    owner = {
+    owner: dict[str, Callable[[list[Any]], str | None]] = {
         "calls": lambda row: owners[row[1]],
         "episodes": lambda row: owners[row[0]],
         **dict.fromkeys(("rewards", "feedback"), lambda row: owner_of(row[0])),

@@ -6,8 +6,10 @@ from __future__ import annotations
 import logging
 import struct
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 
 import msgspec
@@ -74,6 +76,11 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         self._unreadable = 0
         self._shut = weakref.finalize(self, _shut, writer, self._readers, lock)
         survives_fork(self)
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path | None:
+        """The folder that holds, or would hold, the other files of the run."""
 
     def _refuse(self, records: Sequence[Record] = ()) -> NoReturn:
         raise RunError(f"{self.address} is open for reading only.", "Open it without read_only to write.")

@@ -6,9 +6,11 @@ import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from cotune.records.ids import key_target
+from cotune.storage.protocol import Store
 from cotune.storage.schema import COLUMNS, DAY, WRITTEN, Row, in_parts
 from cotune.storage.sql.owners import among
 from cotune.storage.sql.transaction import Transactions
@@ -37,8 +39,7 @@ class Upkeep:
     def tally(self, app: str = "") -> list[Row]:
         return self.rows(
             f"""SELECT app, role, coalesce(policy, ''), version, date(started, 'unixepoch') AS day, count(*),
-                count(*) FILTER (WHERE status != 'ok'), count(DISTINCT episode), sum(prompt_tokens),
-                sum(completion_tokens)
+                count(*) FILTER (WHERE status != 'ok'), sum(prompt_tokens), sum(completion_tokens)
             FROM calls {"WHERE app = ?" if app else ""} GROUP BY 1, 2, 3, 4, 5 ORDER BY 1, 5, 2, 3, 4""",
             [app] if app else [],
         )
@@ -70,7 +71,7 @@ class Upkeep:
             last = ""
             while page := [id for (id,) in self.rows(sql, [*asked, last])]:
                 last = page[-1]
-                yield self._act(lambda does, page=page: _delete(does, page)[0])
+                yield self._act(partial(_delete, ids=page))[0]
         # What is used again is marked so within two days, by its writer and by the source of the records.
         bound = before - 2 * DAY
         unused = {
@@ -83,7 +84,7 @@ class Upkeep:
         unused: dict[str, set[str]] = {table: set() for table in _USED}
         ids = list(episodes)
         for some in in_parts(ids):
-            found, used = self._act(lambda does, some=some: _delete(does, some))
+            found, used = self._act(partial(_delete, ids=some))
             counts.update(found)
             for table, names in used.items():
                 unused[table] |= names
@@ -110,7 +111,7 @@ class Upkeep:
                 if id not in unused["messages"]:
                     unused["images"].difference_update(_IMAGE.findall(str(body)))
         if unused["segments"]:
-            parents = dict(self._pages("segments", ("id", "parent"), "", []))
+            parents: dict[str, str | None] = dict(self._pages("segments", ("id", "parent"), "", []))
             for leaf in [id for id in parents if id in prompts or id not in unused["segments"]]:
                 at: str | None = leaf
                 while at is not None and at in parents:
@@ -145,6 +146,9 @@ class Upkeep:
     def rows_of(self, table: str, ids: Iterable[str]) -> list[Row]:
         return among(self.rows, f"SELECT {', '.join(COLUMNS[table])} FROM {table}", key_columns(table)[0], ids)
 
+    def having(self, table: str, ids: Iterable[str]) -> set[str]:
+        return {id for (id,) in among(self.rows, f"SELECT id FROM {table}", "id", ids)}
+
     def size(self, table: str) -> int:
         return int(self.rows(f"SELECT count(*) FROM {table}")[0][0])
 
@@ -160,7 +164,7 @@ def key_columns(table: str) -> Sequence[str]:
     return _KEYS.get(table, COLUMNS[table][:1])
 
 
-def copy(source: Upkeep, target: Upkeep, told: Callable[[str, int], None], limit: int = _PAGE) -> tuple[int, int]:
+def copy(source: Store, target: Store, told: Callable[[str, int], None], limit: int = _PAGE) -> tuple[int, int]:
     """Copy all records of one store into another, a page at a time; what is there is left out, so that a copy that
     was stopped goes on. `told` hears the table and how many of its rows are done. Return how many rows were
     copied, and lost."""
@@ -170,7 +174,7 @@ def copy(source: Upkeep, target: Upkeep, told: Callable[[str, int], None], limit
         while page := source.page(table, after, limit, keys_only=table in _FIXED):
             after = page[-1][: len(key_columns(table))] if table in _FIXED else _key_of(table, page[-1])
             if table in _FIXED:
-                there = {row[0] for row in among(target.rows, f"SELECT id FROM {table}", "id", [id for (id,) in page])}
+                there = target.having(table, [id for (id,) in page])
                 rows = source.rows_of(table, [id for (id,) in page if id not in there])
             else:
                 rows = page

@@ -28,7 +28,7 @@ from cotune.integrations.exchange.postgres.tables import (
     stage,
     translated,
 )
-from cotune.storage.schema import COLUMNS, TABLES, VERSION, WITHDRAWN, Row
+from cotune.storage.schema import COLUMNS, TABLES, VERSION, WITHDRAWN, NameList, Row
 from cotune.storage.sql.store import SqlStore
 from cotune.storage.sql.writer import Writer
 
@@ -40,8 +40,6 @@ _ESCAPED_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
 class PostgresStore(SqlStore[Connection]):
     """A `Store`, which documents its methods, in a database. Whoever writes waits for its turn: one transaction of many
     records at a time, so that numbers of rows grow as they are committed."""
-
-    folder = None
 
     @classmethod
     def open(cls, address: str, read_only: bool = False) -> Self:
@@ -60,6 +58,10 @@ class PostgresStore(SqlStore[Connection]):
             return cls(shown, lambda: _connect(address), Writer(PostgresDatabase(address, shown)), None)
         except psycopg.Error as error:
             raise _unusable(shown, error) from error
+
+    @property
+    def folder(self) -> None:
+        return None
 
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
         """Rows of any SELECT in SQLite's dialect, on a connection of its own that cannot write."""
@@ -167,16 +169,15 @@ def _stored(value: Any) -> Any:
 
 
 def _asked(value: Any) -> Any:
-    """The same of a parameter, which may be a list in JSON."""
-    if isinstance(value, str) and "\\u0000" in value:
-        value = _ESCAPED_NUL.sub("\\1\u2400", value)
-    return _stored(value)
+    """The same of a parameter; in a list of names, NUL is escaped."""
+    return _ESCAPED_NUL.sub("\\1\u2400", value) if isinstance(value, NameList) else _stored(value)
 
 
 def _connect(address: str, writes: bool = False) -> Connection:
     db = psycopg.connect(address, autocommit=True, application_name="cotune")
     db.adapters.register_dumper(str, StrDumper)
     db.adapters.register_loader("numeric", FloatLoader)
+    db.execute("SET jit TO off")  # it costs more than these queries take
     if db.execute("SHOW search_path").fetchall() == [('"$user", public',)]:
         db.execute("SET search_path TO cotune")
     if not writes:

@@ -17,6 +17,7 @@ from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, PolicyRef, Task
 from cotune.storage.open_store import folder_of, open_store
 from cotune.storage.sql.upkeep import copy
+from tests.postgres import Server
 
 APP = """
 import cotune
@@ -32,7 +33,7 @@ def length(candidate, call, task):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory, postgres) -> dict[str, str]:
+def pair(tmp_path_factory: pytest.TempPathFactory, postgres: Server) -> dict[str, str]:
     """The same records in a file and in a database."""
     folder = tmp_path_factory.mktemp("pair")
     (folder / "scored.py").write_text(APP)
@@ -72,7 +73,13 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command(pair: dict[str, str], command: str, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_a_command(
+    pair: dict[str, str],
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with open_store(pair["file"], read_only=True) as store:
         episode = next(iter(store.episodes())).id
@@ -93,7 +100,9 @@ def test_a_command(pair: dict[str, str], command: str, tmp_path: Path, capsys, m
     assert found[0][0] == 0 and found[0][1]
 
 
-def test_scores_are_written_to_a_database(pair: dict[str, str], postgres, capsys) -> None:
+def test_scores_are_written_to_a_database(
+    pair: dict[str, str], postgres: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     with open_store(pair["file"], read_only=True) as source, open_store(address := postgres.database()) as target:
         copy(source, target, lambda *_: None)
     assert main(["score", address, f"{pair['folder']}/scored.py:solve", "--write"]) == 0
@@ -110,7 +119,9 @@ def test_a_database_is_opened_beside_runs(pair: dict[str, str]) -> None:
         run.close()
 
 
-def test_what_cannot_be_opened_is_one_line(postgres, capsys, monkeypatch) -> None:
+def test_what_cannot_be_opened_is_one_line(
+    postgres: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = {
         "postgresql://nobody:secret@127.0.0.1:1/x": "cannot be used",
         "mysql://x": "No store is known for the address mysql://x (known: postgresql://, postgres://)",
@@ -126,6 +137,6 @@ def test_what_cannot_be_opened_is_one_line(postgres, capsys, monkeypatch) -> Non
     assert "pip install 'cotune[postgres]'" in capsys.readouterr().err
 
 
-def test_json_lines_are_json(pair: dict[str, str], capsys) -> None:
+def test_json_lines_are_json(pair: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", pair["database"], "--json"]) == 0
     assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 12

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,7 @@ from cotune.records.structs import (
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from tests.core.storage.test_upgrades import fill, told
+from tests.postgres import Server
 
 DAY = 86400.0
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -60,7 +63,7 @@ def write(store: Store, numbers: range, days: float, app: str = "desk") -> list[
     return ids
 
 
-def age(store: Store, days: float) -> None:
+def age(store: Any, days: float) -> None:
     """Messages were last used so long ago."""
     store._act(lambda does: does.execute("UPDATE messages SET at = at - ?", [days * DAY]))
 
@@ -117,7 +120,7 @@ def test_a_person_is_forgotten(address: str, capsys: pytest.CaptureFixture[str])
     with open_store(address, read_only=True) as store:
         assert left(store) == {"episodes": 1, "calls": 1, "messages": 2, "rewards": 1, "feedback": 1}
         assert store.message(message_id(SYSTEM)) == SYSTEM
-        assert store.holding("person 0", ids, {}) == {ids[0]} and store.holding("person 1", ids, {}) == set()
+        assert store.holding("person 0", ids, {}).keys() == {ids[0]} and not store.holding("person 1", ids, {})
 
 
 def test_images_and_segments_go_with_the_last_call(address: str) -> None:
@@ -138,12 +141,12 @@ def test_images_and_segments_go_with_the_last_call(address: str) -> None:
         store.flush()
         assert [store.size(table) for table in ("images", "segments", "messages")] == [3, 3, 3]
         assert store.delete([ids[0]]) == {"episodes": 1, "calls": 2, "messages": 1, "images": 1, "segments": 1}
-        assert [len(store.token_ids(c.prompt)) for c in store.calls(ids[1])] == [2, 3]
+        assert [len(store.token_ids(str(c.prompt))) for c in store.calls(ids[1])] == [2, 3]
         assert store.delete([ids[1]]) == {"episodes": 1, "calls": 2, "messages": 2, "images": 2, "segments": 2}
 
 
 @pytest.fixture
-def pair(postgres, tmp_path: Path) -> dict[str, str]:
+def pair(postgres: Server, tmp_path: Path) -> dict[str, str]:
     return {"file": str(tmp_path / "records.db"), "database": postgres.database()}
 
 
@@ -182,7 +185,12 @@ def test_a_copy_goes_on_where_it_was_stopped(pair: dict[str, str], monkeypatch: 
         assert target.size("calls") == 10
         sent = []
         load = target.load
-        monkeypatch.setattr(target, "load", lambda table, rows: sent.append((table, len(rows))) or load(table, rows))
+
+        def loading(table: str, rows: Sequence[tuple[Any, ...]]) -> int:
+            sent.append((table, len(rows)))
+            return load(table, rows)
+
+        monkeypatch.setattr(target, "load", loading)
         upkeep.copy(source, target, lambda *_: None, limit=10)
         assert sum(rows for table, rows in sent if table == "calls") == source.size("calls") - 10
         assert told(target) | {"counters": None} == told(source) | {"counters": None}

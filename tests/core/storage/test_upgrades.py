@@ -25,6 +25,7 @@ from cotune.records.structs import (
 )
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
+from tests.postgres import Server
 
 VERSION_3 = """
 CREATE TABLE images (id TEXT PRIMARY KEY, media_type TEXT NOT NULL, data BLOB NOT NULL);
@@ -172,7 +173,7 @@ def test_a_file_of_version_4(tmp_path: Path) -> None:
         assert told(store) == expected
 
 
-def test_a_database_of_version_4(postgres) -> None:
+def test_a_database_of_version_4(postgres: Server) -> None:
     with open_store(address := postgres.database()) as store:
         fill(store)
         expected = told(store)
@@ -186,7 +187,7 @@ def test_a_database_of_version_4(postgres) -> None:
         assert store.rewards(["E1"]) == {"E1": {"team": 7.0}}
 
 
-def test_every_reader_sees_the_same_in_both_stores(tmp_path: Path, postgres) -> None:
+def test_every_reader_sees_the_same_in_both_stores(tmp_path: Path, postgres: Server) -> None:
     found = []
     for address in (tmp_path / "records.db", postgres.database()):
         with open_store(address) as store:

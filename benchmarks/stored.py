@@ -1,0 +1,160 @@
+"""Seconds to read a store of 1,000,000 calls: `cotune show`, the viewer's lists, what is new since the last run, prune.
+
+    python -m benchmarks.stored --store postgresql://localhost/cotune --calls 1000000
+
+The records are made up: a deployed application answers for 60 days, with three calls of two roles in each episode, a
+system prompt that all share, a question of each call's own, and a reward for every second episode. They are written as
+a copy of another store is, in pages of 3,000 rows. A store that has records already is read as it is. `--prune` deletes
+the older half at the end. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from cotune.cli.printing.overview import show_run
+from cotune.reading.recorded_answers import recorded_answers
+from cotune.records.ids import address, ulid
+from cotune.records.structs import CallRecord, Candidate, Episode, Message, PolicyRef, RewardRecord, Task, Usage
+from cotune.storage.episode_filters import EpisodeFilters
+from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
+from cotune.storage.schema import WIDTHS, encode
+from cotune.storage.sql.store import SqlStore
+
+DAYS, PAGE, STEPS = 60, 1000, 3
+ROLES = ("writer", "critic", "writer")
+_WORDS = ("the plan is to read what the tester said and change one line", "at the end of the file that fails")
+
+
+def _said(number: int, words: int) -> str:
+    return " ".join(_WORDS[(number * 7 + i * i) % len(_WORDS)] for i in range(words))
+
+
+def _page(first: int, episodes: int, began: float, gap: float) -> Iterator[Any]:
+    system = {"role": "system", "content": _said(1, 30)}
+    yield Message(address(b"system"), system)
+    for number in range(first, first + episodes):
+        started = began + number * gap
+        at = int(started * 1000) << 80 | number << 8
+        id = ulid(at)
+        for step in range(STEPS):
+            asked = Message(address(f"{number} {step}".encode()), {"role": "user", "content": _said(number + step, 15)})
+            text = _said(number * 3 + step, 10)
+            yield asked
+            yield CallRecord(
+                id=ulid(at + step + 1), episode=id, role=ROLES[step], step=step, turn=step // 2,
+                messages=(address(b"system"), asked.id), model="m", policy=PolicyRef("p", number // 50_000), app="desk",
+                started=started + step, latency=0.8, usage=Usage(250, 60), chosen=0,
+                candidates=(Candidate(index=0, text=text, message={"role": "assistant", "content": text}),),
+            )  # fmt: skip
+        yield Episode(
+            id=id, task=Task(id=f"t{number % 5000}", input={"question": _said(number, 8)}), workflow="solve",
+            app="desk", key=f"order-{number}", started=started, latency=3.0, calls=STEPS,
+            status="error" if number % 50 == 0 else "ok", error="ValueError: no answer" if number % 50 == 0 else None,
+        )  # fmt: skip
+        if number % 2:
+            yield RewardRecord(id, "stars", number % 5 / 4, started + 3600, "desk")
+
+
+def fill(store: SqlStore[Any], calls: int, told: Callable[[str], None]) -> float:
+    """Write so many calls; return the seconds of processor time that this process took."""
+    episodes = math.ceil(calls / STEPS)
+    began, gap = time.time() - DAYS * 86400, DAYS * 86400 / episodes
+    before = sum(os.times()[:2])
+    for first in range(0, episodes, PAGE):
+        records = list(_page(first, min(PAGE, episodes - first), began, gap))
+        rows, _ = encode(records, ())
+        for table in WIDTHS:
+            of_table = [row for name, row in rows if name == table]
+            if table == "messages":  # used when their calls were made, and the shared one still today
+                of_table = [of_table[0], *((*row[:2], began + first * gap) for row in of_table[1:])]
+            if of_table and store.load(table, of_table):
+                raise RuntimeError(f"rows of {table} were lost")
+        if first // PAGE % 20 == 0:
+            told(f"{first * STEPS:,} calls")
+    return sum(os.times()[:2]) - before
+
+
+def readings(store: Store, where: str) -> dict[str, Callable[[], object]]:
+    """What is timed, by name."""
+    newest = EpisodeFilters()
+    last = store.episode_ids(newest, 1)[0]
+    middle = EpisodeFilters(before=ulid(int((time.time() - DAYS * 43200) * 1000) << 80))
+    episodes, rewards = store.marks()
+    night = EpisodeFilters(
+        app="desk", new=((int(episodes * (1 - 1 / DAYS)), int(rewards * (1 - 1 / DAYS))), (episodes, rewards))
+    )
+
+    def learned(filters: EpisodeFilters) -> int:
+        return sum(1 for _ in recorded_answers(store, store.episodes(filters=filters), Counter()))
+
+    return {
+        "show": lambda: show_run(where),
+        "show, one episode": lambda: show_run(where, episode=last),
+        "list: newest page": lambda: store.episode_lines(newest, 50),
+        "list: page in the middle": lambda: store.episode_lines(middle, 50),
+        "list: rewarded low": lambda: store.episode_lines(EpisodeFilters(low=0.9), 50),
+        "list: count of all": lambda: store.episode_count(newest),
+        "list: a role": lambda: store.episode_lines(EpisodeFilters(role="critic"), 50),
+        "search of a page": lambda: store.holding("tester", store.episode_ids(newest, 500), {}),
+        "tokens by role": lambda: store.use(0, store.newest()[0]),
+        "tasks": lambda: store.outcomes_by_task("trace", "lowest"),
+        "records list": store.apps,
+        "records list --by role,day": store.tally,
+        "key to episodes": lambda: store.episodes_with_key("desk", "order-77777"),
+        "since last: find the episodes": lambda: sum(1 for _ in store.episodes(filters=night)),
+        "since last: read the answers": lambda: learned(night),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fill the store where it is empty, time each reading twice, and prune."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", required=True, help="records file or postgresql://..., which may be filled")
+    parser.add_argument("--calls", type=int, default=1_000_000)
+    parser.add_argument("--prune", action="store_true", help="delete the older half at the end")
+    asked = parser.parse_args(arguments)
+    console = Console()
+    found: dict[str, Any] = {"calls": asked.calls, "store": asked.store.partition(":")[0]}
+    with open_store(asked.store) as opened:
+        store = cast(SqlStore[Any], opened)
+        if not store.counts()[2]:
+            began = time.perf_counter()
+            found["fill_cpu_s"] = round(fill(store, asked.calls, console.print), 1)
+            found["fill_s"] = round(time.perf_counter() - began, 1)
+        store.flush()
+        table = Table("reading", "first, s", "again, s", title=f"{store.counts()[2]:,} calls")
+        for name, read in readings(store, asked.store).items():
+            times = []
+            for _ in range(2):
+                began = time.perf_counter()
+                read()
+                times.append(time.perf_counter() - began)
+            found[name] = [round(seconds, 3) for seconds in times]
+            table.add_row(name, *(f"{seconds:.2f}" for seconds in times))
+        console.print(table)
+        if asked.prune:
+            began = time.perf_counter()
+            counts: Counter[str] = Counter()
+            for part in store.prune(time.time() - DAYS * 43200):
+                counts.update(part)
+            found["prune_s"] = round(time.perf_counter() - began, 1)
+            console.print(f"pruned {dict(counts)} in {found['prune_s']} s")
+    found["memory_mb"] = round(psutil.Process().memory_info().rss / 2**20)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""SQL, marks of formats and odd characters in every text of a record: stored, read, searched and deleted as texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cotune.records.ids import key_target, new_id
+from cotune.records.structs import (
+    CallRecord,
+    Candidate,
+    Episode,
+    FeedbackRecord,
+    Message,
+    PolicyRef,
+    RewardRecord,
+    Task,
+)
+from cotune.storage.episode_filters import EpisodeFilters
+from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
+
+ODD = [
+    "'; DROP TABLE calls; --", '"; DELETE FROM episodes', "%s", "%", "?", "?1", "%(name)s", "$1", "_", "\\", "\\u0000",
+    "\\\\N", "{0}", "a\tb\nc\r", "\u2603\U0001f600", "' OR '1'='1", "x' || pg_sleep(9) || '", "\x7f\x1b[31m", "", " ",
+    "key:a/b", "C.0", "\ufffe", "NULL", "E'\\x'", "--", "/*", ";", "\u202e",
+]  # fmt: skip
+texts = st.sampled_from(ODD) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
+
+
+@pytest.fixture(params=["sqlite", "postgres"], scope="module")
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    kind = request.param
+    folder = tmp_path_factory.mktemp("odd")
+    address = str(folder / "records.db") if kind == "sqlite" else request.getfixturevalue("postgres").database()
+    with open_store(address) as opened:
+        yield opened
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.lists(texts, min_size=12, max_size=12))
+def test_texts_stay_what_they_are(store: Store, odd: list[str]) -> None:
+    role, model, policy, app, key, task, phase, error, said, name, why, asked = odd
+    app = app.replace("/", "")  # the name of an application has none
+    before = store.counts()
+    id, call_id, message = new_id(), new_id(), new_id()
+    answer = Candidate(index=0, text=said, message={"role": "assistant", "content": said, name: why})
+    call = CallRecord(
+        id=call_id, episode=id, role=role, step=0, turn=0, model=model, policy=PolicyRef(policy, 3), app=app,
+        messages=(message,), candidates=(answer,), chosen=0, error=error, params={name: error}, started=1e9,
+    )  # fmt: skip
+    end = Episode(
+        id=id, task=Task(id=task, input={name: said}), workflow=role, phase=phase, app=app, key=key, error=error,
+        status="error", calls=1, started=1e9,
+    )  # fmt: skip
+    body = {"role": "user", "content": asked}
+    rewards = [RewardRecord(id, name, 1.0, 1.0, app), RewardRecord(key_target(app, f"{key}!"), name, 1.0, 1.0, app)]
+    store.commit([Message(message, body), call, end, *rewards, FeedbackRecord(id, name, why, 1.0, 0, app)])
+    assert (store.lost, store.foreign) == (0, 0)
+    assert store.calls(id) == [call] and store.episode(id) == end and store.message(message) == body
+    assert store.rewards([id]) == {id: {name: 1.0}} and store.feedback([id]) == {id: {name: why}}
+    assert id in store.episode_ids(EpisodeFilters(task=task, phase=phase, role=role, app=app), 1000)
+    assert [row[:3] for row in store.episode_lines(EpisodeFilters(app=app), 1000) if row[0] == id] == [
+        (id, task, phase)
+    ]
+    assert [e.id for e in store.episodes(phase=phase, task=task) if e.id == id] == [id]
+    assert (id in store.episodes_with_key(app, key)) == (key != "")
+    for text in filter(None, (said, asked, why)):
+        assert id in store.holding(text, [id], {}), text
+    assert store.holding(f"{said}{new_id()}", [id], {}) == {}
+    assert store.first_episodes(phase, None, [task])[task] <= id
+    assert (role, 1) in [(found, min(count, 1)) for found, count in store.answered_by(policy)] or phase == "check"
+    assert role in store.candidates_by_role() and role in {row[1] for row in store.tally(app)}
+    assert store.episode_named(id[-20:]) == id and store.episode_named(asked or "x") == (asked or "x")
+    store.outcomes_by_task(phase, "lowest"), store.outcomes_by_step(phase, "lowest", [task]), store.failed_episodes()
+    store.delete([id], (app, f"{key}!"))
+    assert store.counts() == before and store.rewards([id, rewards[1].target]) == {id: {}, rewards[1].target: {}}
+
+
+def test_a_nul_is_shown_in_a_database(store: Store) -> None:
+    id = new_id()
+    store.commit([Episode(id=id, task=Task(id="a\0b", input="c\0d"), workflow="w"), RewardRecord(id, "r\0", 1.0, 1.0)])
+    assert store.lost == 0 and store.episode(id).task.input == "c\0d"
+    found = store.episode_lines(EpisodeFilters(task="a\0b"), 9)
+    assert [row[1] for row in found] in (["a\0b"], ["a\u2400b"])
+    assert len(store.rewards([id])[id]) == 1
