@@ -2,6 +2,7 @@
 
     python -m benchmarks.collect --store postgresql --processes 100 --seconds 60
     python -m benchmarks.collect --store postgresql --processes 20 --rate 10 --beside
+    python -m benchmarks.collect --alone
 
 The processes are forks of one that has made the application, as a server with workers has them. Each runs a graph of
 two roles over and over, `--rate` episodes a second in all; the model server is faked inside the process, so that the
@@ -13,7 +14,9 @@ Prints a table; the last line is JSON: episodes_per_s (recorded), write_ms_p50, 
 sink's writes, by the clock and in processor time: one a call, one an episode), collector_cpu_ms and store_cpu_ms per
 call, wire_bytes and store_bytes per call, lost (recorded and not stored), left (bytes in spools at the end); with
 `--beside` added_ms_p50 and added_ms_p99 (quantiles of the time of a call that is recorded, less those of one that is
-not) and app_cpu_ms per call (processor time of the process with its sender, recorded less not recorded).
+not) and app_cpu_ms per call (processor time of the process with its sender, recorded less not recorded). With `--alone`
+the quantiles of a write to nowhere, into the spool while the collector is away, and into a records file, and the
+processor time of a call with its recording.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,8 @@ from tests.postgres import server
 
 CALLS = 2
 """Calls of an episode."""
+EPISODES = 1000
+"""With `--alone`."""
 PLAN = "You are the planner of a help desk. Say in three steps how the question is to be answered. " * 4
 SOLVE = "You are the solver of a help desk. Answer the question by the plan, in two sentences. " * 4
 
@@ -79,7 +84,7 @@ def applications(url: str, framework: str, processes: int, seconds: float, rate:
         for some in (*times.values(), writes):
             some.clear()
         Sender.write = timed  # type: ignore[method-assign]
-        ready.wait()
+        ready.wait(300)
         begin.wait()
         time.sleep(number / processes * processes / rate)
         begun = at = time.monotonic()
@@ -102,7 +107,7 @@ def applications(url: str, framework: str, processes: int, seconds: float, rate:
     started = [context.Process(target=process, args=(number,)) for number in range(processes)]
     for one in started:
         one.start()
-    ready.wait()
+    ready.wait(300)
     print("ready", flush=True)
     sys.stdin.readline()
     begin.set()
@@ -175,6 +180,45 @@ def of_openai() -> Callable[[str], list[float]]:
         return took
 
     return run
+
+
+def alone(folder: Path) -> Mapping[str, float]:
+    """What a write costs in one process, to nowhere, into the spool, and into a records file, one after another."""
+    from cotune.collecting.sender import Sender
+    from cotune.recording.call_records import CallerContext
+    from cotune.recording.recorder import LiveEpisode, Nowhere, Sink
+    from cotune.records.answers import Answer
+    from cotune.records.structs import Candidate, Record, Task
+
+    class Timed:
+        def __init__(self, sink: Sink) -> None:
+            self.sink = sink
+            self.times: list[float] = []
+
+        def write(self, records: Sequence[Record]) -> None:
+            begun = time.perf_counter()
+            self.sink.write(records)
+            self.times.append(1e3 * (time.perf_counter() - begun))
+
+    said = "In answer: where does the corridor lead? " * 8
+    os.environ["COTUNE_SPOOL"] = str(folder / "spool")
+    found: dict[str, float] = {}
+    with open_store(folder / "records.db") as store:
+        sinks: dict[str, Sink] = {"nowhere": Nowhere(), "spool": Sender("http://127.0.0.1:9", "bench"), "file": store}
+        for name, sink in sinks.items():
+            timed, spent = Timed(sink), time.process_time()
+            for count in range(EPISODES):
+                episode = LiveEpisode(timed, Task(id="t", input=None), workflow="desk")
+                for role, system in (("planner", PLAN), ("solver", SOLVE)):
+                    asked = [{"role": "system", "content": system}, {"role": "user", "content": f"Question {count}?"}]
+                    call = episode.start(CallerContext(role, "bench"), {"messages": asked})
+                    message = {"role": "assistant", "content": said}
+                    call.finish(Answer(candidates=(Candidate(index=0, text=said, message=message),), chosen=0))
+                episode.end("ok")
+                time.sleep(0.005)
+            found[f"{name}_ms_p50"], found[f"{name}_ms_p99"] = np.quantile(timed.times, [0.5, 0.99]).round(4).tolist()
+            found[f"{name}_cpu_ms"] = round(1e3 * (time.process_time() - spent) / EPISODES / CALLS, 3)
+    return found
 
 
 @contextlib.contextmanager
@@ -279,8 +323,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=300.0, help="recorded episodes a second, of all processes")
     parser.add_argument("--beside", action="store_true", help="every second episode is not recorded, to compare")
+    parser.add_argument("--alone", action="store_true", help="measure the sink's writes in one process alone")
     parser.add_argument("--applications", help=argparse.SUPPRESS)
     a = parser.parse_args()
+    if a.alone:
+        with tempfile.TemporaryDirectory() as folder:
+            show(alone(Path(folder)))
+        return
     if a.applications:
         applications(a.applications, a.framework, a.processes, a.seconds, a.rate, a.beside)
         return
@@ -288,6 +337,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, own as database:
         store = database.database() if database else a.store or f"{folder}/records.db"
         found = measure(store, a, Path(folder))
+    show(found)
+
+
+def show(found: Mapping[str, float]) -> None:
     for name, value in found.items():
         print(f"{name:18} {value:>12}")
     print(json.dumps(found))

@@ -26,7 +26,7 @@ from cotune.runtime.forks import survives_fork
 
 log = logging.getLogger("cotune.collect")
 
-LINGER = 1.0
+LINGER = 2.0
 """Seconds that a record waits for others to share its batch."""
 BATCH_BYTES = 1 << 20
 """Bytes of records, before compression, that a batch has at most, unless a single part has more."""
