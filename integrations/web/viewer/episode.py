@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from cotune.errors import RecordError
 from cotune.integrations.web.viewer.chat import ShownMessage, shown
-from cotune.integrations.web.viewer.timeline import TimedCall, role_graph, timeline
+from cotune.integrations.web.viewer.timeline import TimedCall, UsedTool, role_graph, timeline
 from cotune.integrations.web.viewer.tokens import COLOURS, LEGENDS, ColouredTokens, Colouring
 from cotune.integrations.web.viewer.viewer import Viewer, hues, start
 from cotune.reading.groups import StepGroups
@@ -82,7 +82,7 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
         episode=episode,
         outcome=run.store.rewards([id])[id],
         feedback=run.store.feedback([id])[id],
-        timeline=timeline(timed, episode.results if episode else ()),
+        timeline=timeline(timed, used_tools(episode, shown)),
         graph=role_graph(timed),
         hues=hues(run, *(call.role for call in timed), *(call.record.role for call in shown)),
         calls=shown,
@@ -152,6 +152,27 @@ def with_reads(calls: Sequence[TimedCall], shown: Iterable[ShownCall]) -> list[T
     ids = {call.step: call.id for call in calls}
     found = {one.record.id: tuple(ids[step] for step in one.reads.guessed) for one in shown}
     return [msgspec.structs.replace(call, guessed=found.get(call.id, ())) for call in calls]
+
+
+def used_tools(episode: Episode | None, shown: Sequence[ShownCall]) -> list[UsedTool]:
+    """The uses of tools in an episode: those that are on record with their times, else those that the shown calls asked
+    for, each between the call that asked and the one that got its result."""
+    if episode is not None and episode.results:
+        return [UsedTool(one.name, one.started, one.latency) for one in episode.results]
+    found, asked = [], dict[str, tuple[str, float]]()
+    for call in shown:
+        record = call.record
+        for message in call.new:
+            id = message.note.rpartition(" ")[2] if message.speaker == "tool" else ""
+            if id in asked:
+                name, ended = asked.pop(id)
+                found.append(UsedTool(name, ended, max(0.0, record.started - ended), at_most=True))
+        for candidate in record.candidates:
+            for tool in candidate.tool_calls if candidate.index == record.chosen else ():
+                function = tool.get("function") if isinstance(tool, Mapping) else None
+                if isinstance(function, Mapping) and tool.get("id"):
+                    asked[str(tool["id"])] = (str(function.get("name")), record.started + record.latency)
+    return found
 
 
 def _reads(run: OpenedRun, calls: Sequence[CallRecord], first: int, episode: Episode | None) -> Mapping[str, Reads]:

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from cotune.records.structs import ToolResult
-
 WIDTH, LABELS = 960, 130
 """Units of the drawing: its width, and the width of the roles' names."""
 ROW, GAP = 26, 10
@@ -48,11 +46,20 @@ class Bar(msgspec.Struct, frozen=True):
     width: float
 
 
+class UsedTool(msgspec.Struct, frozen=True):
+    """A use of a tool; times in seconds. `at_most` says that its time is not on record: it was somewhere between the
+    call that asked for it and the call that got its result."""
+
+    name: str
+    started: float
+    latency: float
+    at_most: bool = False
+
+
 class ToolBar(msgspec.Struct, frozen=True):
     """A use of a tool as a box."""
 
-    name: str
-    latency: float
+    tool: UsedTool
     x: float
     y: float
     width: float
@@ -92,21 +99,21 @@ class Timeline(msgspec.Struct, frozen=True):
     left_out: int = 0
 
 
-def timeline(calls: Sequence[TimedCall], tools: Sequence[ToolResult] = ()) -> Timeline:
+def timeline(calls: Sequence[TimedCall], tools: Sequence[UsedTool] = ()) -> Timeline:
     """Lay out calls and uses of tools by time. What overlaps in one role gets rows of its own within its lane; tools
     have the last lane."""
     drawn = sorted(calls, key=lambda call: call.step)[:MOST_CALLS]
     used = sorted(tools, key=lambda tool: tool.started)[:MOST_CALLS]
     if not drawn:
         return Timeline()
-    every: list[TimedCall | ToolResult] = [*drawn, *used]
+    every: list[TimedCall | UsedTool] = [*drawn, *used]
     spans = [(one.started, one.started + one.latency) for one in every]
     began = min(start for start, _ in spans)
     lasted = max(max(end for _, end in spans) - began, 1e-6)
     scale = (WIDTH - LABELS - _LEAST) / lasted
     rows: dict[str, list[float]] = {}
 
-    def placed(lane: str, one: TimedCall | ToolResult) -> tuple[float, int, float]:
+    def placed(lane: str, one: TimedCall | UsedTool) -> tuple[float, int, float]:
         x, width = LABELS + (one.started - began) * scale, max(_LEAST, one.latency * scale)
         ends = rows.setdefault(lane, [])
         row = next((i for i, end in enumerate(ends) if end <= x + 1), len(ends))
@@ -122,9 +129,7 @@ def timeline(calls: Sequence[TimedCall], tools: Sequence[ToolResult] = ()) -> Ti
     bars = {call.id: Bar(call, x, lanes[call.role].y + ROW * row, width) for call, x, row, width in of_calls}
     return Timeline(
         bars=tuple(bars.values()),
-        tools=tuple(
-            ToolBar(tool.name, tool.latency, x, lanes[_TOOLS].y + ROW * row, width) for tool, x, row, width in of_tools
-        ),
+        tools=tuple(ToolBar(tool, x, lanes[_TOOLS].y + ROW * row, width) for tool, x, row, width in of_tools),
         lanes=tuple(lanes.values()),
         arrows=tuple(
             Arrow(_path(bars[read], bar), guessed)

@@ -16,7 +16,7 @@ from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
 from cotune.integrations.web.viewer.report import report
 from cotune.integrations.web.viewer.server import viewing
-from cotune.integrations.web.viewer.timeline import TimedCall, timeline
+from cotune.integrations.web.viewer.timeline import TimedCall, UsedTool, timeline
 from cotune.reading.curves import charts
 from cotune.reading.find_runs import open_runs
 from cotune.reading.groups import step_groups
@@ -458,12 +458,36 @@ def test_calls_in_time_lie_beside_each_other_with_arrows_from_what_they_read():
     assert len(drawn.arrows) == 3 and [tick.text for tick in drawn.ticks] == ["0", "1 s", "2 s", "3 s", "4 s"]
 
 
+def test_tools_are_drawn_between_the_call_that_asked_and_the_one_that_got_the_result(tmp_path):
+    asks = {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "grep", "arguments": "{}"}}]}
+    asked = Candidate(index=0, text="", message=asks)
+    done = Candidate(index=0, text="done", message={"role": "assistant", "content": "done"})
+    result = {"role": "tool", "tool_call_id": "c1", "content": "found"}
+    about = {"episode": "E1", "role": "r", "latency": 1.0, "chosen": 0}
+    for kept in (False, True):
+        with SqliteStore.open(tmp_path / f"traced{kept}") as store:
+            store.write([Message("m1", {"role": "user", "content": "q"}), Message("m2", asks), Message("m3", result)])
+            store.write(
+                [
+                    CallRecord(id="C0", step=0, turn=0, messages=("m1",), started=1.0, candidates=(asked,), **about),
+                    CallRecord(
+                        id="C1", step=1, turn=1, messages=("m1", "m2", "m3"), started=4.5, candidates=(done,), **about
+                    ),
+                ]
+            )  # fmt: skip
+            results = (ToolResult("grep", "", 2.5, "m3", 0.75),) if kept else ()
+            store.write([Episode(id="E1", task=Task(id="t", input="x"), workflow="w", calls=2, results=results)])
+        with viewing([tmp_path / f"traced{kept}"]) as server:
+            page = httpx.get(f"{server.url}/run/traced{kept}/episode/E1").text
+        assert f"tool grep, {'750 ms' if kept else 'at most 2.5 s'}<" in page
+
+
 def test_guessed_parents_and_tools_are_drawn_too():
     calls = [
         TimedCall("a", 0, "planner", 0, "ok", 10.0, 0.1),
         TimedCall("b", 1, "coder", 0, "ok", 10.3, 0.094, ("a",), ("a",)),
     ]
-    used = [ToolResult("grep", "", 10.1, "m", 0.2), ToolResult("read", "", 10.15, "m", 0.1)]
+    used = [UsedTool("grep", 10.1, 0.2), UsedTool("read", 10.15, 0.1)]
     drawn = timeline(calls, used)
     assert [arrow.guessed for arrow in drawn.arrows] == [False, True]
     assert [lane.role for lane in drawn.lanes] == ["planner", "coder", "tools"]
