@@ -32,16 +32,18 @@ def run(a: argparse.Namespace) -> int:
 
 
 def list_runs(runs: Sequence[OpenedRun]) -> RenderableType:
-    """A line for each run and records file, which it closes."""
+    """A line for each run and records file, which it closes; below them where each is, its workflow and its date."""
     table = grid("run", "state", "recipe", "steps>", "episodes>", "figure, first to last")
-    verdicts = []
+    places, verdicts = [], []
     for run in runs:
         about, found = facts(run), run.headline
         state = Text(run.state, style=_STATES.get(run.state, ""))
         figure = change_text(found.changes[0]) if found.changes else ""
         row = cells((about.recipe, about.steps, f"{about.episodes:,}", figure))
         table.add_row(Text(run.name, style=NAME), state, *row)
+        told = " · ".join(filter(None, (str(run.path), about.workflow, about.created)))
+        places.append(Text.assemble((run.name, NAME), f": {told}"))
         if found.verdict:
             verdicts.append(Text.assemble((run.name, NAME), f": {found.verdict}"))
         run.close()
-    return Group(table, *([""] if verdicts else []), *verdicts)
+    return Group(table, "", *places, *([""] if verdicts else []), *verdicts)

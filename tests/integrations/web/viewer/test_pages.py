@@ -414,7 +414,7 @@ def test_a_folder_of_runs_is_opened_and_what_cannot_be_is_said(run, tmp_path, ca
             open_runs([nothing])
 
 
-def test_an_open_viewer_finds_new_runs(tmp_path):
+def test_an_open_viewer_finds_new_runs(tmp_path, capsys):
     for name in ("first", "second"):
         (tmp_path / "later" / name).mkdir(parents=True)
         with SqliteStore.open(tmp_path / "later" / name) as store:
@@ -427,6 +427,9 @@ def test_an_open_viewer_finds_new_runs(tmp_path):
         assert httpx.get(f"{server.url}/changed").json()["stamp"] != before["stamp"]
         said = text(f"{server.url}/?all=1")
         assert f"{tmp_path / 'runs' / 'second'} · app:solve · 2001-09-09" in said
+    assert main(["runs", str(tmp_path)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"runs-second: {tmp_path / 'runs' / 'second'} · app:solve · 2001-09-09" in told
 
 
 def test_a_reward_counts_that_comes_late(tmp_path):
