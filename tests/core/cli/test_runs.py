@@ -105,7 +105,7 @@ def test_runs_of_a_folder_have_a_line_each(run, capsys):
 
 def test_a_folder_without_runs_is_said(tmp_path, capsys):
     assert main(["runs", str(tmp_path)]) == 1
-    assert "holds no run and no records" in capsys.readouterr().err
+    assert "hold no run and no records" in capsys.readouterr().err
 
 
 def test_steps_are_curves_and_a_line_each(run, capsys):
