@@ -100,11 +100,14 @@ def _front_matter(manifest: Manifest) -> str:
 
     bases = dict.fromkeys(policy.base.model for policy in manifest.policies if policy.base)
     ids = [name for name in map(public_name, bases) if "/" in name]
-    lora, gguf = (any(getattr(policy, name) for policy in manifest.policies) for name in ("lora", "gguf"))
-    tags = ["cotune", "reinforcement-learning", *(["lora"] if lora else []), *(["gguf"] if gguf else [])]
+    trained = [policy for policy in manifest.policies if policy.folder]
+    # One library and one form for the whole repository, or none: some of its folders may be adapters, others models.
+    forms = {"lora" if policy.lora else "gguf" if policy.gguf else "" for policy in trained}
+    (form,) = forms if len(forms) == 1 else ("mixed",)
+    tags = ["cotune", "reinforcement-learning", *([form] if form in ("lora", "gguf") else [])]
     data = ModelCardData(
         base_model=ids or None,
-        library_name="peft" if lora else None if gguf else "transformers",
+        library_name={"lora": "peft", "": "transformers"}.get(form),
         pipeline_tag="image-text-to-text" if _sees_images(manifest) else "text-generation",
         tags=tags,
     )

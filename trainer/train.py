@@ -28,7 +28,15 @@ from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import go_on
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import is_path
-from cotune.storage.run_layout import is_withheld, known_workflow, relocated, without_values
+from cotune.storage.run_layout import (
+    is_withheld,
+    known_workflow,
+    read_config,
+    relocated,
+    whole_address,
+    with_addresses,
+    without_values,
+)
 from cotune.trainer.config.policy import PolicyConfig
 from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
 from cotune.trainer.config.withheld import with_values, written
@@ -105,7 +113,7 @@ def train(
     folder = RunFolder.create(
         path,
         chosen,
-        workflow=absolute(workflow) if isinstance(workflow, str) else None,
+        workflow=whole_address(workflow) if isinstance(workflow, str) else None,
         tasks=str(Path(tasks).resolve()) if isinstance(tasks, str | Path) else None,
         held={"tasks": tasks_digest(listed), "count": len(listed), "held_out": list(split.own)},
         **({} if flow.prompts is None else {"prompts": flow.prompts.id}),
@@ -148,7 +156,7 @@ def resume(
         finish_going_back(folder)
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
-        table = with_values(described["config"], changes or {})
+        table = with_values(read_config(folder.path), changes or {})
         for fields in (table, *table.get("policy", ()), table.get("distill", {}), table.get("records", {})):
             for name in ("model", "teacher", "path"):
                 if fields.get(name):
@@ -202,12 +210,6 @@ def _resumed_app(
     return workflow_of(workflow), [] if tasks is None else as_tasks(tasks)
 
 
-def absolute(spec: str) -> str:
-    """`spec` of a workflow with the file, if it names one, by its whole path."""
-    source, _, name = spec.rpartition(":")
-    return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else spec
-
-
 def _with_whole_paths(config: TrainConfig) -> TrainConfig:
     """The configuration with absolute paths of the files on this machine. Raises ConfigError for a missing model."""
 
@@ -228,6 +230,7 @@ def _with_whole_paths(config: TrainConfig) -> TrainConfig:
         return whole(teacher) if Path(teacher).expanduser().is_dir() else teacher
 
     replace, held_out = msgspec.structs.replace, config.evaluation.tasks
+    config = convert(with_addresses(msgspec.to_builtins(config), whole_address))
     return replace(
         config,
         model=located(config.model),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +37,8 @@ RECORDS = "records.db"
 WITHHELD = "(not kept: taken from the environment)"
 """Written in place of the value of an environment variable."""
 _RUN = "run.json"
+_FUNCTIONS = ("redact", "roles_by", "advantage", "token_loss", "teacher_sees")
+"""Settings that may name a function, wherever in a configuration."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -134,11 +136,14 @@ def read_run_json(path: str | Path) -> dict[str, Any]:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The configuration in run.json. Raises RunError as `read_run_json` does, and where there is none."""
-    found = read_run_json(path).get("config")
+    """The configuration in run.json, with the functions that it names where they are now. Raises RunError as
+    `read_run_json` does, and where there is none."""
+    described = read_run_json(path)
+    found = described.get("config")
     if not isinstance(found, dict):
         raise RunError(f"{RunLayout(path).run_json} is broken: it has no `config`.", "Restore it, or start a new run.")
-    return found
+    placed: dict[str, Any] = with_addresses(found, lambda one: _address_now(one, described, Path(path).absolute()))
+    return placed
 
 
 def read_run(path: str | Path) -> RunDescription:
@@ -155,7 +160,7 @@ def redactor_of(folder: Path | None) -> str:
     if folder is None:
         return ""
     run = next((one for one in (folder, folder.parent) if is_run(one)), None)
-    return "" if run is None else read_run(run).config.redact
+    return "" if run is None else str(read_config(run).get("redact", ""))
 
 
 def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
@@ -170,12 +175,30 @@ def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
 
 
 def known_workflow(described: Mapping[str, Any], run: Path) -> str | None:
-    """The workflow that run.json names, where it is now; None where it names none. What its module imports is found as
-    when the run was started."""
-    if (known := described.get("workflow")) is None:
-        return None
+    """The workflow that run.json names, where it is now; None where it names none."""
+    known = described.get("workflow")
+    return None if known is None else _address_now(known, described, run)
+
+
+def with_addresses(value: Any, place: Callable[[str], str], name: str = "") -> Any:
+    """A configuration as plain data, with `place` of the address of each function that it names."""
+    if isinstance(value, Mapping):
+        return {key: with_addresses(item, place, key) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_addresses(item, place) for item in value]
+    return place(value) if name in _FUNCTIONS and isinstance(value, str) and ":" in value else value
+
+
+def whole_address(address: str) -> str:
+    """`module:name`, or `file.py:name` with the whole path of the file."""
+    source, _, name = address.rpartition(":")
+    return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else address
+
+
+def _address_now(address: str, described: Mapping[str, Any], run: Path) -> str:
+    """An address of run.json where it is now. What its module imports is found as when the run was started."""
     sys.path[:0] = [path for path in (described.get("folder"), str(Path.cwd())) if path and path not in sys.path]
-    source, _, name = known.rpartition(":")
+    source, _, name = address.rpartition(":")
     return f"{relocated(source, described, run)}:{name}"
 
 

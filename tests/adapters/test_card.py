@@ -163,13 +163,17 @@ def test_the_front_matter_is_what_the_hub_reads(tmp_path: Path, base: Path, poli
     for name, form in forms.items():
         write_export(tmp_path / name, policies, **form)
         cards[name] = ModelCard.load(tmp_path / name / "README.md").data.to_dict()
-    write_export(tmp_path / "gguf", [full(build(tmp_path / "base", "llama"))], gguf="f16")
-    cards["gguf"] = ModelCard.load(tmp_path / "gguf" / "README.md").data.to_dict()
+    whole = full(build(tmp_path / "base", "llama"))
+    write_export(tmp_path / "gguf", [whole], gguf="f16")
+    write_export(tmp_path / "mixed", [*policies, whole])
+    for name in ("gguf", "mixed"):
+        cards[name] = ModelCard.load(tmp_path / name / "README.md").data.to_dict()
     usual, task = ["cotune", "reinforcement-learning"], {"pipeline_tag": "text-generation"}
     assert cards == {
         "lora": {"library_name": "peft", "tags": [*usual, "lora"], **task},
         "merged": {"library_name": "transformers", "tags": usual, **task},
         "gguf": {"tags": [*usual, "gguf"], **task},
+        "mixed": {"tags": usual, **task},
     }
     text = (tmp_path / "gguf" / "README.md").read_text()
     assert "llama-server -m solo/solo.gguf --jinja --alias solo --port 8001" in text

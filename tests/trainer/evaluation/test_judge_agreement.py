@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,30 @@ def test_the_command_compares_and_asks_once_for_each_group(
     assert "agrees with people more often than chance" in shown
     assert main([*command, "--labels", str(folder / "labels.jsonl")]) == 0
     assert len(judge.requests) == asked + 8, "kept"
+
+
+def test_what_a_judge_says_of_a_run_passes_the_redactor_of_the_run(
+    recorded: tuple[Path, Provider], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the judge is asked from another folder than the one that the run was started in."""
+    folder, judge = recorded
+    run = shutil.copytree(folder / "run", tmp_path / "run", ignore=shutil.ignore_patterns("judge.db*"))
+    (folder / "privacy.py").write_text("def hide(m): return {**m, 'content': m['content'].replace('4111', '[card]')}")
+    described = {"folder": str(folder), "config": {"redact": f"{folder}/privacy.py:hide"}}
+    (run / "run.json").write_text(json.dumps(described))
+    with SqliteStore.open(run, read_only=True) as store:
+        lines = [{"id": episode.id, "score": n} for n, episode in enumerate(store.episodes())]
+    ranked = judge.reply
+
+    def reasoned(body: dict[str, Any], number: int) -> Any:
+        status, kind, (raw,) = ranked(body, number)
+        return status, kind, [raw.replace(b'\\"so\\"', b'\\"paid by 4111\\"')]
+
+    monkeypatch.setattr(judge, "reply", reasoned)
+    monkeypatch.chdir(tmp_path)
+    judge_agreement(run, labels(tmp_path, "labels.jsonl", lines), f"{folder}/judged_app.py:solve")
+    kept = b"".join(file.read_bytes() for file in run.glob("judge.db*"))
+    assert b"paid by [card]" in kept and b"4111" not in kept
 
 
 def test_whole_episodes_are_compared_by_task(recorded: tuple[Path, Provider]) -> None:
