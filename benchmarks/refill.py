@@ -1,16 +1,22 @@
-"""How many sampled tokens does a run need where two thirds of its tasks teach nothing? On Plan-Path, from outcomes.
+"""How many sampled tokens does a run need where many of its tasks teach nothing? From outcomes, on two applications.
 
     nice -n 19 python -m benchmarks.refill                  # 3 seeds x 6 ways; hours on one core
     nice -n 19 python -m benchmarks.refill --seeds 0 --ways plain,both
+    nice -n 19 python -m benchmarks.refill --task word_problems --seeds 0 --ways plain,adaptive --steps 8 \\
+        --tasks-per-step 8 --pool 48 --tasks 40           # SmolLM2-135M; half an hour on one core
 
-Each run trains on the same pool of tasks in equal parts: usual ones, easy ones whose goal is one move away, and locked
-ones that no answer solves. It knows only whether the goal was reached (dr_mas, K = 8). `plain` takes the tasks in turn,
-`adaptive` sets `curriculum.pool`, `refill` a budget of one further task for each of a step's own, and `both` does both.
-`first` runs half of a task's episodes first (`curriculum.k_first`), `adaptive_first` with an adaptive pool.
+Each run trains on the same pool of tasks. Plan-Path's has equal parts: usual ones, easy ones whose goal is one move
+away, and locked ones that no answer solves; each seed has a base of its own. The word problems are the example's; the
+pretrained model fails nearly all of them. A run knows only the outcome (dr_mas, K = 8).
+
+`plain` takes the tasks in turn, `adaptive` sets `curriculum.pool`, `refill` a budget of one further task for each of a
+step's own, and `both` does both. `first` runs half of a task's episodes first (`curriculum.k_first`), `adaptive_first`
+with an adaptive pool.
+
 Held-out tasks are usual ones; their success is the mean of the last WINDOW evaluations. What `plain` reaches after
 --steps steps, at N sampled tokens, is the mark; the others train until they reach it or have sampled N tokens. Tokens
-of evaluations do not count. A seed is a base model of its own. A run that was stopped is resumed, and its results are
-appended to OUT/results.jsonl. The last line is JSON.
+of evaluations do not count. A run that was stopped is resumed, and its results are appended to OUT/results.jsonl. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import argparse
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -38,6 +45,9 @@ from benchmarks.selection import base_model
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.train import resume, train
+from examples.word_problems.demo import pretrained
+from examples.word_problems.tasks import Problem, make_tasks
+from examples.word_problems.train import solve
 
 TRAIN_SEED, FRESH_SEED = 100, 900
 EVERY = 2
@@ -78,6 +88,50 @@ def make_pool(count: int, seed: int, size: int) -> list[dict[str, Any]]:
     return tasks
 
 
+@cotune.workflow
+async def solved(task: Problem) -> dict[str, float]:
+    """The team of the word problems without its scorers."""
+    return {"success": float(await solve.cotune.fn(task))}
+
+
+@dataclass(frozen=True)
+class Application:
+    """What is trained: a workflow, its base model, its pool of tasks and its held-out tasks, and its own settings."""
+
+    flow: Any
+    model: Callable[[int, argparse.Namespace], Path]
+    """Of a seed."""
+    pool: Callable[[int, argparse.Namespace], Sequence[Any]]
+    """Of a seed."""
+    fresh: Callable[[argparse.Namespace], Sequence[Any]]
+    settings: Mapping[str, Any]
+
+
+APPLICATIONS = {
+    "plan_path": Application(
+        flow=reach,
+        model=lambda seed, options: base_model(options.out, seed, options.warm_up),
+        pool=lambda seed, options: make_pool(options.pool, TRAIN_SEED + seed, options.size),
+        fresh=lambda options: list(grid.make_tasks(options.tasks, FRESH_SEED, options.size)),
+        settings={
+            "learner": {"lr": 3e-3, "betas": [0.9, 0.95], "threads": 1},
+            "sampling": {"max_tokens": MAX_TOKENS},
+        },
+    ),
+    "word_problems": Application(
+        flow=solved,
+        model=lambda seed, options: pretrained(),
+        pool=lambda seed, options: make_tasks(options.pool, seed=TRAIN_SEED + seed),
+        fresh=lambda options: make_tasks(options.tasks, seed=FRESH_SEED),
+        settings={
+            "lora": {"rank": 16, "alpha": 32.0},
+            "learner": {"lr": 4e-4, "betas": [0.9, 0.95], "mini_batch": 32, "threads": 1},
+            "sampling": {"max_tokens": 24},
+        },
+    ),
+}
+
+
 def tokens_by_step(run: Path) -> list[int]:
     """Tokens that have been sampled in all steps up to each, without those of evaluations."""
     with SqliteStore.open(run, read_only=True) as store:
@@ -92,45 +146,45 @@ def curve(run: Path) -> list[tuple[int, float]]:
     return [(tokens[step], mean) for (step, _), mean in zip(found[WINDOW - 1 :], means, strict=True)]
 
 
-def train_to(run: Path, way: str, model: Path, seed: int, steps: int, options: argparse.Namespace) -> None:
+def train_to(run: Path, way: str, seed: int, steps: int, options: argparse.Namespace) -> None:
     """Train a run to so many steps, from where it is."""
-    tasks = make_pool(options.pool, TRAIN_SEED + seed, options.size)
+    app = APPLICATIONS[options.task]
+    tasks = app.pool(seed, options)
     done = sum(1 for _ in read_metrics(run)) if run.exists() else 0
     if done >= steps:
         return
     if run.exists():
-        resume(run, workflow=reach, tasks=tasks, changes={"steps": steps}, console=console)
+        resume(run, workflow=app.flow, tasks=tasks, changes={"steps": steps}, console=console)
     else:
-        held_out = options.out / "held_out.jsonl"
-        fresh = grid.make_tasks(options.tasks, FRESH_SEED, options.size)
-        held_out.write_text("".join(json.dumps(task) + "\n" for task in fresh))
+        held_out = options.out / f"held_out-{options.task}.jsonl"
+        held_out.write_text("".join(json.dumps(task) + "\n" for task in app.fresh(options)))
         settings = {
-            "model": str(model),
+            **app.settings,
+            "model": str(app.model(seed, options)),
             "steps": steps,
             "tasks_per_step": options.tasks_per_step,
             "seed": seed,
             "checkpoint_every": EVERY,
             "plan": {"kind": "independent", "k": 8},
             "overrides": {"clip_high": 0.28, "entropy": 0.03, "zero_variance": True},
-            "learner": {"lr": 3e-3, "betas": [0.9, 0.95], "seed": seed, "threads": 1},
-            "sampling": {"max_tokens": MAX_TOKENS},
+            "learner": {**app.settings["learner"], "seed": seed},
             "evaluation": {"tasks": str(held_out), "every": EVERY},
             **WAYS[way],
         }
-        train(reach, tasks, settings, out=run, console=console)
+        train(app.flow, tasks, settings, out=run, console=console)
     if sum(1 for _ in read_metrics(run)) < steps:
         raise SystemExit(f"{run}: stopped before step {steps}; the same command goes on")
 
 
 def result(way: str, seed: int, mark: tuple[int, float] | None, options: argparse.Namespace) -> dict[str, Any]:
     """Train: `plain` for so many steps, the others until they reach its mark or have sampled as many tokens."""
-    model = base_model(options.out, seed, options.warm_up)
-    run = options.out / f"seed{seed}" / f"{way}-{options.size}-{options.pool}-{options.tasks_per_step}"
+    named = f"{way}-{options.task}-{options.size}-{options.pool}-{options.tasks_per_step}"
+    run = options.out / f"seed{seed}" / named
     steps = options.steps if mark is None else EVERY * WINDOW
-    train_to(run, way, model, seed, steps, options)
+    train_to(run, way, seed, steps, options)
     while mark is not None and curve(run)[-1][0] < mark[0] and max(s for _, s in curve(run)) < mark[1]:
         steps += 2 * EVERY
-        train_to(run, way, model, seed, steps, options)
+        train_to(run, way, seed, steps, options)
     lines, points = read_metrics(run), curve(run)
     wanted = points[-1][1] if mark is None else mark[1]  # plain too may have stood there before its end
     at = next((point for point in points if point[1] >= wanted), None)
@@ -172,7 +226,7 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """The ways side by side, each column by seed."""
-    shown = Table(title="Plan-Path, two thirds of the tasks flat: tokens until the success of plain training")
+    shown = Table(title="Tokens until the success of plain training")
     for title in ("way", "share of plain's tokens", "success at its end", "tokens at its end", "flat groups"):
         shown.add_column(title)
     for way, row in rows.items():
@@ -185,14 +239,17 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 def main() -> None:
     """Run what is not recorded yet, and print all that is."""
     parser = run_parser(__doc__, "runs/refill", WAYS)
+    parser.add_argument("--task", choices=APPLICATIONS, default="plan_path")
     parser.add_argument("--steps", type=int, default=36, help="training steps of plain (default: %(default)s)")
-    parser.add_argument("--size", type=int, default=grid.SIZE, help="cells on a side (default: %(default)s)")
+    parser.add_argument(
+        "--size", type=int, default=grid.SIZE, help="cells on a side of Plan-Path's grid (default: %(default)s)"
+    )
     parser.add_argument("--tasks-per-step", type=int, default=12)
     parser.add_argument("--pool", type=int, default=96, help="tasks to train on (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=100, help="held-out tasks (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=260, help="steps of warm-up (default: %(default)s)")
     options = parser.parse_args()
-    kept = KeptResults(options, "steps", "size", "tasks_per_step", "pool", "tasks", "warm_up")
+    kept = KeptResults(options, "task", "steps", "size", "tasks_per_step", "pool", "tasks", "warm_up")
     for seed in map(int, options.seeds.split(",")):
         for way in ("plain", *(way for way in options.ways.split(",") if way != "plain")):
             plain = kept.lines(way="plain", seed=seed)

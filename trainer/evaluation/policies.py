@@ -14,15 +14,16 @@ from cotune.adapters.export import TrainedPolicy, latest_policies, untrained_pol
 from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import is_export, read_manifest
-from cotune.errors import AdapterError
+from cotune.episodes.workflows import Workflow
+from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.chat.formats import load_formats
 from cotune.integrations.models.chat.tool_formats import AUTO
 from cotune.integrations.models.engines import EngineConfig
-from cotune.integrations.models.folder.folder import locate_base
+from cotune.integrations.models.folder.folder import locate_base, locate_model
 from cotune.integrations.models.per_policy import open_engines
 from cotune.records.policies import OtherRoles, Policies, PolicySpec, models_said, stand_in
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import fingerprint, publish_verified
+from cotune.sampling.protocol import SamplingParams, at_temperature, fingerprint, publish_verified
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.run_layout import read_run
 
@@ -104,6 +105,45 @@ class EvaluatedPolicies:
             )
         finally:
             await sampler.aclose()
+
+
+@contextlib.asynccontextmanager
+async def answering(
+    workflow: Workflow,
+    *,
+    policies: str | Path | None,
+    model: str | None,
+    max_tokens: int,
+    temperature: float | None,
+    put_back: str = "",
+    **options: Any,
+) -> AsyncIterator[PolicyResponder | None]:
+    """Who answers an application's calls where a command runs it again: the `policies` of a run or an export, else an
+    untrained `model`; None for the application's own provider.
+
+    `put_back` is the remedy where a base model of the policies is not there or another one; `options` are further ones
+    of `EvaluatedPolicies.responder`. Raises RunError, AdapterError, ConfigError, SyncError.
+    """
+    if policies is None and model is None:
+        yield None
+        return
+    if policies is not None:
+        evaluated = open_evaluated_policies(policies)
+        try:
+            evaluated.check_bases()
+        except ConfigError as error:
+            raise ConfigError(error.field, error.value, error.fault, put_back or error.remedy) from None
+        except AdapterError as error:
+            raise AdapterError(error.cause, put_back or error.remedy) from None
+    else:
+        evaluated = EvaluatedPolicies(str(locate_model(model or "")), ())
+    async with evaluated.responder(
+        scorers=workflow.scorers,
+        defaults=SamplingParams(max_tokens=max_tokens),
+        override=at_temperature(temperature),
+        **options,
+    ) as responder:
+        yield responder
 
 
 def open_evaluated_policies(source: str | Path, model: Moved = None) -> EvaluatedPolicies:

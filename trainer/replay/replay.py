@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,18 @@ from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.rollout import repeating
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, load_workflow
-from cotune.errors import AdapterError, ConfigError, RecordError
-from cotune.integrations.models.folder.folder import locate_model
+from cotune.errors import ConfigError, RecordError
 from cotune.recording.recorder import Responder
 from cotune.records.answers import Answer
 from cotune.records.structs import JUDGING, CallRecord, Candidate, Episode, Record
 from cotune.replay.forks import repeatable
 from cotune.replay.script import Replay, read_script
-from cotune.sampling.protocol import SamplingParams, at_temperature
-from cotune.sampling.responder import PolicyResponder
 from cotune.storage.checkpoints import newest_checkpoint
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout, is_run, known_workflow, read_config, read_run_json, redactor_of
 from cotune.tables import plural
-from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
+from cotune.trainer.evaluation.policies import answering
 from cotune.trainer.replay.options import ReplayOptions
 from cotune.trainer.replay.vocabulary import RecordedIds, without_foreign_ids
 
@@ -112,7 +109,19 @@ async def _replay(
         store = stack.enter_context(open_store(RunLayout(options.out).records)) if options.out else None
         who, policies = "", None
         if new:
-            who, policies = await stack.enter_async_context(_answering(run, workflow, options))
+            trained = _policies(run, options)
+            who = f"the policies of {trained}" if trained else f"{options.model}, untrained"
+            who = who if trained or options.model else "the application's own provider"
+            answers = answering(
+                workflow,
+                policies=trained,
+                model=options.model,
+                max_tokens=options.max_tokens,
+                temperature=options.temperature,
+                put_back=_PUT_BACK,
+                seed=0,
+            )
+            policies = await stack.enter_async_context(answers)
         if policies is not None and options.model is not None and options.call is not None:
             plan, anew = await asyncio.to_thread(_readable, plan, RecordedIds(run, policies.chat_of))
             who += f" (recorded prompts of {plural(anew, 'episode')} are rendered in its own template)" if anew else ""
@@ -170,33 +179,11 @@ def _readable(
     return [(old, found and found[0]) for old, found in readable], sum(1 for _, found in readable if found and found[1])
 
 
-@contextlib.asynccontextmanager
-async def _answering(
-    run: Path, workflow: Workflow, options: ReplayOptions
-) -> AsyncIterator[tuple[str, PolicyResponder | None]]:
-    """Who answers new calls, in words, and how; None for the application's own provider. Raises RunError, AdapterError,
-    ConfigError, SyncError."""
-    model = options.model
-    if model is None and newest_checkpoint(RunLayout(run).checkpoints) is None:
-        yield "the application's own provider", None
-        return
-    if model is None or is_export(Path(model)) or is_run(model):
-        evaluated, who = open_evaluated_policies(model or run), f"the policies of {model or run}"
-        try:
-            evaluated.check_bases()
-        except ConfigError as error:
-            raise ConfigError(error.field, error.value, error.fault, _PUT_BACK) from None
-        except AdapterError as error:
-            raise AdapterError(error.cause, _PUT_BACK) from None
-    else:
-        evaluated, who = EvaluatedPolicies(str(locate_model(model)), ()), f"{model}, untrained"
-    async with evaluated.responder(
-        scorers=workflow.scorers,
-        defaults=SamplingParams(max_tokens=options.max_tokens),
-        override=at_temperature(options.temperature),
-        seed=0,
-    ) as responder:
-        yield who, responder
+def _policies(run: Path, options: ReplayOptions) -> str | Path | None:
+    """The run or export whose policies answer new calls; None where the application's provider or a model does."""
+    if options.model is None:
+        return None if newest_checkpoint(RunLayout(run).checkpoints) is None else run
+    return options.model if is_export(Path(options.model)) or is_run(options.model) else None
 
 
 _PUT_BACK = (
