@@ -105,7 +105,7 @@ def app(provider: Fixed) -> Iterator[App]:
 
 
 @pytest.fixture(scope="module")
-def deployment(export: Path) -> Iterator[Deployment]:
+def deployment(in_thread: None, export: Path) -> Iterator[Deployment]:
     with _elsewhere(cotune.deployed(export)) as opened:
         yield opened
 

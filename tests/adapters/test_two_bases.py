@@ -32,6 +32,8 @@ from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, finge
 from cotune.trainer.evaluation.policies import open_evaluated_policies
 from tests.adapters.conftest import build_model
 
+pytestmark = pytest.mark.usefixtures("in_thread")
+
 ASKED = [{"role": "user", "content": "hello"}]
 SHORT = "{% for message in messages %}[{{ message.role }}] {{ message.content }}<|end|>{% endfor %}[assistant]"
 
@@ -211,8 +213,15 @@ def test_each_role_has_the_context_length_of_its_base(endpoint: Endpoint) -> Non
 
 @pytest.mark.slow
 def test_an_engine_that_ends_is_restarted_without_the_other(
-    team_export: Path, caplog: pytest.LogCaptureFixture, short_base: Path
+    team_export: Path, caplog: pytest.LogCaptureFixture, short_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    in_thread = TransformersSampler.open
+
+    async def opened(model: str, **options: Any) -> TransformersSampler:
+        return await in_thread(model, **options, host="process" if Path(model) == short_base else "thread")
+
+    monkeypatch.setattr(TransformersSampler, "open", opened)
+
     async def ask() -> None:
         local = await open_local(team_export)
         try:

@@ -9,7 +9,6 @@ import pytest
 
 from cotune.adapters.export import latest_policies
 from cotune.sampling.protocol import fingerprint
-from tests.integrations import tiny_models
 from tests.trainer import worker_app
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_run import audit
@@ -18,13 +17,6 @@ pytestmark = pytest.mark.slow
 
 CLUSTER = {"address": "local", "engine": "transformers", "learners": 2}
 SETTINGS: dict[str, Any] = {"plan": {"k": 4}, "learner": {"lr": 5e-3, "mini_batch": 8}, "team_weight": 0.0}
-
-
-@pytest.fixture(scope="session")
-def other_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("other") / "base"
-    tiny_models.build("llama", folder)
-    return folder
 
 
 def test_a_run_on_ray_trains_what_one_process_does(ray_runtime: str, trainer: Trainer, other_base: Path) -> None:
