@@ -28,6 +28,7 @@ from cotune.trainer.learner.teacher import LocalTeacher, tokenizer_of
 from cotune.trainer.train import train
 from tests.adapters.test_gguf import LORA, adapter, greedy
 from tests.integrations import tiny_models
+from tests.integrations.models.samplers.vllm_server import vllm_server
 from tests.trainer import worker_app
 from tests.trainer.methods.test_distill import sharpened
 from tests.trainer.tiny_app import TASKS, application, build_base, converse
@@ -62,8 +63,8 @@ def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(
     assert greedy(AutoModelForCausalLM.from_pretrained(contract_model), prompt)[:8] != expected
 
 
-def run(base: Path, url: str, folder: Path, **settings: Any) -> list[dict[str, Any]]:
-    cluster = {"address": "local", "engine": "vllm-url", "engine_url": url}
+def run(base: Path, url: str, folder: Path, address: str = "local", **settings: Any) -> list[dict[str, Any]]:
+    cluster = {"address": address, "engine": "vllm-url", "engine_url": url}
     learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
     given = {"model": str(base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 8}, "team_weight": 0.0, **settings}
     given |= {"cluster": cluster, "learner": learner}
@@ -129,6 +130,21 @@ def test_a_run_trains_adapters_on_a_server_and_leaves_it_as_it_was(
     assert served(vllm_url) == before
     with pytest.raises(ConfigError, match=r"rank 16 .*Start it with .* --max-lora-rank of at least 16"):
         run(contract_model, vllm_url, tmp_path / "wide", policies="lora", lora={"rank": 16})
+
+
+def test_each_base_of_a_team_is_sampled_by_the_server_that_has_it(
+    contract_model: Path, vllm_url: str, tmp_path: Path
+) -> None:
+    own = build_base(tmp_path / "own")
+    policy = [{"name": "one", "roles": ["first"]}, {"name": "two", "roles": ["second"], "model": str(contract_model)}]
+    policy = [{**one, "lora": {"rank": 4}} for one in policy]
+    with vllm_server(own, tmp_path / "log") as other:
+        lines = run(own, f"{vllm_url},{other}", tmp_path / "run", "none", policy=policy)
+        assert served(other) == [str(own)]
+    assert len(lines) == 2 and all(line["updated"] and not line["failed"] for line in lines)
+    for line in lines:
+        assert line["policies"].keys() == {"one", "two"}
+        assert all(found["sampler_gap_max"] < 1e-4 for found in line["policies"].values())
 
 
 def served(url: str) -> list[str]:
