@@ -1,6 +1,6 @@
 """How many sampled tokens does a run need where many of its tasks teach nothing? From outcomes, on two applications.
 
-    nice -n 19 python -m benchmarks.refill                  # 3 seeds x 6 ways; hours on one core
+    nice -n 19 python -m benchmarks.refill                  # 3 seeds x 4 ways; hours on one core
     nice -n 19 python -m benchmarks.refill --seeds 0 --ways plain,both
     nice -n 19 python -m benchmarks.refill --task word_problems --seeds 0 --ways plain,adaptive --steps 8 \\
         --tasks-per-step 8 --pool 48 --tasks 40           # SmolLM2-135M; half an hour on one core
@@ -10,8 +10,7 @@ away, and locked ones that no answer solves; each seed has a base of its own. Th
 pretrained model fails nearly all of them. A run knows only the outcome (dr_mas, K = 8).
 
 `plain` takes the tasks in turn, `adaptive` sets `curriculum.pool`, `refill` a budget of one further task for each of a
-step's own, and `both` does both. `first` runs half of a task's episodes first (`curriculum.k_first`), `adaptive_first`
-with an adaptive pool.
+step's own, and `both` does both.
 
 Held-out tasks are usual ones; their success is the mean of the last WINDOW evaluations. What `plain` reaches after
 --steps steps, at N sampled tokens, is the mark; the others train until they reach it or have sampled N tokens. Tokens
@@ -58,8 +57,6 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "both": {"curriculum": {"pool": "adaptive"}, "refill": {"budget": 1.0}},
     "adaptive": {"curriculum": {"pool": "adaptive"}},
     "refill": {"refill": {"budget": 1.0}},
-    "first": {"curriculum": {"k_first": 4}},
-    "adaptive_first": {"curriculum": {"pool": "adaptive", "k_first": 4}},
 }
 _SAMPLED = """
     SELECT training_step, sum(completion_tokens) FROM calls JOIN episodes ON episodes.id = calls.episode

@@ -57,7 +57,7 @@ from cotune.trainer.run.run import Run
 from cotune.trainer.run.run_folder import RunFolder
 from cotune.trainer.run.warm_start import check_same_bases, check_source
 from cotune.trainer.schedules.curriculum import check_curriculum
-from cotune.trainer.schedules.refill import check_signals
+from cotune.trainer.schedules.refill import check_refill
 
 
 def train(
@@ -97,7 +97,7 @@ def train(
         plan, recipes, _ = chosen.resolve_plan(list(flow.scorers))
         check_curriculum(chosen.curriculum, plan, listed)
         for recipe in recipes.every:
-            check_signals(chosen, plan, recipe, flow)
+            check_refill(chosen, plan, recipe, flow)
         check_privileged(recipes, listed)
     chosen = _with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)

@@ -76,8 +76,6 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     refill: Counts = {}
     """Of a refill: `tasks` that it has drawn, `episodes` of them that are part of the step, and `late` ones, which were
     cancelled as no more were needed."""
-    screened: Count = 0
-    """Tasks of which only the first `curriculum.k_first` episodes were run, as their rewards did not differ."""
     replay: Counts = {}
     """Under a replay plan: calls that were forked, those that could not be as the record cannot repeat the calls before
     (`unrepeatable`), branches, and how many of them diverged; calls of branches that the policies were expected to

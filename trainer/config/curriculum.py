@@ -27,10 +27,6 @@ class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     easy: float = 0.6
     """A task is easy if the mean reward of its episodes is at least this."""
 
-    k_first: int | None = None
-    """Episodes of a task that run first; the rest of plan.k only if the rewards of some group differ in these (SPEED,
-    arXiv 2506.09016). Without a value all run. For independent rollouts."""
-
     def __post_init__(self) -> None:
         check_bounds(self, "level_steps", least=1, table="curriculum.")
         if not 0.0 < self.floor <= 1.0:
@@ -38,6 +34,5 @@ class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         if self.by and self.pool == "adaptive":
             fault = "has no effect with curriculum.pool = 'adaptive', which draws from all tasks"
             raise ConfigError("curriculum.by", self.by, fault, "Leave one of the two out.")
-        for name in ("k_easy", "k_first"):
-            if (count := getattr(self, name)) is not None and count < 2:
-                raise ConfigError(f"curriculum.{name}", count, "must be 2 or more: a group of one has no baseline")
+        if self.k_easy is not None and self.k_easy < 2:
+            raise ConfigError("curriculum.k_easy", self.k_easy, "must be 2 or more: a group of one has no baseline")

@@ -186,8 +186,6 @@ def summary(metrics: StepMetrics) -> str:
         )
     if metrics.refill.get("tasks"):
         parts.append(_refilled(metrics))
-    if metrics.screened:
-        parts.append(f"not all episodes of {plural(metrics.screened, 'task')}, whose first have equal rewards")
     if metrics.failed:
         parts.append(f"failed episodes {metrics.failed} of {metrics.episodes}")
     if metrics.staleness.keys() - {"0"}:

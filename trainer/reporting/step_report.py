@@ -124,7 +124,6 @@ class RolloutReport(StepReport):
             stayed=unmoved,
             silent=silent,
             refill={"tasks": refill.tasks, "episodes": rolled.refilled, "late": rolled.late} if refill else {},
-            screened=rolled.screened,
             replay=replay_figures(run, batch.episodes),
             notes=(
                 *prepared.warnings,

@@ -26,8 +26,6 @@ class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes that the refill has added."""
     late: int = 0
     """Episodes that the refill has begun, and did not wait for."""
-    screened: int = 0
-    """Tasks whose rewards did not differ in their first episodes, so that the rest was not run."""
 
 
 async def run_refill(

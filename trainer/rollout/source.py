@@ -119,7 +119,6 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> RolledOut:
         progress.say(f"{cut} episodes of step {step + 1} lack records or rewards: they are run again")
     there = {(episode.task.id, episode.rollout): episode for episode in done}
     fewer = fewer_episodes(config.curriculum, tasks.values(), run.state.tasks)
-    screened: set[str] = set()
     policies = run.served(step)
     responder = answering(run, plan, policies).responder(run.sampler, run.chats, run.workflow)
     bench = _bench(run, step, responder)
@@ -132,23 +131,9 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> RolledOut:
         async def roll(ids: Collection[str], times: Mapping[str, int]) -> list[Episode]:
             """The episodes of tasks that were drawn so often in the step, those that are there already included."""
             often = {name: times[name] * fewer.get(name, plan.episodes_per_task) for name in ids}
-            if config.curriculum.k_first is None:
-                return await up_to(often, {name: _places(run, times[name]) for name in ids})
-            begun = {name: min(config.curriculum.k_first, count) for name, count in often.items()}
-            episodes = await up_to(begun, begun)
-            learning = set(run.learning_roles(step))
-            differ = {signal.task for signal in await signals(episodes) if signal.spread and signal.roles & learning}
-            rest = {name: count for name, count in often.items() if name in differ}
-            screened.update(often.keys() - differ)
-            progress.further(sum(rest.values()) - sum(begun[name] for name in rest))
-            more = await up_to(rest, rest) if rest else []
-            return [*(episode for episode in episodes if episode.task.id not in rest), *more]
-
-        async def up_to(often: Mapping[str, int], places: Mapping[str, int]) -> list[Episode]:
-            """Each task so often; of the episodes that are there already, those whose rollout is below its place."""
-            known = [e for e in there.values() if e.task.id in often and e.rollout < places[e.task.id]]
+            known = [e for e in there.values() if e.task.id in often and e.rollout < _places(run, times[e.task.id])]
             batch = EpisodeBatch(
-                tasks=[tasks[name] for name in often],
+                tasks=[tasks[name] for name in ids],
                 sink=run.store,
                 phase="train",
                 training_step=step,
@@ -174,8 +159,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> RolledOut:
             await judged.finish()
             return group_signals(collect_samples(run, episodes, step), run.recipes)
 
-        first = config.curriculum.k_first or plan.episodes_per_task
-        progress.rollout(sum(min(first, fewer.get(name, plan.episodes_per_task)) for name in drawn.own))
+        progress.rollout(sum(fewer.get(name, plan.episodes_per_task) for name in drawn.own))
         episodes = await roll(drawn.own, dict.fromkeys(drawn.own, 1))
         rolled = RolledOut(episodes=episodes)
         if config.refill.budget:
@@ -192,7 +176,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> RolledOut:
             progress.say_once(f"the judge gave {count} episodes no outcome, which are not trained on: {text}")
     progress.scorer_errors(responder.scorer_errors)
     await run.sampler.info()
-    return msgspec.structs.replace(rolled, episodes=[*rolled.episodes, *bench.episodes], screened=len(screened))
+    return msgspec.structs.replace(rolled, episodes=[*rolled.episodes, *bench.episodes])
 
 
 def _places(run: RolloutRun, times: int) -> int:
@@ -213,7 +197,7 @@ async def _refilled(
     refill = Refill(config.refill, run.state.drawn[step], run.learning_roles(step), await signals(own))
 
     async def draw(ids: Collection[str]) -> list[Episode]:
-        progress.further(len(ids) * (config.curriculum.k_first or per_task))
+        progress.further(len(ids) * per_task)
         return await roll(ids, refill.times)
 
     at_once = max(1, config.concurrency // run.plan.k) if config.mode == "async" else None

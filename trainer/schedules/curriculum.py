@@ -58,14 +58,13 @@ def check_curriculum(config: CurriculumConfig, plan: Plan, tasks: Sequence[Task]
     if config.by:
         for task in tasks:
             _level(task, config.by)
-    for name in ("k_easy", "k_first"):
-        if (count := getattr(config, name)) is None:
-            continue
-        if plan.kind != "independent":
-            fault = f"has no effect under the plan {plan.kind}, which runs each task once"
-            raise ConfigError(f"curriculum.{name}", count, fault, "Use --plan independent.")
-        if count > plan.k:
-            raise ConfigError(f"curriculum.{name}", count, f"is more than plan.k ({plan.k})")
+    if config.k_easy is None:
+        return
+    if plan.kind != "independent":
+        fault = f"has no effect under the plan {plan.kind}, which runs each task once"
+        raise ConfigError("curriculum.k_easy", config.k_easy, fault, "Use --plan independent.")
+    if config.k_easy > plan.k:
+        raise ConfigError("curriculum.k_easy", config.k_easy, f"is more than plan.k ({plan.k})")
 
 
 def fewer_episodes(config: CurriculumConfig, tasks: Collection[Task], known: Mapping[str, TaskFacts]) -> dict[str, int]:

@@ -105,29 +105,22 @@ class Refill:
         return sorted((task for task in self._own if task not in having), key=lambda task: self.times[task])
 
 
-def check_signals(config: TrainConfig, plan: Plan, recipe: Recipe, workflow: Workflow) -> None:
-    """Raises ConfigError for a refill, or first episodes of tasks, that the recipe, the plan or the workflow has no use
-    for."""
-    budget, first, judged = config.refill.budget, config.curriculum.k_first, workflow.episode_judge is not None
-    for name, value in (("refill.budget", budget), ("curriculum.k_first", first)):
-        if not value:
-            continue
-        fault = ""
-        if not recipe.takes_rewards or not recipe.terms[0].compares or recipe.loss.critic:
-            fault = "which does not compare the rewards of a group"
-        elif not {"task", "branch", "prompt", "rollout"} & set(recipe.key):
-            fault = "which compares episodes of different tasks"
-        if fault:
-            raise ConfigError(name, value, f"has no effect with recipe {recipe.name}, {fault}", "Leave it out.")
-    if first and judged:
-        fault = "cannot be used with a judge, which has judged the first episodes of the task before the rest"
-        raise ConfigError("curriculum.k_first", first, fault, "Leave it out.")
+def check_refill(config: TrainConfig, plan: Plan, recipe: Recipe, workflow: Workflow) -> None:
+    """Raises ConfigError for a refill that the recipe, the plan or the workflow has no use for."""
+    budget, again, judged = config.refill.budget, config.refill.draw == "again", workflow.episode_judge is not None
+    if not budget:
+        return
+    if not recipe.takes_rewards or not recipe.terms[0].compares or recipe.loss.critic:
+        fault = f"has no effect with recipe {recipe.name}, which does not compare the rewards of a group"
+        raise ConfigError("refill.budget", budget, fault, "Leave it out.")
+    if not {"task", "branch", "prompt", "rollout"} & set(recipe.key):
+        fault = f"has no effect with recipe {recipe.name}, which compares episodes of different tasks"
+        raise ConfigError("refill.budget", budget, fault, "Leave it out.")
     faults: Mapping[str, bool] = {
         "cannot be used under the plan replay, whose episodes of a task are branches of one": plan.kind == "replay",
         "cannot be used with a judge, which has judged the episodes of the task before": judged,
         "cannot be used with curriculum.k_easy": config.curriculum.k_easy is not None,
-        "cannot be used with curriculum.k_first": first is not None,
     }
     for fault, holds in faults.items():
-        if config.refill.draw == "again" and holds:
+        if again and holds:
             raise ConfigError("refill.draw", "again", fault, "Set refill.draw = 'tasks'.")

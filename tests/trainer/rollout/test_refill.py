@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 import pytest
 
@@ -80,18 +80,16 @@ def test_tasks_that_nobody_solves_cost_the_budget_and_no_more_and_it_is_said(tra
     assert " ".join(trainer.said.split()).count("The refill's budget was spent before role 'first'") == 1
 
 
-@pytest.mark.parametrize(
-    ("refill", "curriculum"), [({}, {}), ({"draw": "again"}, {}), ({}, {"k_first": 4})], ids=["tasks", "again", "first"]
-)
-def test_a_run_that_is_stopped_in_a_refill_ends_like_one_without_a_stop(trainer, refill, curriculum):
-    settings = {**SETTINGS, "refill": {"budget": 2.0, **refill}, "curriculum": curriculum}
+@pytest.mark.parametrize("draw", ["tasks", "again"])
+def test_a_run_that_is_stopped_in_a_refill_ends_like_one_without_a_stop(trainer, draw):
+    settings = {**SETTINGS, "refill": {"budget": 2.0, "draw": draw}}
     trainer(application(graded), GRADED, to="whole", steps=4, **settings)
     stop, begun = StopsOnce(signal.SIGINT), 0
 
     async def stopping(task):
         nonlocal begun
         begun += 1
-        if begun == 3 + 32 + 10:  # after the preflight and the first step's own: in its refill, or in the next step
+        if begun == 3 + 32 + 10:  # after the preflight and the first step's own: in its refill
             stop()
         return await graded(task)
 
@@ -107,30 +105,6 @@ def test_a_run_that_is_stopped_in_a_refill_ends_like_one_without_a_stop(trainer,
         if e.status == "ok"
     ]
     assert len(set(places)) == len(places), "nothing is run twice"
-
-
-def test_the_rest_of_a_task_is_run_only_where_its_first_episodes_differ(trainer):
-    """And the same as without that, to the bit of each episode that is run; also with a refill, and after a stop."""
-    settings = {**SETTINGS, "tasks_per_step": 12, "learner": {"lr": 1e-9}}
-    trainer(application(graded), GRADED, to="all", steps=1, **settings)
-    settings |= {"curriculum": {"k_first": 4}}
-    trainer(application(graded), GRADED, steps=1, **settings)
-    (line,), ran = trainer.metrics(), Counter(e.task.id for e in episodes_in(trainer)[0])
-    whole = Counter(e.task.id for e in episodes_in(trainer, "all")[0])
-    assert whole.keys() == ran.keys() and set(whole.values()) == {8} and set(ran.values()) == {4, 8}
-    assert {name.partition("-")[0] for name, count in ran.items() if count == 8} == {"mixed"}
-    assert line["screened"] == sum(count == 4 for count in ran.values()) >= 8
-    assert line["episodes"] == ran.total() and line["candidates"] == ran.total()
-    assert line["groups"] == 12 - line["screened"] and line["rows"] == 8 * line["groups"]
-    assert "not all episodes of" in trainer.said and trainer.metrics("all")[0]["screened"] == 0
-
-
-def test_a_refill_takes_no_more_than_the_first_episodes_of_tasks_that_nobody_solves(trainer):
-    settings = {**SETTINGS, "refill": {"budget": 0.5}, "curriculum": {"k_first": 2}}
-    trainer(application(never), GRADED, steps=2, **settings)
-    for line, episodes in zip(trainer.metrics(), episodes_in(trainer).values(), strict=True):
-        assert line["refill"] == {"tasks": 2, "episodes": 4, "late": 0}
-        assert line["screened"] == 6 and len(episodes) == 12 and {e.rollout for e in episodes} == {0, 1}
 
 
 async def rare(task):
@@ -250,9 +224,6 @@ AGAIN = {"budget": 1.0, "draw": "again"}
         ({"plan": {"kind": "replay"}, "refill": AGAIN}, "cannot be used under the plan replay"),
         ({"judge": True, "refill": AGAIN}, "cannot be used with a judge"),
         ({"curriculum": {"k_easy": 2}, "refill": AGAIN}, "cannot be used with curriculum.k_easy"),
-        ({"curriculum": {"k_first": 2}, "refill": AGAIN}, "cannot be used with curriculum.k_first"),
-        ({"curriculum": {"k_first": 2}, "refill": {}, "judge": True}, "k_first = 2 cannot be used with a judge"),
-        ({"curriculum": {"k_first": 2}, "refill": {}, "recipe": "reinforce_pp"}, "k_first = 2 has no effect with rec"),
     ],
 )
 def test_refills_without_a_use_are_refused_before_work_starts(trainer, settings, message):

@@ -84,8 +84,6 @@ def test_a_run_spends_fewer_episodes_on_easy_tasks_also_after_a_resume(trainer):
         ),
         ({"level_steps": 0}, "curriculum.level_steps = 0 must be 1 or more"),
         ({"k_easy": 1}, "curriculum.k_easy = 1 must be 2 or more"),
-        ({"k_first": 1}, "curriculum.k_first = 1 must be 2 or more"),
-        ({"k_first": 9}, r"curriculum.k_first = 9 is more than plan.k \(4\)"),
         ({"k_easy": 9}, r"curriculum.k_easy = 9 is more than plan.k \(4\)"),
         ({"pool": "adaptive", "by": "hard"}, "curriculum.by = 'hard' has no effect with curriculum.pool"),
         ({"pool": "adaptive", "floor": 0.0}, "curriculum.floor = 0.0 must be a share above 0"),

@@ -63,7 +63,7 @@ from cotune.trainer.before.stub.words import message_text
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.rollout.judging import Bench, judging_role
 from cotune.trainer.schedules.curriculum import check_curriculum
-from cotune.trainer.schedules.refill import check_signals
+from cotune.trainer.schedules.refill import check_refill
 
 
 def check(
@@ -110,7 +110,7 @@ def check(
             plan, recipes, why = config.resolve_plan(list(flow.scorers))
             check_curriculum(config.curriculum, plan, every)
             for recipe in recipes.every:
-                check_signals(config, plan, recipe, flow)
+                check_refill(config, plan, recipe, flow)
             able = recipes.able(flow.scorers)
             loaded = time.perf_counter()
             bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
