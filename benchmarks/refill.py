@@ -3,7 +3,7 @@
     nice -n 19 python -m benchmarks.refill                  # 3 seeds x 4 ways; hours on one core
     nice -n 19 python -m benchmarks.refill --seeds 0 --ways plain,both
     nice -n 19 python -m benchmarks.refill --task word_problems --seeds 0 --ways plain,adaptive --steps 8 \\
-        --tasks-per-step 8 --pool 48 --tasks 40           # SmolLM2-135M; half an hour on one core
+        --tasks-per-step 8 --pool 48 --tasks 40                 # SmolLM2-135M
 
 Each run trains on the same pool of tasks. Plan-Path's has equal parts: usual ones, easy ones whose goal is one move
 away, and locked ones that no answer solves; each seed has a base of its own. The word problems are the example's; the
