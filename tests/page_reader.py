@@ -19,6 +19,7 @@ from tests.ports import free_port
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"# (\w+\.\w+)\n")
 SERVERS = ("serve", "view", "gateway")
+PROVIDER = ["python", "-m", "examples.tool_agent.provider"]
 PORT = re.compile(r"(?<=--port )\d+|(?<=127\.0\.0\.1:)\d+")
 
 
@@ -69,7 +70,7 @@ class Reader:
         command = PORT.sub(lambda found: self._ports.setdefault(found[0], str(free_port())), line)
         command = self._made_smaller(command)
         started = time.perf_counter()
-        if words[0] == "cotune" and words[1] in SERVERS:
+        if (words[0] == "cotune" and words[1] in SERVERS) or words[:3] == PROVIDER:
             self.stop()
             self.serve(shlex.split(command), int(self._ports[PORT.findall(line)[0]]))
         else:

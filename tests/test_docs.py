@@ -92,10 +92,26 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
-def test_index_lists_every_page() -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
+def test_every_page_is_listed() -> None:
+    index = (ROOT / "docs" / "pages.md").read_text()
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
-    assert [name for name in pages if name != "index.md" and f"({name})" not in index] == []
+    assert [name for name in pages if name not in ("index.md", "pages.md") and f"({name})" not in index] == []
+
+
+def test_the_index_is_read_in_thirty_seconds() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "docs" / "index.md").read_text())
+    assert len(links) <= 15 and (ROOT / "README.md").read_text().count("\n") < 100
+
+
+def test_every_page_begins_with_what_one_can_do_after_it() -> None:
+    pages = sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not in ("index.md", "pages.md"))
+    bodies = {page: re.sub(r"\A---\n.*?\n---\n\s*", "", page.read_text(), flags=re.DOTALL) for page in pages}
+    assert [page.name for page, text in bodies.items() if not re.match(r"# .+\n\n(After|To) ", text)] == []
+
+
+def test_what_coding_assistants_read_leads_somewhere() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "docs" / "llms.txt").read_text())
+    assert len(links) > 10 and [link for link in links if not (ROOT / "docs" / link).is_file()] == []
 
 
 def test_every_page_that_the_code_names_exists() -> None:

@@ -46,3 +46,16 @@ def test_the_first_page_ends_with_a_better_application(tmp_path: Path) -> None:
     assert [text.strip() for line, text in said if line.endswith("my parcel problem")] == ["ciao shipping"]
     assert said[-1][1].strip() == "hallo billing"
     assert (reader.folder / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_base_that_solves_nothing_ends_better(tmp_path: Path) -> None:
+    """The tutorial that learns a provider's answers first: every command as it stands."""
+    binaries = f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": binaries, "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "none"}
+    reader = Reader(tmp_path, environment, {})
+    reader.follow(ROOT / "docs" / "tutorials" / "from-nothing.md")
+    (verdict,) = [text for line, text in reader.said.items() if line.startswith("cotune eval")]
+    before = re.search(r"^base +([\d.]+)%", verdict, re.MULTILINE)
+    assert before and float(before[1]) < 10 and "trained is better than base" in verdict

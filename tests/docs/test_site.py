@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from cotune.algorithms.filters import REASONS
+from cotune.cli.main import COMMANDS
+from cotune.reading.metrics import registry
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,3 +44,12 @@ def test_links_from_outside_of_the_site_lead_to_headings(site: Path) -> None:
     outside = [*ROOT.glob("*.md"), *ROOT.glob("examples/**/*.md")]
     links = [link for file in outside for link in re.findall(r"docs/([\w/-]+)\.md#([\w-]+)", file.read_text())]
     assert links and [to for to in links if f'id="{to[1]}"' not in (site / f"{to[0]}.html").read_text()] == []
+
+
+def test_the_search_finds_commands_fields_figures_and_reasons(site: Path) -> None:
+    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    text = " ".join(entry["text"] + entry["title"] for entry in found)
+    asked = {*REASONS, *(f"cotune {name}" for group in COMMANDS.values() for name in group)}
+    asked |= {name for group in registry().values() for name in group}
+    asked |= {"learner.lr", "plan.kind", "evaluation.keep_best", "cluster.address"}
+    assert {name for name in asked if name not in text} == set()

@@ -146,6 +146,12 @@ def _otel(a: argparse.Namespace, status: int) -> list[Words]:
     return [["cotune", "show", a.out]] if a.way == "import" and not status else []
 
 
+def _records(a: argparse.Namespace, status: int) -> list[Words]:
+    if status or a.way == "list":
+        return []
+    return [["cotune", "records", "list", a.target if a.way == "copy" else a.store]]
+
+
 def _prompts_show(a: argparse.Namespace, status: int) -> list[Words]:
     if a.json or status:
         return []
@@ -191,6 +197,8 @@ _NEXT: Mapping[str, Callable[[argparse.Namespace, int], list[Words]]] = {
     "view": _nothing,
     "report": _nothing,
     "gateway": _nothing,
+    "collect": _nothing,
+    "records": _records,
     "score": _score,
     "judge": _judge,
     "sft": _sft,

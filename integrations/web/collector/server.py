@@ -41,6 +41,7 @@ from cotune.recording.rewards import reward_records
 from cotune.records.ids import key_target, pack_ids
 from cotune.records.structs import Record
 from cotune.storage.protocol import Store
+from cotune.terminal import suggest
 
 log = logging.getLogger("cotune.collect")
 
@@ -273,4 +274,5 @@ def collect(
         say(f"Collecting at {found.url}")
         say(f"Records: {found.opened.store.address}")
         say("Ctrl-C stops it.")
+        suggest(f"COTUNE_COLLECTOR={found.url} COTUNE_APP=my_app python my_app.py", f"cotune show {address}")
         found.wait()
