@@ -104,7 +104,9 @@ def test_an_update_that_changed_nothing() -> None:
 
 def test_a_sampler_that_samples_from_other_weights() -> None:
     sampler = Scripted()
-    with pytest.raises(SyncError, match=r"differ by 0.2 nats a token \(at most 0.3\) over 32 tokens; the bound is 0.01"):
+    with pytest.raises(
+        SyncError, match=r"differ by 0.2 nats a token \(at most 0.3\) over 32 tokens; the bound is 0.01"
+    ):
         prove(sampler, weights(1.0), probe=Probe([(7,)], trainer(-0.6, -1.3)), retire=[OLD])
     assert "retire writer@1" not in sampler.log
 

@@ -83,7 +83,8 @@ class PostgresDatabase:
     """The connection of a writer: a `Database`."""
 
     shared = True
-    trouble: tuple[type[Exception], ...] = (psycopg.OperationalError, psycopg.InterfaceError)
+    # A server whose disk fails in an unusual way, such as by a quota, calls that an internal error.
+    trouble: tuple[type[Exception], ...] = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
     broken: tuple[type[Exception], ...] = (psycopg.Error, ValueError, OverflowError, TypeError, struct.error)
 
     def __init__(self, address: str, name: str) -> None:
