@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +57,8 @@ def run_stages(a: argparse.Namespace, config: TrainConfig, given: dict[str, Any]
         tell("nothing is asked")
         return 1
     out = a.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    return _told(run_strategy(absolute(a.workflow), a.tasks, config, search, out=out))
+    with _way_on(out):
+        return _told(run_strategy(absolute(a.workflow), a.tasks, config, search, out=out))
 
 
 def resume_stages(a: argparse.Namespace, changes: dict[str, Any]) -> int:
@@ -66,7 +69,17 @@ def resume_stages(a: argparse.Namespace, changes: dict[str, Any]) -> int:
         name = next(iter(changes), "config" if a.out is None else "out")
         fault = "cannot be changed in a run of several stages"
         raise ConfigError(name, changes.get(name), fault, "Leave it out, or start a new run.")
-    return _told(resume_strategy(a.resume, workflow=a.workflow, tasks=a.tasks))
+    with _way_on(a.resume):
+        return _told(resume_strategy(a.resume, workflow=a.workflow, tasks=a.tasks))
+
+
+@contextlib.contextmanager
+def _way_on(out: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        tell(f"what is done is kept; to go on: cotune train --resume {out}")
+        raise
 
 
 def _told(report: StrategyReport) -> int:
