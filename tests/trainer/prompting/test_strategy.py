@@ -71,6 +71,7 @@ class Reflector:
         return travel.answer("<new-text>\nsay a letter that is an a\n</new-text>")
 
 
+@pytest.mark.slow
 def test_weights_then_prompts_on_a_real_model_interrupted_within_a_stage(tmp_path: Path) -> None:
     build_base(tmp_path / "base")
     chosen = config(
@@ -202,7 +203,7 @@ def _with(**fields: Any) -> Callable[[TrainConfig], TrainConfig]:
     ("begin", "said"),
     [
         (_fails(_with(strategy="p, x")), r"strategy.*'x'.*p, a search for prompts, or w"),
-        (_fails(_with(evaluation=module.TrainConfig(model="m").evaluation)), "evaluation.tasks.*--eval-tasks"),
+        (_fails(_with(evaluation=TrainConfig(model="m").evaluation)), "evaluation.tasks.*--eval-tasks"),
         (_fails(_with(), reflection=None), "reflection.*--reflection gpt"),
         (_fails(_with(), model="m"), "prompts.model"),
         (_fails(_with(recipe="sft", records=RecordsConfig(path="runs/traced"))), "recipe.*learns from records"),
