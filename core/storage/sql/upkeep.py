@@ -71,7 +71,7 @@ class Upkeep:
             last = ""
             while page := [id for (id,) in self.rows(sql, [*asked, last])]:
                 last = page[-1]
-                yield self._act(partial(_delete, ids=page))[0]
+                yield self._act(partial(_delete, ids=page))
         # What is used again is marked so within two days, by its writer and by the source of the records.
         bound = before - 2 * DAY
         unused = {
@@ -84,10 +84,9 @@ class Upkeep:
         unused: dict[str, set[str]] = {table: set() for table in _USED}
         ids = list(episodes)
         for some in in_parts(ids):
-            found, used = self._act(partial(_delete, ids=some))
-            counts.update(found)
-            for table, names in used.items():
+            for table, names in self._act(partial(_named, ids=some)).items():
                 unused[table] |= names
+            counts.update(self._act(partial(_delete, ids=some)))
         if key is not None:
             self._act(lambda does: _delete_targets(does, [key_target(*key)]))
         for some in in_parts(unused["messages"]):
@@ -189,26 +188,31 @@ def _key_of(table: str, row: Row) -> Row:
     return tuple(row[COLUMNS[table].index(column)] for column in key_columns(table))
 
 
-def _delete(does: Transactions, ids: Sequence[str]) -> tuple[Mapping[str, int], dict[str, set[str]]]:
-    """Delete episodes with all that belongs to them alone; return how many rows, and the messages and segments that
-    they named."""
+def _delete(does: Transactions, ids: Sequence[str]) -> Mapping[str, int]:
+    """Delete episodes with their calls and rewards; return how many rows."""
     marks = ",".join("?" * len(ids))
-    calls = does.execute(f"SELECT id, drawn, body, prompt FROM calls WHERE episode IN ({marks})", ids)
-    ended = does.execute(f"SELECT body FROM episodes WHERE id IN ({marks})", ids)
-    bodies = [str(row[2]) for row in calls] + [str(body) for (body,) in ended]
-    named = {name for body in bodies for name in _STRING.findall(body)}
+    calls = does.execute(f"SELECT id, drawn FROM calls WHERE episode IN ({marks})", ids)
+    ended = does.execute(f"SELECT id FROM episodes WHERE id IN ({marks})", ids)
+    targets = [*ids, *(id for id, _ in calls), *(f"{id}.{n}" for id, drawn in calls for n in range(drawn))]
+    _delete_targets(does, targets)
+    does.execute(f"DELETE FROM calls WHERE episode IN ({marks})", ids)
+    does.execute(f"DELETE FROM episodes WHERE id IN ({marks})", ids)
+    return {"episodes": len(ended), "calls": len(calls)}
+
+
+def _named(does: Transactions, ids: Sequence[str]) -> dict[str, set[str]]:
+    """The messages and segments that episodes and their calls name."""
+    calls = among(does.execute, "SELECT body, prompt FROM calls", "episode", ids)
+    ended = among(does.execute, "SELECT body FROM episodes", "id", ids)
+    names = {name for body, *_ in [*calls, *ended] for name in _STRING.findall(str(body))}
     used: dict[str, set[str]] = {table: set() for table in _USED}
-    used["messages"] = {id for (id,) in among(does.execute, "SELECT id FROM messages", "id", named)}
-    prompts = {prompt for *_, prompt in calls if prompt}
+    used["messages"] = {id for (id,) in among(does.execute, "SELECT id FROM messages", "id", names)}
+    prompts = {prompt for _, prompt in calls if prompt}
     while prompts:
         used["segments"] |= prompts
         found = among(does.execute, "SELECT parent FROM segments", "id", prompts)
         prompts = {parent for (parent,) in found if parent is not None} - used["segments"]
-    targets = [*ids, *(id for id, *_ in calls), *(f"{id}.{n}" for id, drawn, *_ in calls for n in range(drawn))]
-    _delete_targets(does, targets)
-    does.execute(f"DELETE FROM calls WHERE episode IN ({marks})", ids)
-    does.execute(f"DELETE FROM episodes WHERE id IN ({marks})", ids)
-    return {"episodes": len(ended), "calls": len(calls)}, used
+    return used
 
 
 def _delete_targets(does: Transactions, targets: Sequence[str]) -> None:
