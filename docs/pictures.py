@@ -1,34 +1,55 @@
-"""The picture of the viewer in README and docs, made from a run.
+"""The pictures of README and docs, made from runs.
 
     make demo
-    python -m docs.pictures runs/demo/run
+    python -m docs.pictures runs/demo/run                    # viewer.png: the page of a run
+    python -m docs.pictures runs/demo/run --of candidates    # candidates.png: a call with its candidates and rewards
 
-Writes docs/assets/viewer.png: the run page in headless Chromium. Needs Debian's packages chromium and chromium-driver,
-which the tests need too.
+Writes docs/assets/NAME.png, by headless Chromium. Needs Debian's packages chromium and chromium-driver, which the tests
+need too.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from PIL import Image
 
 from benchmarks.viewer import browser
 from cotune.integrations.web.viewer.server import viewing
+from cotune.records.ids import candidate_id
+from cotune.storage.episode_filters import EpisodeFilters
+from cotune.storage.open_store import open_store
 
 ASSETS = Path(__file__).parent / "assets"
+LARGEST = 200_000
+"""Bytes of a picture that is checked in."""
 
 
-def viewer_picture(run: Path, target: Path, size: tuple[int, int] = (1280, 930)) -> None:
-    """Write the page of a run as a PNG with 256 colours, small enough for a README."""
+def rewarded_call(run: Path) -> str:
+    """The page of a call of the last training step whose candidates got different rewards."""
+    with open_store(run, read_only=True) as store:
+        for episode in store.episode_ids(EpisodeFilters(phase="train"), 50):
+            for call in store.calls(episode):
+                rewards = store.rewards([candidate_id(call.id, one.index) for one in call.candidates])
+                if len({tuple(sorted(named.items())) for named in rewards.values()}) > 1:
+                    return f"run/{run.name}/call/{call.id}"
+    raise SystemExit(f"{run}: no call has candidates with different rewards.")
+
+
+PICTURES: Mapping[str, Callable[[Path], str]] = {"viewer": lambda run: "", "candidates": rewarded_call}
+"""By name, the address of the page that a picture shows."""
+
+
+def picture(run: Path, target: Path, page: str = "", size: tuple[int, int] = (1280, 930)) -> None:
+    """Write a page of the viewer as a PNG with 256 colours, small enough to be checked in."""
     with tempfile.TemporaryDirectory() as profile, viewing([run]) as server:
         driver = browser(profile)
         try:
             driver.set_window_size(*size)
-            driver.get(server.url)
+            driver.get(f"{server.url.rstrip('/')}/{page}")
             driver.save_screenshot(str(target))
         finally:
             driver.quit()
@@ -38,7 +59,9 @@ def viewer_picture(run: Path, target: Path, size: tuple[int, int] = (1280, 930))
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run folder, such as runs/demo/run")
-    viewer_picture(parser.parse_args(arguments).run, ASSETS / "viewer.png")
+    parser.add_argument("--of", choices=PICTURES, default="viewer", help="what to show (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    picture(options.run, ASSETS / f"{options.of}.png", PICTURES[options.of](options.run))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 
 from cotune.cli.main import parser
 from cotune.trainer.config.train import convert
+from docs.pictures import LARGEST, PICTURES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -107,6 +108,12 @@ def test_every_page_begins_with_what_one_can_do_after_it() -> None:
     pages = sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name not in ("index.md", "pages.md"))
     bodies = {page: re.sub(r"\A---\n.*?\n---\n\s*", "", page.read_text(), flags=re.DOTALL) for page in pages}
     assert [page.name for page, text in bodies.items() if not re.match(r"# .+\n\n(After|To) ", text)] == []
+
+
+def test_pictures_are_small() -> None:
+    pictures = sorted((ROOT / "docs" / "assets").glob("*.png"))
+    assert {picture.stem for picture in pictures} == set(PICTURES)
+    assert [picture.name for picture in pictures if picture.stat().st_size > LARGEST] == []
 
 
 def test_what_coding_assistants_read_leads_somewhere() -> None:
