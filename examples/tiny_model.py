@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL = ("<|pad|>", "<|unk|>", "<|im_start|>", "<|im_end|>")
@@ -47,6 +47,22 @@ def word_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|im_end|>"
     )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def byte_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most `size` tokens, learned from `texts`, with a chat template: for any text,
+    and in a form that GGUF files can hold."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<|pad|>", eos_token="<|im_end|>")
     fast.chat_template = TEMPLATE
     return fast
 

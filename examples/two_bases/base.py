@@ -1,4 +1,4 @@
-"""The base model of the checker: a vocabulary of words and whole numbers, and a warm-up that teaches it yes and no.
+"""The base model of the checker: a small vocabulary of its own, and a warm-up that teaches it yes and no.
 
 python -m examples.two_bases.base --out runs/two_bases/checker
 """
@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import random
 
-from examples.tiny_model import Demonstration, base_builder, build_by_command
+from transformers import PreTrainedTokenizerFast
+
+from examples.tiny_model import Demonstration, base_builder, build_by_command, byte_tokenizer
 from examples.word_problems.app import CHECKER
 from examples.word_problems.tasks import make_tasks
 
 STEPS = 120
 SEED = 1
 """The seed of the problems that it is warmed up on: not those of the training."""
-NUMBERS = range(-200, 1000)
+VOCABULARY = 640
 
 
-def words() -> list[str]:
-    """Its vocabulary: all else that a planner writes is unknown to it."""
-    asked = {word for task in make_tasks(60, seed=SEED) for word in task["question"].split()}
-    sums = ["Sum:", "Result:", "error", "+", "-", "*", "(", ")", *map(str, NUMBERS)]
-    return ["system", "user", "assistant", CHECKER, "yes", "no", *sums, *sorted(asked)]
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Its tokenizer, learned from what a checker reads."""
+    shown = demonstrations(random.Random(SEED), SEED, 600)
+    return byte_tokenizer([f"{m['role']}\n{m['content']}" for messages, _ in shown for m in messages], VOCABULARY)
 
 
 def demonstrations(rng: random.Random, seed: int, count: int) -> list[Demonstration]:
@@ -36,7 +37,7 @@ def demonstrations(rng: random.Random, seed: int, count: int) -> list[Demonstrat
     return shown
 
 
-build = base_builder(words, demonstrations, name="checker", steps=STEPS, count=600, batch=32)
+build = base_builder(tokenizer, demonstrations, name="checker", steps=STEPS, count=600, batch=32)
 
 if __name__ == "__main__":
     build_by_command(build, STEPS)

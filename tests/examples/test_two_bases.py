@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from transformers import AutoConfig, AutoTokenizer
 
 import cotune
 from cotune.adapters.manifest import read_manifest
@@ -37,7 +38,7 @@ def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.timeout(1500)
 def test_a_team_of_two_bases_from_check_to_the_application(
-    smollm2: Path, checker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    in_thread: None, smollm2: Path, checker: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in make_tasks(4)))
     tasks = ["--tasks", "tasks.jsonl"]
@@ -54,7 +55,7 @@ def test_a_team_of_two_bases_from_check_to_the_application(
     with open_store(Path("run/records.db"), read_only=True) as store:
         calls = [call for episode in store.episodes() for call in store.calls(episode.id)]
         seen = {role: {t for c in calls if c.role == role for t in store.token_ids(c.prompt)} for role in ROLES}
-    vocabulary = len(base.words()) + 4
+    vocabulary = len(base.tokenizer())
     assert max(seen["checker"]) < vocabulary < max(seen["planner"])
 
     assert main(["eval", APP, *tasks, "--run", "run", "--modes", "base,trained", "--limit", "2"]) == 0
@@ -63,14 +64,22 @@ def test_a_team_of_two_bases_from_check_to_the_application(
     assert [Path(base.model) for base in manifest.bases] == [smollm2, checker]
     assert {policy.name: policy.kind for policy in manifest.policies} == {"planner": "lora", "checker": "full"}
 
+    assert main(["export", "run", "--out", "gguf", "--gguf", "f16"]) == 0
+    for role, origin in zip(ROLES, (smollm2, checker), strict=True):
+        written = AutoConfig.from_pretrained(f"gguf/{role}", gguf_file=f"{role}.gguf")
+        assert written.vocab_size == AutoConfig.from_pretrained(origin).vocab_size
+    reads, own = AutoTokenizer.from_pretrained("gguf/checker", gguf_file="checker.gguf"), base.tokenizer()
+    assert reads("What is 7 - 12?")["input_ids"] == own("What is 7 - 12?")["input_ids"]
+    assert reads.chat_template == own.chat_template
+
     said: dict[str, Any] = {}
     with serving("export") as endpoint:
         for role in ROLES:
-            body = {"model": role, "messages": ASKED, "temperature": 0, "max_tokens": 8}
-            said[role] = httpx.post(f"{endpoint.url}/chat/completions", json=body, timeout=120).json()
+            body = {"model": role, "messages": ASKED, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+            said[role] = httpx.post(f"{endpoint.url}/chat/completions", json=body, timeout=120).json()["choices"][0]
         listed = httpx.get(f"{endpoint.url}/models").json()["data"]
     assert {model["id"]: model["root"] for model in listed} == {"planner": str(smollm2), "checker": str(checker)}
-    assert set(said["checker"]["choices"][0]["message"]["content"].split()) <= set(base.words())
+    assert max(said["checker"]["token_ids"]) < vocabulary
 
     async def ask() -> dict[str, Any]:
         async with cotune.deployed("export") as deployment:
