@@ -25,6 +25,7 @@ from cotune.terminal import LogFormat, harmless, suggest
 
 COMMANDS = {
     "Run": {
+        "doctor": "Report whether a run fits on this machine or a Ray cluster",
         "check": "Run the application on made-up answers; report what would train",
         "train": "Train the policies of an application's roles",
         "eval": "Compare trained policies with the base, with confidence intervals",
@@ -50,9 +51,6 @@ COMMANDS = {
         "prompts": "Improve the prompts of an application's roles, without training",
         "export": "Write the trained policies as PEFT folders, whole models or GGUF",
         "serve": "Serve an export, or a plain model, over an OpenAI-compatible API",
-    },
-    "Machine": {
-        "doctor": "Report whether a run fits on this machine or a Ray cluster",
     },
 }
 """By group, the commands and a line of help. A module has `EXAMPLE`, `arguments` and `run`, and `EXTRA` if it needs
