@@ -7,7 +7,7 @@ The picker reads a list of colours and names one of them; the namer says a word 
 the fruit of this colour. The application's prompts do not say so. The base model is a Qwen3 of 0.3M parameters that was
 warmed up to obey: told "Name the third one." it does so in two of three cases, told nothing of the kind it guesses.
 
-A script writes new texts in place of a reflection model. It knows nothing of the task: it draws one of a dozen
+A script writes new texts in place of a reflection model. It knows nothing of the task: it draws one of seven
 instructions for either role. So this shows what prompts and weights give together on a model that obeys, and in which
 order. It does not show what a reflection model is worth, nor how well a large model obeys.
 

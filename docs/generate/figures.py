@@ -37,6 +37,13 @@ WARM_START = {
     "sft": "`sft` from 500 recordings, 48 supervised steps",
     "warm": "from there 8 steps of reinforcement",
 }
+PROMPTS_AND_WEIGHTS = {
+    ("p, w", "base"): "untrained, prompts of the application",
+    ("p, w", "p"): "prompts alone (`p`)",
+    ("w, p", "w"): "weights alone (`w`)",
+    ("p, w", "both"): "`p, w`",
+    ("w, p", "both"): "`w, p`",
+}
 WORKLOADS = {
     "search": "search",
     "sokoban": "Sokoban 6 x 6",
@@ -162,6 +169,16 @@ def prompts() -> str:
     return _table(("way", "seed", "before", "after", "difference", "95% interval"), rows)
 
 
+def prompts_and_weights() -> str:
+    """Success with better prompts, with trained weights, and with both in either order."""
+    rows: list[Sequence[str]] = []
+    for (strategy, name), title in PROMPTS_AND_WEIGHTS.items():
+        lines = [line for line in _lines("prompts_and_weights") if line["strategy"] == strategy]
+        lines = [{**line, "settings": {"tasks": line["settings"]["fresh"]}} for line in lines]
+        rows += [(title, *_success(lines, name))] if lines else []
+    return _table(("", "success", "95% interval", "by seed"), rows)
+
+
 def frameworks() -> str:
     """One team in three frameworks."""
     rows = [
@@ -246,6 +263,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "credit, 100,000 tokens": partial(outcomes, "credit", tokens=100_000),
     "warm_start": warm_start,
     "prompts": prompts,
+    "prompts_and_weights": prompts_and_weights,
     "frameworks": frameworks,
     "workloads": workloads,
     "without_tool": without_tool,
