@@ -72,11 +72,10 @@ def test_help_is_one_screen_with_every_command_in_its_group(capsys, monkeypatch)
         elif line:
             groups[line.rstrip(":")] = []
     assert groups == {
-        "Run": ["check", "train", "eval", "trace", "replay"],
+        "Run": ["doctor", "check", "train", "eval", "trace", "replay"],
         "Look": ["runs", "show", "view", "report"],
-        "Records": ["gateway", "collect", "score", "judge", "sft", "otel"],
+        "Records": ["gateway", "collect", "records", "score", "judge", "sft", "otel"],
         "Prompts and weights": ["prompts", "export", "serve"],
-        "Machine": ["doctor"],
     }
 
 
