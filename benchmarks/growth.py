@@ -3,29 +3,37 @@
     python -m benchmarks.growth [--phases append,strip,...] [--limit 1.2] [--repeats 5]
 
 Each phase is tried at sizes that double. `work` is what it must look at: turns of a conversation, tokens of rows. The
-exponent is that of the last doubling: 1 is linear. `append` and `strip` are one call at the end of a conversation of so
-many turns, K = 4, recorded and rendered: the tokenizer is SmolLM2's, the template keeps earlier thoughts or strips
-them, and a sampler answers at once. `candidates` is one call with so many candidates. The others are of rows for the
-learner, in conversations of 16 turns. Times are CPU, the fastest of some repeats. The last line is JSON; the status
-is 1 where an exponent is above the limit.
+exponent is that of the last two doublings: 1 is linear. `append` and `strip` are one call at the end of a conversation
+of so many turns, K = 4, recorded and rendered: the tokenizer is SmolLM2's, the template keeps earlier thoughts or
+strips them, and a sampler answers at once. `candidates` is one call with so many candidates, `roles` an episode of four
+calls of each of so many roles, `concurrency` so many such episodes of one role at once. `store` reads the calls of one
+step from a store with so many. The others are of rows for the learner, in conversations of 16 turns. Times are CPU, the
+fastest of some rounds, in each of which every size is tried. The machine's speed is measured before and after each, and
+times are those at the mean speed. The last line is JSON; the status is 1 where an exponent is above the limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import gc
 import json
 import math
 import random
+import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.viewer import build
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.folder.folder import locate_model
@@ -36,6 +44,7 @@ from cotune.records.plans import Plan
 from cotune.records.structs import PolicyRef, Task
 from cotune.sampling.protocol import Completion
 from cotune.sampling.responder import PolicyResponder
+from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.learner.batching import micro_batches, mini_batches, tokens_of
 from cotune.trainer.learner.token_tree import token_tree
 from examples.word_problems.demo import pretrained
@@ -64,14 +73,19 @@ class AtOnce:
         return [Completion(ids, (-1.0,) * len(ids), "stop") for ids in drawn]
 
 
-def seconds(do: Callable[[], object], repeats: int) -> float:
-    """The least CPU that it takes."""
-    found = []
-    for _ in range(repeats):
-        began = time.process_time()
-        do()
-        found.append(time.process_time() - began)
-    return min(found)
+def slowness() -> float:
+    """CPU seconds of work that is always the same."""
+    began, total = time.process_time(), 0
+    for number in range(500_000):
+        total += number * number
+    return time.process_time() - began
+
+
+def seconds(do: Callable[[], object]) -> float:
+    """The CPU that it takes."""
+    began = time.process_time()
+    do()
+    return time.process_time() - began
 
 
 class Conversations:
@@ -85,31 +99,61 @@ class Conversations:
             text = REPLY.format(i, i + 3, 2 * i + 3)
             self.replies.append((*self.tokenizer.encode(text, add_special_tokens=False), *self.ends[:1]))
 
-    def run(self, template: str, turns: int, k: int, last: int) -> float:
-        """CPU seconds of one of the `last` calls of a conversation."""
+    def _responder(self, template: str, k: int, roles: Sequence[str]) -> PolicyResponder:
         self.tokenizer.chat_template = template
-        chat = ChatTemplate(self.tokenizer, self.ends)
-        sampler = AtOnce(self.replies)
-        scorers = {"a": _one}
-        responder = PolicyResponder(
-            sampler, chat, {"a": PolicyRef("a")}, plan=Plan(k=k), scorers=scorers, max_model_len=1 << 20
+        return PolicyResponder(
+            AtOnce(self.replies),
+            ChatTemplate(self.tokenizer, self.ends),
+            {role: PolicyRef(role) for role in roles},
+            plan=Plan(k=k),
+            scorers=dict.fromkeys(roles, _one),
+            max_model_len=1 << 20,
         )
-        episode = LiveEpisode(Nowhere(), Task(id="t", input={}), workflow="w", responder=responder)
-        messages: list[dict[str, Any]] = [{"role": "system", "content": "You add numbers. " * 10}]
 
-        async def converse() -> float:
-            spent = []
-            for turn in range(turns):
+    async def _converse(self, responder: PolicyResponder, turns: int, roles: Sequence[str]) -> list[float]:
+        """CPU seconds of each call; roles take turns, each in a conversation of its own."""
+        episode = LiveEpisode(Nowhere(), Task(id="t", input={}), workflow="w", responder=responder)
+        start = {"role": "system", "content": "You add numbers. " * 10}
+        said: dict[str, list[dict[str, Any]]] = {role: [start] for role in roles}
+        spent = []
+        for turn in range(turns):
+            for role, messages in said.items():
                 messages.append({"role": "user", "content": f"Number {turn}: what is {turn} plus {turn + 3}? Think."})
                 began = time.process_time()
-                call = episode.start(CallerContext("a", "benchmark"), {"messages": list(messages), "model": "m"})
+                call = episode.start(CallerContext(role, "benchmark"), {"messages": list(messages), "model": "m"})
                 answer = await responder.respond(call)
+                assert answer is not None
                 call.finish(answer)
                 spent.append(time.process_time() - began)
                 messages.append(answer.candidates[answer.chosen].message)
-            return min(spent[-last:])
+        return spent
 
-        return asyncio.run(converse())
+    def run(self, template: str, turns: int, k: int) -> float:
+        """CPU seconds of one of the last calls of a conversation."""
+        return min(asyncio.run(self._converse(self._responder(template, k, "a"), turns, "a"))[-5:])
+
+    def team(self, count: int) -> float:
+        """CPU seconds of all calls of an episode with so many roles."""
+        roles = [f"role{i}" for i in range(count)]
+        return sum(asyncio.run(self._converse(self._responder(APPEND, 4, roles), 4, roles)))
+
+    def at_once(self, count: int) -> float:
+        """CPU seconds of so many episodes at once."""
+        responder = self._responder(APPEND, 4, "a")
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*(self._converse(responder, 4, "a") for _ in range(count)))
+
+        return seconds(lambda: asyncio.run(all_of_them()))
+
+
+def read_step(folder: Path, calls: int) -> float:
+    """CPU seconds to read one step's calls from a store with so many, which is made where it is not there."""
+    run = folder / str(calls)
+    if not run.exists():
+        build(run, calls)
+    with SqliteStore.open(run / "records.db") as store:
+        return seconds(lambda: [list(store.calls(episode.id)) for episode in store.episodes(training_step=1)])
 
 
 def _one(candidate: Any, call: Any, task: Any) -> float:
@@ -148,32 +192,49 @@ class Phase:
     measure: Callable[[int], tuple[float, float]]
 
 
-def phases(repeats: int) -> dict[str, Phase]:
+def phases(stores: Path) -> dict[str, Phase]:
+    """`stores`: a folder for those of the phase `store`."""
     talk = Conversations()
     made: dict[int, list[TrainRow]] = {}
 
     def rows(count: int) -> list[TrainRow]:
         if count not in made:
             made[count] = rows_of(count)
+            gc.freeze()  # what is there before a phase is not searched for garbage within it
         return made[count]
 
     def of_rows(do: Callable[[list[TrainRow]], object]) -> Callable[[int], tuple[float, float]]:
         def measure(count: int) -> tuple[float, float]:
             some = rows(count)
-            return sum(len(tokens_of(row)) for row in some), seconds(lambda: do(some), min(repeats, 3))
+            return sum(len(tokens_of(row)) for row in some), seconds(lambda: do(some))
 
         return measure
 
     turns, many = (12, 24, 48, 96), (1024, 4096, 8192, 16384)
     every = torch.Generator().manual_seed(0)
     return {
-        "append": Phase("turns", turns, lambda n: (n, talk.run(APPEND, n, 4, repeats))),
-        "strip": Phase("turns", turns, lambda n: (n, talk.run(STRIP, n, 4, repeats))),
-        "candidates": Phase("K", (4, 8, 16, 32), lambda k: (k, talk.run(APPEND, 8, k, repeats))),
+        "append": Phase("turns", turns, lambda n: (n, talk.run(APPEND, n, 4))),
+        "strip": Phase("turns", turns, lambda n: (n, talk.run(STRIP, n, 4))),
+        "candidates": Phase("K", (4, 8, 16, 32), lambda k: (k, talk.run(APPEND, 8, k))),
+        "roles": Phase("roles", (4, 8, 16, 32), lambda n: (n, talk.team(n))),
+        "concurrency": Phase("episodes", (64, 128, 256, 512), lambda n: (n, talk.at_once(n))),
+        "store": Phase("calls", (10_000, 20_000, 40_000), lambda n: (n, read_step(stores, n))),
         "token_tree": Phase("rows", many, of_rows(lambda some: token_tree([tokens_of(row) for row in some]))),
         "mini_batches": Phase("rows", many, of_rows(lambda some: mini_batches(some, 64, every))),
         "micro_batches": Phase("rows", many, of_rows(lambda some: micro_batches(some, range(len(some)), 2048, True))),
     }
+
+
+def fastest(phase: Phase, rounds: int) -> list[tuple[float, float]]:
+    """Work and the least seconds of each size, as if the machine had been equally fast all the time."""
+    found: list[list[tuple[float, float, float]]] = [[] for _ in phase.sizes]
+    for _ in range(rounds):
+        for size, of_size in zip(phase.sizes, found, strict=True):
+            before = slowness()
+            work, spent = phase.measure(size)
+            of_size.append((work, spent, (before + slowness()) / 2))
+    mean = statistics.mean(slow for of_size in found for _, _, slow in of_size)
+    return [(of_size[0][0], min(spent / slow for _, spent, slow in of_size) * mean) for of_size in found]
 
 
 def main() -> int:
@@ -183,22 +244,24 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
-    print(f"{'phase':14} {'size':>14} {'work':>12} {'CPU, ms':>10} {'exponent':>9}")
-    every = phases(args.repeats)
+    print(f"{'phase':14} {'size':>17} {'work':>12} {'CPU, ms':>10} {'exponent':>9}")
+    stack = contextlib.ExitStack()
+    every = phases(Path(stack.enter_context(tempfile.TemporaryDirectory())))
     asked = args.phases.split(",") if args.phases else list(every)
     if unknown := [name for name in asked if name not in every]:
         parser.error(f"--phases {unknown[0]} is none of {', '.join(every)}")
     for name in asked:
         phase = every[name]
-        earlier: tuple[float, float] | None = None
+        points: list[tuple[float, float]] = []
         exponent = math.nan
-        for size in phase.sizes:
-            work, spent = phase.measure(size)
-            if earlier is not None:
-                exponent = math.log(spent / earlier[1]) / math.log(work / earlier[0])
-            print(f"{name:14} {size:8} {phase.unit:5} {work:12,.0f} {1000 * spent:10.2f} {exponent:9.2f}", flush=True)
-            earlier = work, spent
+        for size, (work, spent) in zip(phase.sizes, fastest(phase, args.repeats), strict=True):
+            points.append((work, spent))
+            if len(points) > 2:
+                (less, before), (more, after) = points[-3], points[-1]
+                exponent = math.log(after / before) / math.log(more / less)
+            print(f"{name:14} {size:8} {phase.unit:8} {work:12,.0f} {1000 * spent:10.2f} {exponent:9.2f}", flush=True)
         found[name] = {"ms": round(1000 * spent, 2), "exponent": round(exponent, 2)}
+    stack.close()
     print(json.dumps(found))
     return int(any(one["exponent"] > args.limit for one in found.values()))
 
