@@ -52,7 +52,8 @@ class Spool:
         made, or its owner lives."""
         self.folder = folder
         self.dropped = 0
-        """Records that were dropped as the spool was full, and not told to the collector yet."""
+        """Records that were dropped as the spool was full, and not told to the collector yet. Those of a batch that was
+        on its way are among them, although they may have arrived."""
         self.failure = ""
         """Why the disk took no frame at the last attempt."""
         self._part = max(1, bound // _PARTS)
