@@ -1,12 +1,12 @@
-"""Memory and pages of updates of a model: by default, in fp32, under a limit, and with every tensor's pages asked for
-anew.
+"""Memory and pages of updates of a model: with dtype "auto", in fp32, under a limit, and with every tensor's pages
+asked for anew.
 
     python -m benchmarks.memory --model MODEL [--rows 256] [--limit 2GiB]
 
 LoRA of rank 16, groups of 8 rows with a prompt of 64 and answers of 32 random tokens; each row of the table is a
 process of its own, which makes three updates: the peak is that of all, times are of the last, `pages` are those that it
 had the system hand out. The last line is JSON: peak_gb by setting, the CPU of pages kept over that of pages anew, and
-that of the default precision (bfloat16 where the processor has it) over that of fp32.
+that of dtype "auto" (bfloat16 where the processor has it) over that of fp32.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def main() -> None:
     found, cpu = {}, {}
     print(f"{'setting':24} {'tokens of a pass':>16} {'peak, GB':>9} {'user, s':>8} {'system, s':>9} {'pages':>9}")
     exact = {"dtype": "float32"}
-    for name, settings in {"auto": {}, "fp32": exact, "limit": {**exact, "memory": args.limit}, "anew": exact}.items():
+    limited = {**exact, "memory": args.limit}
+    for name, settings in {"auto": {"dtype": "auto"}, "fp32": exact, "limit": limited, "anew": exact}.items():
         command = [sys.executable, "-m", "benchmarks.memory", "--model", args.model, "--rows", str(args.rows)]
         command += ["--one", json.dumps(settings), *(["--anew"] if name == "anew" else [])]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

@@ -115,7 +115,7 @@ class Trouble(msgspec.Struct, frozen=True):
     """Something that went wrong, and how often; 0 for a remark. `kind` says where it is from, `query` leads to its
     episodes, and `more` is the rest of an error."""
 
-    kind: Literal["episodes", "records", "cut", "calls", "rollback", "untrained", "last step"]
+    kind: Literal["episodes", "records", "cut", "calls", "rollback", "untrained", "precision", "last step"]
     text: str
     count: int = 0
     query: dict[str, str] = {}
@@ -146,6 +146,9 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
         ends = "was too long, and its middle is cut" if cut == 1 else "were too long, and their middles are cut"
         found.append(Trouble("cut", f"{plural(cut, 'text')} beside rewards {ends}"))
     found += [Trouble("rollback", back.text, 0, {"status": "abandoned"}) for back in run.about.rollbacks]
+    if (precision := run.about.precision) and precision.fell_back:
+        text = f"in float32, as sampler and learner differed in bfloat16 by {precision.gap:.2g} nats a token"
+        found.append(Trouble("precision", text, 1))
     for role, status, n in store.failed_calls() if of_calls else ():
         found.append(Trouble("calls", f"{plural(n, 'call')} of {role}: {status}", n))
     for role, n in store.answered_by(UNTRAINED.name) if of_calls else ():

@@ -53,6 +53,15 @@ class Held(msgspec.Struct, frozen=True):
         return self.bases.get(policy, self.base)
 
 
+class Precision(msgspec.Struct, frozen=True, kw_only=True):
+    """What `learner.dtype = "auto"` was found to be when the run began: the dtype, and the mean gap between sampler and
+    learner in bfloat16, in nats a token, where it was measured. `fell_back`: it was above `probe_bound`."""
+
+    dtype: str
+    gap: float | None = None
+    fell_back: bool = False
+
+
 class Rollback(msgspec.Struct, frozen=True):
     """A return to the checkpoint after the first `to` of `steps` steps, and why; `versions` were those served then."""
 
@@ -70,8 +79,8 @@ class Rollback(msgspec.Struct, frozen=True):
 
 class RunDescription(msgspec.Struct, frozen=True):
     """The part of run.json that is read again. `model` is a folder or Hugging Face id, `workflow` an address like
-    `app:solve`, `rollbacks` are those that the run has made, oldest first, and `prompts` is the id of its edited
-    prompts, empty without any."""
+    `app:solve`, `rollbacks` are those that the run has made, oldest first, `prompts` is the id of its edited
+    prompts, empty without any, and `precision` that of "auto"."""
 
     id: str = ""
     model: str | None = None
@@ -80,6 +89,7 @@ class RunDescription(msgspec.Struct, frozen=True):
     config: RunConfig = RunConfig()
     rollbacks: tuple[Rollback, ...] = ()
     prompts: str = ""
+    precision: Precision | None = None
 
     def base_of(self, policy: str) -> str | None:
         """The base model of a policy, where it is not the run's `model`."""

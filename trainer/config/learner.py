@@ -55,12 +55,14 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: int = 0
     """Seed of the adapters' initial weights and of the order of rows."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision of the forward pass. Trained weights and optimizer states are float32 in any case. On a GPU bfloat16 is
     faster and halves frozen weights; samplers there compute in bfloat16 either way, and sampler_gap_mean says how far
     both are apart. On a CPU with AVX512-BF16 or AMX it is the precision of matrix products alone, of the in-process
     sampler too. "auto": bfloat16 there, if adapters are trained on a model of 16 million parameters or more and both
-    agree within `probe_bound` before the first step; else float32."""
+    agree within `probe_bound` before the first step; else float32. What it was then holds for the whole run. It is not
+    the default, as no whole run has shown yet that learning is unharmed, and a gap near `probe_bound` may exceed it
+    later, which stops the run."""
 
     quantize: Literal["none", "4bit"] = "none"
     """4bit: the frozen base of adapters in four bits (QLoRA), on a GPU, in one process. The sampler keeps its own

@@ -146,8 +146,12 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
 
 
 def _dtype(config: TrainConfig) -> str | None:
-    """The in-process engine computes as the learner does, where both are on the CPU."""
+    """The in-process engine computes as the learner does, where both are on the CPU and that has bfloat16."""
     asked = config.learner.dtype
+    if asked == "bfloat16":
+        from cotune.integrations.models.bfloat16 import has_bfloat16
+
+        return asked if has_bfloat16() else None
     return asked if asked == "auto" or config.learner.device == "cpu" else None
 
 

@@ -7,8 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
 from cotune.recording.chance import start_freezing
@@ -16,6 +14,7 @@ from cotune.records.policies import Policies, models_said
 from cotune.records.structs import Task
 from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.open_store import open_store
+from cotune.storage.run_layout import Precision
 from cotune.trainer.before.preflight import preflight
 from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
@@ -27,7 +26,7 @@ from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.engines import engine_sets, open_in_process
 from cotune.trainer.run.methods import bounded_loss, own_methods
-from cotune.trainer.run.precision import largest_gap
+from cotune.trainer.run.precision import keep_precision, kept_precision, largest_gap, with_dtype
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import RolloutRun
@@ -53,6 +52,7 @@ async def open_run(
     """Open all parts, and restore the newest checkpoint. A run that has none looks at the application with a few
     episodes first, to find its roles."""
     say = progress.say
+    asked, config = config.learner.dtype, kept_precision(folder, config)
     plan, recipes, why = config.resolve_plan(list(workflow.scorers))
     if plan.kind == "replay" and config.replay.freeze:
         start_freezing()
@@ -85,19 +85,26 @@ async def open_run(
         if cluster is None:
             say(loading)
             learner = await open_local_learner(config, policies, loss, own)
-            if config.learner.dtype == "auto" and learner.dtype == "bfloat16":
-                gap = await largest_gap(config, policies, sampler, learner, chats)
-                if gap <= config.probe_bound:
-                    notes.append(f"matrix products in bfloat16: {_difference(gap, config)}")
-                else:
+            if config.learner.dtype == "auto":
+                gap = None
+                if learner.dtype == "bfloat16":
+                    gap = await largest_gap(config, policies, sampler, learner, chats)
+                fell_back = gap is not None and not gap <= config.probe_bound
+                found = Precision(dtype="float32" if fell_back else learner.dtype, gap=gap, fell_back=fell_back)
+                keep_precision(folder, found)
+                config = with_dtype(config, found.dtype)
+                if fell_back:
                     notes.append(f"warning: in float32, as in bfloat16 {_difference(gap, config)}")
                     say(notes[-1])
-                    config = replace(config, learner=replace(config.learner, dtype="float32"))
                     del learner
                     await sampler.aclose()
                     sampler = await open_in_process(config)
                     stack.push_async_callback(sampler.aclose)
                     learner = await open_local_learner(config, policies, loss, own)
+                elif gap is not None:
+                    notes.append(f"matrix products in bfloat16: {_difference(gap, config)}")
+            elif asked == "auto":
+                notes.append(f"matrix products in {learner.dtype}, as when the run began")
             runner = LocalRunner(workflow, sampler, chats)
         else:
             sampler = await cluster.complete(policies)
@@ -156,7 +163,7 @@ def _cluster(
     return Cluster(config, workflow, folder.workflow or import_path(workflow), stack, say)
 
 
-def _difference(gap: float, config: TrainConfig) -> str:
+def _difference(gap: float | None, config: TrainConfig) -> str:
     return f"sampler and learner differ by {gap:.2g} nats a token (probe_bound is {config.probe_bound:g})"
 
 

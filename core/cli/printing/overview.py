@@ -65,7 +65,7 @@ def _overview(run: OpenedRun) -> Iterable[RenderableType]:
     store = run.store
     wrong = [trouble for trouble in troubles(run, CAUSES) if trouble.kind != "last step"]
     bases = [(f"{name} has the base model {model}\n", "") for name, model in further_bases(run).items()]
-    told = [*bases, *_lines(wrong, "rollback", "episodes", "untrained", "cut")]
+    told = [*bases, *_lines(wrong, "rollback", "episodes", "untrained", "cut", "precision")]
     yield Text.assemble(("records ", "bold"), store.address, "\n", *told)
     means: dict[str, dict[str, float | None]] = {}
     for phase, name, value, _ in store.outcome_means(run.config.on_failure):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cotune.errors import ConfigError
+from cotune.integrations.models import bfloat16
 from cotune.integrations.models.engines import ENGINES
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import policies_for
@@ -129,3 +130,14 @@ def test_each_base_needs_a_server() -> None:
         asyncio.run(server_urls(config))
     with pytest.raises(ConfigError, match="is not the address of a vLLM server"):
         team(engine="vllm-url", engine_url="http://h:1,h:2")
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "expected"),
+    [("float32", True, None), ("bfloat16", True, "bfloat16"), ("bfloat16", False, None), ("auto", True, "auto")],
+)
+def test_the_in_process_engine_computes_as_the_learner(
+    monkeypatch: pytest.MonkeyPatch, asked: str, there: bool, expected: str | None
+) -> None:
+    monkeypatch.setattr(bfloat16, "has_bfloat16", lambda: there)
+    assert engine_config(convert({"model": "m", "learner": {"dtype": asked}}), EngineSet("m")).dtype == expected

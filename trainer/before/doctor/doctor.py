@@ -162,7 +162,14 @@ def judge_memory(config: TrainConfig, machine: Machine, prompt: int) -> tuple[tu
 
 
 def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
-    """A learner that computes in float32 on a GPU could be faster."""
+    """A learner that computes in float32 could be faster."""
+    bare = not learns_on_gpu(config, machine) and not config.cluster.address
+    if config.learner.dtype == "float32" and machine.bfloat16 and bare:
+        text = (
+            'the learner computes in float32: learner.dtype = "auto" multiplies in bfloat16 on this processor if '
+            "sampler and learner agree at the start; that learning is unharmed was not measured over a whole run"
+        )
+        yield Finding("ok", "precision", text)
     if config.learner.dtype != "bfloat16" and learns_on_gpu(config, machine):
         text = (
             'the learner computes in float32: learner.dtype = "bfloat16" is faster on a GPU and halves frozen weights; '

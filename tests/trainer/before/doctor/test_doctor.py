@@ -66,6 +66,13 @@ def test_a_learner_in_float32_on_a_gpu_is_told_of_bfloat16(settings: dict[str, A
     )
 
 
+@pytest.mark.parametrize(("dtype", "there", "said"), [("float32", True, 1), ("float32", False, 0), ("auto", True, 0)])
+def test_a_learner_in_float32_on_a_cpu_with_bfloat16_is_told_of_auto(dtype: str, there: bool, said: int) -> None:
+    machine = msgspec.structs.replace(MACHINE, gpus=(), bfloat16=there)
+    found = list(judge_precision(convert({"model": "m", "learner": {"dtype": dtype}}), machine))
+    assert ['learner.dtype = "auto" multiplies in bfloat16' in f.text for f in found] == [True] * said
+
+
 @pytest.mark.parametrize(
     ("changes", "subject", "level"),
     [

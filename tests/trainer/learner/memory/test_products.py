@@ -84,7 +84,7 @@ def test_auto_is_bfloat16_for_large_models_where_the_processor_has_it(
 ) -> None:
     monkeypatch.setattr(bfloat16, "has_bfloat16", lambda: there)
     monkeypatch.setattr(bfloat16, "LARGE", 1 if large else 10**9)
-    learner = opened(base)
+    learner = opened(base, dtype="auto")
     assert learner.dtype == dtype
     layers = {p.dtype for name, p in learner._policies["a"].network.named_parameters() if "base_layer" in name}
     assert layers == {getattr(torch, dtype)}
@@ -107,7 +107,7 @@ def test_logits_are_not_rounded() -> None:
 @ROUNDING
 @pytest.mark.slow
 def test_sampler_and_learner_agree_on_pretrained_weights(smollm2: Path) -> None:
-    learner = opened(smollm2)
+    learner = opened(smollm2, dtype="auto")
     assert learner.dtype == "bfloat16"
     weights = {name: array + np.float32(0.01) * ("lora_B" in name) for name, array in learner.weights("a").items()}
     learner.adopt("a", weights)
