@@ -13,7 +13,7 @@ from cotune.cli.command import add_fields, add_repeated, prices
 from cotune.cli.prompts.agreement import add_yes, agreed
 from cotune.cli.prompts.improve import ASKING
 from cotune.errors import ConfigError
-from cotune.storage.run_layout import read_run_json
+from cotune.storage.run_layout import read_run_json, whole_address
 from cotune.terminal import tell, terminal
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def run_stages(a: argparse.Namespace, config: TrainConfig, given: dict[str, Any]
     """Run the stages of a strategy; the exit status."""
     from cotune.trainer.prompting.options import load_options
     from cotune.trainer.prompting.strategy import check_strategy, run_strategy
-    from cotune.trainer.train import absolute
 
     if a.tasks is None:
         raise ConfigError("tasks", None, "is missing", "Pass --tasks FILE.")
@@ -58,7 +57,7 @@ def run_stages(a: argparse.Namespace, config: TrainConfig, given: dict[str, Any]
         return 1
     out = a.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     with _way_on(out):
-        return _told(run_strategy(absolute(a.workflow), a.tasks, config, search, out=out))
+        return _told(run_strategy(whole_address(a.workflow), a.tasks, config, search, out=out))
 
 
 def resume_stages(a: argparse.Namespace, changes: dict[str, Any]) -> int:

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 import cotune
+from cotune.cli.main import main
 from cotune.errors import ConfigError, CotuneError, RunError
 from cotune.intervals import Interval
 from cotune.prompts.file import read_prompts, write_prompts
@@ -133,7 +134,7 @@ class Pretended:
         self.given.append({"stage": "w", "run": chosen.init or None, "prompts": chosen.prompts or None})
         assert not chosen.strategy and not chosen.evaluation.tasks
         (out / "checkpoints").mkdir(parents=True)
-        (out / "run.json").write_text("{}")
+        (out / "run.json").write_text('{"workflow": null}')
         return type("Summary", (), {"finished": len(self.given) != self.stopped, "versions": {"a": 1}})()
 
     def resume(self, run: Path, **named: Any) -> Any:
@@ -227,3 +228,15 @@ def test_one_file_configures_trainings_and_searches(tmp_path: Path) -> None:
     assert load_options(file, {}).prompts == "runs/p0"
     with pytest.raises(ConfigError, match=r"strategy.*several stages"):
         cotune.train(travel.application(), travel.tasks(3), model="m", strategy="p, w")
+
+
+def test_the_command_runs_the_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretended = Pretended(monkeypatch, "++")
+    (tmp_path / "app.py").write_text("from tests.trainer.prompting import travel\n\nsolve = travel.application()\n")
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in travel.tasks(30)))
+    held = config(tmp_path, "p, w").evaluation.tasks
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "app.py:solve", "--tasks", "tasks.jsonl", "--eval-tasks", held, "--strategy", "p, w"]
+    assert main([*command, "--model", "base", "--reflection", "m", "--max-calls", "9", "--out", "s"]) == 0
+    assert [given["stage"] for given in pretended.given] == ["p", "w"]
+    assert json.loads((tmp_path / "s" / "strategy.json").read_text())["app"] == f"{tmp_path / 'app.py'}:solve"
