@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
@@ -70,7 +70,7 @@ def _check_origin(scope: Scope) -> None:
     """Raises RequestError (403) for a request to write that does not come from a page of this server: a page of another
     port of this machine shares its cookies, and is on loopback too."""
     host, origin = (header(scope, name).decode("latin-1") for name in (b"host", b"origin"))
-    if not host or urlsplit(origin).netloc.lower() != host.lower():
+    if not host or origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower()):
         raise RequestError(403, "Only pages of this viewer may write.", code="forbidden_origin")
 
 

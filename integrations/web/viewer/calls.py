@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -168,9 +169,9 @@ def _texts_of_call(run: OpenedRun, call: CallRecord) -> Iterator[tuple[str, Any]
 def _first(texts: Iterable[tuple[str, Any]], text: str, call: str) -> Match | None:
     """The first of some texts that holds one, as SQL finds it: small and large letters are the same."""
     for where, value in texts:
-        at = value.lower().find(text.lower()) if isinstance(value, str) else -1
-        if at >= 0:
-            end, cut = at + len(text), max(0, at - _AROUND)
+        found = re.search(re.escape(text), value, re.IGNORECASE) if isinstance(value, str) else None
+        if found:
+            (at, end), cut = found.span(), max(0, found.start() - _AROUND)
             before = ("…" if cut else "") + value[cut:at]
             after = value[end : end + _AROUND] + ("…" if len(value) > end + _AROUND else "")
             return Match(where, before, value[at:end], after, call)

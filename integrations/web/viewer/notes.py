@@ -37,6 +37,8 @@ async def note_part(viewer: Viewer, request: Request) -> Response:
         kept = await asyncio.to_thread(_keep, viewer.run(request), given)
     except RequestError as error:
         return refusal(error)
+    except RecordError as error:
+        return refusal(RequestError(500, str(error)))
     return json_response(kept or Note(id=given.id))
 
 

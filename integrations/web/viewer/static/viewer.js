@@ -242,7 +242,7 @@ async function keep(box) {
   const asked = { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
   const answer = await fetch(box.dataset.post, asked).catch(() => null);
   const found = await answer?.json().catch(() => null);
-  told.textContent = answer?.ok ? "kept" : `not kept: ${found?.error?.message ?? "the server does not answer"}`;
+  told.textContent = answer?.ok ? "kept" : `not kept: ${found?.error?.message ?? (answer ? `the server answered ${answer.status}` : "the server does not answer")}`;
 }
 
 document.addEventListener("click", (event) => {

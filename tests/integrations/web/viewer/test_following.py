@@ -111,7 +111,9 @@ def test_a_search_shows_what_matched(tmp_path: Path):
     with SqliteStore.open(tmp_path / "traced") as store:
         store.write([Message("m1", {"role": "user", "content": "where is <it>?"})])
         for n in range(3):
-            store.write([Episode(id=f"E{n}", task=Task(id=f"t{n}", input="find key" if n == 2 else "x"), workflow="w")])
+            store.write(
+                [Episode(id=f"E{n}", task=Task(id=f"t{n}", input="İ: find key" if n == 2 else "x"), workflow="w")]
+            )
             if n < 2:
                 found = {"messages": ("m1",), "candidates": (said, other) if n else (other,), "chosen": 0}
                 store.write([CallRecord(id=f"C{n}", episode=f"E{n}", role=f"r{n}", step=0, turn=0, **found)])
@@ -119,13 +121,15 @@ def test_a_search_shows_what_matched(tmp_path: Path):
         here = f"{server.url}/run/traced"
         page = httpx.get(f"{here}/episodes?q=key").text
         assert re.findall(r'class="main mono"[^>]*>(\w+)<', page) == ["E2", "E1"]
-        assert "input: find <mark>key</mark>" in page and "/call/C1" in page
+        assert "input: İ: find <mark>key</mark>" in page and "/call/C1" in page
         assert "answer</a>: the <mark>KEY</mark> is here" in page
         page = httpx.get(f"{here}/calls?q=key").text
         assert page.count("<mark>") == 1 and "answer</a>: the <mark>KEY</mark> is here" in page
         page = httpx.get(f"{here}/calls?q=%3Cit%3E&role=r0").text
         assert "prompt, user</a>: where is <mark>&lt;it&gt;</mark>?" in page and page.count("<mark>") == 1
         assert "No call fits" in httpx.get(f"{here}/calls?q=nowhere").text
+        page = httpx.get(f"{here}/sides?task=t0").text
+        assert "This is the only episode of this task." in page and page.count('/episode/E0">') == 1
 
 
 @pytest.mark.parametrize(

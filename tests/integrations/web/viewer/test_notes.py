@@ -77,8 +77,9 @@ def test_with_a_token_it_is_needed_to_write(copied: Path) -> None:
         client.get(f"{url}/?token=secret")
         asked = {"json": body, "headers": {"origin": url}}
         assert client.post(f"{url}/run/trained/note", **asked).status_code == 200
-        asked["headers"] = {"origin": "http://evil.example"}
-        assert client.post(f"{url}/run/trained/note", **asked).status_code == 403
+        for origin in ("http://evil.example", "http://[broken"):
+            asked["headers"] = {"origin": origin}
+            assert client.post(f"{url}/run/trained/note", **asked).status_code == 403, origin
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,12 @@ def test_a_broken_file_of_notes_is_named_with_its_line(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "{broken\n")
     with pytest.raises(RecordError, match="line 2"):
         read_notes(file)
+
+
+def test_a_page_is_told_why_its_note_was_not_kept(url: str, copied: Path) -> None:
+    (copied / FILE).write_text("{broken\n")
+    answer = post(url, {"id": f"{a_call(copied)}.1", "score": 1})
+    assert answer.status_code == 500 and "line 1 is no note" in answer.json()["error"]["message"]
 
 
 def test_a_thumb_is_a_click_and_again_takes_it_back(driver, url: str, copied: Path) -> None:
