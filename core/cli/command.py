@@ -63,7 +63,17 @@ class Formatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines = text.splitlines()
-        return "\n".join(line if line.startswith(" ") else textwrap.fill(line, width) for line in lines)
+        return "\n".join(line if line.startswith(" ") else filled(line, width) for line in lines)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return filled(" ".join(text.split()), width).splitlines()
+
+
+def filled(text: str, width: int, first: str = "", rest: str = "") -> str:
+    """A paragraph in lines that begin with `first` and `rest`; paths and flags stay whole."""
+    return textwrap.fill(
+        text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def described(text: str, example: str) -> dict[str, Any]:

@@ -7,14 +7,13 @@ import io
 import logging
 import os
 import sys
-import textwrap
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import NoReturn
 
-from cotune.cli.command import Formatter, Parser, described, width
+from cotune.cli.command import Formatter, Parser, described, filled, width
 from cotune.errors import CotuneError
 from cotune.recording.context import current_episode
 from cotune.runtime.interrupts import ends_as_interrupts, interrupt_ends, interrupt_raises
@@ -73,7 +72,7 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
     for group, commands in COMMANDS.items():
         lists.append(f"{group}:")
         for name, text in commands.items():
-            lists.append(textwrap.fill(text, width(), initial_indent=f"  {name:<9}", subsequent_indent=" " * 11))
+            lists.append(filled(text, width(), first=f"  {name:<9}", rest=" " * 11))
     top = argparse.ArgumentParser(
         "cotune",
         usage="cotune [-h] [-v] [--version] COMMAND ...",

@@ -41,6 +41,13 @@ def test_help_of_each_command(command, capsys):
     assert "Example:" in said
 
 
+@pytest.mark.parametrize("columns", [70, 76, 80, 90, 100])
+def test_help_breaks_no_path(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    paths = re.findall(r"docs/\S*", said_by_help(capsys, "train", "--help-all"))
+    assert "docs/how-to/distillation.md" in paths and all(".md" in path for path in paths)
+
+
 def test_the_module_tells_its_version():
     done = subprocess.run([sys.executable, "-m", "cotune", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"cotune {version('cotune')}\n"

@@ -102,7 +102,7 @@ def test_recorded_answers_are_scored_and_stored_only_when_asked(
     assert ["writer", "3", "5", "1", "0", "-", "local", "2.600,", "turn", "0.000"] in lines
     said = " ".join(shown.out.split())
     assert "1 x The scorer of role 'writer' raised ValueError: not this one" in said
-    assert "no scorer: reader (3 calls)" in said and "nothing was stored: --write does" in said
+    assert "no scorer: reader (3 calls)" in said and "nothing was stored: --write stores the rewards" in said
     assert rewards() == {} and traced.requests == []
 
     assert main(["score", "run", "scored_app.py:solve", "--write", "--role", "writer"]) == 0

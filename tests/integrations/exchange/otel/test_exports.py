@@ -321,7 +321,7 @@ def test_the_command_says_what_the_export_lacks(tmp_path: Path, capsys: pytest.C
     assert main(["otel", "import", str(file), "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[:3] == [
-        f"{file}: 1 episodes with 2 calls from 7 spans",
+        f"{file}: 1 episode with 2 calls from 7 spans",
         "2 of 2 calls have no token ids or log-probabilities: you can show, score and fine-tune on them, but not use "
         "them for a policy gradient",
         "left out: 1 observation_not_fetched, 1 span:retriever, 1 span:span",
