@@ -63,11 +63,15 @@ class Sender:
     waits for the network nor raises; what cannot be sent stays in the spool."""
 
     def __init__(self, url: str, app: str, token: str | None = None) -> None:
-        """Raises ConfigError for an address that is none of http or https, RunError for a spool that cannot be made."""
+        """Raises ConfigError for an address that is none of http or https, or a token that no header can have, RunError
+        for a spool that cannot be made."""
         self._scheme, self._host, self._port, self._path = _parts(url)
         self.url, self.app = url.rstrip("/"), check_app(app)
         self._headers = {"content-type": MEDIA_TYPE, "content-encoding": "gzip"}
         if token:
+            if not (token.isascii() and token.isprintable()):
+                remedy = "Take out line breaks, and letters that are not ASCII."
+                raise ConfigError("COTUNE_TOKEN", None, "cannot be sent in a header", remedy)
             self._headers["authorization"] = f"Bearer {token}"
         self.folder = spool_folder() / f"{app}-{address(self.url.encode())[:8]}"
         self._bound = spool_bound()
@@ -123,6 +127,7 @@ class Sender:
             return
         if not self._started:
             self._spool.close()
+            self._spool = None
             return
         self._closing.set()
         self._urgent.set()
@@ -136,6 +141,7 @@ class Sender:
             log.error(text, loose, self._spool.failure)
         if not self._thread.is_alive():
             self._spool.close()
+            self._spool = None  # what is written later gets a spool that the next process finds
 
     def after_fork(self) -> None:
         """In a forked child: a spool and a thread of its own, once it records."""
@@ -216,16 +222,18 @@ class Sender:
     def _drain(self, spool: Spool) -> None:
         """Send all of a spool. Raises _Undelivered."""
         while True:
-            parts = spool.take(BATCH_BYTES)
-            dropped, sampled = spool.dropped, self.sampled
-            if not parts and not dropped and not sampled:
-                break
             try:
+                parts = spool.take(BATCH_BYTES)
+                dropped, sampled = spool.dropped, self.sampled
+                if not parts and not dropped and not sampled:
+                    break
                 self._deliver(spool, parts, dropped, sampled)
-            except BaseException:
+                spool.acknowledge()
+            except BaseException as error:
                 spool.again()
+                if isinstance(error, OSError):
+                    raise _Undelivered(f"the spool cannot be read: {error.strerror or error}") from None
                 raise
-            spool.acknowledge()
             spool.tell_dropped(dropped)
             with self._guard:
                 self.sampled -= sampled

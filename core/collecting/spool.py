@@ -95,7 +95,8 @@ class Spool:
     def take(self, most: int) -> list[bytes]:
         """The next frames, of about so many bytes; none where all were taken.
 
-        They are given again, also to another process, unless `acknowledge` follows.
+        They are given again, also to another process, unless `acknowledge` follows. Raises OSError where the disk, or
+        the system, does not let them be read now.
         """
         bodies: list[bytes] = []
         size = 0
@@ -209,9 +210,11 @@ class Spool:
         while len(self._segments) > 1 and sum(segment.size for segment in self._segments) > self._bound:
             oldest = self._segments.popleft()
             assert oldest.path is not None
-            self.dropped += oldest.records or sum(records for _, records in _frames(oldest.path, 0, oldest.size))
+            dropped = oldest.records
             with contextlib.suppress(OSError):
+                dropped = dropped or sum(records for _, records in _frames(oldest.path, 0, oldest.size))
                 oldest.path.unlink()
+            self.dropped += dropped
 
     def _read(self, segment: _Segment, end: int, most: int) -> Iterator[bytes]:
         """Frames of a segment from where it was taken last, up to `end`, until there are `most` bytes."""
@@ -256,7 +259,7 @@ def _frames(path: Path, start: int, end: int) -> Iterator[tuple[bytes, int]]:
     """The whole frames of a file from one place to another."""
     try:
         file = path.open("rb")
-    except OSError:
+    except FileNotFoundError:  # dropped meanwhile
         return
     with file:
         file.seek(start)

@@ -36,6 +36,9 @@ RETRY = (0.05, 2.0)
 """First and longest pause in seconds before a failed transaction is tried again."""
 
 
+_STOPPED = "the thread that writes has ended"
+
+
 class Batch:
     """Rows that are committed together: the values of each table's rows, one after another.
 
@@ -50,7 +53,7 @@ class Batch:
         self.kept = 0
         """Those of its records that their sender keeps until they are committed."""
         self.since = time.monotonic()
-        self.failure: str | None = None
+        self.failure: str | None = _STOPPED
         """After `flush`: why it could not be written."""
 
 
@@ -64,7 +67,7 @@ class Act:
         self.do = do
         self.result: Any = None
         self.since = time.monotonic()
-        self.failure: str | None = None
+        self.failure: str | None = _STOPPED
 
 
 class Writer:
@@ -165,11 +168,11 @@ class Writer:
     def act(self, act: Act) -> str | None:
         """Do it after everything queued; return why that failed, or None."""
         with self._changed:
-            act.failure = self._refusal(full=False)
-            if act.failure is None:
-                self._queue.append(act)
-                self._queued += 1
-                self._bytes += act.bytes
+            if refusal := self._refusal(full=False):
+                return refusal
+            self._queue.append(act)
+            self._queued += 1
+            self._bytes += act.bytes
         self.flush()
         return act.failure
 
@@ -251,10 +254,11 @@ class Writer:
                     return
                 last = self._pause(pause)
                 pause = min(2 * pause, RETRY[1])
-            except self._db.broken as error:
+            except Exception as error:  # noqa: BLE001  the thread must go on, as others wait for it
                 self._give_up(taken, error)
                 return
             else:
+                taken.failure = None
                 self._failing = False
                 return
 
@@ -266,7 +270,7 @@ class Writer:
             return self._changed.wait_for(lambda: self._closing or self._urgent > self._done, seconds)
 
     def _give_up(self, taken: Batch | Act, error: Exception) -> None:
-        taken.failure = str(error)
+        taken.failure = str(error) or type(error).__name__
         self._lose(taken.count - taken.kept, "records cannot be stored", error)
 
     def _lose(self, count: int, cause: str, error: Exception | None = None) -> None:

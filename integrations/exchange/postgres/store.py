@@ -83,8 +83,12 @@ class PostgresDatabase:
     """The connection of a writer: a `Database`."""
 
     shared = True
-    # A server whose disk fails in an unusual way, such as by a quota, calls that an internal error.
-    trouble: tuple[type[Exception], ...] = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
+    # A server whose disk fails in an unusual way, such as by a quota, calls that an internal error. The last three: the
+    # rights or the tables were changed, which is no fault of a row.
+    trouble: tuple[type[Exception], ...] = (
+        *(psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError),
+        *(psycopg.errors.InsufficientPrivilege, psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn),
+    )
     broken: tuple[type[Exception], ...] = (psycopg.Error, ValueError, OverflowError, TypeError, struct.error)
 
     def __init__(self, address: str, name: str) -> None:

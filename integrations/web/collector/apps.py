@@ -19,13 +19,17 @@ _BEARER = b"Bearer "
 class Apps:
     """Applications by their tokens. `token` is that of whoever runs the collector: it may write for any application.
 
-    Without any token only this machine may write, under any name.
+    Without any token only this machine may write, under any name. Raises ConfigError for a token that is an
+    application's too.
     """
 
     def __init__(self, token: str | None = None, tokens: Mapping[str, Sequence[str]] | None = None) -> None:
         owned = {_digest(one.encode()): app for app, several in (tokens or {}).items() for one in several}
         self._apps: dict[bytes, str | None] = {**owned}
         if token:
+            if app := owned.get(_digest(token.encode())):
+                text = f"is the token of {app!r} too, which could write for any application"
+                raise ConfigError("token", None, text, "Make another.")
             self._apps[_digest(token.encode())] = None
         self._local = Access(None)
         self.needed = bool(self._apps)
@@ -70,7 +74,7 @@ def read_tokens(path: str | Path) -> dict[str, list[str]]:
     owners: dict[str, str] = {}
     for app, value in given.items():
         several = value if isinstance(value, list) else [value]
-        for token in several:
+        for token in several or [None]:
             if not isinstance(token, str) or len(token) < 16:
                 raise ConfigError(
                     f"tokens[{app!r}]", None, "must be a text of at least 16 characters, or a list of them",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from cotune.records.ids import KEY, address, canonical, key_target
+from cotune.records.ids import KEY, ROOT, address, canonical, key_target
 from cotune.records.structs import (
     LARGEST_REWARD,
     CallRecord,
@@ -26,6 +27,7 @@ _ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _TARGET = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}(\.\d{1,4})?")
 LONGEST_KEY = 200
 _LONGEST_NAME = 200
+Digest = hashlib.blake2b
 Path = Callable[[str], bytes | None]
 """The packed token path of a segment that is stored; None for one that is not."""
 
@@ -37,7 +39,7 @@ def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[s
     own, as the first record of an id stands.
     """
     now = time.time()
-    paths: dict[str, bytes] = {}
+    paths: dict[str, Digest] = {}
     kept: list[Record] = []
     for record in records:
         match record:
@@ -74,12 +76,19 @@ def _is_address(record: Message) -> bool:
     return any(address(canonical({kind: record.body})) == record.id for kind in ("tools", "grammar"))
 
 
-def _of_segment(record: Segment, paths: dict[str, bytes], path: Path) -> str:
-    before = b"" if record.parent is None else paths.get(record.parent) or path(record.parent)
+def _of_segment(record: Segment, paths: dict[str, Digest], path: Path) -> str:
+    """`paths` has digests of token paths by their ids: the paths themselves, each with all before it, could fill the
+    memory."""
+    before = ROOT if record.parent is None else paths.get(record.parent)
     if before is None:
-        return "unknown_parent"
-    whole = before + record.packed
-    if len(record.packed) % 4 or address(whole) != record.id:
+        assert record.parent is not None
+        if (stored := path(record.parent)) is None:
+            return "unknown_parent"
+        before = paths[record.parent] = ROOT.copy()
+        before.update(stored)
+    whole = before.copy()
+    whole.update(record.packed)
+    if len(record.packed) % 4 or whole.hexdigest() != record.id:
         return "forged_id"
     paths[record.id] = whole
     return ""

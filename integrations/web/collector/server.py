@@ -46,7 +46,7 @@ from cotune.terminal import suggest
 log = logging.getLogger("cotune.collect")
 
 MOST_WAITING = 64 << 20
-"""Bytes of unpacked bodies that are being stored; while there are more, applications are asked to wait."""
+"""Bytes of bodies, as they came, that are being stored; while there are more, applications are asked to wait."""
 THREADS = 8
 """Batches that are read and committed at once."""
 
@@ -191,7 +191,9 @@ class Collector:
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
-        self.apps.check(request.scope)
+        if self.apps.check(request.scope) is not None:
+            text = "The counts are those of all applications: read them with the collector's own --token."
+            raise RequestError(403, text, code="wrong_app")
         gauges = {
             "waiting_bytes": ("Bytes of bodies that are being stored.", float(self.waiting)),
             "foreign_records": ("Records not stored, as their episodes belong to others.", float(self.store.foreign)),

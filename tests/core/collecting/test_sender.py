@@ -181,3 +181,47 @@ def test_a_bound_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("COTUNE_SPOOL_MB", text)
     with pytest.raises(ConfigError, match="COTUNE_SPOOL_MB"):
         Sender("http://127.0.0.1:9", "desk")
+
+
+def test_what_is_written_after_the_end_waits_for_the_next_process(collector: Fake) -> None:
+    first = Sender(collector.url, "desk")
+    first.write([reward()])
+    first.finish()
+    late = reward()
+    first.write([late])
+    assert first._spool is not None
+    first._spool.close()  # as the system does at the end of the process
+    second = Sender(collector.url, "desk")
+    second.write([reward()])
+    assert second.flush(10)
+    until = time.monotonic() + 10
+    while late not in collector.took() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert late in collector.took()
+    second.finish()
+
+
+def test_a_process_without_free_files_loses_nothing(collector: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = Sender(collector.url, "desk")
+    record, fails = reward(), threading.Event()
+    fails.set()
+    opened = Path.open
+
+    def failing(path: Path, *options: Any) -> Any:
+        if fails.is_set() and path.suffix == ".frames":
+            raise OSError(24, "Too many open files")
+        return opened(path, *options)
+
+    monkeypatch.setattr(Path, "open", failing)
+    sender.write([record])
+    assert not sender.flush(0.2)
+    fails.clear()
+    assert sender.flush(10)
+    assert collector.took() == [record]
+    sender.finish()
+
+
+def test_a_token_that_no_header_can_have_is_refused(collector: Fake) -> None:
+    with pytest.raises(ConfigError, match="cannot be sent in a header") as caught:
+        Sender(collector.url, "desk", "secret\n")
+    assert "secret" not in str(caught.value)

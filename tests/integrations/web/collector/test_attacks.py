@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import threading
 import time
+import tracemalloc
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import msgspec
 import pytest
 
 from cotune.collecting.batch import MEDIA_TYPE, pack_batch
-from cotune.integrations.web.collector.apps import Apps
+from cotune.errors import ConfigError
+from cotune.integrations.web.collector.apps import Apps, read_tokens
+from cotune.integrations.web.collector.checks import admitted
 from cotune.integrations.web.collector.server import MOST_WAITING, running_collector
-from cotune.records.ids import address, canonical, key_target, message_id, new_id, pack_ids, segment_id
+from cotune.records.ids import ROOT, address, canonical, key_target, message_id, new_id, pack_ids, segment_id
 from cotune.records.structs import CallRecord, Episode, FeedbackRecord, Message, Record, RewardRecord, Segment, Task
 from cotune.records.wire import pack
 from cotune.storage.open_store import open_store
@@ -241,3 +245,39 @@ def test_feedback_by_key_is_kept_and_joined(kind: str, request, tmp_path: Path) 
         send(found.url, [episode(second, key="order-1")])
         assert store.rewards([first, second, other]) == {first: {"team": 1.0}, second: {"team": 1.0}, other: {}}
         assert store.feedback([first]) == {first: {}}
+
+
+def test_a_long_chain_of_segments_does_not_fill_the_memory() -> None:
+    chain: list[Record] = []
+    digest, parent = ROOT.copy(), None
+    for number in range(10_000):
+        packed = pack_ids([number])
+        digest.update(packed)
+        chain.append(Segment(digest.hexdigest(), parent, packed))
+        parent = digest.hexdigest()
+    refused: Counter[str] = Counter()
+    tracemalloc.start()
+    try:
+        kept = admitted(chain, "desk", lambda id: None, refused)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (len(kept), refused) == (10_000, Counter())
+    assert peak < 20 << 20  # the paths themselves are 200 MB
+    more = Segment(segment_id([1, 2, 3]), segment_id([1, 2]), pack_ids([3]))
+    assert admitted([more], "desk", {segment_id([1, 2]): pack_ids([1, 2])}.get, refused) == [more]
+
+
+def test_tokens_that_protect_nothing_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_text("desk = []")
+    with pytest.raises(ConfigError, match=r"tokens\['desk'\].* must be a text of at least 16 characters"):
+        read_tokens(path)
+    with pytest.raises(ConfigError, match="is the token of 'desk' too") as caught:
+        Apps(TOKENS["desk"][0], TOKENS)
+    assert TOKENS["desk"][0] not in str(caught.value)
+
+
+def test_an_application_does_not_read_the_counts_of_others(guarded) -> None:
+    answer = httpx.get(f"{guarded.url}/metrics", headers={"authorization": f"Bearer {TOKENS['desk'][0]}"})
+    assert (answer.status_code, "--token" in answer.text) == (403, True)

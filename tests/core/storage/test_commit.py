@@ -1,0 +1,45 @@
+"""`Store.commit` returns only when the records are durable, whatever goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from cotune.errors import RunError
+from cotune.records.structs import Message
+from cotune.storage.open_store import open_store
+from cotune.storage.sql.sqlite import SqliteDatabase
+from tests.postgres import Server
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyError("x"), AssertionError()])
+def test_an_error_that_nobody_expects_is_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(self: Any) -> None:
+        raise error
+
+    with open_store(tmp_path / "records.db") as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(SqliteDatabase, "commit", fails)
+            for _ in range(2):
+                with pytest.raises(RunError, match="did not take 1 records"):
+                    store.commit([Message("m1", {"role": "user", "content": "hello"})])
+        store.commit([Message("m1", {"role": "user", "content": "hello"})])
+        assert store.message("m1")["content"] == "hello"
+
+
+def test_tables_of_another_version_are_no_fault_of_a_record(postgres: Server) -> None:
+    message = Message("m1", {"role": "user", "content": "hello"})
+    with open_store(address := postgres.database()) as store, psycopg.connect(address, autocommit=True) as db:
+        store.commit([Message("m0", {"role": "user", "content": "before"})])
+        db.execute("ALTER TABLE messages RENAME COLUMN body TO other")
+        with pytest.raises(RunError, match='column "body"'):
+            store.commit([message])
+        assert store.lost == 0
+        db.execute("ALTER TABLE messages RENAME COLUMN other TO body")
+        store.commit([message])
+        assert store.message("m1") == message.body
