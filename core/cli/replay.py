@@ -25,13 +25,14 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    from cotune.storage.open_store import without_password
     from cotune.trainer.replay.options import ReplayOptions
     from cotune.trainer.replay.replay import replay
     from cotune.trainer.replay.report import render
     from cotune.trainer.reporting.progress import episode_bar
 
     options = ReplayOptions(**fields_of(a))
-    tell(f"reading {a.run} ...")
+    tell(f"reading {without_password(a.run)} ...")
     report = replay(a.run, options, lambda total: episode_bar(terminal(stderr=True), total))
     terminal().print(render(report))
     a.result = report

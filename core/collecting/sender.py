@@ -62,6 +62,9 @@ class Sender:
     """Brings the records of this process to the collector at `url`, as those of the application `app`. `write` neither
     waits for the network nor raises; what cannot be sent stays in the spool."""
 
+    _spool: Spool | None
+    _thread: threading.Thread
+
     def __init__(self, url: str, app: str, token: str | None = None) -> None:
         """Raises ConfigError for an address that is none of http or https, or a token that no header can have, RunError
         for a spool that cannot be made."""
@@ -150,7 +153,7 @@ class Sender:
         self._reset()
 
     def _reset(self) -> None:
-        self._spool: Spool | None = None
+        self._spool = None
         self._guard = threading.Lock()
         self._news, self._urgent, self._closing = threading.Event(), threading.Event(), threading.Event()
         self._sent = threading.Condition()

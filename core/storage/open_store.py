@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,7 @@ def _postgres(address: Path | str, read_only: bool) -> Store:
         module = import_module("cotune.integrations.exchange.postgres.store")
     except ModuleNotFoundError as error:
         remedy = "pip install 'cotune[postgres]'"
-        raise ConfigError("records", str(address), f"needs psycopg ({error})", remedy) from error
+        raise ConfigError("records", without_password(address), f"needs psycopg ({error})", remedy) from error
     store: Store = module.PostgresStore.open(str(address), read_only)
     return store
 
@@ -32,6 +33,15 @@ STORES: Mapping[str, Callable[[str | Path, bool], Store]] = {
 def is_path(address: Path | str) -> bool:
     """Whether an address is a path, and not one of a database."""
     return "://" not in str(address)
+
+
+def without_password(address: Path | str) -> str:
+    """An address as people, logs and files may see it."""
+    text = str(address)
+    if is_path(text):
+        return text
+    text = re.sub(r"(?<=://)([^:/?#]*):.*@", r"\1:***@", text)
+    return re.sub(r"(?<=[?&])(password|sslpassword)=[^&]*", r"\1=***", text, flags=re.IGNORECASE)
 
 
 def folder_of(address: Path | str) -> Path | None:
@@ -51,7 +61,7 @@ def open_store(address: Path | str, read_only: bool = False) -> Store:
     scheme = "" if is_path(address) else str(address).partition("://")[0]
     if scheme not in STORES:
         known = ", ".join(f"{name}://" for name in STORES if name)
-        cause = f"No store is known for the address {address} (known: {known})."
+        cause = f"No store is known for the address {without_password(address)} (known: {known})."
         raise RunError(cause, "Name a run folder, its records file, or a database.")
     return STORES[scheme](address, read_only)
 

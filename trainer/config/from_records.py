@@ -9,6 +9,7 @@ import msgspec
 from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.errors import ConfigError, check_bounds
 from cotune.storage.episode_filters import moment
+from cotune.storage.open_store import without_password
 from cotune.storage.run_config import RunDistill, RunRecords
 from cotune.trainer.config.learner import LearnerSettings
 
@@ -36,6 +37,9 @@ class RecordsConfig(RunRecords, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         check_bounds(self, "best_of", least=1, table="records.")
         check_bounds(self, "version", least=0, table="records.")
+        if (shown := without_password(self.path)) != self.path:
+            remedy = "Leave it out, and set PGPASSWORD or write ~/.pgpass."
+            raise ConfigError("records.path", shown, "has a password, which run.json would keep", remedy)
         if self.since not in ("", "last"):
             moment("records.since", self.since)
         if not 0.0 <= self.held_out < 1.0:

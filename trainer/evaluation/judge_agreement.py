@@ -21,7 +21,7 @@ from cotune.judging.episodes import outcomes_of
 from cotune.records.ids import candidate_id
 from cotune.sampling.scoring import Scored
 from cotune.storage.judge_ledger import run_folder, totals_of
-from cotune.storage.open_store import folder_of, open_store
+from cotune.storage.open_store import folder_of, open_store, without_password
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import is_run, known_workflow, read_run_json, redactor_of
 from cotune.tables import grid
@@ -73,7 +73,7 @@ def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None)
     given = load_labels(labels)
     app = app or (known_workflow(read_run_json(run), Path(run).absolute()) if is_run(run) else None)
     if app is None:
-        fault = f"is missing: {run} does not say which workflow it recorded"
+        fault = f"is missing: {without_password(run)} does not say which workflow it recorded"
         raise ConfigError("app", None, fault, "Pass --app app:solve.")
     folder = folder_of(run)
     workflow = load_workflow(app).redacted(redactor_of(folder))

@@ -15,7 +15,7 @@ from cotune.recording.recorder import Nowhere
 from cotune.records.ids import candidate_id
 from cotune.records.prices import Prices
 from cotune.records.structs import JUDGING, Episode, RewardRecord, Task
-from cotune.storage.open_store import open_store
+from cotune.storage.open_store import open_store, without_password
 from cotune.trainer.evaluation.report import compare
 from cotune.trainer.evaluation.run import share_floor, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
@@ -42,7 +42,9 @@ def read_recorded(
             ):
                 episodes.setdefault(episode.task.id, episode)
         if not episodes:
-            raise ConfigError("records", str(path), "has no finished episode", "Record some with cotune trace.")
+            raise ConfigError(
+                "records", without_password(path), "has no finished episode", "Record some with cotune trace."
+            )
         shared = [task.id for task in tasks if task.id in episodes]
         sink = EvaluationSink(Nowhere())
 

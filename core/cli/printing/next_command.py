@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cotune.storage.checkpoints import read_best
+from cotune.storage.open_store import without_password
 from cotune.storage.run_layout import RunLayout, is_run, read_run_json
 
 APP, TASKS, HELD_OUT, MODEL = "app:solve", "tasks.jsonl", "held_out.jsonl", "Qwen/Qwen3-1.7B"
@@ -28,7 +29,7 @@ def next_commands(a: argparse.Namespace, status: int) -> Sequence[str]:
     """The commands to go on with, the first one usually; none after an error or an interruption that names its own."""
     name = f"{a.command} {a.subcommand}" if getattr(a, "subcommand", None) else a.command
     found = _NEXT[name](a, status)
-    return [shlex.join(map(str, filter(None, words))) for words in found]
+    return [shlex.join(without_password(word) for word in words if word) for words in found]
 
 
 Words = Sequence[str | None]

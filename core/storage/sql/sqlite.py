@@ -77,6 +77,19 @@ UPGRADES = {
 """What brings a file of a version to a later one."""
 
 
+_COUNTED = ("calls", "episodes", "rewards")
+"""Tables whose rows are told apart by their numbers, as what is new (`Store.marks`, `Store.newest`)."""
+_KEEP_NUMBERS = "".join(
+    f"""CREATE TEMP TRIGGER keep_{table} BEFORE DELETE ON main.{table}
+    WHEN old.rowid = (SELECT max(rowid) FROM {table}) BEGIN
+        INSERT INTO counters VALUES ('last_{table}', old.rowid)
+            ON CONFLICT (name) DO UPDATE SET value = max(value, excluded.value);
+    END;"""
+    for table in _COUNTED
+)
+"""SQLite gives the number of the last row again once that is deleted, so it is kept in `counters`."""
+
+
 @functools.cache
 def insertion(table: str, rows: int) -> str:
     """The statement that inserts so many rows."""
@@ -110,6 +123,27 @@ class SqliteDatabase:
         return self._db.execute(sql, parameters).fetchall()
 
     def insert(self, table: str, values: Sequence[Any]) -> None:
+        last = self._deleted_last(table) if values else 0
+        if not last:
+            self._insert(table, values)
+            return
+        columns = COLUMNS[table]  # a row with that number, for as long as new ones are inserted
+        blank = ",".join("''" for _ in columns)
+        self._db.execute(f"INSERT INTO {table} (rowid, {','.join(columns)}) VALUES (?, {blank})", (last,))
+        try:
+            self._insert(table, values)
+        finally:
+            self._db.execute(f"DELETE FROM {table} WHERE rowid = ?", (last,))
+
+    def _deleted_last(self, table: str) -> int:
+        """The number of the table's last row, where that was deleted; else 0."""
+        if table not in _COUNTED:
+            return 0
+        sql = f"SELECT value FROM counters WHERE name = ? AND value > (SELECT coalesce(max(rowid), 0) FROM {table})"
+        found: Row | None = self._db.execute(sql, (f"last_{table}",)).fetchone()
+        return found[0] if found else 0
+
+    def _insert(self, table: str, values: Sequence[Any]) -> None:
         """Few statements, of few sizes: filled up with the last row, which changes nothing when it comes again."""
         width = len(COLUMNS[table])
         most = 1 << (MOST_VALUES // width).bit_length() - 1
@@ -156,6 +190,7 @@ def connect_writer(path: Path) -> sqlite3.Connection:
             db.execute("PRAGMA page_size = 8192")
             db.execute("PRAGMA journal_mode = WAL")
             db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
+        db.executescript(_KEEP_NUMBERS)
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("PRAGMA wal_autocheckpoint = 2000")
         db.execute("PRAGMA cache_size = -8000")

@@ -235,7 +235,8 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         return ConsumedGroups(self.rows)
 
     def counters(self) -> Mapping[str, int]:
-        return {"lost": 0, "refused": 0, "foreign": 0, **dict(self.rows("SELECT name, value FROM counters"))}
+        found = dict(self.rows("SELECT name, value FROM counters"))
+        return {name: found.get(name, 0) for name in ("lost", "refused", "foreign")}
 
     def close(self) -> None:
         self._shut()

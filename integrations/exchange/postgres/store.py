@@ -9,7 +9,6 @@ import struct
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Self
-from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 from psycopg.types.numeric import FloatLoader
@@ -28,6 +27,7 @@ from cotune.integrations.exchange.postgres.tables import (
     stage,
     translated,
 )
+from cotune.storage.open_store import without_password
 from cotune.storage.schema import COLUMNS, TABLES, VERSION, WITHDRAWN, NameList, Row
 from cotune.storage.sql.store import SqlStore
 from cotune.storage.sql.writer import Writer
@@ -47,7 +47,7 @@ class PostgresStore(SqlStore[Connection]):
 
         Raises RunError when nobody answers, or when it has no records (read_only) or those of another version.
         """
-        address, shown = str(address), _without_password(str(address))
+        address, shown = str(address), without_password(str(address))
         try:
             if read_only:
                 with _connect(address) as db:
@@ -221,13 +221,6 @@ def _check(db: Connection, name: str) -> None:
             else "Use the cotune that wrote it."
         )
         raise RunError(f"{name} has records of version {version}; this cotune reads version {VERSION}.", remedy)
-
-
-def _without_password(address: str) -> str:
-    parts = urlsplit(address)
-    if parts.password is None:
-        return address
-    return urlunsplit(parts._replace(netloc=parts.netloc.replace(f":{parts.password}@", ":***@")))
 
 
 def _unusable(name: str, error: psycopg.Error) -> RunError:

@@ -40,6 +40,7 @@ from cotune.integrations.web.http.server import RunningServer, running, stopped_
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import key_target, pack_ids
 from cotune.records.structs import Record
+from cotune.storage.open_store import without_password
 from cotune.storage.protocol import Store
 from cotune.terminal import suggest
 
@@ -276,5 +277,8 @@ def collect(
         say(f"Collecting at {found.url}")
         say(f"Records: {found.opened.store.address}")
         say("Ctrl-C stops it.")
-        suggest(f"COTUNE_COLLECTOR={found.url} COTUNE_APP=my_app python my_app.py", f"cotune show {address}")
+        suggest(
+            f"COTUNE_COLLECTOR={found.url} COTUNE_APP=my_app python my_app.py",
+            f"cotune show {without_password(address)}",
+        )
         found.wait()

@@ -46,6 +46,7 @@ from cotune.integrations.web.http.requests import (
 )
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
 from cotune.recording.context import current_episode
+from cotune.storage.open_store import without_password
 from cotune.storage.protocol import Store
 from cotune.terminal import suggest
 
@@ -122,7 +123,7 @@ def serve(config: GatewayConfig, records: str | Path, say: Callable[[str], None]
         store = found.opened.store
         say(f"Records: {records if store is None else store.address}")
         say("Ctrl-C stops it.")
-        suggest(f"OPENAI_BASE_URL={found.url}/v1 python my_app.py", f"cotune show {records}")
+        suggest(f"OPENAI_BASE_URL={found.url}/v1 python my_app.py", f"cotune show {without_password(records)}")
         found.wait()
 
 

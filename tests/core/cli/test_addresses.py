@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from cotune.cli.main import main
+from cotune.cli.printing.next_command import next_commands
+from cotune.errors import ConfigError
 from cotune.reading.find_runs import open_runs
 from cotune.reading.run import OpenedRun
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, PolicyRef, Task
-from cotune.storage.open_store import folder_of, open_store
+from cotune.storage.open_store import folder_of, open_store, without_password
 from cotune.storage.sql.upkeep import copy
+from cotune.trainer.config.from_records import RecordsConfig
 from tests.postgres import Server
 
 APP = """
@@ -140,3 +145,40 @@ def test_what_cannot_be_opened_is_one_line(
 def test_json_lines_are_json(pair: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", pair["database"], "--json"]) == 0
     assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 12
+
+
+SECRETS = [
+    "postgresql://cotune:hush@127.0.0.1:1/x",
+    "postgresql://cotune:hu/sh@127.0.0.1:1/x",
+    "postgresql://cotune:hu@sh@127.0.0.1:1/x",
+    "postgresql://cotune@127.0.0.1:1/x?connect_timeout=1&password=hush",
+    "mysql://cotune:hush@127.0.0.1/x",
+]
+
+
+@pytest.mark.parametrize("address", SECRETS)
+def test_no_password_is_shown(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = without_password(address)
+    assert "***" in shown and "hu" not in shown and "sh@" not in shown
+    assert shown.startswith(f"{address.partition(':')[0]}://cotune") and "127.0.0.1" in shown
+    assert without_password(shown) == shown
+    for command in (["records", "list", address], ["show", address]):
+        assert main(command) == 1
+        told = capsys.readouterr()
+        assert shown in told.out + told.err and "hush" not in told.out + told.err
+    words = argparse.Namespace(command="records", way="prune", store=address)
+    assert next_commands(words, 0) == [shlex.join(["cotune", "records", "list", shown])]
+    with pytest.raises(ConfigError, match=r"records\.path.*PGPASSWORD") as caught:
+        RecordsConfig(path=address)
+    assert "hush" not in str(caught.value)
+
+
+def test_addresses_without_a_password_stay_as_they_are() -> None:
+    for address in (
+        "runs/a:b@c",
+        "postgresql://u@h:5432/db?host=/tmp",
+        "postgresql:///db?user=a:b@c",
+        "postgres://h/a:b",
+    ):
+        assert without_password(address) == address
+        RecordsConfig(path=address)

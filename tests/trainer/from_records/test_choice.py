@@ -12,6 +12,7 @@ import pytest
 from cotune.errors import ConfigError, RecordError
 from cotune.records.ids import new_id
 from cotune.records.structs import CallRecord, Episode, PolicyRef, RewardRecord, Task
+from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.trainer.config.from_records import RecordsConfig
@@ -52,6 +53,28 @@ def end(store: Store, **fields: Any) -> str:
 def chosen(folder: Folder, store: Store, **settings: Any) -> list[str]:
     found, _ = choose(folder, RecordsConfig(path="x", **settings), store)  # type: ignore[arg-type]
     return [episode.id for episode in found.episodes()]
+
+
+def test_what_is_new_after_a_deletion(address: str, tmp_path: Path) -> None:
+    with open_store(address) as store:
+        kept, gone = end(store), [end(store) for _ in range(3)]
+        store.write([RewardRecord(gone[-1], "team", 1.0)])
+        first = Folder(tmp_path / "runs/first")
+        chosen(first, store, since="last")
+        store.delete(gone)
+        assert store.episode_count(EVERYTHING) == 1
+    with open_store(address) as store:
+        new = [end(store) for _ in range(2)]
+        store.write([RewardRecord(kept, "team", 1.0)])
+        store.flush()
+        filters = EpisodeFilters(new=(first.described["held"]["until"], store.marks()))
+        assert [episode.id for episode in store.episodes(filters=filters)] == [kept, *new]
+        store.delete([kept, *new])
+        last = [end(store), end(store)]
+        assert [episode.id for episode in store.episodes(filters=filters)] == []
+        filters = EpisodeFilters(new=(filters.new[1] if filters.new else (0, 0), store.marks()))
+        assert [episode.id for episode in store.episodes(filters=filters)] == last
+        assert store.counters() == {"lost": 0, "refused": 0, "foreign": 0}
 
 
 def test_by_app_version_and_time(address: str, tmp_path: Path) -> None:
