@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -79,6 +80,7 @@ def _templates() -> jinja2.Environment:
         "line": lambda value: plain(first_line(value)),
         "pretty": lambda value: plain(pretty(value)),
         "clock": clock,
+        "shell": lambda value: plain(shlex.quote(str(value))),
         "doing": doing,
         "builtins": msgspec.to_builtins,
     }

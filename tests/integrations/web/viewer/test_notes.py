@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from selenium.webdriver.common.by import By
 
 from cotune.cli.main import main
 from cotune.errors import RecordError
+from cotune.integrations.web.viewer.rendering import asset
 from cotune.integrations.web.viewer.server import viewing
 from cotune.storage.notes import FILE, LONGEST, Note, notes_file, read_notes, write_note
 from cotune.storage.sqlite_store import SqliteStore
@@ -116,6 +120,25 @@ def test_a_broken_file_of_notes_is_named_with_its_line(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "{broken\n")
     with pytest.raises(RecordError, match="line 2"):
         read_notes(file)
+
+
+def test_commands_of_the_page_survive_a_path_with_spaces(copied: Path) -> None:
+    named = copied.rename(copied.with_name("my run; x"))
+    with viewing([named]) as server:
+        url = server.url.rstrip("/")
+        here = httpx.get(url, follow_redirects=True).url.path
+        note = {"id": f"{a_call(named)}.1", "score": 1}
+        assert httpx.post(f"{url}{here}/note", json=note, headers={"origin": url}).status_code == 200
+        (commands,) = re.findall('<pre class="commands">(.*?)</pre>', httpx.get(f"{url}{here}/notes").text, re.DOTALL)
+    judge, train = (shlex.split(line) for line in html.unescape(commands).splitlines())
+    assert judge == ["cotune", "judge", str(named), "--labels", str(named / FILE)]
+    assert train[train.index("--records") + 1] == str(named)
+
+
+def test_thumbs_do_not_look_like_the_troubles_that_a_page_notes() -> None:
+    """Both had the class `noted`, so that the list of troubles stood beside its heading."""
+    shared = re.findall(r"^\.noted\b.*", asset("viewer.css"), re.MULTILINE)
+    assert shared == [] and ".thumbs {" in asset("viewer.css")
 
 
 def test_a_page_is_told_why_its_note_was_not_kept(url: str, copied: Path) -> None:
