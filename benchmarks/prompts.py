@@ -45,7 +45,7 @@ from cotune.records.ids import canonical
 from cotune.records.structs import Candidate, Usage
 from cotune.storage.open_store import open_store
 from cotune.trainer.evaluation.statistics import mean
-from cotune.trainer.prompting.answering import answering
+from cotune.trainer.prompting.evaluations import answering_in_search
 from cotune.trainer.prompting.improve import improve
 from cotune.trainer.prompting.options import ImproveOptions
 
@@ -113,7 +113,7 @@ class Remembering:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._stack = contextlib.AsyncExitStack()
         options = ImproveOptions(reflection="-", model=model, max_tokens=NEW)
-        opening = self._stack.enter_async_context(answering(workflow_of(desk), options, console.print))
+        opening = self._stack.enter_async_context(answering_in_search(workflow_of(desk), options, console.print))
         self._policies: Any = asyncio.run_coroutine_threadsafe(opening, self._loop).result()
 
     async def respond(self, call: LiveCall) -> Answer | None:

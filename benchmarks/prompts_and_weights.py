@@ -49,8 +49,7 @@ from cotune.records.structs import Candidate, Task, Usage
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
 from cotune.trainer.config.train import convert
-from cotune.trainer.prompting.answering import answering
-from cotune.trainer.prompting.evaluations import HELD_OUT, Evaluations
+from cotune.trainer.prompting.evaluations import HELD_OUT, Evaluations, answering_in_search
 from cotune.trainer.prompting.options import ImproveOptions
 from cotune.trainer.prompting.spending import Spending
 from cotune.trainer.prompting.strategy import Stage, is_strategy, resume_strategy, run_strategy
@@ -223,7 +222,7 @@ async def _played(prompts: Prompts, chosen: ImproveOptions, tasks: Sequence[Task
     flow = workflow_of(words)
     # What the records hold is not run again, and they tell runs apart by their prompts, not by their weights.
     with tempfile.TemporaryDirectory() as folder, open_store(Path(folder) / "records.db") as store:
-        async with answering(flow, chosen, console.print) as responder:
+        async with answering_in_search(flow, chosen, console.print) as responder:
             evaluations = Evaluations(flow, store, responder, chosen, Spending(1 << 60, None, {}))
             return [int(one.outcome or 0) for one in await evaluations.run(prompts, tasks, phase=HELD_OUT)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -24,6 +25,7 @@ from cotune.replay.forks import repeatable
 from cotune.replay.script import Replay, Script, read_script
 from cotune.sampling.scoring import Scored
 from cotune.storage.protocol import Store
+from cotune.trainer.evaluation.policies import answering
 from cotune.trainer.prompting.options import ImproveOptions
 from cotune.trainer.prompting.spending import LimitReached, Spending
 from cotune.trainer.prompting.tried import Tried, read_tried
@@ -32,6 +34,22 @@ SEARCH, HELD_OUT, FORKS = "prompts", "prompts-held-out", "prompts-forks"
 """Phases of the episodes of a search."""
 _ATTEMPTS = 3
 """Times that an episode is begun that fails through no fault of the application."""
+
+
+def answering_in_search(
+    workflow: Workflow, options: ImproveOptions, say: Callable[[str], None]
+) -> AbstractAsyncContextManager[Responder | None]:
+    """Who answers the application's calls in a search: see `answering`."""
+    return answering(
+        workflow,
+        policies=options.run,
+        model=options.model,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        say=say,
+        seed=options.seed,
+        stream="prompts",
+    )
 
 
 @dataclass

@@ -31,9 +31,8 @@ from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.tables import plural
 from cotune.terminal import terminal
-from cotune.trainer.evaluation.policies import answering
 from cotune.trainer.prompting.credit import Credit, Turns, measure
-from cotune.trainer.prompting.evaluations import Evaluations, check_judge
+from cotune.trainer.prompting.evaluations import Evaluations, answering_in_search, check_judge
 from cotune.trainer.prompting.found import earlier_base, find_base, guard_of, improved
 from cotune.trainer.prompting.held_out import HeldOut, compare_held_out
 from cotune.trainer.prompting.options import CHANGEABLE, ImproveOptions, PromptRun, read_search
@@ -143,18 +142,7 @@ async def _improve(
         say(note)
     spending = Spending(options.max_calls, options.max_cost, options.prices)
     async with contextlib.AsyncExitStack() as stack:
-        responder = given or await stack.enter_async_context(
-            answering(
-                app,
-                policies=options.run,
-                model=options.model,
-                max_tokens=options.max_tokens,
-                temperature=options.temperature,
-                say=say,
-                seed=options.seed,
-                stream="prompts",
-            )
-        )
+        responder = given or await stack.enter_async_context(answering_in_search(app, options, say))
         bar = stack.enter_context(episode_bar(console, None))
         evaluations = Evaluations(app, store, responder, options, spending, bar)
         reflection = Reflection(store, options, spending, secret, reflector)

@@ -30,9 +30,8 @@ from cotune.terminal import terminal
 from cotune.trainer.config.strategy import STAGES, stages_of
 from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
 from cotune.trainer.config.withheld import with_values, written
-from cotune.trainer.evaluation.policies import answering
 from cotune.trainer.evaluation.statistics import shown
-from cotune.trainer.prompting.evaluations import HELD_OUT, Evaluations, check_judge
+from cotune.trainer.prompting.evaluations import HELD_OUT, Evaluations, answering_in_search, check_judge
 from cotune.trainer.prompting.held_out import HeldOut, compared
 from cotune.trainer.prompting.improve import improve
 from cotune.trainer.prompting.options import ImproveOptions, PromptRun
@@ -351,17 +350,7 @@ class _Stages:
         unlimited = Spending(1 << 60, None, {})
         async with contextlib.AsyncExitStack() as stack:
             store = stack.enter_context(open_store(RunLayout(folder).records))
-            answers = answering(
-                flow,
-                policies=options.run,
-                model=options.model,
-                max_tokens=options.max_tokens,
-                temperature=options.temperature,
-                say=self.say,
-                seed=options.seed,
-                stream="prompts",
-            )
-            responder = await stack.enter_async_context(answers)
+            responder = await stack.enter_async_context(answering_in_search(flow, options, self.say))
             bar = stack.enter_context(episode_bar(self.console, len(self.held_out), folder.name))
             evaluations = Evaluations(flow, store, responder, options, unlimited, bar)
             return await evaluations.run(prompts, self.held_out, phase=HELD_OUT)
