@@ -53,7 +53,7 @@ def folder(base_environment: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     (made / "app.py").write_text(WORKFLOW)
     (made / "tasks.jsonl").write_text('{"id": "a"}\n')
     told = cotune(base_environment, made, "trace", *RUN, "--out", "traced")
-    assert "1 episodes, 0 calls, 0 failed episodes, 0 lost records: traced" in told.stdout, told.stderr
+    assert "1 episode, 0 calls, 0 failed episodes, 0 lost records: traced" in told.stdout, told.stderr
     return made
 
 
@@ -112,7 +112,7 @@ def test_the_readme_example_is_checked(wheel: Path, tmp_path: Path) -> None:
         (("runs", "."), 0, "team: trace 1"),
         (("show", "traced", "--json"), 0, '"rewards":{"team":1.0}'),
         (("sft", "traced", "--out", "sft.jsonl"), 1, "wrote 0 lines"),
-        (("otel", "export", "traced", "--out", "spans.jsonl"), 0, "exported 1 spans of 1 episodes"),
+        (("otel", "export", "traced", "--out", "spans.jsonl"), 0, "exported 1 span of 1 episode"),
     ],
 )
 def test_works_without_an_extra(
