@@ -77,7 +77,7 @@ class Writer:
         """Own `database` from now on."""
         self._db = database
         self._known: set[str] = set()
-        """Content addresses known to be stored, since `_known_since`."""
+        """Content addresses known to be stored, since `_known_since`; none where other processes may delete them."""
         self._known_since = time.monotonic()
         self._queue: deque[Batch | Act] = deque()
         self._lock = threading.RLock()
@@ -134,7 +134,7 @@ class Writer:
     def _queued_in(self, records: Sequence[Record], kept: bool = False) -> tuple[Batch | None, str | None]:
         """The batch that holds these records now, None where they cannot be encoded; or why they cannot be queued."""
         try:
-            rows, size = encode(records, self._known)
+            rows, size = encode(records, () if self._db.shared else self._known)
         except (TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
             if not (kept and len(records) > 1):
                 self._lose(len(records), "a record cannot be encoded", error)
@@ -305,7 +305,7 @@ class Writer:
         with self._changed:
             for name, count in added.items():
                 self._counted[name] += count
-        if isinstance(taken, Batch) and not added["lost"]:
+        if isinstance(taken, Batch) and not added["lost"] and not self._db.shared:
             if len(self._known) > RECENT_IDS or time.monotonic() - self._known_since > DAY:
                 self._known.clear()
                 self._known_since = time.monotonic()

@@ -9,7 +9,8 @@ import psycopg
 import pytest
 
 from cotune.errors import RunError
-from cotune.records.structs import Message
+from cotune.records.ids import new_id
+from cotune.records.structs import CallRecord, Episode, Message, Record, Task
 from cotune.storage.open_store import open_store
 from cotune.storage.sql.sqlite import SqliteDatabase
 from tests.postgres import Server
@@ -42,4 +43,21 @@ def test_tables_of_another_version_are_no_fault_of_a_record(postgres: Server) ->
         assert store.lost == 0
         db.execute("ALTER TABLE messages RENAME COLUMN other TO body")
         store.commit([message])
+        assert store.message("m1") == message.body
+
+
+def test_what_another_process_has_deleted_is_stored_again(postgres: Server) -> None:
+    message = Message("m1", {"role": "system", "content": "Be brief."})
+
+    def episode() -> tuple[str, list[Record]]:
+        id = new_id()
+        call = CallRecord(id=new_id(), episode=id, role="r", step=0, turn=0, messages=("m1",))
+        return id, [message, call, Episode(id=id, task=Task(id="t", input=1), workflow="w")]
+
+    with open_store(address := postgres.database()) as store:
+        id, records = episode()
+        store.commit(records)
+        with open_store(address) as other:
+            assert other.delete([id])["messages"] == 1
+        store.commit(episode()[1])
         assert store.message("m1") == message.body
