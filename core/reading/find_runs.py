@@ -28,6 +28,7 @@ class FoundRuns:
         self._paths = list(paths)
         self._lock = threading.Lock()
         self._known: set[Path | str] = set()
+        self._warned: set[Path | str] = set()
         self.opened: dict[str, OpenedRun] = {}
         try:
             self._open(strict=True)
@@ -47,14 +48,16 @@ class FoundRuns:
                 whole = source.absolute() if isinstance(source, Path) else source
                 if whole in self._known:
                     continue
-                self._known.add(whole)
                 try:
                     name = _name(source, base, self.opened)
                     self.opened[name] = OpenedRun(source, name)
-                except CotuneError as error:
+                    self._known.add(whole)
+                except CotuneError as error:  # it may have just begun: the next look tries it again
                     if strict and base is None:
                         raise
-                    log.warning("%s is left out: %s", source, error)
+                    if whole not in self._warned:
+                        log.warning("%s is left out: %s", source, error)
+                    self._warned.add(whole)
 
     def _sources(self, strict: bool) -> Iterator[tuple[Path | str, Path | None]]:
         """What can be opened, each with the folder that it was found in, None for what was named."""
