@@ -235,7 +235,7 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         return ConsumedGroups(self.rows)
 
     def counters(self) -> Mapping[str, int]:
-        found = dict(self.rows("SELECT name, value FROM counters"))
+        found: dict[str, int] = dict(self.rows("SELECT name, value FROM counters"))
         return {name: found.get(name, 0) for name in ("lost", "refused", "foreign")}
 
     def close(self) -> None:

@@ -33,6 +33,10 @@ class Upkeep:
         """Rows of any SELECT."""
 
     @abstractmethod
+    def newest(self) -> tuple[int, int]:
+        """Numbers of the last call and the last episode."""
+
+    @abstractmethod
     def _act(self, do: Callable[[Transactions], T]) -> T:
         """Do something in a transaction of the writer's."""
 
@@ -98,6 +102,7 @@ class Upkeep:
     def _sweep(self, unused: Mapping[str, set[str]], where: str, asked: Sequence[Any]) -> Mapping[str, int]:
         """Delete those messages, images and segments that nothing names which is still there. Calls and episodes that
         `where` chooses are looked through."""
+        seen = self.newest()
         prompts = set()
         if any(unused.values()):
             for body, prompt in self._pages("calls", ("body", "prompt"), where, asked):
@@ -118,6 +123,13 @@ class Upkeep:
                     at = parents.pop(at)
 
         def go(does: Transactions) -> Mapping[str, int]:
+            sql = "SELECT episode FROM calls WHERE rowid > ? UNION SELECT id FROM episodes WHERE rowid > ?"
+            if came := [id for (id,) in does.execute(sql, seen)]:  # from other processes, while this looked
+                named = _named(does, came)
+                for table, ids in named.items():
+                    unused[table].difference_update(ids)
+                for (body,) in among(does.execute, "SELECT body FROM messages", "id", named["messages"]):
+                    unused["images"].difference_update(_IMAGE.findall(str(body)))
             for table, ids in unused.items():
                 for some in in_parts(sorted(ids)):
                     does.execute(f"DELETE FROM {table} WHERE id IN ({','.join('?' * len(some))})", some)

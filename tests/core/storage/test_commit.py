@@ -7,10 +7,11 @@ from typing import Any
 
 import psycopg
 import pytest
+from msgspec.structs import replace
 
-from cotune.errors import RunError
-from cotune.records.ids import new_id
-from cotune.records.structs import CallRecord, Episode, Message, Record, Task
+from cotune.errors import RecordError, RunError
+from cotune.records.ids import new_id, pack_ids, segment_id
+from cotune.records.structs import CallRecord, Episode, Message, Record, Segment, Task
 from cotune.storage.open_store import open_store
 from cotune.storage.sql.sqlite import SqliteDatabase
 from tests.postgres import Server
@@ -61,3 +62,37 @@ def test_what_another_process_has_deleted_is_stored_again(postgres: Server) -> N
             assert other.delete([id])["messages"] == 1
         store.commit(episode()[1])
         assert store.message("m1") == message.body
+
+
+def test_what_comes_during_a_deletion_keeps_its_messages(postgres: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = pack_ids([1, 2])
+    shared: list[Record] = [
+        Message("m1", {"role": "system", "content": "Be brief."}),
+        Message("m2", {"role": "user", "content": "Name it."}),
+        Segment(segment_id([1, 2]), None, packed),
+    ]
+
+    def episode() -> tuple[str, list[Record]]:
+        id = new_id()
+        call = CallRecord(
+            id=new_id(), episode=id, role="r", step=0, turn=0, messages=("m1",), prompt=segment_id([1, 2])
+        )
+        return id, [*shared, call, Episode(id=id, task=Task(id="t", input=1), workflow="w")]
+
+    with open_store(address := postgres.database()) as store, open_store(address) as other:
+        id, records = episode()
+        store.commit(records)
+        store.commit([replace(records[3], id=new_id(), messages=("m2",))])
+        act, coming = other._act, [episode()[1]]  # type: ignore[attr-defined]
+
+        def acts(do: Any) -> Any:
+            if getattr(do, "__name__", "") == "go" and coming:
+                store.commit(coming.pop())
+            return act(do)
+
+        monkeypatch.setattr(other, "_act", acts)
+        counts = other.delete([id])
+        assert coming == [] and (counts["messages"], counts["segments"]) == (1, 0)
+        assert store.message("m1") and store.token_ids(segment_id([1, 2])) == (1, 2)
+        with pytest.raises(RecordError):
+            store.message("m2")
