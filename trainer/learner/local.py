@@ -163,11 +163,12 @@ class LocalLearner:
             # One optimizer step per mini-batch, on gradients that its passes add up.
             update = Update(model, tokens, passed, MetricSums([row.role for row in rows]))
             norms, losses, checkpointed = [0.0] * len(batches), [0.0] * len(batches), 0
+            first = sum(any(lengths[i] for i in batch) for batch in epochs[0])
             for step, batch in enumerate(batches):
                 self._skip(update, batch)
                 if not (any(passed[i] for i in batch) or settings.weight_decay):
                     continue  # idle
-                backward = partial(self._backward, update, batch)
+                backward = partial(self._backward, update, batch, noting=step < first)
                 losses[step] = size.fitting(backward, self._optimizers[policy].zero_grad)
                 checkpointed += size.checkpointed
                 with self._tracer.span("optimizer"):
@@ -341,8 +342,9 @@ class LocalLearner:
             at = at[tokens.counted[at]]
             update.sums.skip(tokens.row[at], tokens.sampler[at].to(update.model.device))
 
-    def _backward(self, update: Update, batch: Sequence[int]) -> float:
-        """Gradients of one mini-batch (indices of rows); returns this rank's part of its loss."""
+    def _backward(self, update: Update, batch: Sequence[int], *, noting: bool) -> float:
+        """Gradients of one mini-batch (indices of rows), with `noting` for `seen`; returns this rank's part of its
+        loss."""
         model, tokens, loss, places = update.model, update.tokens, update.tokens.loss, torch.tensor(batch)
         weight = torch.zeros(len(tokens.rows))
         weight[places] = row_weights(loss, tokens.lengths[places], tokens.trajectory_lengths[places])
@@ -369,7 +371,8 @@ class LocalLearner:
         for micro, own, parts in done:
             computed = pass_tokens([tokens.rows[i] for i in micro], model.logprob_model.shares)
             update.sums.add(micro, own, parts, computed=computed)
-            tokens.note(micro, own)
+            if noting:
+                tokens.note(micro, own)
         return total
 
     def _step(self, policy: str, lr_scale: float, *, moves: bool) -> float:

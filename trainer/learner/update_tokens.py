@@ -132,14 +132,12 @@ class UpdateTokens:
         )
 
     def note(self, rows: Sequence[int], own: Tokens) -> None:
-        """Keep what a pass saw of its tokens that count: the first one of each, which is before the update or early in
-        it."""
+        """Keep what a pass of the first epoch saw of its tokens that count, before the update or early in it. In later
+        ones a row may be another rank's, and would count twice in `seen`."""
         at = self.at(rows)
-        at = at[self.counted[at]]
-        new = self._seen[0, at].isnan()
-        if own.entropy is not None and new.any():
+        if own.entropy is not None:
             found = torch.stack([own.new, own.entropy]).detach().float().cpu()
-            self._seen[:, at[new]] = found[:, new]
+            self._seen[:, at[self.counted[at]]] = found
 
     def seen(self, group: ProcessGroup) -> dict[str, Seen]:
         """What passes saw of the tokens, by the id of their row; those of rows that none computed are left out."""

@@ -17,6 +17,7 @@ from cotune.errors import ConfigError, GroupError, LearnerError, RunError
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
+from cotune.trainer.learner.update_tokens import UpdateTokens
 from tests.integrations import tiny_models
 from tests.trainer.learner.learner_rows import FAST, SMALL, VOCABULARY, change, make_rows, on_policy, same, snapshot
 
@@ -161,6 +162,15 @@ def test_what_the_first_pass_saw_of_each_token_is_told(opened, base):
         np.testing.assert_allclose(seen[row.id].gaps, 0.25, atol=2e-3)
         np.testing.assert_allclose(seen[row.id].entropies, -(p.exp() * p).sum(-1), atol=5e-3)
     assert learner.seen("b") == {}
+
+
+@maths
+def test_a_row_is_noted_in_the_first_epoch_alone(opened, base, monkeypatch):
+    """Later it may be another rank's, whose figures would be added to those of the first."""
+    noted = []
+    monkeypatch.setattr(UpdateTokens, "note", lambda tokens, rows, own: noted.extend(rows))
+    opened(base, settings=change(FAST, mini_batch=4, epochs=3)).update("a", make_rows())
+    assert sorted(noted) == list(range(12))
 
 
 def test_learning_rate_scale_and_defaults(opened, base):
