@@ -175,6 +175,11 @@ def check_strategy(
         if getattr(search, name) is not None:
             fault = "cannot be used with a strategy, in which the policies of the run answer"
             raise ConfigError(f"prompts.{name}", getattr(search, name), fault, "Leave it out.")
+    for name in ("redact", "roles_by"):
+        if getattr(search, name) not in (None, getattr(config, name)):
+            fault = "is of all stages: the trainings would not have it"
+            remedy = f"Name it outside of [prompts]: --{name.replace('_', '-')}."
+            raise ConfigError(f"prompts.{name}", getattr(search, name), fault, remedy)
     if config.from_records and "w" in letters:
         fault = "learns from records, and a stage w trains on tasks"
         raise ConfigError("recipe", config.recipe, fault, "Run it first, and start from it with --init.")

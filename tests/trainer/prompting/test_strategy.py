@@ -207,6 +207,7 @@ def _with(**fields: Any) -> Callable[[TrainConfig], TrainConfig]:
         (_fails(_with(evaluation=TrainConfig(model="m").evaluation)), "evaluation.tasks.*--eval-tasks"),
         (_fails(_with(), reflection=None), "reflection.*--reflection gpt"),
         (_fails(_with(), model="m"), "prompts.model"),
+        (_fails(_with(), redact="app:clean"), "prompts.redact.*--redact"),
         (_fails(_with(recipe="sft", records=RecordsConfig(path="runs/traced"))), "recipe.*learns from records"),
         (_fails(_with(init="runs/none")), "init.*runs/none"),
     ],
