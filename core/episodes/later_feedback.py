@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,11 +11,8 @@ from cotune.episodes.trace_sinks import FileRecords
 from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.redaction import Redaction, Redactor, check_redactor
 from cotune.recording.rewards import reward_records
-from cotune.records.ids import key_target
+from cotune.records.ids import LONGEST_KEY, TARGET, key_target
 from cotune.sampling.scoring import Feedback, components, parted
-
-_ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}(\.\d{1,4})?")
-LONGEST_KEY = 200
 
 
 def feedback(
@@ -50,7 +46,7 @@ def feedback(
         raise ConfigError("records", None, "is missing", "Name a store or a collector, or set COTUNE_COLLECTOR.")
     if bool(episode) == bool(key):
         raise ConfigError("episode", episode or None, "or `key` is needed, and not both")
-    if episode and _ID.fullmatch(episode) is None:
+    if episode and TARGET.fullmatch(episode) is None:
         raise ConfigError("episode", episode[:100], "is not the id of an episode", "`trace.id` is. For a key use key=.")
     source = "The reward of cotune.feedback"
     value, said = parted(reward, source)

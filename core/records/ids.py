@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import struct
 import threading
 import time
@@ -49,6 +50,12 @@ def candidate_id(call_id: str, index: int) -> str:
     return f"{call_id}.{index}"
 
 
+ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
+"""An id that `new_id` may have made."""
+TARGET = re.compile(ID.pattern + r"(\.\d{1,4})?")
+"""The same, or the id of a candidate."""
+LONGEST_KEY = 200
+"""Letters of a key of the application's own."""
 KEY = "key:"
 """What the targets of rewards begin with that name episodes by a key of the application."""
 

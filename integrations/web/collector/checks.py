@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from cotune.records.ids import KEY, ROOT, address, canonical, key_target
+from cotune.records.ids import ID, KEY, LONGEST_KEY, ROOT, TARGET, address, canonical, key_target
 from cotune.records.structs import (
     LARGEST_REWARD,
     CallRecord,
@@ -23,9 +22,6 @@ from cotune.records.structs import (
     Segment,
 )
 
-_ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
-_TARGET = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}(\.\d{1,4})?")
-LONGEST_KEY = 200
 _LONGEST_NAME = 200
 Digest = hashlib.blake2b
 Path = Callable[[str], bytes | None]
@@ -48,11 +44,11 @@ def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[s
             case Segment():
                 fault = _of_segment(record, paths, path)
             case CallRecord():
-                fault = "" if _ID.fullmatch(record.id) and _ID.fullmatch(record.episode) else "invalid_id"
+                fault = "" if ID.fullmatch(record.id) and ID.fullmatch(record.episode) else "invalid_id"
                 fault = fault or ("" if len(record.role) <= _LONGEST_NAME else "invalid_name")
                 record = replace(record, app=app)
             case Episode():
-                fault = "" if _ID.fullmatch(record.id) and len(record.key) <= LONGEST_KEY else "invalid_id"
+                fault = "" if ID.fullmatch(record.id) and len(record.key) <= LONGEST_KEY else "invalid_id"
                 record = replace(record, app=app)
             case RewardRecord():
                 fault = _of_reward(record, app)
@@ -99,6 +95,6 @@ def _of_reward(record: RewardRecord | FeedbackRecord, app: str) -> str:
     if target.startswith(KEY):
         if not target.startswith(own) or not 0 < len(target) - len(own) <= LONGEST_KEY:
             return "foreign"
-    elif _TARGET.fullmatch(target) is None:
+    elif TARGET.fullmatch(target) is None:
         return "invalid_id"
     return "" if 0 < len(record.name) <= _LONGEST_NAME else "invalid_name"
