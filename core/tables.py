@@ -112,8 +112,9 @@ def _fitted(widths: Sequence[tuple[int, int]], room: int) -> list[int]:
 
 
 def cells(values: Iterable[Any]) -> list[Any]:
-    """Table cells: rich texts as they are, the rest without markup."""
-    return [value if isinstance(value, Text) else Text(str(value)) for value in values]
+    """Table cells: rich texts as they are, the rest without markup; counts with their thousands apart."""
+    texts = (f"{value:,}" if type(value) is int else value for value in values)
+    return [text if isinstance(text, Text) else Text(str(text)) for text in texts]
 
 
 def definitions(head: str, texts: Mapping[str, str]) -> Grid:
@@ -126,7 +127,7 @@ def definitions(head: str, texts: Mapping[str, str]) -> Grid:
 
 def warn(count: int) -> Text:
     """A count that should be zero."""
-    return Text(str(count), style=BAD if count else QUIET)
+    return Text(f"{count:,}", style=BAD if count else QUIET)
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:

@@ -77,8 +77,7 @@ def _apps(rows: Sequence[tuple[Any, ...]], app: str) -> Any:
     table = grid("app", "episodes>", "ok>", "calls>", "rewarded>", "first", "last")
     for name, episodes, good, calls, first, last, rewarded in rows:
         if app in ("", name):
-            counts = (f"{episodes:,}", f"{good:,}", f"{calls:,}", f"{rewarded:,}")
-            table.add_row(*cells((name or "-", *counts, _moment(first), _moment(last))))
+            table.add_row(*cells((name or "-", episodes, good, calls, rewarded, _moment(first), _moment(last))))
     return table
 
 
@@ -90,7 +89,7 @@ def _tally(rows: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Any:
         have = sums[tuple(of[name] for name in names)]
         have[:] = [n + m for n, m in zip(have, (calls, failed, asked, answered), strict=True)]
     for key in sorted(sums):
-        table.add_row(*cells((*key, *(f"{count:,}" for count in sums[key]))))
+        table.add_row(*cells((*key, *sums[key])))
     return table
 
 

@@ -39,7 +39,7 @@ def list_runs(runs: Sequence[OpenedRun]) -> RenderableType:
         about, found = facts(run), run.headline
         state = Text(run.state, style=_STATES.get(run.state, ""))
         figure = change_text(found.changes[0]) if found.changes else ""
-        row = cells((about.recipe, about.steps, f"{about.episodes:,}", figure))
+        row = cells((about.recipe, about.steps, about.episodes, figure))
         table.add_row(Text(run.name, style=NAME), state, *row)
         told = " · ".join(filter(None, (str(run.path), about.workflow, about.created)))
         places.append(Text.assemble((run.name, NAME), f": {told}"))

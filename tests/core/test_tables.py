@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cotune.tables import Grid, grid
+from cotune.tables import Grid, cells, grid, warn
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +30,11 @@ def test_numbers_stand_right_under_a_head_and_a_title() -> None:
         "driver        12  no scorer",
         "navigator      3",
     ]
+
+
+def test_counts_have_their_thousands_apart() -> None:
+    told = [cell.plain for cell in (*cells(("7800", 7800, 78, 7800.5)), warn(35896))]
+    assert told == ["7800", "7,800", "78", "7800.5", "35,896"]
 
 
 def test_without_names_there_is_no_head() -> None:

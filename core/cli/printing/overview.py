@@ -92,9 +92,10 @@ def _overview(run: OpenedRun) -> Iterable[RenderableType]:
     used = Totals(run).by_role()
     failed = any(use.failed for use in used.values())
     for role, use in used.items():
-        tokens = (f"{use.prompt:,}", f"{use.completion:,}")
-        row = (role, use.calls, warn(use.failed) if failed else "", use.turns, candidates.get(role, 0), *tokens)
-        calls.add_row(*cells((*row, f"{use.seconds / use.calls:.3f}")), scores(own.get(role, {})))
+        row = (role, use.calls, warn(use.failed) if failed else "", use.turns, candidates.get(role, 0))
+        calls.add_row(
+            *cells((*row, use.prompt, use.completion, f"{use.seconds / use.calls:.3f}")), scores(own.get(role, {}))
+        )
     yield calls
     counters, interrupted = store.counters(), len(list(store.unfinished()))
     missing = [(plural(interrupted, "unfinished episode"), interrupted)]
