@@ -65,7 +65,7 @@ def run(a: argparse.Namespace) -> int:
     from cotune.reading.words import change_text
     from cotune.tables import plural
     from cotune.trainer.config.train import load_config, read_toml
-    from cotune.trainer.prompting.strategy import is_strategy
+    from cotune.trainer.prompting.kept import is_strategy
     from cotune.trainer.train import resume, train
 
     fields = {**fields_of(a), **settings(a.set)}

@@ -34,6 +34,7 @@ from cotune.trainer.evaluation.statistics import shown
 from cotune.trainer.prompting.evaluations import HELD_OUT, Evaluations, answering_in_search, check_judge
 from cotune.trainer.prompting.held_out import HeldOut, compared
 from cotune.trainer.prompting.improve import improve
+from cotune.trainer.prompting.kept import FILE, is_strategy
 from cotune.trainer.prompting.options import ImproveOptions, PromptRun
 from cotune.trainer.prompting.spending import Spending
 from cotune.trainer.prompting.tasks import split_for_search
@@ -44,7 +45,6 @@ from cotune.trainer.run.warm_start import check_source
 from cotune.trainer.train import resume as resume_training
 from cotune.trainer.train import train
 
-FILE = "strategy.json"
 _EXAMPLE = 'For example: cotune train app:solve --tasks train.jsonl --eval-tasks held.jsonl --strategy "p, w, p" ...'
 
 
@@ -80,11 +80,6 @@ class _Described(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     search: ImproveOptions
     stages: tuple[Stage, ...] = ()
-
-
-def is_strategy(folder: str | Path) -> bool:
-    """Whether a folder holds a run of several stages."""
-    return (Path(folder) / FILE).is_file()
 
 
 def run_strategy(

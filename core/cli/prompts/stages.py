@@ -94,7 +94,7 @@ def _told(report: StrategyReport) -> int:
     prompts = f" --prompts {report.path}" if report.prompts else ""
     if report.run:
         app = read_run_json(report.run)["workflow"] or "WORKFLOW"
-        tell(f"next: cotune export {report.run}{prompts} --out adapters/")
+        tell(f"next: cotune export {report.path} --out adapters/")
         tell(f"to look at it: cotune eval {app} --run {report.run}{prompts} --tasks FRESH.jsonl")
     elif report.prompts:
         tell(f"next: cotune prompts diff {report.path}")

@@ -10,6 +10,8 @@ import openai
 import pytest
 
 import cotune
+import cotune.trainer.export as export_module
+from cotune.adapters.manifest import Manifest
 from cotune.cli.main import main
 from cotune.errors import ConfigError, CotuneError, RunError
 from cotune.intervals import Interval
@@ -21,6 +23,7 @@ from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.config.train import TrainConfig, convert, load_config
 from cotune.trainer.prompting import strategy as module
 from cotune.trainer.prompting.held_out import HeldOut
+from cotune.trainer.prompting.kept import kept_of
 from cotune.trainer.prompting.options import ImproveOptions, load_options
 from cotune.trainer.prompting.strategy import StrategyReport, render, resume_strategy, run_strategy
 from tests.integrations.edits import part, prompts
@@ -241,3 +244,20 @@ def test_the_command_runs_the_stages(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert main([*command, "--model", "base", "--reflection", "m", "--max-calls", "9", "--out", "s"]) == 0
     assert [given["stage"] for given in pretended.given] == ["p", "w"]
     assert json.loads((tmp_path / "s" / "strategy.json").read_text())["app"] == f"{tmp_path / 'app.py'}:solve"
+
+
+def test_an_export_of_the_stages_is_of_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Pretended(monkeypatch, "++-")
+    report = begun(tmp_path, "w, p, w")
+    assert kept_of(tmp_path / "s") == (Path(report.run), Path(report.prompts))
+    asked: list[Any] = []
+    monkeypatch.setattr(export_module, "prompts_for", lambda run, prompts, **_: asked.append((run, prompts)))
+    empty = Manifest(format=1, cotune="", created="", policies=(), roles=())
+    monkeypatch.setattr(export_module, "export_run", lambda run, out, **_: empty)
+    export_module.export(tmp_path / "s", tmp_path / "out")
+    assert asked == [(tmp_path / "s" / "1-weights", tmp_path / "s" / "2-prompts")]
+    Pretended(monkeypatch, "-")
+    search = ImproveOptions()
+    run_strategy(travel.application(), travel.tasks(30), config(tmp_path, "w"), search, out=tmp_path / "t")
+    with pytest.raises(RunError, match="kept weights"):
+        export_module.export(tmp_path / "t", tmp_path / "out")
