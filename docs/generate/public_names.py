@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import re
 
 from wording import prose
 
@@ -33,12 +35,23 @@ def type_table() -> str:
 
 
 def _table(module: object, names: list[str]) -> str:
-    rows = [f"| `{name}` | {_said(getattr(module, name))} |" for name in names]
+    rows = [f"| `{name}` | {_said(name, getattr(module, name))} |" for name in names]
     return "\n".join(["| name | what it is |", "|---|---|", *rows])
 
 
-def _said(what: object) -> str:
-    first = (inspect.getdoc(what) or "").partition("\n\n")[0]
+def _of_alias(name: str) -> str:
+    """The text below a type alias of `cotune.types`, in the module that defines it."""
+    (module,) = re.findall(rf"^from (\S+) import .*\b{name}\b", inspect.getsource(cotune.types), re.MULTILINE)
+    found = re.search(
+        rf'^{name} = [^\n]+\n"""(.+?)"""', inspect.getsource(importlib.import_module(module)), re.M | re.S
+    )
+    assert found, name
+    return found[1]
+
+
+def _said(name: str, what: object) -> str:
+    text = (inspect.getdoc(what) or "") if inspect.isroutine(what) or inspect.isclass(what) else _of_alias(name)
+    first = text.partition("\n\n")[0]
     return prose(first.partition(". ")[0].rstrip(".")).replace("|", "\\|")
 
 

@@ -153,3 +153,10 @@ def test_every_measurement_is_there(site: Path) -> None:
 
 def test_every_reason_is_there(site: Path) -> None:
     assert set(REASONS) <= codes(page(site, "metrics"))
+
+
+def test_every_public_name_has_a_description_in_the_table() -> None:
+    """Of an alias, the text below it: not that of its type, and not nothing."""
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) ?\|$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
+    assert len(rows) == len(NAMES)
+    assert [name for name, text in rows if not text or "PEP 604" in text] == []
