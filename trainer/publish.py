@@ -130,7 +130,8 @@ async def sampled_gaps(
     if not rows:
         raise SyncError(f"The probe of {policy} came back empty.", "Probe with other prompts.")
     trained = np.concatenate(await asyncio.to_thread(probe.logprobs, rows), dtype=np.float64)
-    return np.abs(trained - np.concatenate([row.logprobs for row in rows]))
+    gaps: npt.NDArray[np.float64] = np.abs(trained - np.concatenate([row.logprobs for row in rows]))
+    return gaps
 
 
 async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:

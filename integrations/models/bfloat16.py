@@ -46,7 +46,7 @@ def exact_product(half: Tensor, packed: Tensor) -> Tensor:
     return found.float().add_(torch.ops.mkldnn._linear_pointwise.binary(half, found, packed, None, "sub"))
 
 
-class PackedLinear(nn.Module):  # type: ignore[misc]
+class PackedLinear(nn.Module):
     """A frozen linear layer of float32 whose products are in bfloat16."""
 
     def __init__(self, layer: nn.Linear, *, exact: bool = False) -> None:

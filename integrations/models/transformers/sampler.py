@@ -146,10 +146,10 @@ class TransformersSampler(CalledSampler):
 
 async def open_engine(config: EngineConfig) -> TransformersSampler:
     """As a row of `models.engines`: in a process of its own, or in a thread where this process has nothing else."""
-    host = {"host": "thread"} if config.alone else {}
-    own = {"dtype": config.dtype, "threads": config.threads, "prefix_cache": config.prefix_cache}
-    own |= {**host, **config.arguments}
-    return await TransformersSampler.open(config.model, **own)
+    own: dict[str, Any] = {"dtype": config.dtype, "threads": config.threads, "prefix_cache": config.prefix_cache}
+    if config.alone:
+        own["host"] = "thread"
+    return await TransformersSampler.open(config.model, **own | dict(config.arguments))
 
 
 def _closed() -> SamplerError:

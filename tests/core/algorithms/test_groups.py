@@ -99,7 +99,7 @@ def test_the_pages_say_what_a_group_is_in_each_plan():
     one_prompt_by_plan = {plan: one_prompt(recipe(name)) for plan, name in USUAL.items()}
     assert one_prompt_by_plan == {"tree": True, "independent": False, "replay": True}
     assert recipe("dr_mas").key == ("task", "role")
-    for page in ("README.md", "docs/index.md", "docs/explanation/update.md"):
+    for page in ("README.md", "docs/explanation/update.md"):
         text = " ".join((ROOT / page).read_text().split())
         assert re.search(r"all calls of one role in the (K )?episodes of a task", text), page
         assert "Candidates with identical prompt token ids, of one task, role and turn, form" not in text, page
