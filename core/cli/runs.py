@@ -42,7 +42,7 @@ def list_runs(runs: Sequence[OpenedRun]) -> RenderableType:
         row = cells((about.recipe, about.steps, about.episodes, figure))
         table.add_row(Text(run.name, style=NAME), state, *row)
         told = " · ".join(filter(None, (str(run.path), about.workflow, about.created)))
-        places.append(Text.assemble((run.name, NAME), f": {told}"))
+        places.append(Text.assemble((run.name, NAME), f": {told}", no_wrap=True, overflow="ignore"))  # to be copied
         if found.verdict:
             verdicts.append(Text.assemble((run.name, NAME), f": {found.verdict}"))
         run.close()

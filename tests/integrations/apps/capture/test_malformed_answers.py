@@ -58,7 +58,7 @@ def test_one_mistyped_field_costs_itself(tmp_path, capsys, body, fault):
     assert main(["show", str(tmp_path)]) == 0
     assert main(["sft", str(tmp_path), "--out", str(tmp_path / "sft.jsonl")]) == 0
     assert main(["otel", "export", str(tmp_path), "--out", str(tmp_path / "spans"), "--content", "--tokens"]) == 0
-    assert "wrote 1 lines" in capsys.readouterr().out
+    assert "wrote 1 line" in capsys.readouterr().out
 
 
 def test_a_whole_number_written_as_a_float_is_one():
@@ -133,7 +133,7 @@ def test_a_broken_row_is_skipped_and_counted_by_every_reader(tmp_path, capsys):
     capsys.readouterr()
     assert main(["sft", str(tmp_path), "--out", str(tmp_path / "sft.jsonl")]) == 0
     assert capsys.readouterr().out.endswith(
-        "wrote 1 lines to " + str(tmp_path / "sft.jsonl") + "\nleft out: 1 unreadable\n"
+        "wrote 1 line to " + str(tmp_path / "sft.jsonl") + "\nleft out: 1 unreadable\n"
     )
     assert main(["otel", "export", str(tmp_path), "--out", str(tmp_path / "spans")]) == 0
     assert "left out: 1 unreadable" in capsys.readouterr().out

@@ -94,7 +94,7 @@ def test_a_backend_understands_the_spans_and_gives_them_back(
         before = seen(store)
     command = ["otel", "export", str(tmp_path / "run"), "--endpoint", backend.url, "--content"]
     assert main([*command, "--header", f"x-mlflow-experiment-id={EXPERIMENT}"]) == 0
-    assert "exported 10 spans of 1 episodes" in capsys.readouterr().out
+    assert "exported 10 spans of 1 episode" in capsys.readouterr().out
 
     (told,) = backend.traces()
     kinds = {span["name"]: _attributes(span).get("mlflow.spanType") for span in told["trace"]["spans"]}

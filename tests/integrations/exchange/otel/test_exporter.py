@@ -238,7 +238,7 @@ def test_a_failing_exporter_costs_spans_only(tmp_path: Path, caplog: pytest.LogC
 def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path).close()
     assert main(["otel", "export", str(tmp_path), "--out", str(tmp_path / "spans.jsonl")]) == 0
-    assert "exported 10 spans of 1 episodes" in capsys.readouterr().out
+    assert "exported 10 spans of 1 episode" in capsys.readouterr().out
     (line,) = (tmp_path / "spans.jsonl").read_text().splitlines()
     (scope,) = json.loads(line)["resourceSpans"][0]["scopeSpans"]
     assert scope["scope"]["name"] == "cotune" and len(scope["spans"]) == 10

@@ -363,7 +363,7 @@ def test_imported_traces_can_be_shown_and_used_for_fine_tuning(
     run = str(tmp_path / "run")
     assert main(["otel", "import", str(tmp_path / "t.json"), "--out", run]) == 0
     said = capsys.readouterr().out
-    assert "1 episodes with 1 calls from 3 spans" in said and "left out: 1 span:embeddings" in said
+    assert "1 episode with 1 call from 3 spans" in said and "left out: 1 span:embeddings" in said
     assert main(["show", run]) == 0
     assert "app" in capsys.readouterr().out
     assert main(["sft", run, "--out", str(tmp_path / "sft.jsonl")]) == 0

@@ -123,7 +123,7 @@ def test_what_is_selected_has_no_change_in_points(run: Path) -> None:
     with viewing([run]) as server:
         assert "Best of 8 by scorer, success" in text(f"{server.url}/run/r1/curves")
         assert "Success in training" not in text(f"{server.url}/run/r1/curves")
-        assert "Of the best of 8 by scorer, not of single samples" in text(f"{server.url}/run/r1/tasks")
+        assert "Success of the best of 8 by scorer, not of single samples," in text(f"{server.url}/run/r1/tasks")
 
 
 def test_an_evaluation_shows_modes_side_by_side_and_the_tasks_that_got_worse_first(run: Path) -> None:
