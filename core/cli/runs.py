@@ -27,7 +27,7 @@ def arguments(command: Parser) -> None:
 def run(a: argparse.Namespace) -> int:
     found = open_runs(a.folders or ["runs"])
     a.result = str(found[-1].path)
-    terminal().print(list_runs(found))
+    terminal().print(list_runs(found), crop=False)
     return 0
 
 
