@@ -176,6 +176,15 @@ def test_deep_values_do_not_end_the_collector(guarded) -> None:
     assert post(guarded.url, gzip.compress(raw), TOKENS["desk"][0]).status_code == 400
 
 
+def test_a_small_body_does_not_fill_the_memory(guarded) -> None:
+    size = 15 << 20
+    body = msgspec.Raw(b"\xdd" + size.to_bytes(4) + b"\x90" * size)
+    record = {"type": "message", "id": "0" * 32, "body": body}
+    raw = msgspec.msgpack.encode({"v": 1, "app": "desk", "source": "s", "parts": [[record]]})
+    answer = post(guarded.url, gzip.compress(raw), TOKENS["desk"][0])
+    assert (answer.status_code, "at most 1048576 lists" in answer.text) == (400, True)
+
+
 def test_a_collector_that_is_behind_asks_to_wait(guarded) -> None:
     guarded.opened.waiting = MOST_WAITING + 1
     answer = post(guarded.url, pack_batch("desk", new_id(), []), TOKENS["desk"][0])
