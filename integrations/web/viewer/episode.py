@@ -114,7 +114,6 @@ def call_page(viewer: Viewer, request: Request) -> Response:
         run,
         call=call,
         episode=episode,
-        groups=groups,
         earlier=beside[place - 1] if place else "",
         later=beside[place + 1] if place + 1 < len(beside) else "",
         **of_candidates(request, run, colouring, groups),
