@@ -76,7 +76,7 @@ def calls_page(viewer: Viewer, request: Request) -> Response:
         step=whole(asked.get("step")),
         **{name: asked.get(name, "") for name in ("role", "status", "phase", "task")},
     )
-    text = asked.get("q", "").strip()
+    text, colours = asked.get("q", "").strip(), hues(run)
     fields = {**msgspec.structs.asdict(filters), "q": text}
     return viewer.page(
         request,
@@ -86,8 +86,8 @@ def calls_page(viewer: Viewer, request: Request) -> Response:
         q=text,
         query={name: value for name, value in fields.items() if value not in ("", None)},
         page=listed_calls(run, filters, text, asked.get("before", "")),
-        choices={"role": list(hues(run)), "phase": run.store.phases()},
-        hues=hues(run),
+        choices={"role": list(colours), "phase": run.store.phases()},
+        hues=colours,
     )
 
 
