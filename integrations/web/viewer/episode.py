@@ -65,7 +65,7 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
     """One episode, a page of its calls at a time."""
     run, id, first = viewer.run(request), request.path_params["id"], start(request)
     timed = [TimedCall(*call) for call in run.store.call_times(id)]
-    episode = _episode(run, id)
+    episode = ended_episode(run, id)
     if episode is None and not timed:
         raise RecordError(f"There is no episode {id} in {run.name}.", "")
     calls = run.store.calls(id, start=first, limit=PAGE)
@@ -101,7 +101,7 @@ def call_page(viewer: Viewer, request: Request) -> Response:
     """One call with its whole prompt."""
     run = viewer.run(request)
     record = run.store.call(request.path_params["id"])
-    episode = _episode(run, record.episode)
+    episode = ended_episode(run, record.episode)
     groups = viewer.groups_of(run, episode)
     beside = [id for id, *_ in run.store.call_times(record.episode)]
     place = beside.index(record.id)
@@ -124,7 +124,7 @@ def call_page(viewer: Viewer, request: Request) -> Response:
     )
 
 
-def _episode(run: OpenedRun, id: str) -> Episode | None:
+def ended_episode(run: OpenedRun, id: str) -> Episode | None:
     """The episode; None where it has no end yet."""
     return run.store.episode(id) if run.store.has_episode(id) else None
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.run_recipe import all_taught
-from cotune.integrations.web.viewer.episode import of_candidates, show_calls
+from cotune.integrations.web.viewer.episode import ended_episode, of_candidates, show_calls
 from cotune.integrations.web.viewer.viewer import Viewer, hues, start, whole
 from cotune.reading.groups import MOST_EPISODES, by_role_and_turn
 
@@ -68,7 +68,7 @@ def group_page(viewer: Viewer, request: Request) -> Response:
         raise HTTPException(404, f"Step {step} has no group {id}: its candidates may have been left out one by one.")
     members = list(zip(group.samples, group.rewards, strict=True))[:MOST_SIBLINGS]
     records = [run.store.call(id) for id in dict.fromkeys(sample.call for sample, _ in members)]
-    episode = run.store.episode(records[0].episode) if records and run.store.has_episode(records[0].episode) else None
+    episode = ended_episode(run, records[0].episode) if records else None
     colouring = viewer.colouring(request, run, episode, records[0].policy.name if records and records[0].policy else "")
     shown = show_calls(run, records, found, whole=True, colouring=colouring)
     calls = {call.record.id: call for call in shown}

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cotune.errors import RecordError
-from cotune.integrations.web.viewer.episode import ShownCall, ShownCandidate, show_calls
+from cotune.integrations.web.viewer.episode import ShownCall, ShownCandidate, ended_episode, show_calls
 from cotune.integrations.web.viewer.viewer import Viewer, hues
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import CallRecord, Episode
@@ -61,8 +61,8 @@ def diff_page(viewer: Viewer, request: Request) -> Response:
     first = _call_of(run, asked.get("a", ""))
     second = _call_of(run, asked["b"]) if asked.get("b") else first
     calls = {call.id: call for call in (first, second)}
-    episode = run.store.episode(first.episode) if run.store.has_episode(first.episode) else None
-    shown = show_calls(run, list(calls.values()), viewer.groups_of(run, episode), whole=True)
+    groups = viewer.groups_of(run, ended_episode(run, first.episode))
+    shown = show_calls(run, list(calls.values()), groups, whole=True)
     candidates = {candidate.id: candidate for call in shown for candidate in call.candidates}
     others = [one for one in candidates.values() if one.id != asked["a"]]
     chosen = next((one.id for one in others if one.chosen), others[0].id if others else "")
