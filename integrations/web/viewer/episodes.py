@@ -101,6 +101,11 @@ def listed(run: OpenedRun, filters: Filters, before: str = "") -> EpisodePage:
     return EpisodePage(rows=_rows(run, found[:PAGE]), after=_after(filters, before, found[:PAGE], found[PAGE:]))
 
 
+def newest(run: OpenedRun, filters: EpisodeFilters, limit: int) -> tuple[EpisodeRow, ...]:
+    """The newest episodes that fit."""
+    return _rows(run, run.store.episode_lines(filters, limit))
+
+
 def _lines(run: OpenedRun, filters: Filters, before: str, limit: int) -> list[Any]:
     if filters.order:
         return run.store.episode_lines(filters, limit, filters.order, whole(before) or 0)

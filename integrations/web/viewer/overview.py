@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from cotune.integrations.web.http.requests import json_response
-from cotune.integrations.web.viewer import episodes
+from cotune.integrations.web.viewer.episodes import newest
 from cotune.integrations.web.viewer.rendering import address, doing, plain, render
 from cotune.integrations.web.viewer.tables import chart_as_csv
 from cotune.integrations.web.viewer.viewer import KnownField, Viewer, hues
@@ -21,6 +21,7 @@ from cotune.reading.curves import charts, first_charts
 from cotune.reading.facts import ending, facts, learned, troubles
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import total_cost
+from cotune.storage.episode_filters import EVERYTHING
 from cotune.storage.run_layout import leaves
 
 
@@ -57,7 +58,7 @@ def overview_page(viewer: Viewer, request: Request) -> Response:
         ending=ending(run),
         charts=first_charts(charts([run])),
         learned=learned(run),
-        latest=episodes.listed(run, episodes.Filters()).rows[:8],
+        latest=newest(run, EVERYTHING, 8),
     )
 
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from cotune.errors import RecordError
 from cotune.integrations.web.viewer.episode import ShownCall, ShownCandidate, ended_episode, show_calls
+from cotune.integrations.web.viewer.episodes import EpisodeRow, newest
 from cotune.integrations.web.viewer.viewer import Viewer, hues
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import CallRecord, Episode
@@ -105,32 +106,33 @@ def sides_page(viewer: Viewer, request: Request) -> Response:
     shown = [*dict.fromkeys([*(of for of, _ in given), *(shown if run or not given or asked.get("run") else [])])]
     task = asked.get("task") or (given[0][1].task.id if given else _common_task(shown))
     filters = EpisodeFilters(task=task, status="counted")
-    choices = {f"{of.name}/{id}": (of, id) for of in shown for id in of.store.episode_ids(filters, MOST_EPISODES)}
+    choices = {f"{of.name}/{row.id}": (of, row) for of in shown for row in newest(of, filters, MOST_EPISODES)}
+    titles = {name: _title(*one) for name, one in choices.items()}
     picked = [asked.get("left") or "", asked.get("right") or ""]
     named = list(choices)
     if len(shown) > 1:
-        newest = [next((name for name in named if choices[name][0] is of), "") for of in shown[:2]]
+        usual = [next((name for name in named if choices[name][0] is of), "") for of in shown[:2]]
     else:
-        newest = _oldest_and_newest(choices)
-    picked = [name if name in choices else usual for name, usual in zip(picked, newest, strict=True)]
-    sides = [told_episode(*choices[name], _title(*choices[name]), MOST_CALLS) for name in picked if name in choices]
+        usual = _oldest_and_newest(choices)
+    picked = [name if name in choices else other for name, other in zip(picked, usual, strict=True)]
+    listed = [(name, *choices[name]) for name in dict.fromkeys(picked) if name in choices]
+    sides = [told_episode(of, row.id, titles[name], MOST_CALLS) for name, of, row in listed]
     return viewer.page(
         request,
         "sides.html",
         run,
         task=task,
         shown=shown,
-        choices={name: _title(*one) for name, one in choices.items()},
+        choices=titles,
         picked=picked,
         sides=sides,
         hues=hues(shown[0], *(call.record.role for told in sides for call in told.calls)) if shown else {},
     )
 
 
-def _oldest_and_newest(choices: Mapping[str, tuple[OpenedRun, str]]) -> list[str]:
+def _oldest_and_newest(choices: Mapping[str, tuple[OpenedRun, EpisodeRow]]) -> list[str]:
     named = list(choices)
-    phases = [run.store.episode(id).phase for run, id in choices.values()]
-    alike = [name for name, phase in zip(named, phases, strict=True) if phase == phases[0]]
+    alike = [name for name, (_, row) in choices.items() if row.phase == choices[named[0]][1].phase]
     return [(alike if len(alike) > 1 else named)[-1], named[0]] if named else ["", ""]
 
 
@@ -154,14 +156,12 @@ def _episode_of(viewer: Viewer, name: str) -> tuple[OpenedRun, Episode]:
     return found, found.store.episode(id)
 
 
-def _title(run: OpenedRun, id: str) -> str:
+def _title(run: OpenedRun, row: EpisodeRow) -> str:
     """When an episode was run, by whom, and what came of it."""
-    episode = run.store.episode(id)
-    when = f"{episode.phase} step {episode.training_step + 1}" if episode.training_step is not None else episode.phase
-    came = {True: "solved", False: "not solved", None: ""}[episode.solved]
-    came = came if episode.status == "ok" else episode.status
-    total = sum(run.store.rewards([id])[id].values())
-    return " · ".join(filter(None, (run.name, when, came, f"reward {total:.3g}", f"…{id[-6:]}")))
+    when = f"{row.phase} step {row.step}" if row.step is not None else row.phase
+    came = {1: "solved", 0: "not solved", None: ""}[row.success] if row.status == "ok" else row.status
+    total = sum(row.rewards.values())
+    return " · ".join(filter(None, (run.name, when, came, f"reward {total:.3g}", f"…{row.id[-6:]}")))
 
 
 def _common_task(runs: Sequence[OpenedRun]) -> str:
