@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -19,10 +19,11 @@ from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord
 from cotune.storage.episode_filters import CallFilters
 
+Row = TypeVar("Row")
 PAGE = 50
 """Calls of a page."""
 SEARCH_SECONDS = 0.6
-"""How long one page looks for calls before it says how far it came."""
+"""How long one page of a list searches before it says how far it came."""
 CHUNK = 500
 """Calls that are looked at together."""
 _AROUND = 60
@@ -59,11 +60,11 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
     match: Match | None = None
 
 
-class CallPage(msgspec.Struct, frozen=True, kw_only=True):
-    """One page of calls, the newest first. `after` leads to the next page; `searched` tells how many calls were looked
-    at where it is not the end."""
+class ListPage(msgspec.Struct, Generic[Row], frozen=True, kw_only=True):
+    """One page of a list. `after` leads to the next page; `searched` counts the entries that were searched if the time
+    was up before the end of the list."""
 
-    rows: tuple[CallRow, ...]
+    rows: tuple[Row, ...]
     after: str = ""
     searched: int | None = None
 
@@ -91,8 +92,8 @@ def calls_page(viewer: Viewer, request: Request) -> Response:
     )
 
 
-def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: str = "") -> CallPage:
-    """The page of calls that begins below the id `before`."""
+def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: str = "") -> ListPage[CallRow]:
+    """The page of calls, the newest first, that begins below the id `before`."""
     found: list[CallRow] = []
     verdicts: dict[str, bool] = {}
     deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
@@ -104,13 +105,13 @@ def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: s
             if line[0] in hits:
                 found.append(_row(run, line, text))
             if len(found) == PAGE:
-                return CallPage(rows=tuple(found), after=found[-1].id)
+                return ListPage(rows=tuple(found), after=found[-1].id)
         searched += len(chunk)
         if len(chunk) < CHUNK:
-            return CallPage(rows=tuple(found))
+            return ListPage(rows=tuple(found))
         last = chunk[-1]
         if time.monotonic() > deadline:
-            return CallPage(rows=tuple(found), after=last, searched=searched)
+            return ListPage(rows=tuple(found), after=last, searched=searched)
 
 
 def _row(run: OpenedRun, line: Any, text: str) -> CallRow:

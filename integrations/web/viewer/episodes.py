@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cotune.integrations.web.viewer.calls import Match, match_in_call, match_in_episode
+from cotune.integrations.web.viewer.calls import SEARCH_SECONDS, ListPage, Match, match_in_call, match_in_episode
 from cotune.integrations.web.viewer.viewer import Viewer, hues, whole
 from cotune.reading.run import OpenedRun
 from cotune.storage.episode_filters import ORDERS, EpisodeFilters
@@ -20,8 +20,6 @@ from cotune.tables import first_line
 
 PAGE = 50
 """Episodes of a page."""
-SEARCH_SECONDS = 0.6
-"""How long one page searches in texts before it says how far it came."""
 CHUNK = 200
 """Episodes whose texts are searched at a time."""
 
@@ -54,15 +52,6 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     match: Match | None = None
 
 
-class EpisodePage(msgspec.Struct, frozen=True, kw_only=True):
-    """One page of episodes. `after` leads to the next page; `searched` tells how far texts were
-    searched where it is not the end."""
-
-    rows: tuple[EpisodeRow, ...]
-    after: str = ""
-    searched: int | None = None
-
-
 def episodes_page(viewer: Viewer, request: Request) -> Response:
     """The list of episodes, filtered and searched."""
     run, asked = viewer.run(request), request.query_params
@@ -93,12 +82,12 @@ def episodes_page(viewer: Viewer, request: Request) -> Response:
     )
 
 
-def listed(run: OpenedRun, filters: Filters, before: str = "") -> EpisodePage:
+def listed(run: OpenedRun, filters: Filters, before: str = "") -> ListPage[EpisodeRow]:
     """The page of episodes that begins at `before`: below that id, or in another order after so many."""
     if filters.q:
         return _searched(run, filters, before)
     found = _lines(run, filters, before, PAGE + 1)
-    return EpisodePage(rows=_rows(run, found[:PAGE]), after=_after(filters, before, found[:PAGE], found[PAGE:]))
+    return ListPage(rows=_rows(run, found[:PAGE]), after=_after(filters, before, found[:PAGE], found[PAGE:]))
 
 
 def newest(run: OpenedRun, filters: EpisodeFilters, limit: int) -> tuple[EpisodeRow, ...]:
@@ -141,7 +130,7 @@ def _rows(
     )
 
 
-def _searched(run: OpenedRun, filters: Filters, before: str) -> EpisodePage:
+def _searched(run: OpenedRun, filters: Filters, before: str) -> ListPage[EpisodeRow]:
     """Episodes in which a message, an answer, an error or the task's input holds the text, a chunk at a time."""
     found: list[Any] = []
     matches: dict[str, Match | None] = {}
@@ -157,15 +146,15 @@ def _searched(run: OpenedRun, filters: Filters, before: str) -> EpisodePage:
                 matches[row[0]] = match_in_episode(run, row[0], filters.q)
             found += [row] if row[0] in hits else []
             if len(found) == PAGE:
-                return EpisodePage(
+                return ListPage(
                     rows=_rows(run, found, matches), after=_after(filters, last, chunk[: place + 1], [True])
                 )
         searched += len(chunk)
         if len(chunk) < CHUNK:
-            return EpisodePage(rows=_rows(run, found, matches))
+            return ListPage(rows=_rows(run, found, matches))
         last = _after(filters, last, chunk, [True])
         if time.monotonic() > deadline:
-            return EpisodePage(rows=_rows(run, found, matches), after=last, searched=searched)
+            return ListPage(rows=_rows(run, found, matches), after=last, searched=searched)
 
 
 def _number(text: str | None) -> float | None:
