@@ -14,7 +14,8 @@ from cotune.integrations.web.http.requests import RequestError, decode_body, jso
 from cotune.integrations.web.viewer.chat import first_line
 from cotune.integrations.web.viewer.viewer import Viewer
 from cotune.reading.run import OpenedRun
-from cotune.records.structs import CallRecord
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Candidate
 from cotune.storage.notes import LONGEST, Note, write_note
 from cotune.storage.whole_file import of_system
 
@@ -57,34 +58,34 @@ def _keep(run: OpenedRun, given: GivenNote) -> Note | None:
 def notes_page(viewer: Viewer, request: Request) -> Response:
     """All notes of a run, the newest first, and how to use them."""
     run = viewer.run(request)
-    rows = [(note, _noted(run, note.id)) for note in reversed(list(run.notes.values()))]
+    rows = [(note, _told(_noted(run, note.id))) for note in reversed(list(run.notes.values()))]
     return viewer.page(
         request,
         "notes.html",
         run,
         file=run.notes_file,
-        rows=[(note, _told(of, note.id)) for note, of in rows],
+        rows=rows,
         good=sum((note.score or 0) > 0 for note, _ in rows),
         bad=sum((note.score or 0) < 0 for note, _ in rows),
     )
 
 
-def _noted(run: OpenedRun, id: str) -> CallRecord | str | None:
-    """The call of a candidate, or the id of an episode; None where there is neither."""
-    call, dot, index = id.rpartition(".")
+def _noted(run: OpenedRun, id: str) -> tuple[CallRecord, Candidate] | str | None:
+    """A candidate with its call, or the id of an episode; None where there is neither."""
+    call, dot, _ = id.rpartition(".")
     if not dot:
         return id if run.store.has_episode(id) else None
     try:
         found = run.store.call(call)
     except RecordError:
         return None
-    return found if any(str(one.index) == index for one in found.candidates) else None
+    return next(((found, one) for one in found.candidates if candidate_id(call, one.index) == id), None)
 
 
-def _told(of: CallRecord | str | None, id: str) -> dict[str, Any]:
+def _told(of: tuple[CallRecord, Candidate] | str | None) -> dict[str, Any]:
     """What a note is of: its page, a name, and the beginning of the answer."""
-    if not isinstance(of, CallRecord):
+    if not isinstance(of, tuple):
         return {"episode": of or "", "call": "", "role": "", "answer": ""}
-    candidate = next(one for one in of.candidates if id == f"{of.id}.{one.index}")
+    call, candidate = of
     answer = first_line(candidate.text or candidate.message)
-    return {"episode": "", "call": of.id, "role": of.role, "index": candidate.index, "answer": answer}
+    return {"episode": "", "call": call.id, "role": call.role, "index": candidate.index, "answer": answer}
