@@ -16,7 +16,7 @@ from cotune.reading.headline import Headline
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import Totals
 from cotune.reading.words import change_text
-from cotune.records.ids import new_id
+from cotune.records.ids import ID
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, warn
@@ -140,7 +140,7 @@ def _episodes(store: Store, filters: EpisodeFilters, limit: int) -> Iterable[Ren
 
 def _short(id: str) -> Text:
     """The end of an episode's id, which names it in commands: ids of one moment begin alike. Other ids are whole."""
-    return Text(id[-SHOWN_ID:] if len(id) == len(new_id()) else id, style=NAME)
+    return Text(id[-SHOWN_ID:] if ID.fullmatch(id) else id, style=NAME)
 
 
 def _headline(found: Headline) -> Iterator[Text]:
