@@ -10,7 +10,6 @@ import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from cotune.storage.checkpoints import read_best
 from cotune.storage.open_store import without_password
@@ -98,14 +97,11 @@ def _replay(a: argparse.Namespace, status: int) -> list[Words]:
     report = a.result
     if a.out:
         return [["cotune", "show", a.out]]
-    bad = next((one.old.episode.id for one in report.repetitions for seen in one.new if _went_wrong(seen)), None)
+    seen = ((one.old.episode.id, again.episode) for one in report.repetitions for again in one.new)
+    bad = next((id for id, episode in seen if episode.status != "ok"), None)
     if bad and a.all:
         return [["cotune", "replay", a.run, "--episode", bad]]
     return [["cotune", "show", a.run, "--episode", a.episode]] if a.episode else []
-
-
-def _went_wrong(seen: Any) -> bool:
-    return bool(seen.episode.status != "ok")
 
 
 def _score(a: argparse.Namespace, status: int) -> list[Words]:
