@@ -19,8 +19,8 @@ from cotune.errors import RecordError
 from cotune.integrations.web.viewer.rendering import asset
 from cotune.integrations.web.viewer.server import viewing
 from cotune.storage.notes import FILE, LONGEST, Note, notes_file, read_notes, write_note
-from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.web.viewer.test_browser import opened, screen, until
+from tests.integrations.web.viewer.test_pages import ids
 
 
 @pytest.fixture
@@ -36,11 +36,9 @@ def url(copied: Path) -> Iterator[str]:
 
 
 def a_call(run: Path) -> str:
-    with SqliteStore.open(run, read_only=True) as store:
-        ((call,),) = store.rows(
-            "SELECT calls.id FROM calls JOIN episodes ON episodes.id = episode WHERE phase = 'train' LIMIT 1"
-        )
-    return str(call)
+    sql = "SELECT calls.id FROM calls JOIN episodes ON episodes.id = episode WHERE phase = 'train' LIMIT 1"
+    (call,) = ids(run, sql)
+    return call
 
 
 def post(url: str, body: object, **headers: str) -> httpx.Response:
