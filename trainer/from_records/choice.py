@@ -46,7 +46,9 @@ def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[St
         folder.describe_as({**folder.described, "held": held})
     since, until = tuple(held["since"]), tuple(held["until"])
     filters = EpisodeFilters(app=settings.app, version=settings.version)
-    said = [f"{name} {value}" for name, value in (("app", settings.app), ("version", settings.version)) if value]
+    said = [f"app {settings.app}"] if settings.app else []
+    if settings.version is not None:
+        said.append(f"version {settings.version}")
     if settings.since == "last":
         filters = msgspec.structs.replace(filters, new=(since, until))
         said.append(f"what is new since {held['after']}" if held["after"] else "everything, as no run came before")

@@ -86,6 +86,7 @@ def test_by_app_version_and_time(address: str, tmp_path: Path) -> None:
         assert chosen(Folder(tmp_path / "1"), store) == every
         assert chosen(Folder(tmp_path / "2"), store, app="desk") == [desk, old]
         assert chosen(Folder(tmp_path / "3"), store, version=3) == [shop]
+        assert chosen(Folder(tmp_path / "0"), store, version=0) == [desk, old]
         assert chosen(Folder(tmp_path / "4"), store, since="7d") == [desk, shop]
         assert chosen(Folder(tmp_path / "5"), store, since="2020-01-31", app="shop") == [shop]
     with pytest.raises(ConfigError, match=r"yesterday.*is not a time"):
