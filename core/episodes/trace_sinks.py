@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from cotune.records.structs import CallRecord, FeedbackRecord, Message, Record, RewardRecord
 from cotune.runtime.last_flush import flush_at_signals, forget
-from cotune.storage.open_store import open_store
+from cotune.storage.open_store import is_path, open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RECORDS
 
@@ -92,7 +92,7 @@ class FileRecords:
     returns once it is committed."""
 
     def __init__(self, address: str | Path, durable: bool = False) -> None:
-        self._path = str(address) if "://" in str(address) else _file(Path(address))
+        self._path = _file(Path(address)) if is_path(address) else str(address)
         self._durable = durable
         self._store: Store | None = self._take()
 

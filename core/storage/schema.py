@@ -128,7 +128,7 @@ _stored = msgspec.json.Decoder(list[StoredCandidate])
 _calls = msgspec.json.Decoder(CallRecord)
 _episodes = msgspec.json.Decoder(Episode)
 
-_USED = "ON CONFLICT (id) DO UPDATE SET at = excluded.at WHERE excluded.at > {table}.at + 86400"
+_USED = f"ON CONFLICT (id) DO UPDATE SET at = excluded.at WHERE excluded.at > {{table}}.at + {DAY}"
 CONFLICTS = {
     **{table: _USED.format(table=table) for table in ("images", "messages", "segments")},
     "calls": "ON CONFLICT (id) DO NOTHING",

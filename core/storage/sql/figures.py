@@ -44,7 +44,7 @@ class Figures(ABC):
     def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
         if episodes is None:
             return self.rows(success_counts())
-        return self.rows(success_counts("id IN (SELECT value FROM json_each(?))"), (NameList.of(episodes),))
+        return self.rows(success_counts(f"id {_AMONG}"), (NameList.of(episodes),))
 
     def outcome_means(self, on_failure: str) -> list[tuple[str, str, float | None, int]]:
         return self.rows(outcome_means(on_failure))
@@ -63,7 +63,7 @@ class Figures(ABC):
         return self.rows(
             f"""SELECT task, step, count(v), sum(v) FROM (
                 SELECT task, {_STEP} AS step, {value} AS v FROM episodes WHERE phase = ? AND {COUNTED}
-                AND task IN (SELECT value FROM json_each(?)) AND training_step IS NOT NULL) AS found
+                AND task {_AMONG} AND training_step IS NOT NULL) AS found
                 GROUP BY task, step""",
             (phase, NameList.of(tasks)),
         )
@@ -153,8 +153,8 @@ class Figures(ABC):
             return name
         end = f"%{_escaped(name)}"
         found = self.rows(
-            """SELECT id FROM episodes WHERE id LIKE ? ESCAPE '\\'
-            UNION SELECT episode FROM calls WHERE episode LIKE ? ESCAPE '\\' ORDER BY 1""",
+            f"""SELECT id FROM episodes WHERE id {_LIKE}
+            UNION SELECT episode FROM calls WHERE episode {_LIKE} ORDER BY 1""",
             (end, end),
         )
         ids = [str(id) for (id,) in found if str(id).endswith(name)]
@@ -183,12 +183,11 @@ class Figures(ABC):
 
     def call_lines(self, calls: Sequence[str], filters: CallFilters) -> list[Row]:
         where, asked = filters.where()
-        among = "calls.id IN (SELECT value FROM json_each(?))"
         return self.rows(
             f"""SELECT calls.id, episode, step, role, turn, calls.status, task, phase, {_STEP},
                 prompt_tokens, completion_tokens, calls.latency, coalesce(policy || '@' || version, model)
             FROM calls LEFT JOIN episodes ON episodes.id = calls.episode
-            {f"{where} AND" if where else "WHERE"} {among} ORDER BY calls.id DESC""",
+            {f"{where} AND" if where else "WHERE"} calls.id {_AMONG} ORDER BY calls.id DESC""",
             (*asked, NameList.of(calls)),
         )
 
@@ -217,7 +216,7 @@ class Figures(ABC):
         found = self.rows(
             f"""SELECT task, min(id) FROM episodes
             WHERE phase = ? AND training_step {"IS NULL" if step is None else "= ?"} AND {COUNTED}
-            AND task IN (SELECT value FROM json_each(?)) GROUP BY task""",
+            AND task {_AMONG} GROUP BY task""",
             (phase, *([] if step is None else [step]), NameList.of(tasks)),
         )
         return {str(task): str(id) for task, id in found}

@@ -30,6 +30,7 @@ from cotune.integrations.exchange.postgres.tables import (
 from cotune.storage.open_store import without_password
 from cotune.storage.schema import COLUMNS, TABLES, VERSION, WITHDRAWN, NameList, Row
 from cotune.storage.sql.store import SqlStore
+from cotune.storage.sql.upkeep import key_columns
 from cotune.storage.sql.writer import Writer
 
 Connection = psycopg.Connection[Row]
@@ -157,7 +158,7 @@ def _types(table: str) -> list[str]:
 
 def _once(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any]]:
     """Rows without those whose key came before: one statement cannot change a row twice."""
-    keys = {"rewards": 2, "feedback": 2, "replaced": 3}.get(table, 1)
+    keys = len(key_columns(table))
     found: dict[Any, Sequence[Any]] = {}
     for row in rows:
         key = tuple(row[:keys])
