@@ -109,7 +109,6 @@ class Trace:
         if self._sender is None and sample is not None:
             raise ConfigError("sample", sample, "needs a collector", "Leave it out, or trace to its address.")
         self._sample = check_rates(1.0 if sample is None else sample)
-        self.path = None if path is None or self._sender else Path(path)
         self._address = path
         self._named = {"app": "" if self._sender else app, "key": check_key(key)}  # the collector names it itself
         self._durable = durable
