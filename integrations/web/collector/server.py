@@ -50,8 +50,6 @@ MOST_WAITING = 64 << 20
 """Bytes of bodies, as they came, that are being stored; while there are more, applications are asked to wait."""
 THREADS = 8
 """Batches that are read and committed at once."""
-
-
 FEEDBACK = "/v1/feedback"
 
 
@@ -205,21 +203,20 @@ class Collector:
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
-        made = application(
-            [
-                Route(PATH, self.batch, methods=["POST"]),
-                Route(SPANS, self.spans, methods=["POST"]),
-                Route(FEEDBACK, self.feedback, methods=["POST"]),
-                Route("/health", self.health),
-                Route("/metrics", self.metrics),
-            ]
-        )
+        routes = [
+            Route(PATH, self.batch, methods=["POST"]),
+            Route(SPANS, self.spans, methods=["POST"]),
+            Route(FEEDBACK, self.feedback, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+        ]
+        paths = {route.path for route in routes}
+        made = application(routes)
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             async def sent(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    known = scope["path"] in (PATH, SPANS, FEEDBACK, "/health", "/metrics")
-                    path = scope["path"] if known else "other"
+                    path = scope["path"] if scope["path"] in paths else "other"
                     self.counts.add("requests", path=path, status=str(message["status"]))
                 await send(message)
 
