@@ -86,7 +86,7 @@ def applications(url: str, framework: str, processes: int, seconds: float, rate:
         Sender.write = timed  # type: ignore[method-assign]
         ready.wait(300)
         begin.wait()
-        time.sleep(number / processes * processes / rate)
+        time.sleep(number / rate)
         begun = at = time.monotonic()
         count, warm = 0, 1  # the warm-up has recorded one
         while time.monotonic() < begun + seconds:
