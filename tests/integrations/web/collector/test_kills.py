@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,26 +11,20 @@ import httpx
 import pytest
 
 from tests.integrations.web.collector.processes import App, adopted, check, collecting
+from tests.ports import free_port
 from tests.postgres import server
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.mark.parametrize(
     ("applications", "collectors"), [(4, 2), pytest.param(100, 20, marks=[pytest.mark.long, pytest.mark.timeout(1800)])]
 )
 def test_kills_lose_nothing_and_store_nothing_twice(
-    spool: Path, records: Path, port: int, applications: int, collectors: int, record_property: Callable[..., None]
+    spool: Path, records: Path, applications: int, collectors: int, record_property: Callable[..., None]
 ) -> None:
     rng, told = random.Random(7), []
-    with collecting(str(records), port) as collector:
+    with collecting(str(records), free_port()) as collector:
         collector.start()
         for number in range(applications):
             app = App(collector.url, 60.0)
@@ -52,15 +45,12 @@ def test_kills_lose_nothing_and_store_nothing_twice(
 @pytest.mark.parametrize(
     ("kills", "applications"), [(1, 1), pytest.param(5, 5, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
 )
-def test_a_killed_postgres_loses_nothing(spool: Path, port: int, kills: int, applications: int) -> None:
+def test_a_killed_postgres_loses_nothing(spool: Path, kills: int, applications: int) -> None:
     """Two collectors before one database, which is killed, as by a loss of power, and comes back."""
     rng, told = random.Random(8), []
-    with server() as database, socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        other = found.getsockname()[1]
-        found.close()
+    with server() as database:
         store = database.database()
-        with collecting(store, port) as one, collecting(store, other) as two:
+        with collecting(store, free_port()) as one, collecting(store, free_port()) as two:
             one.start()
             two.start()
             for number in range(max(kills, applications)):
@@ -77,8 +67,8 @@ def test_a_killed_postgres_loses_nothing(spool: Path, port: int, kills: int, app
         check(store, told)
 
 
-def test_a_full_disk_of_the_application_and_then_of_the_collector(spool: Path, records: Path, port: int) -> None:
-    with collecting(str(records), port) as collector:
+def test_a_full_disk_of_the_application_and_then_of_the_collector(spool: Path, records: Path) -> None:
+    with collecting(str(records), free_port()) as collector:
         app = App(collector.url, 6.0, pause=0.1, most=4000)  # the collector is not there yet, and the spool soon full
         app.wait_for(30)
         collector.start()
