@@ -162,7 +162,7 @@ def test_removed_records_stop_the_run(tmp_path: Path, provider: Provider) -> Non
     file = str(tmp_path / "run" / "records.db")
     ended = trace(tmp_path, provider, [{"do": "remove", "file": file}, ""], timeout="30")
     assert ended.status == 1
-    assert f"{file}: the file cannot be written (the file has been removed or replaced)" in ended.said
+    assert f"{file}: the store cannot be written (the file has been removed or replaced)" in ended.said
     assert "lost records" in ended.said
 
 
@@ -214,7 +214,7 @@ def test_training_goes_on_beside_scorers_that_hang_or_leave(trained: Ended) -> N
     assert ended.status == 0, ended.said
     assert "turn 0 of role 'first' was open (its scorer was running)" in ended.said
     assert "raised SystemExit: sys.exit('no more scores') was called" in ended.said
-    assert "finished after 1 steps" in ended.said
+    assert "finished after 1 step in" in ended.said
 
 
 def test_an_evaluation_ends_beside_a_plain_function_that_never_ends(

@@ -80,7 +80,7 @@ def run(tmp_path, monkeypatch):
 def told(capsys, *arguments: object) -> str:
     assert main([str(argument) for argument in arguments]) == 0
     said = capsys.readouterr().out
-    assert "--json" in arguments or all(len(line) <= 80 for line in said.splitlines())
+    assert "--json" in arguments or all(len(line) <= 80 or "/runs" in line for line in said.splitlines())  # but a path
     return said
 
 
