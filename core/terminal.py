@@ -37,6 +37,16 @@ def suggest(*commands: str) -> None:
             tell(f"{lead} {command}")
 
 
+def agrees(question: str, *, unsaid: bool) -> bool:
+    """Whether the person at the terminal says yes; an empty line is `unsaid`, and the end of the input a no."""
+    try:
+        reply = input(question).strip().lower()
+    except EOFError:
+        tell("\nno answer, which is taken as no")
+        return False
+    return reply in ("y", "yes") or (unsaid and not reply.startswith("n"))
+
+
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """Show what is being done, each text in place of the last, where standard error is a terminal."""

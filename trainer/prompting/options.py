@@ -103,14 +103,20 @@ class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ConfigError("kinds", kind, "is not one of system, user, tool, format")
 
 
+def named_options(config: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a user names: in the table [prompts] of a TOML file (if any), and those that are `given`.
+    Raises ConfigError."""
+    told = read_toml(config).get("prompts", {})
+    told = told if isinstance(told, Mapping) else {"prompts": told}  # as a training has it
+    return {**told, **given}
+
+
 def load_options(
     config: str | Path | None, given: Mapping[str, Any], before: Mapping[str, Any] | None = None
 ) -> ImproveOptions:
-    """The options of the table [prompts] of a TOML file (if any), and over them those that are `given`. `before` are
-    those of a search that goes on. Raises ConfigError."""
-    told = read_toml(config).get("prompts", {})
-    told = told if isinstance(told, Mapping) else {"prompts": told}  # as a training has it
-    table = {**(before or {}), **told, **given}
+    """The options that a user names, as `named_options` has them, and over those of a search that goes on, `before`.
+    Raises ConfigError."""
+    table = {**(before or {}), **named_options(config, given)}
     try:
         return msgspec.convert(table, ImproveOptions, strict=True)
     except msgspec.ValidationError as error:
@@ -120,9 +126,9 @@ def load_options(
         raise ConfigError(f"prompts.{field}", table.get(field), expected(fault), PAGE) from None
 
 
-CHANGEABLE = frozenset(
-    {"max_calls", "max_cost", "prices", "rounds", "concurrency", "timeout", "reflection_url", "reflection_key_env"}
-)
+LIMITS = frozenset({"max_calls", "max_cost"})
+"""Options that limit what a search may spend."""
+CHANGEABLE = LIMITS | frozenset({"prices", "rounds", "concurrency", "timeout", "reflection_url", "reflection_key_env"})
 """Options that a resumed search may change: none of them changes what was found so far."""
 
 

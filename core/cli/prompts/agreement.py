@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cotune.errors import ConfigError
 from cotune.tables import plural
-from cotune.terminal import tell
+from cotune.terminal import agrees, tell
 
 if TYPE_CHECKING:
     from cotune.trainer.prompting.options import ImproveOptions
@@ -36,7 +36,7 @@ def agreed(options: ImproveOptions, *, yes: bool, limited: bool, here: bool) -> 
     if not sys.stdin.isatty():
         raise ConfigError("max_cost", None, "is missing, and there is no terminal to ask at", f"{text} {_REMEDY}")
     tell(f"{text} {_REMEDY}")
-    return input("Go on? [y/N] ").strip().lower() in ("y", "yes")
+    return agrees("Go on? [y/N] ", unsaid=False)
 
 
 def _on_this_machine(options: ImproveOptions) -> bool:

@@ -18,7 +18,7 @@ from cotune.prompts.edits import PromptPart, Prompts
 from cotune.prompts.templates import Template, fault_of
 from cotune.prompts.wording import Wording
 from cotune.records.ids import new_id
-from cotune.terminal import tell, terminal
+from cotune.terminal import agrees, tell, terminal
 
 TEXT = "Change a part of a role's prompts in your editor, and compare before and after"
 EXAMPLE = "cotune prompts edit runs/traced --part writer.system"
@@ -109,7 +109,7 @@ def _asked(a: argparse.Namespace, part: PromptPart, prompts: Prompts) -> Templat
         try:
             new = _read(part, wording, _text_of(path), old, str(path))
         except ConfigError as error:
-            if not sys.stdin.isatty() or input(f"{error} Edit again? [Y/n] ").strip().lower().startswith("n"):
+            if not sys.stdin.isatty() or not agrees(f"{error} Edit again? [Y/n] ", unsaid=True):
                 raise
         else:
             path.unlink()

@@ -57,7 +57,7 @@ def run(a: argparse.Namespace) -> int:
     tell(f"loading {a.workflow or a.out} ...")
     from cotune.cli.prompts.agreement import agreed
     from cotune.trainer.prompting.improve import improve
-    from cotune.trainer.prompting.options import load_options, read_search
+    from cotune.trainer.prompting.options import LIMITS, load_options, named_options, read_search
     from cotune.trainer.prompting.outcome import render
 
     given = {**fields_of(a), **settings(a.set)}
@@ -69,7 +69,7 @@ def run(a: argparse.Namespace) -> int:
         if not value:
             raise ConfigError(name, None, "is missing", f"For example: {EXAMPLE}")
     options = load_options(a.config, given, table)
-    limited = options.max_cost is not None or a.max_calls is not None or a.resume
+    limited = a.resume or not LIMITS.isdisjoint(named_options(a.config, given))
     if not agreed(options, yes=a.yes, limited=limited, here=bool(options.run or options.model)):
         tell("nothing is asked")
         return 1

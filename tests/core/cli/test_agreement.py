@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from cotune.cli.main import main
 from cotune.cli.prompts.agreement import agreed
+from cotune.errors import RunError
 from cotune.trainer.prompting.options import ImproveOptions
 
 APP = "tests.trainer.worker_app:solve"
+
+
+class Terminal(io.StringIO):
+    """Standard input of a person."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -36,6 +46,25 @@ def test_the_person_at_the_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, re
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: reply)
     assert agreed(ImproveOptions(reflection="big"), yes=False, limited=False, here=False) is status
+
+
+def test_the_end_of_the_input_is_a_no(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    assert agreed(ImproveOptions(reflection="big"), yes=False, limited=False, here=False) is False
+    assert "no answer, which is taken as no" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("search", ["[prompts]\nmax_calls = 5\n", "[prompts]\nseed = 1\n"])
+def test_a_limit_in_the_file_is_one(
+    tmp_path: Path, tasks: str, search: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("no\n"))
+    monkeypatch.setattr("cotune.trainer.prompting.improve.improve", Mock(side_effect=RunError("begun", "")))
+    (tmp_path / "c.toml").write_text(search)
+    searching = ["prompts", "improve", APP, "--tasks", tasks, "--reflection", "big", "--out", str(tmp_path / "p")]
+    main([*searching, "--config", str(tmp_path / "c.toml")])
+    said = capsys.readouterr()
+    assert ("begun" in said.err, "Go on?" in said.out) == (("max_calls" in search), ("max_calls" not in search))
 
 
 @pytest.mark.parametrize(

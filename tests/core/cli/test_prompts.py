@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -84,6 +85,16 @@ def test_errors_say_what_to_do(records: str, tmp_path: Path, capsys, line: list[
     assert main(["prompts", *(given.get(word, word) for word in line)]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run/prompts.json").exists()
+
+
+def test_no_further_edit_after_the_end_of_the_input(records: str, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("VISUAL", "true")
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))
+    monkeypatch.setattr("cotune.cli.prompts.edit._text_of", lambda path: "No slot.")
+    assert main(["prompts", "edit", records, "--part", "writer.user"]) == 1
+    said = capsys.readouterr()
+    assert "no answer, which is taken as no" in said.out and "slot 1 is lost" in said.err
 
 
 def test_edit_diff_export_and_undo(records: str, tmp_path: Path, monkeypatch, capsys) -> None:
