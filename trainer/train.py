@@ -99,7 +99,7 @@ def train(
         for recipe in recipes.every:
             check_refill(chosen, plan, recipe, flow)
         check_privileged(recipes, listed)
-    chosen = _with_whole_paths(chosen)
+    chosen = with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     flow = flow.prompted(chosen.prompts)
     if chosen.learner.needing_gpu and not chosen.cluster.address:  # there the learners' machines count
@@ -210,7 +210,7 @@ def _resumed_app(
     return workflow_of(workflow), [] if tasks is None else as_tasks(tasks)
 
 
-def _with_whole_paths(config: TrainConfig) -> TrainConfig:
+def with_whole_paths(config: TrainConfig) -> TrainConfig:
     """The configuration with absolute paths of the files on this machine. Raises ConfigError for a missing model."""
 
     def whole(path: str) -> str:

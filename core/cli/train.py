@@ -71,7 +71,7 @@ def run(a: argparse.Namespace) -> int:
     fields = {**fields_of(a), **settings(a.set)}
     search = take_search(a, fields)
     if a.resume and is_strategy(a.resume):
-        return resume_stages(a, {**fields, **search})
+        return resume_stages(a, fields, search)
     if not a.resume and a.workflow is None:
         remedy = "Name one, as in cotune train app:solve --tasks tasks.jsonl, or pass --resume RUN."
         raise ConfigError("workflow", None, "is missing", remedy)

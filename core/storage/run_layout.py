@@ -152,7 +152,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     found = described.get("config")
     if not isinstance(found, dict):
         raise RunError(f"{RunLayout(path).run_json} is broken: it has no `config`.", "Restore it, or start a new run.")
-    placed: dict[str, Any] = with_addresses(found, lambda one: _address_now(one, described, Path(path).absolute()))
+    placed: dict[str, Any] = with_addresses(found, lambda one: address_now(one, described, Path(path).absolute()))
     return placed
 
 
@@ -187,7 +187,7 @@ def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
 def known_workflow(described: Mapping[str, Any], run: Path) -> str | None:
     """The workflow that run.json names, where it is now; None where it names none."""
     known = described.get("workflow")
-    return None if known is None else _address_now(known, described, run)
+    return None if known is None else address_now(known, described, run)
 
 
 def with_addresses(value: Any, place: Callable[[str], str], name: str = "") -> Any:
@@ -205,7 +205,7 @@ def whole_address(address: str) -> str:
     return f"{Path(source).resolve()}:{name}" if source.endswith(".py") else address
 
 
-def _address_now(address: str, described: Mapping[str, Any], run: Path) -> str:
+def address_now(address: str, described: Mapping[str, Any], run: Path) -> str:
     """An address of run.json where it is now. What its module imports is found as when the run was started."""
     sys.path[:0] = [path for path in (described.get("folder"), str(Path.cwd())) if path and path not in sys.path]
     source, _, name = address.rpartition(":")

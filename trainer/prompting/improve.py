@@ -35,7 +35,7 @@ from cotune.trainer.prompting.credit import Credit, Turns, measure
 from cotune.trainer.prompting.evaluations import Evaluations, answering_in_search, check_judge
 from cotune.trainer.prompting.found import earlier_base, find_base, guard_of, improved
 from cotune.trainer.prompting.held_out import HeldOut, compare_held_out
-from cotune.trainer.prompting.options import CHANGEABLE, ImproveOptions, PromptRun, read_search
+from cotune.trainer.prompting.options import ImproveOptions, PromptRun, check_changes, read_search
 from cotune.trainer.prompting.outcome import ImproveReport, described, write_candidates
 from cotune.trainer.prompting.problem import Accepted, PromptProblem
 from cotune.trainer.prompting.reflection import Reflection
@@ -117,10 +117,7 @@ def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ConfigError where a search that goes on would be another one."""
     if before["task_ids"] != now["task_ids"]:
         raise ConfigError("tasks", None, "are others than those of the search", "Name the same file, or a new --out.")
-    for name, value in now["options"].items():
-        if name not in CHANGEABLE and before["options"].get(name) != value:
-            fault = f"was {before['options'].get(name)!r} when the search began, and cannot be changed"
-            raise ConfigError(name, value, fault, f"May be changed: {', '.join(sorted(CHANGEABLE))}.")
+    check_changes(before["options"], now["options"])
 
 
 async def _improve(

@@ -132,6 +132,14 @@ CHANGEABLE = LIMITS | frozenset({"prices", "rounds", "concurrency", "timeout", "
 """Options that a resumed search may change: none of them changes what was found so far."""
 
 
+def check_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a search that goes on has other options, as plain data, that make it another one."""
+    for name, value in now.items():
+        if name not in CHANGEABLE and before.get(name) != value:
+            fault = f"was {before.get(name)!r} when the search began, and cannot be changed"
+            raise ConfigError(name, value, fault, f"May be changed: {', '.join(sorted(CHANGEABLE))}.")
+
+
 class PromptRun:
     """The files of a search.
 

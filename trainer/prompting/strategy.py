@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,18 @@ from cotune.errors import ConfigError, RunError
 from cotune.integrations.gepa.search import require
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.prompts.edits import Prompts
-from cotune.prompts.file import read_prompts, write_prompts
+from cotune.prompts.file import prompts_path, read_prompts, write_prompts
 from cotune.records.tasks import as_tasks, load_tasks
 from cotune.runtime.process_exit import go_on
 from cotune.storage.file_lock import FileLock
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import open_store
-from cotune.storage.run_layout import RunLayout, is_run
+from cotune.storage.run_layout import RunLayout, is_run, whole_address
 from cotune.tables import GOOD, grid
 from cotune.terminal import terminal
 from cotune.trainer.config.strategy import STAGES, stages_of
-from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
-from cotune.trainer.config.withheld import with_values, written
+from cotune.trainer.config.train import NO_TASKS, TrainConfig
+from cotune.trainer.config.withheld import written
 from cotune.trainer.evaluation.statistics import shown
 from cotune.trainer.prompting.evaluations import HELD_OUT, Evaluations, answering_in_search, check_judge
 from cotune.trainer.prompting.held_out import HeldOut, compared
@@ -37,27 +37,16 @@ from cotune.trainer.prompting.improve import improve
 from cotune.trainer.prompting.kept import FILE, is_strategy
 from cotune.trainer.prompting.options import ImproveOptions, PromptRun
 from cotune.trainer.prompting.spending import Spending
+from cotune.trainer.prompting.stages import Described, Stage, changed, read_strategy
 from cotune.trainer.prompting.tasks import split_for_search
 from cotune.trainer.prompting.tried import Tried
 from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run.run_folder import write_atomically
 from cotune.trainer.run.warm_start import check_source
 from cotune.trainer.train import resume as resume_training
-from cotune.trainer.train import train
+from cotune.trainer.train import train, with_whole_paths
 
 _EXAMPLE = 'For example: cotune train app:solve --tasks train.jsonl --eval-tasks held.jsonl --strategy "p, w, p" ...'
-
-
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage gave. `held_out` compares it with what was kept before it; None where there was nothing to compare,
-    with the reason in `note`."""
-
-    number: int
-    letter: str
-    folder: str
-    kept: bool
-    held_out: HeldOut | None = None
-    note: str = ""
 
 
 class StrategyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,17 +58,6 @@ class StrategyReport(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
     prompts: str = ""
     run: str = ""
-
-
-class _Described(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of strategy.json."""
-
-    app: str
-    tasks: str
-    task_ids: tuple[str, ...]
-    config: dict[str, Any]
-    search: ImproveOptions
-    stages: tuple[Stage, ...] = ()
 
 
 def run_strategy(
@@ -100,10 +78,12 @@ def run_strategy(
     """
     listed = as_tasks(tasks)
     check_strategy(workflow, listed, config, search, reflects=reflector is not None)
-    described = _Described(
-        app=workflow if isinstance(workflow, str) else "",
+    config = with_whole_paths(config)
+    described = Described(
+        app=whole_address(workflow) if isinstance(workflow, str) else "",
         tasks=str(Path(tasks).resolve()) if isinstance(tasks, str | Path) else "",
         task_ids=tuple(task.id for task in listed),
+        cwd=str(Path.cwd()),
         config=written(config),
         search=search,
     )
@@ -120,29 +100,22 @@ def resume_strategy(
     *,
     workflow: WorkflowSource | None = None,
     tasks: str | Path | list[Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
+    search: Mapping[str, Any] | None = None,
     reflector: Any = None,
 ) -> StrategyReport:
     """Go on with the stages in `out` from where they stopped, also within a stage. `workflow` and `tasks` are needed
-    only where they were given as objects. Raises as `run_strategy` does."""
+    only where they were given as objects. `changes` are fields of TrainConfig, and `search` options of the searches, as
+    a resumed training and a resumed search may change them. Raises as `run_strategy` does."""
     folder = Path(out).absolute()
-    described = _read(folder)
-    config = convert(with_values(described.config, {}))
+    described, config, changes = changed(read_strategy(folder), changes or {}, search or {})
     for name, given in (("workflow", workflow or described.app), ("tasks", tasks or described.tasks)):
         if not given:
             raise ConfigError(name, None, "is missing: the run was started from Python with an object", f"Pass {name}.")
     tasks = tasks or described.tasks
     if tuple(task.id for task in as_tasks(tasks)) != described.task_ids:
         raise ConfigError("tasks", None, "are others than those that the run began with", "Name the same file.")
-    return _Stages(folder, workflow or described.app, tasks, config, described, reflector).run()
-
-
-def _read(folder: Path) -> _Described:
-    try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=_Described)
-    except FileNotFoundError:
-        raise RunError(f"{folder} holds no run of several stages.", "Name a folder with a strategy.json.") from None
-    except msgspec.DecodeError as error:
-        raise RunError(f"{folder / FILE} is broken: {error}.", "Start a new run, with another --out.") from None
+    return _Stages(folder, workflow or described.app, tasks, config, described, reflector, changes).run()
 
 
 def check_strategy(
@@ -204,11 +177,12 @@ class _Stages:
         workflow: WorkflowSource,
         tasks: str | Path | list[Any],
         config: TrainConfig,
-        described: _Described,
+        described: Described,
         reflector: Any,
+        changes: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.workflow, self.tasks = folder, workflow, tasks
-        self.config, self.described, self.reflector = config, described, reflector
+        self.config, self.described, self.reflector, self.changes = config, described, reflector, changes
         self.letters = stages_of(config.strategy)
         self.held_out = load_tasks(config.evaluation.tasks)
         self.console = terminal(stderr=True)
@@ -232,6 +206,8 @@ class _Stages:
                 self._take(self.described.stages[number - 1])
             if self.prompts:
                 write_prompts(self.folder, read_prompts(self.prompts))
+            else:  # those of a search that has gone on since
+                prompts_path(self.folder).unlink(missing_ok=True)
         return self._report(finished=True)
 
     @contextlib.contextmanager
@@ -302,14 +278,17 @@ class _Stages:
         note = report.ended if report.held_out is None else ""
         note = note or ("" if report.held_out else "no better prompts were found")
         kept = report.verdict == "better"
-        return Stage(number=number, letter="p", folder=name, kept=kept, held_out=report.held_out, note=note)
+        limited = bool(report.ended)
+        return Stage(
+            number=number, letter="p", folder=name, kept=kept, held_out=report.held_out, note=note, limited=limited
+        )
 
     def _trained(self, number: int) -> Stage | None:
         """The stage; None where the training was stopped."""
         name, replace = f"{number}-weights", msgspec.structs.replace
         run = self.folder / name
         if is_run(run):
-            summary = resume_training(run, workflow=self.workflow, tasks=self.tasks)
+            summary = resume_training(run, workflow=self.workflow, tasks=self.tasks, changes=self.changes)
         else:
             # The held-out tasks are asked once, by the comparison: a run that chose by them would be luck in part.
             evaluation = replace(self.config.evaluation, tasks="")

@@ -13,7 +13,7 @@ from cotune.cli.command import add_fields, add_repeated, prices
 from cotune.cli.prompts.agreement import add_yes, agreed
 from cotune.cli.prompts.improve import ASKING
 from cotune.errors import ConfigError
-from cotune.storage.run_layout import read_run_json, whole_address
+from cotune.storage.run_layout import read_run_json
 from cotune.terminal import tell, terminal
 
 if TYPE_CHECKING:
@@ -44,32 +44,40 @@ def take_search(a: argparse.Namespace, fields: dict[str, Any]) -> dict[str, Any]
 
 def run_stages(a: argparse.Namespace, config: TrainConfig, given: dict[str, Any]) -> int:
     """Run the stages of a strategy; the exit status."""
-    from cotune.trainer.prompting.options import load_options
+    from cotune.trainer.prompting.options import LIMITS, load_options, named_options
     from cotune.trainer.prompting.strategy import check_strategy, run_strategy
 
     if a.tasks is None:
         raise ConfigError("tasks", None, "is missing", "Pass --tasks FILE.")
     search = load_options(a.config, {"prices": config.prices, **given})
     check_strategy(a.workflow, a.tasks, config, search)
-    limited = search.max_cost is not None or "max_calls" in given or "p" not in config.strategy
+    limited = "p" not in config.strategy or not LIMITS.isdisjoint(named_options(a.config, given))
     if not agreed(search, yes=a.yes, limited=limited, here=True):
         tell("nothing is asked")
         return 1
     out = a.out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     with _way_on(out):
-        return _told(run_strategy(whole_address(a.workflow), a.tasks, config, search, out=out))
+        return _told(run_strategy(a.workflow, a.tasks, config, search, out=out))
 
 
-def resume_stages(a: argparse.Namespace, changes: dict[str, Any]) -> int:
+def resume_stages(a: argparse.Namespace, changes: dict[str, Any], search: dict[str, Any]) -> int:
     """Go on with the stages of a folder; the exit status."""
+    from cotune.trainer.config.train import read_toml
+    from cotune.trainer.prompting.options import named_options
     from cotune.trainer.prompting.strategy import resume_strategy
 
-    if changes or a.out is not None or a.config is not None:
-        name = next(iter(changes), "config" if a.out is None else "out")
-        fault = "cannot be changed in a run of several stages"
-        raise ConfigError(name, changes.get(name), fault, "Leave it out, or start a new run.")
+    if a.out is not None:
+        raise ConfigError("out", a.out, "cannot be used with --resume, which names the run", "Leave out --out.")
+    told = {name: value for name, value in read_toml(a.config).items() if name != "prompts"}
     with _way_on(a.resume):
-        return _told(resume_strategy(a.resume, workflow=a.workflow, tasks=a.tasks))
+        report = resume_strategy(
+            a.resume,
+            workflow=a.workflow,
+            tasks=a.tasks,
+            changes={**told, **changes},
+            search=named_options(a.config, search),
+        )
+    return _told(report)
 
 
 @contextlib.contextmanager
@@ -89,6 +97,8 @@ def _told(report: StrategyReport) -> int:
     if not report.finished:
         tell(f"stopped; to go on: cotune train --resume {report.path}")
         return 130
+    if report.stages and report.stages[-1].limited:
+        tell(f"the search ended at a limit; to go on: cotune train --resume {report.path}, with a higher one")
     kept = {"prompts": report.prompts, "weights": report.run}
     tell("; ".join(f"{name}: {folder or 'as they were'}" for name, folder in kept.items()))
     prompts = f" --prompts {report.path}" if report.prompts else ""

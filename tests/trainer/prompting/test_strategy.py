@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,12 +115,13 @@ class Pretended:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, verdicts: str, stopped: int = 0) -> None:
         self.given: list[dict[str, Any]] = []
-        self.verdicts, self.stopped = iter(verdicts), stopped
+        self.verdicts, self.stopped, self.ended = iter(verdicts), stopped, ""
         monkeypatch.setattr(module, "improve", self.improve)
         monkeypatch.setattr(module, "train", self.train)
         monkeypatch.setattr(module, "resume_training", self.resume)
         monkeypatch.setattr(module._Stages, "_compared", self.compared)
-        monkeypatch.setattr(module, "locate_model", lambda model: Path(model))
+        for place in (module, importlib.import_module("cotune.trainer.train")):
+            monkeypatch.setattr(place, "locate_model", lambda model: Path(model))
 
     def held_out(self, asked: int) -> HeldOut:
         low, high = (0.1, 0.3) if next(self.verdicts) == "+" else (-0.1, 0.3)
@@ -131,7 +134,7 @@ class Pretended:
         self.given.append({"stage": "p", "run": options.run, "prompts": options.prompts, "options": options})
         found = self.held_out(named["comparisons"])
         write_prompts(named["out"], prompts(part("old", f"new {len(self.given)}")))
-        return type("Report", (), {"held_out": found, "verdict": found.verdict, "ended": ""})()
+        return type("Report", (), {"held_out": found, "verdict": found.verdict, "ended": self.ended})()
 
     def train(self, workflow: Any, tasks: Any, chosen: TrainConfig, *, out: Path) -> Any:
         self.given.append({"stage": "w", "run": chosen.init or None, "prompts": chosen.prompts or None})
@@ -141,7 +144,7 @@ class Pretended:
         return type("Summary", (), {"finished": len(self.given) != self.stopped, "versions": {"a": 1}})()
 
     def resume(self, run: Path, **named: Any) -> Any:
-        self.given.append({"stage": "w again", "run": None, "prompts": None})
+        self.given.append({"stage": "w again", "run": None, "prompts": None, "changes": named["changes"]})
         return type("Summary", (), {"finished": True, "versions": {"a": 1}})()
 
     def compared(self, run: Path, options: ImproveOptions) -> Any:
@@ -188,6 +191,35 @@ def test_a_stopped_training_goes_on_within_its_stage(tmp_path: Path, monkeypatch
         resume_strategy(tmp_path / "s", workflow=travel.application(), tasks=travel.tasks(29))
     with pytest.raises(RunError, match="cotune train --resume"):
         begun(tmp_path, "p, w")
+
+
+def test_a_resumed_run_takes_the_changes_that_its_stages_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretended = Pretended(monkeypatch, "+-+", stopped=2)
+    begun(tmp_path, "p, w, p", max_calls=100)
+    given: dict[str, Any] = {"workflow": travel.application(), "tasks": travel.tasks(30)}
+    for refused in ({"changes": {"seed": 3}}, {"changes": {"evaluation.tasks": "other"}}, {"search": {"minibatch": 9}}):
+        with pytest.raises(ConfigError, match=r"was .* when"):
+            resume_strategy(tmp_path / "s", **given, **refused)
+    with pytest.raises(ConfigError, match="is no option of a search"):
+        resume_strategy(tmp_path / "s", **given, search={"max_call": 9})
+    report = resume_strategy(tmp_path / "s", **given, changes={"steps": 7, "strategy": "p, w, p"}, search={"rounds": 3})
+    assert report.finished
+    _, _, again, last = pretended.given
+    assert again["changes"] == {"steps": 7} and last["options"].rounds == 3 and last["options"].max_calls == 50
+
+
+def test_a_last_search_that_ended_at_a_limit_goes_on_under_a_higher_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretended = Pretended(monkeypatch, "+-")
+    pretended.ended = "The search has reached max_calls = 100"
+    begun(tmp_path, "p", max_calls=100)
+    given: dict[str, Any] = {"workflow": travel.application(), "tasks": travel.tasks(30)}
+    assert resume_strategy(tmp_path / "s", **given).prompts and len(pretended.given) == 1
+    report = resume_strategy(tmp_path / "s", **given, search={"max_calls": 200})
+    assert [one["options"].max_calls for one in pretended.given] == [100, 200]
+    # The longer search found that its prompts are no better.
+    assert not report.prompts and not (tmp_path / "s" / "prompts.json").exists()
 
 
 def _fails(change: Callable[[TrainConfig], TrainConfig], **search: Any) -> Callable[[Path], None]:
@@ -244,6 +276,29 @@ def test_the_command_runs_the_stages(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert main([*command, "--model", "base", "--reflection", "m", "--max-calls", "9", "--out", "s"]) == 0
     assert [given["stage"] for given in pretended.given] == ["p", "w"]
     assert json.loads((tmp_path / "s" / "strategy.json").read_text())["app"] == f"{tmp_path / 'app.py'}:solve"
+
+
+def test_it_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretended = Pretended(monkeypatch, "++", stopped=2)
+    work, other = tmp_path / "work", tmp_path / "other"
+    work.mkdir()
+    other.mkdir()
+    (work / "begun_elsewhere.py").write_text(
+        "from tests.trainer.prompting import travel\n\nsolve = travel.application()\nclean = str.strip\n"
+    )
+    (work / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in travel.tasks(30)))
+    config(work, "p, w")
+    write_prompts(work / "first", prompts(part("old", "new")))
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("sys.path", [*sys.path, str(work)])
+    command = ["train", "begun_elsewhere:solve", "--tasks", "tasks.jsonl", "--eval-tasks", "held_out.jsonl"]
+    settings = ["--redact", "begun_elsewhere:clean", "--prompts", "first", "--model", "base", "--max-calls", "9"]
+    assert main([*command, *settings, "--strategy", "p, w", "--reflection", "m", "--out", "s"]) == 130
+    monkeypatch.chdir(other)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path != str(work)])
+    monkeypatch.delitem(sys.modules, "begun_elsewhere")
+    assert main(["train", "--resume", str(work / "s"), "--steps", "9"]) == 0
+    assert pretended.given[-1]["changes"] == {"steps": 9}
 
 
 def test_an_export_of_the_stages_is_of_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
