@@ -109,7 +109,7 @@ def readings(store: Store, where: str) -> dict[str, Callable[[], object]]:
         "list: count of all": lambda: store.episode_count(newest),
         "list: a role": lambda: store.episode_lines(EpisodeFilters(role="critic"), 50),
         "search of a page": lambda: store.holding("tester", store.episode_ids(newest, 500), {}),
-        "tokens by role": lambda: store.use(0, store.newest()[0]),
+        "tokens by role": lambda: store.use(0),
         "tasks": lambda: store.outcomes_by_task("trace", "lowest"),
         "records list": store.apps,
         "records list --by role,day": store.tally,

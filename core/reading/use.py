@@ -22,6 +22,7 @@ class Use(msgspec.Struct, kw_only=True):
     prompt: int = 0
     completion: int = 0
     seconds: float = 0.0
+    candidates: int = 0
     models: Counter[str] = msgspec.field(default_factory=Counter)
     cost: float | None = None
 
@@ -54,14 +55,13 @@ class Totals:
         return found
 
     def _read(self) -> None:
-        until, _ = self._run.store.newest()
-        for role, model, *values in self._run.store.use(self._until, until) if until > self._until else ():
+        self._until, rows = self._run.store.use(self._until)
+        for role, model, *values in rows:
             fields: dict[str, Any] = dict(zip(_SUMMED, (value or 0 for value in values), strict=True))
             _add(self._sums.setdefault((str(role), str(model)), Use()), Use(**fields))
-        self._until = until
 
 
-_SUMMED = ("calls", "failed", "turns", "prompt", "completion", "seconds")
+_SUMMED = ("calls", "failed", "turns", "prompt", "completion", "seconds", "candidates")
 
 
 def _add(use: Use, part: Use) -> None:

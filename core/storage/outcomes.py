@@ -51,7 +51,8 @@ def success_counts(where: str = "true") -> str:
     """A query for the phase, its solved episodes and those that count, for each phase in which an episode reports
     `success`. `where` chooses episodes."""
     return f"""SELECT phase, sum(solved), count(solved) FROM (
-            SELECT id, phase, {SOLVED} AS solved, {REPORTED} AS reported FROM episodes WHERE {where}) AS found
+            SELECT id, phase, {SOLVED} AS solved, {REPORTED} AS reported FROM episodes
+            WHERE {where} AND phase IN (SELECT DISTINCT phase FROM episodes WHERE success IS NOT NULL)) AS found
         GROUP BY phase HAVING count(reported) > 0 AND count(solved) > 0 ORDER BY min(id)"""
 
 

@@ -181,13 +181,10 @@ class Store(Protocol):
         order of their first episodes."""
         ...
 
-    def use(self, after: int, until: int) -> list[tuple[Any, ...]]:
-        """Of calls above one number of `newest` and up to another: role, model, calls, failed ones, turns, tokens of
-        prompts and of answers, seconds; roles in the order of their first calls."""
-        ...
-
-    def candidates_by_role(self) -> dict[str, int]:
-        """How many candidates each role's calls have; all of their texts are read for it."""
+    def use(self, after: int) -> tuple[int, list[tuple[Any, ...]]]:
+        """Of calls above a number of `newest`, 0 for all: the highest number among them, or `after`; and role, model,
+        calls, failed ones, turns, tokens of prompts and of answers, seconds, candidates; roles in the order of their
+        first calls."""
         ...
 
     def failed_episodes(self) -> list[tuple[str, str | None, int]]:

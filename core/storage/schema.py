@@ -31,7 +31,7 @@ from cotune.storage.outcomes import metric
 Row = tuple[Any, ...]
 Timed = TypeVar("Timed", CallRecord, Episode)
 
-VERSION = 5
+VERSION = 6
 """Version of the tables, `user_version` of a records file; raised when they change, with a step in `UPGRADES`."""
 
 APPLICATION = 0x636F7475
@@ -81,6 +81,16 @@ CREATE INDEX episodes_by_step ON episodes (phase, training_step);
 CREATE INDEX episodes_by_task ON episodes (task);
 CREATE INDEX episodes_by_key ON episodes (app, key) WHERE key != '';
 """
+
+FIGURES = """
+CREATE INDEX calls_by_role ON calls
+    (role, model, status, turn, prompt_tokens, completion_tokens, latency, drawn, started);
+CREATE INDEX calls_failed ON calls (role, status) WHERE status != 'ok';
+CREATE INDEX calls_by_policy ON calls (policy) WHERE policy IS NOT NULL;
+CREATE INDEX episodes_failed ON episodes (phase) WHERE status = 'error';
+CREATE INDEX episodes_with_success ON episodes (phase) WHERE success IS NOT NULL;
+"""
+"""What version 6 has added: indexes with all that sums over calls and episodes read, so that they need no rows."""
 
 ADD_APP = "".join(
     f"ALTER TABLE {table} ADD COLUMN app TEXT NOT NULL DEFAULT '';" for table in ("rewards", "feedback", "replaced")

@@ -88,11 +88,10 @@ def _overview(run: OpenedRun) -> Iterable[RenderableType]:
         *("role", "calls>", "failed>", "turns>", "candidates>", "prompt tokens>", "answer tokens>", "seconds a call>"),
         "mean reward",
     )
-    candidates = store.candidates_by_role()
     used = Totals(run).by_role()
     failed = any(use.failed for use in used.values())
     for role, use in used.items():
-        row = (role, use.calls, warn(use.failed) if failed else "", use.turns, candidates.get(role, 0))
+        row = (role, use.calls, warn(use.failed) if failed else "", use.turns, use.candidates)
         calls.add_row(
             *cells((*row, use.prompt, use.completion, f"{use.seconds / use.calls:.3f}")), scores(own.get(role, {}))
         )

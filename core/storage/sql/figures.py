@@ -19,7 +19,10 @@ T = TypeVar("T")
 _STEP = "CAST(training_step AS INTEGER)"
 _TIMES = "count(*) FILTER (WHERE status = '{}')"
 _LIKE = "LIKE ? ESCAPE '\\'"
-_AMONG = "IN (SELECT value FROM json_each(?))"
+AMONG = "IN (SELECT value FROM json_each(?))"
+"""The condition that a column is one of a `NameList`."""
+NO_END = "NOT EXISTS (SELECT 1 FROM episodes WHERE id = found.episode)"
+"""The condition that an episode among those `found` has no end."""
 _BESIDE = f"SELECT target FROM {FEEDBACK} AND text {_LIKE} AND target"
 _NAMES = frozenset(("role", "type", "id", "finish_reason", "status", "phase"))
 """Keys in JSON whose texts nobody searches for."""
@@ -44,7 +47,7 @@ class Figures(ABC):
     def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
         if episodes is None:
             return self.rows(success_counts())
-        return self.rows(success_counts(f"id {_AMONG}"), (NameList.of(episodes),))
+        return self.rows(success_counts(f"id {AMONG}"), (NameList.of(episodes),))
 
     def outcome_means(self, on_failure: str) -> list[tuple[str, str, float | None, int]]:
         return self.rows(outcome_means(on_failure))
@@ -63,14 +66,14 @@ class Figures(ABC):
         return self.rows(
             f"""SELECT task, step, count(v), sum(v) FROM (
                 SELECT task, {_STEP} AS step, {value} AS v FROM episodes WHERE phase = ? AND {COUNTED}
-                AND task {_AMONG} AND training_step IS NOT NULL) AS found
+                AND task {AMONG} AND training_step IS NOT NULL) AS found
                 GROUP BY task, step""",
             (phase, NameList.of(tasks)),
         )
 
     def _measured(self, phase: str, on_failure: str) -> tuple[str, str]:
         """The name and the expression of an episode's outcome: success where an episode of the phase reports any."""
-        if self.rows(f"SELECT 1 FROM episodes WHERE phase = ? AND {REPORTED} IS NOT NULL LIMIT 1", (phase,)):
+        if self.rows("SELECT 1 FROM episodes WHERE phase = ? AND success IS NOT NULL LIMIT 1", (phase,)):
             return "success", SOLVED
         return "reward", outcome_sum(on_failure, self.rows(LOWEST_SUM, (phase,))[0][0])
 
@@ -110,16 +113,14 @@ class Figures(ABC):
             FROM episodes GROUP BY phase ORDER BY min(id)"""
         )
 
-    def use(self, after: int, until: int) -> list[Row]:
-        return self.rows(
-            """SELECT role, model, count(*), count(*) FILTER (WHERE status != 'ok'), max(turn) + 1, sum(prompt_tokens),
-                sum(completion_tokens), sum(latency)
-            FROM calls WHERE rowid > ? AND rowid <= ? GROUP BY role, model ORDER BY min(id)""",
-            (after, until),
+    def use(self, after: int) -> tuple[int, list[Row]]:
+        found = self.rows(
+            f"""SELECT (SELECT max(rowid) FROM calls), role, model, count(*), count(*) FILTER (WHERE status != 'ok'),
+                max(turn) + 1, sum(prompt_tokens), sum(completion_tokens), sum(latency), sum(drawn)
+            FROM calls {"WHERE rowid > ?" if after else ""} GROUP BY role, model ORDER BY min(started), role, model""",
+            (after,) if after else (),
         )
-
-    def candidates_by_role(self) -> dict[str, int]:
-        return {str(role): count for role, count in self.rows("SELECT role, sum(drawn) FROM calls GROUP BY role")}
+        return (found[0][0] if found else after), [row[1:] for row in found]
 
     def failed_episodes(self) -> list[tuple[str, str | None, int]]:
         return self.rows(
@@ -142,8 +143,8 @@ class Figures(ABC):
 
     def open_episodes(self, limit: int) -> list[tuple[str, int]]:
         found = self.rows(
-            """SELECT episode, count(*) FROM calls WHERE episode NOT IN (SELECT id FROM episodes)
-            GROUP BY episode ORDER BY episode DESC LIMIT ?""",
+            f"""SELECT episode, n FROM (SELECT episode, count(*) AS n FROM calls GROUP BY episode) AS found
+            WHERE {NO_END} ORDER BY episode DESC LIMIT ?""",
             (limit,),
         )
         return [(str(id), calls) for id, calls in found]
@@ -187,7 +188,7 @@ class Figures(ABC):
             f"""SELECT calls.id, episode, step, role, turn, calls.status, task, phase, {_STEP},
                 prompt_tokens, completion_tokens, calls.latency, coalesce(policy || '@' || version, model)
             FROM calls LEFT JOIN episodes ON episodes.id = calls.episode
-            {f"{where} AND" if where else "WHERE"} calls.id {_AMONG} ORDER BY calls.id DESC""",
+            {f"{where} AND" if where else "WHERE"} calls.id {AMONG} ORDER BY calls.id DESC""",
             (*asked, NameList.of(calls)),
         )
 
@@ -216,7 +217,7 @@ class Figures(ABC):
         found = self.rows(
             f"""SELECT task, min(id) FROM episodes
             WHERE phase = ? AND training_step {"IS NULL" if step is None else "= ?"} AND {COUNTED}
-            AND task {_AMONG} GROUP BY task""",
+            AND task {AMONG} GROUP BY task""",
             (phase, *([] if step is None else [step]), NameList.of(tasks)),
         )
         return {str(task): str(id) for task, id in found}
@@ -244,9 +245,9 @@ class Figures(ABC):
 
     def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> dict[str, str]:
         asked, wanted, (as_json, plain) = NameList.of(episodes), _lower(text), _patterns(text)
-        sql = f"SELECT id, body FROM episodes WHERE id {_AMONG} AND body {_LIKE}"
+        sql = f"SELECT id, body FROM episodes WHERE id {AMONG} AND body {_LIKE}"
         hits = {str(id): "" for id, body in self.rows(sql, (asked, as_json)) if _holds(body, wanted)}
-        hits |= {str(id): "" for (id,) in self.rows(f"{_BESIDE} {_AMONG}", (plain, asked))}
+        hits |= {str(id): "" for (id,) in self.rows(f"{_BESIDE} {AMONG}", (plain, asked))}
         for episode, call in self._calls_holding(text, "episode", episodes, verdicts, hits):
             hits.setdefault(episode, call)
         return hits
@@ -261,11 +262,11 @@ class Figures(ABC):
         is `episode`, one of each is enough, and none of those in `hits`."""
         asked, wanted, (as_json, plain) = NameList.of(chosen), _lower(text), _patterns(text)
         beside = f"{_BESIDE} > calls.id || '.' AND target < calls.id || '/'"  # candidates: the call's id, ".", n
-        sql = f"SELECT id FROM calls WHERE {column} {_AMONG} AND EXISTS ({beside})"
+        sql = f"SELECT id FROM calls WHERE {column} {AMONG} AND EXISTS ({beside})"
         told = {id for (id,) in self.rows(sql, (asked, plain))}
         # First as JSON has it, which is quick, then in its values.
         sql = f"""SELECT episode, id, body, CASE WHEN candidates {_LIKE} THEN candidates END FROM calls
-            WHERE {column} {_AMONG} ORDER BY episode, step"""
+            WHERE {column} {AMONG} ORDER BY episode, step"""
         prompts: dict[tuple[str, str], Sequence[str]] = {}
         done: set[str] = set()
         for episode, id, body, answers in self.rows(sql, (as_json, asked)):

@@ -11,7 +11,7 @@ from typing import Any
 
 from cotune.errors import RunError
 from cotune.storage.damage import unusable
-from cotune.storage.schema import ADD_APP, APPLICATION, COLUMNS, CONFLICTS, INDEXES, TABLES, VERSION, Row
+from cotune.storage.schema import ADD_APP, APPLICATION, COLUMNS, CONFLICTS, FIGURES, INDEXES, TABLES, VERSION, Row
 
 MOST_VALUES = 32766
 """Values in one statement. The interpreter lock is handed over once per statement, and a busy application gives it back
@@ -28,6 +28,7 @@ def _table(name: str, columns: Sequence[str]) -> str:
 SCHEMA = f"""
 {" ".join(_table(name, columns) for name, columns in TABLES.items())}
 {INDEXES}
+{FIGURES}
 CREATE VIEW candidates AS
     SELECT calls.id || '.' || json_extract(value, '$.index') AS id, calls.id AS call, calls.episode, calls.role,
            calls.turn, json_extract(value, '$.index') AS "index", json_extract(value, '$.text') AS text,
@@ -70,9 +71,10 @@ _CHANGED_3 = "".join(
 )
 UPGRADES = {
     3: f"""DROP VIEW candidates; DROP INDEX calls_by_episode; DROP INDEX episodes_by_step; DROP INDEX episodes_by_task;
-    {_CHANGED_3} {_table("replaced", TABLES["replaced"])} {INDEXES}
+    {_CHANGED_3} {_table("replaced", TABLES["replaced"])} {INDEXES} {FIGURES}
     {SCHEMA[SCHEMA.index("CREATE VIEW") :]}""",
     4: f"{ADD_APP} PRAGMA user_version = 5;",
+    5: f"{FIGURES} PRAGMA user_version = {VERSION};",
 }
 """What brings a file of a version to a later one."""
 
@@ -152,6 +154,10 @@ class SqliteDatabase:
             rows = len(part) // width
             size = 1 << (rows - 1).bit_length()
             self._db.execute(insertion(table, size), [*part, *list(part[-width:]) * (size - rows)])
+
+    def widen(self) -> None:
+        # What does not fit is written to the log, even pages that a later row of the transaction empties.
+        self._db.execute("PRAGMA cache_size = -128000")
 
     def commit(self) -> None:
         self._db.execute("COMMIT")

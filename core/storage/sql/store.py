@@ -21,7 +21,7 @@ from cotune.runtime.forks import survives_fork
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.file_lock import FileLock
 from cotune.storage.schema import FEEDBACK, call_from, episode_from, in_parts, join_path
-from cotune.storage.sql.figures import Figures
+from cotune.storage.sql.figures import NO_END, Figures
 from cotune.storage.sql.transaction import Transactions
 from cotune.storage.sql.upkeep import Upkeep
 from cotune.storage.sql.writer import Act, Writer
@@ -201,8 +201,7 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         return self.rows(f"SELECT {episodes}, {rewards}")[0]
 
     def unfinished(self) -> Iterator[str]:
-        sql = """SELECT DISTINCT episode FROM calls
-                 WHERE episode NOT IN (SELECT id FROM episodes) ORDER BY episode"""
+        sql = f"SELECT episode FROM (SELECT DISTINCT episode FROM calls) AS found WHERE {NO_END} ORDER BY episode"
         return iter([episode for (episode,) in self.rows(sql)])
 
     def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:

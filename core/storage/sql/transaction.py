@@ -35,6 +35,10 @@ class Database(Protocol):
         raises `broken`, none is inserted, and the transaction goes on."""
         ...
 
+    def widen(self) -> None:
+        """Take more memory from now on, as many rows are to change."""
+        ...
+
     def commit(self) -> None:
         """Make the transaction durable."""
         ...
@@ -55,6 +59,7 @@ class Transactions:
         self, database: Database, report: Callable[[str, Exception | None], None], forget: Callable[[], None]
     ) -> None:
         self._db = database
+        self.widen = database.widen
         self.forget = forget
         """Forget which messages, images and segments are stored, as some were deleted."""
         self._report = report

@@ -11,12 +11,17 @@ from typing import Any, TypeVar
 
 from cotune.records.ids import key_target
 from cotune.storage.protocol import Store
-from cotune.storage.schema import COLUMNS, DAY, WRITTEN, Row, in_parts
+from cotune.storage.schema import COLUMNS, DAY, WRITTEN, NameList, Row, in_parts
+from cotune.storage.sql.figures import AMONG, NO_END
 from cotune.storage.sql.owners import among
 from cotune.storage.sql.transaction import Transactions
 
 T = TypeVar("T")
 _PAGE = 500
+_DELETED = 2000
+"""Episodes that a transaction deletes."""
+_SWEPT = 20_000
+"""Messages, images or segments that a transaction deletes."""
 _STRING = re.compile(r'"([^"\\]*)"')
 _IMAGE = re.compile(r"sha256,([0-9a-f]{64})")
 COPIED = (*WRITTEN, "replaced", "consumed")
@@ -62,81 +67,93 @@ class Upkeep:
     # Deleting
 
     def prune(self, before: float, *, app: str = "", keep_trained: bool = False) -> Iterator[Mapping[str, int]]:
+        self._act(lambda does: does.widen())
+        yield from self._drop_months(before, app, keep_trained)
         chosen = "started < ?" + (" AND app = ?" if app else "")
         asked = [before, *([app] if app else [])]
         kept = " AND NOT EXISTS (SELECT 1 FROM consumed WHERE target = {})" if keep_trained else ""
-        ended = (
-            f"SELECT id FROM episodes WHERE {chosen}{kept.format('episodes.id')} AND id > ? ORDER BY id LIMIT {_PAGE}"
-        )
-        cut_off = f"""SELECT DISTINCT episode FROM calls WHERE {chosen}{kept.format("calls.episode")}
-            AND NOT EXISTS (SELECT 1 FROM episodes WHERE id = calls.episode) AND episode > ?
-            ORDER BY episode LIMIT {_PAGE}"""
+        ended = f"""SELECT id FROM episodes WHERE id > ? AND {chosen}{kept.format("episodes.id")}
+            ORDER BY id LIMIT {_DELETED}"""
+        cut_off = f"""SELECT episode FROM (SELECT DISTINCT episode FROM calls WHERE episode > ?) AS found
+            WHERE {NO_END} AND EXISTS (SELECT 1 FROM calls WHERE calls.episode = found.episode AND {chosen})
+            {kept.format("found.episode")} ORDER BY episode LIMIT {_DELETED}"""
         for sql in (ended, cut_off):
             last = ""
-            while page := [id for (id,) in self.rows(sql, [*asked, last])]:
+            while page := [id for (id,) in self.rows(sql, [last, *asked])]:
                 last = page[-1]
-                yield self._act(partial(_delete, ids=page))
+                yield self._act(partial(delete_episodes, ids=page))
         # What is used again is marked so within two days, by its writer and by the source of the records.
         bound = before - 2 * DAY
         unused = {
-            table: {id for (id,) in self.rows(f"SELECT id FROM {table} WHERE at < ?", [bound])} for table in _USED
+            table: dict.fromkeys(id for (id,) in self.rows(f"SELECT id FROM {table} WHERE at < ?", [bound]))
+            for table in _USED
         }
-        yield self._sweep(unused, "WHERE started < ?", [before])
+        yield from self._sweep(unused, "WHERE started < ?", [before])
+
+    def _drop_months(self, before: float, app: str, keep_trained: bool) -> Iterator[Mapping[str, int]]:
+        """Delete months as wholes, where the store has them apart, that `prune` would delete row by row."""
+        yield from ()
 
     def delete(self, episodes: Iterable[str], key: tuple[str, str] | None = None) -> Mapping[str, int]:
         counts: Counter[str] = Counter()
-        unused: dict[str, set[str]] = {table: set() for table in _USED}
+        unused: dict[str, dict[str, None]] = {table: {} for table in _USED}
         ids = list(episodes)
         for some in in_parts(ids):
             for table, names in self._act(partial(_named, ids=some)).items():
-                unused[table] |= names
-            counts.update(self._act(partial(_delete, ids=some)))
+                unused[table].update(dict.fromkeys(names))
+            counts.update(self._act(partial(delete_episodes, ids=some)))
         if key is not None:
-            self._act(lambda does: _delete_targets(does, [key_target(*key)]))
+            self._act(lambda does: delete_targets(does, [key_target(*key)]))
         for some in in_parts(unused["messages"]):
             for (body,) in among(self.rows, "SELECT body FROM messages", "id", some):
-                unused["images"].update(_IMAGE.findall(body))
-        counts.update(self._sweep(unused, "", []))
+                unused["images"].update(dict.fromkeys(_IMAGE.findall(body)))
+        for part in self._sweep(unused, "", []):
+            counts.update(part)
         return counts
 
-    def _sweep(self, unused: Mapping[str, set[str]], where: str, asked: Sequence[Any]) -> Mapping[str, int]:
-        """Delete those messages, images and segments that nothing names which is still there. Calls and episodes that
-        `where` chooses are looked through."""
+    def _sweep(
+        self, unused: Mapping[str, dict[str, None]], where: str, asked: Sequence[Any]
+    ) -> Iterator[Mapping[str, int]]:
+        """Delete those messages, images and segments that nothing names which is still there, in their order: that of
+        a table is quick. Calls and episodes that `where` chooses are looked through."""
         seen = self.newest()
         prompts = set()
-        if any(unused.values()):
+        if any(unused.values()) and self.rows(f"SELECT 1 FROM calls {where} LIMIT 1", asked):
             for body, prompt in self._pages("calls", ("body", "prompt"), where, asked):
-                unused["messages"].difference_update(_STRING.findall(str(body)))
+                _spare(unused["messages"], _STRING.findall(str(body)))
                 prompts.add(prompt)
+        if any(unused.values()):
             for (body,) in self._pages("episodes", ("body",), where, asked):
-                unused["messages"].difference_update(_STRING.findall(str(body)))
+                _spare(unused["messages"], _STRING.findall(str(body)))
         if unused["images"]:
             for id, body in self._pages("messages", ("id", "body"), "WHERE body LIKE '%sha256,%'", []):
                 if id not in unused["messages"]:
-                    unused["images"].difference_update(_IMAGE.findall(str(body)))
+                    _spare(unused["images"], _IMAGE.findall(str(body)))
         if unused["segments"]:
             parents: dict[str, str | None] = dict(self._pages("segments", ("id", "parent"), "", []))
             for leaf in [id for id in parents if id in prompts or id not in unused["segments"]]:
                 at: str | None = leaf
                 while at is not None and at in parents:
-                    unused["segments"].discard(at)
+                    _spare(unused["segments"], [at])
                     at = parents.pop(at)
 
-        def go(does: Transactions) -> Mapping[str, int]:
+        def go(does: Transactions, table: str, ids: Sequence[str]) -> Mapping[str, int]:
             sql = "SELECT episode FROM calls WHERE rowid > ? UNION SELECT id FROM episodes WHERE rowid > ?"
-            if came := [id for (id,) in does.execute(sql, seen)]:  # from other processes, while this looked
+            if came := [id for (id,) in does.execute(sql, seen)]:  # from other processes, since this looked
                 named = _named(does, came)
-                for table, ids in named.items():
-                    unused[table].difference_update(ids)
+                for used, names in named.items():
+                    _spare(unused[used], names)
                 for (body,) in among(does.execute, "SELECT body FROM messages", "id", named["messages"]):
-                    unused["images"].difference_update(_IMAGE.findall(str(body)))
-            for table, ids in unused.items():
-                for some in in_parts(sorted(ids)):
-                    does.execute(f"DELETE FROM {table} WHERE id IN ({','.join('?' * len(some))})", some)
+                    _spare(unused["images"], _IMAGE.findall(str(body)))
+            going = [id for id in ids if id in unused[table]]
+            does.execute(f"DELETE FROM {table} WHERE id {AMONG}", [NameList.of(going)])
             does.forget()
-            return {table: len(ids) for table, ids in unused.items()}
+            return {table: len(going)}
 
-        return self._act(go)
+        for table, found in unused.items():
+            ids = list(found)
+            for start in range(0, len(ids), _SWEPT):
+                yield self._act(partial(go, table=table, ids=ids[start : start + _SWEPT]))
 
     def _pages(self, table: str, columns: Sequence[str], where: str, asked: Sequence[Any]) -> Iterator[Row]:
         last = ""
@@ -200,16 +217,20 @@ def _key_of(table: str, row: Row) -> Row:
     return tuple(row[COLUMNS[table].index(column)] for column in key_columns(table))
 
 
-def _delete(does: Transactions, ids: Sequence[str]) -> Mapping[str, int]:
+def _spare(unused: dict[str, None], names: Iterable[str]) -> None:
+    for name in names:
+        unused.pop(name, None)
+
+
+def delete_episodes(does: Transactions, ids: Sequence[str]) -> Mapping[str, int]:
     """Delete episodes with their calls and rewards; return how many rows."""
-    marks = ",".join("?" * len(ids))
-    calls = does.execute(f"SELECT id, drawn FROM calls WHERE episode IN ({marks})", ids)
-    ended = does.execute(f"SELECT id FROM episodes WHERE id IN ({marks})", ids)
-    targets = [*ids, *(id for id, _ in calls), *(f"{id}.{n}" for id, drawn in calls for n in range(drawn))]
-    _delete_targets(does, targets)
-    does.execute(f"DELETE FROM calls WHERE episode IN ({marks})", ids)
-    does.execute(f"DELETE FROM episodes WHERE id IN ({marks})", ids)
-    return {"episodes": len(ended), "calls": len(calls)}
+    asked = [NameList.of(ids)]
+    calls = does.execute(f"SELECT id, drawn FROM calls WHERE episode {AMONG}", asked)
+    ((ended,),) = does.execute(f"SELECT count(*) FROM episodes WHERE id {AMONG}", asked)
+    delete_targets(does, [*ids, *(id for id, _ in calls), *(f"{id}.{n}" for id, drawn in calls for n in range(drawn))])
+    does.execute(f"DELETE FROM calls WHERE episode {AMONG}", asked)
+    does.execute(f"DELETE FROM episodes WHERE id {AMONG}", asked)
+    return {"episodes": ended, "calls": len(calls)}
 
 
 def _named(does: Transactions, ids: Sequence[str]) -> dict[str, set[str]]:
@@ -227,7 +248,7 @@ def _named(does: Transactions, ids: Sequence[str]) -> dict[str, set[str]]:
     return used
 
 
-def _delete_targets(does: Transactions, targets: Sequence[str]) -> None:
-    for some in in_parts(targets):
-        for table in ("rewards", "feedback", "replaced", "consumed"):
-            does.execute(f"DELETE FROM {table} WHERE target IN ({','.join('?' * len(some))})", some)
+def delete_targets(does: Transactions, targets: Sequence[str]) -> None:
+    """Delete all rewards, texts and marks of training of these targets."""
+    for table in ("rewards", "feedback", "replaced", "consumed"):
+        does.execute(f"DELETE FROM {table} WHERE target {AMONG}", [NameList.of(targets)])

@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime
 
 from cotune.records.ids import ulid
-from cotune.storage.schema import ADD_APP, COLUMNS, CONFLICTS, INDEXES, TABLES, VERSION
+from cotune.storage.schema import ADD_APP, COLUMNS, CONFLICTS, FIGURES, INDEXES, TABLES, VERSION
 
 LOCK = 0x636F7475
 """Advisory lock of the one transaction that writes."""
@@ -56,6 +56,7 @@ CREATE TABLE store (version int4 NOT NULL);
 INSERT INTO store VALUES ({VERSION});
 {" ".join(map(_table, TABLES))}
 {INDEXES}
+{FIGURES}
 {_FUNCTIONS}
 CREATE VIEW candidates AS
     SELECT calls.id || '.' || (value ->> 'index') AS id, calls.id AS call, calls.episode, calls.role, calls.turn,
@@ -65,7 +66,10 @@ CREATE VIEW candidates AS
     FROM calls, json_array_elements(calls.candidates::json) AS value;
 """
 
-UPGRADES = {4: f"{ADD_APP} {_FUNCTIONS} UPDATE store SET version = 5;"}
+UPGRADES = {
+    4: f"{ADD_APP} {_FUNCTIONS} UPDATE store SET version = 5;",
+    5: f"{FIGURES} UPDATE store SET version = {VERSION};",
+}
 """What brings a store of a version to the next one."""
 
 
