@@ -3,11 +3,13 @@ that the address names as its `search_path`."""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Self
 
 import psycopg
@@ -15,6 +17,7 @@ from psycopg.types.numeric import FloatLoader
 from psycopg.types.string import StrDumper
 
 from cotune.errors import RunError, error_line
+from cotune.integrations.exchange.postgres.months import drop_month, months
 from cotune.integrations.exchange.postgres.tables import (
     LOCK,
     NUMBERED,
@@ -29,10 +32,11 @@ from cotune.integrations.exchange.postgres.tables import (
 )
 from cotune.storage.open_store import without_password
 from cotune.storage.schema import COLUMNS, TABLES, VERSION, WITHDRAWN, NameList, Row
-from cotune.storage.sql.store import SqlStore
+from cotune.storage.sql.store import SqlStore, StoreFailure
 from cotune.storage.sql.upkeep import key_columns
 from cotune.storage.sql.writer import Writer
 
+log = logging.getLogger("cotune.store")
 Connection = psycopg.Connection[Row]
 
 _ESCAPED_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
@@ -78,6 +82,15 @@ class PostgresStore(SqlStore[Connection]):
             return self.rows(sql, parameters)
         except psycopg.Error as error:
             raise _unusable(self.address, error) from error
+
+    def _drop_months(self, before: float, app: str, keep_trained: bool) -> Iterator[Mapping[str, int]]:
+        for month in self._act(months):
+            dropping = partial(drop_month, month=month, before=before, app=app, keep_trained=keep_trained)
+            try:
+                if found := self._act(dropping):
+                    yield found
+            except StoreFailure as error:
+                log.warning("%s: %s is deleted row by row (%s)", self.address, month, error.reason)
 
 
 class PostgresDatabase:

@@ -108,11 +108,17 @@ def month_of(id: str, now: datetime) -> str | None:
     return f"{datetime.fromtimestamp(milliseconds / 1000, UTC):%Y_%m}"
 
 
-def partition(table: str, month: str) -> str:
-    """The statement that makes the partition of a month."""
+def bounds(month: str) -> tuple[str, str]:
+    """The lowest id of a month, and that of the next one."""
     year, number = map(int, month.split("_"))
     first = datetime(year, number, 1, tzinfo=UTC)
     next_ = datetime(year + number // 12, number % 12 + 1, 1, tzinfo=UTC)
     low, high = (ulid(int(at.timestamp() * 1000) << 80) for at in (first, next_))
+    return low, high
+
+
+def partition(table: str, month: str) -> str:
+    """The statement that makes the partition of a month."""
+    low, high = bounds(month)
     name = f"{table}_{month}"
     return f"CREATE TABLE IF NOT EXISTS {name} PARTITION OF {table} FOR VALUES FROM ('{low}') TO ('{high}')"
