@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -19,6 +20,10 @@ MOST_LISTS = 1 << 20
 _APP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
+"""A number that no store's counter overflows with."""
+
+
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """Records of one process of the application `app`; `parts` are those that were written together.
 
@@ -29,8 +34,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     v: int
     app: str
     source: str
-    dropped: int = 0
-    sampled: int = 0
+    dropped: Count = 0
+    sampled: Count = 0
     parts: list[list[Record]]
 
 

@@ -140,7 +140,8 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
     ]
     found += [Trouble("episodes", others, 1, {"status": "error"})] if others else []
     counters = store.counters()
-    for name, text in (("lost", "records were lost"), ("refused", "late rewards were refused")):
+    wrongs = (("lost", "records were lost"), ("refused", "late rewards were refused"))
+    for name, text in (*wrongs, ("dropped", "records were dropped by applications before they reached the store")):
         found += [Trouble("records", f"{n:,} {text}", n)] if (n := counters[name]) else []
     if cut := store.cut_feedback():
         ends = "was too long, and its middle is cut" if cut == 1 else "were too long, and their middles are cut"

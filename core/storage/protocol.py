@@ -28,10 +28,10 @@ class Store(Protocol):
         written again as cancelled or abandoned, which withdraws it. Never raises for a full disk: see `lost`."""
         ...
 
-    def commit(self, records: Sequence[Record]) -> None:
-        """Write records and return when they are durable; other threads may share the transaction. Raises RunError when
-        they are not: send them again, as what is stored is not stored twice. A record that no store can hold is counted
-        in `lost`."""
+    def commit(self, records: Sequence[Record], counts: Mapping[str, int] | None = None) -> None:
+        """Write records, add to counters of the store, and return when both are durable; other threads may share the
+        transaction. Raises RunError when they are not: send them again, as what is stored is not stored twice. A record
+        that no store can hold is counted in `lost`."""
         ...
 
     def flush(self) -> None:
@@ -131,7 +131,8 @@ class Store(Protocol):
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """`lost`, `refused` and `foreign` over the life of the store, whoever wrote to it."""
+        """`lost`, `refused` and `foreign` over the life of the store, whoever wrote to it, and what applications told
+        a collector: records that they had to drop (`dropped`), and calls that sampling rates left out (`sampled`)."""
         ...
 
     # Outcomes; failed episodes count as `on_failure` says
@@ -326,6 +327,11 @@ class Store(Protocol):
     def load(self, table: str, rows: Sequence[tuple[Any, ...]]) -> int:
         """Add rows of another store, also for targets that take no rewards any more; return how many could not be
         stored."""
+        ...
+
+    def take_counters(self, source: str, counters: Mapping[str, int]) -> None:
+        """Count what the store at the address `source` has counted as well, in place of what was taken from it
+        before."""
         ...
 
     def close(self) -> None:

@@ -100,6 +100,10 @@ def _overview(run: OpenedRun) -> Iterable[RenderableType]:
     missing = [(plural(interrupted, "unfinished episode"), interrupted)]
     missing += [(f"{plural(counters['lost'], 'record')} lost", counters["lost"])]
     missing += [(f"{plural(counters['refused'], 'late reward')} refused", counters["refused"])]
+    if counters["dropped"]:
+        missing += [(f"{plural(counters['dropped'], 'record')} dropped by applications", counters["dropped"])]
+    if counters["sampled"]:
+        missing += [(f"{plural(counters['sampled'], 'call')} left out by sampling", 0)]
     counted = Text(" · ", style=QUIET).join(Text(text, style=BAD if count else QUIET) for text, count in missing)
     yield Text("\n").append_text(counted).append("\n").append_text(Text.assemble(*_lines(wrong, "calls")))
 

@@ -31,6 +31,7 @@ T = TypeVar("T")
 Made = TypeVar("Made")
 Reader = TypeVar("Reader", bound="Connection")
 
+COUNTERS = ("lost", "refused", "foreign", "dropped", "sampled")
 PAGE = 200
 """Episodes fetched per query, so that a slow reader holds no snapshot and a log can be folded back."""
 
@@ -69,7 +70,7 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         """`address` is for people; `connect` opens a connection that reads."""
         self.address = address
         self.write: Callable[[Sequence[Record]], None] = writer.put if writer else self._refuse
-        self.commit: Callable[[Sequence[Record]], None] = writer.commit if writer else self._refuse
+        self.commit: Callable[..., None] = writer.commit if writer else self._refuse
         self._writer = writer
         self._connect = connect
         self._readers: list[Reader] = []
@@ -82,7 +83,7 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
     def folder(self) -> Path | None:
         """The folder that holds, or would hold, the other files of the run."""
 
-    def _refuse(self, records: Sequence[Record] = ()) -> NoReturn:
+    def _refuse(self, records: Sequence[Record] = (), counts: Mapping[str, int] | None = None) -> NoReturn:
         raise RunError(f"{self.address} is open for reading only.", "Open it without read_only to write.")
 
     def flush(self) -> None:
@@ -234,8 +235,11 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         return ConsumedGroups(self.rows)
 
     def counters(self) -> Mapping[str, int]:
-        found: dict[str, int] = dict(self.rows("SELECT name, value FROM counters"))
-        return {name: found.get(name, 0) for name in ("lost", "refused", "foreign")}
+        found = dict.fromkeys(COUNTERS, 0)
+        for name, value in self.rows("SELECT name, value FROM counters"):
+            if (own := name.partition(" of ")[0]) in found:
+                found[own] += value
+        return found
 
     def close(self) -> None:
         self._shut()

@@ -169,6 +169,12 @@ class Transactions:
                 (name, value),
             )
 
+    def set_counters(self, values: Mapping[str, int]) -> None:
+        """Set counters of the store."""
+        sql = "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
+        for row in values.items():
+            self._db.execute(sql, row)
+
 
 def _rows(table: str, values: list[Any]) -> list[list[Any]]:
     width = WIDTHS[table]

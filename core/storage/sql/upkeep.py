@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from cotune.records.ids import key_target
+from cotune.records.ids import address, key_target
 from cotune.storage.protocol import Store
 from cotune.storage.schema import COLUMNS, DAY, WRITTEN, NameList, Row, in_parts
 from cotune.storage.sql.figures import AMONG, NO_END
@@ -183,6 +183,10 @@ class Upkeep:
     def load(self, table: str, rows: Sequence[Row]) -> int:
         return self._act(lambda does: does.load(table, rows))
 
+    def take_counters(self, source: str, counters: Mapping[str, int]) -> None:
+        name = address(source.encode())[:16]
+        self._act(lambda does: does.set_counters({f"{own} of {name}": value for own, value in counters.items()}))
+
 
 _USED = ("messages", "images", "segments")
 
@@ -193,8 +197,8 @@ def key_columns(table: str) -> Sequence[str]:
 
 
 def copy(source: Store, target: Store, told: Callable[[str, int], None], limit: int = _PAGE) -> tuple[int, int]:
-    """Copy all records of one store into another, a page at a time; what is there is left out, so that a copy that
-    was stopped goes on. `told` hears the table and how many of its rows are done. Return how many rows were
+    """Copy all records and counters of one store into another, a page at a time; what is there is left out, so that a
+    copy that was stopped goes on. `told` hears the table and how many of its rows are done. Return how many rows were
     copied, and lost."""
     copied = lost = 0
     for table in COPIED:
@@ -210,6 +214,7 @@ def copy(source: Store, target: Store, told: Callable[[str, int], None], limit: 
                 failed = target.load(table, rows)
                 copied, lost = copied + len(rows) - failed, lost + failed
             told(table, len(page))
+    target.take_counters(source.address, source.counters())
     return copied, lost
 
 

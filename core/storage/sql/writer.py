@@ -7,8 +7,8 @@ import math
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cotune.errors import RunError
@@ -45,13 +45,15 @@ class Batch:
     So a record leaves few objects behind: each costs again when the writer's thread, on another core, reads it.
     """
 
-    __slots__ = ("bytes", "count", "failure", "kept", "puts", "since", "tables")
+    __slots__ = ("bytes", "count", "counts", "failure", "kept", "puts", "since", "tables")
 
     def __init__(self) -> None:
         self.tables: dict[str, list[Any]] = {table: [] for table in WIDTHS}
         self.count = self.bytes = self.puts = 0
         self.kept = 0
         """Those of its records that their sender keeps until they are committed."""
+        self.counts: Counter[str] = Counter()
+        """What is added to the counters of the store with it."""
         self.since = time.monotonic()
         self.failure: str | None = _STOPPED
         """After `flush`: why it could not be written."""
@@ -118,10 +120,12 @@ class Writer:
         if refusal:
             self._lose(len(records), refusal)
 
-    def commit(self, records: Sequence[Record]) -> None:
-        """Encode and queue records, and return when they are durable. Raises RunError if they could not be stored."""
-        batch, refusal = self._queued_in(records, kept=True)
-        if batch is None and refusal is None and len(records) > 1:
+    def commit(self, records: Sequence[Record], counts: Mapping[str, int] | None = None) -> None:
+        """Encode and queue records, and return when they are durable, with what they add to the counters of the store.
+        Raises RunError if they could not be stored."""
+        batch, refusal = self._queued_in(records, counts, kept=True)
+        if batch is None and refusal is None and (len(records) > 1 or counts):
+            self.commit([], counts)
             for record in records:  # one of them cannot be encoded
                 self.commit([record])
         elif refusal is None:
@@ -131,12 +135,14 @@ class Writer:
             cause = f"{self._db.name} did not take {len(records)} records: {refusal}."
             raise RunError(cause, "Send them again: what is stored is not stored twice.")
 
-    def _queued_in(self, records: Sequence[Record], kept: bool = False) -> tuple[Batch | None, str | None]:
+    def _queued_in(
+        self, records: Sequence[Record], counts: Mapping[str, int] | None = None, kept: bool = False
+    ) -> tuple[Batch | None, str | None]:
         """The batch that holds these records now, None where they cannot be encoded; or why they cannot be queued."""
         try:
             rows, size = encode(records, () if self._db.shared else self._known)
         except (TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
-            if not (kept and len(records) > 1):
+            if not (kept and (len(records) > 1 or counts)):
                 self._lose(len(records), "a record cannot be encoded", error)
             return None, None
         batch = None
@@ -151,6 +157,7 @@ class Writer:
                     self._queue.append(batch)
                 for table, row in rows:
                     batch.tables[table].extend(row)
+                batch.counts.update(counts or {})
                 batch.count += len(records)
                 batch.kept += len(records) if kept else 0
                 batch.bytes += size
@@ -291,6 +298,7 @@ class Writer:
             self._db.begin()
             if isinstance(taken, Batch):
                 added = self._does.write_rows(taken.tables)
+                self._does.count(taken.counts)
             else:
                 taken.result = taken.do(self._does)
             counted = {name: value + added[name] for name, value in counted.items()}

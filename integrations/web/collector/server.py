@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -84,9 +84,11 @@ class Collector:
         def store() -> Response:
             batch = _read(self._unpacked(request, raw))
             app = self.apps.app(request.scope, batch.app)
-            self.counts.add("source_dropped_records", batch.dropped, app=app)
-            self.counts.add("source_sampled_calls", batch.sampled, app=app)
-            return json_response(self._stored(app, [record for part in batch.parts for record in part]))
+            left_out = {name: n for name in ("dropped", "sampled") if (n := getattr(batch, name))}
+            done = self._stored(app, [record for part in batch.parts for record in part], left_out)
+            self.counts.add("source_dropped_records", left_out.get("dropped", 0), app=app)
+            self.counts.add("source_sampled_calls", left_out.get("sampled", 0), app=app)
+            return json_response(done)
 
         return await self._aside(len(raw), store)
 
@@ -154,13 +156,14 @@ class Collector:
         finally:
             self.waiting -= size
 
-    def _stored(self, app: str, records: Sequence[Record]) -> dict[str, Any]:
-        """Commit records of an application. Raises RequestError (503) where the store does not take them."""
+    def _stored(self, app: str, records: Sequence[Record], left_out: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """Commit records of an application, and counts of what it left out. Raises RequestError (503) where the
+        store does not take them."""
         refused: Counter[str] = Counter()
         kept = admitted(records, app, self._path, refused)
         begun = time.monotonic()
         try:
-            self.store.commit(kept)
+            self.store.commit(kept, left_out)
         except CotuneError as error:
             self.counts.add("commits", outcome="failed")
             self.failing = True

@@ -85,6 +85,15 @@ def run(tmp_path):
     return tmp_path, ids
 
 
+def test_what_applications_left_out_is_shown(tmp_path):
+    with SqliteStore.open(tmp_path) as store:
+        store.commit([], {"dropped": 2, "sampled": 1200})
+    told = (
+        "0 records lost · 0 late rewards refused · 2 records dropped by applications · 1,200 calls left out by sampling"
+    )
+    assert told in " ".join(shown(tmp_path))
+
+
 def test_overview_and_list(run):
     path, ids = run
     lines = shown(path)

@@ -97,9 +97,7 @@ def test_whole_months_are_dropped(
     assert found[0] == found[1]
 
 
-def test_a_month_that_someone_reads_is_deleted_row_by_row(
-    postgres: Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_month_that_someone_reads_is_deleted_row_by_row(postgres: Server, caplog: pytest.LogCaptureFixture) -> None:
     with open_store(address := postgres.database()) as store, psycopg.connect(address) as backup:
         ids = fill(store)
         backup.execute("SELECT count(*) FROM calls").fetchall()  # its transaction stays open

@@ -238,7 +238,7 @@ def test_refused_rewards_outlive_the_writer(tmp_path):
     again.write([RewardRecord("C1.0", "late", 1.0)])
     again.flush()
     assert again.refused == 1
-    assert again.counters() == {"lost": 0, "refused": 1, "foreign": 0}
+    assert again.counters() == {"lost": 0, "refused": 1, "foreign": 0, "dropped": 0, "sampled": 0}
     assert again.rewards(["C1.0"]) == {"C1.0": {}}
     again.close()
 

@@ -307,6 +307,28 @@ def test_one_record_that_cannot_be_encoded_takes_no_other_with_it(store):
     assert store.has_episode("E1")
 
 
+def test_counts_of_what_never_came_are_kept_with_the_records(store):
+    large = Candidate(index=0, text="", message={}, token_ids=(2**40,))
+    store.commit([call(id="C2", candidates=(large,))], {"dropped": 1})
+    store.commit([call()], {"dropped": 3, "sampled": 40})
+    store.commit([], {"sampled": 2})
+    assert store.counters() == {"lost": 1, "refused": 0, "foreign": 0, "dropped": 4, "sampled": 42}
+
+
+def test_figures_of_calls_are_summed_by_role_and_model(store):
+    """At once, and after a number: what came since."""
+    use = Usage(10, 3)
+    four = tuple(Candidate(index=i, text="", message={}) for i in range(4))
+    store.commit([call(id=f"C{n}", step=n, turn=n, model="m", usage=use, latency=0.5, started=9.0) for n in range(3)])
+    store.commit([call("E2", "D1", role="a", model="m", started=8.0, candidates=four, status="error", policy=None)])
+    last, rows = store.use(0)
+    expected = [("a", "m", 1, 1, 1, 0, 0, 0.0, 4), ("navigator", "m", 3, 0, 3, 30, 9, 1.5, 0)]
+    assert rows == expected and last == store.newest()[0]
+    assert store.use(last) == (last, [])
+    store.commit([call("E3", "C4", model="other", usage=use)])
+    assert store.use(last) == (last + 1, [("navigator", "other", 1, 0, 1, 10, 3, 0.0, 0)])
+
+
 def test_an_episode_belongs_to_the_first_application_that_writes_for_it(store):
     store.commit([call("E1", "C1", app="desk", candidates=(Candidate(index=0, text="", message={}),))])
     store.commit([

@@ -74,7 +74,7 @@ def test_what_is_new_after_a_deletion(address: str, tmp_path: Path) -> None:
         assert [episode.id for episode in store.episodes(filters=filters)] == []
         filters = EpisodeFilters(new=(filters.new[1] if filters.new else (0, 0), store.marks()))
         assert [episode.id for episode in store.episodes(filters=filters)] == last
-        assert store.counters() == {"lost": 0, "refused": 0, "foreign": 0}
+        assert set(store.counters().values()) == {0}
 
 
 def test_by_app_version_and_time(address: str, tmp_path: Path) -> None:
