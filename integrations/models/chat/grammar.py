@@ -52,6 +52,7 @@ class Grammars:
         self._vocabulary = max(vocabulary, len(tokenizer))
         self._tokenizer: Any = None
         self._trials: Trials | None = None
+        self._spells = False
         self._compiled: BoundedCache[Any] = BoundedCache(COMPILED, COMPILED_BYTES)
         self._lock = threading.Lock()
         self.words = -(-self._vocabulary // 32)
@@ -83,6 +84,13 @@ class Grammars:
         Raises SamplerError for one that llguidance cannot read.
         """
         self.trials.open()
+
+    @property
+    def spells(self) -> bool:
+        """Whether the tokenizer can write any text: llguidance itself reads only those that can."""
+        with self._lock:
+            self._opened()
+            return self._spells
 
     def special(self, token: int) -> bool:
         """Whether a token stands outside of text: a grammar names it by its id."""
@@ -133,6 +141,7 @@ class Grammars:
         if self._tokenizer is None:
             self._tokenizer, described = _open(self._source, self._vocabulary)
             self._trials = Trials(described)
+            self._spells = "json" in described
         return self._tokenizer
 
 

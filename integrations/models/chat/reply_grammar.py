@@ -30,7 +30,9 @@ class Syntax:
     `call` gives what follows the mark that opens a tool call, from the function's name and the grammar of its
     arguments. `token` is the id of a mark that stands outside of text, None for one that is text. `think` are the
     marks of reasoning, None where replies have none; `thinking` says that the prompt has opened it. `ends` are end
-    tokens beside the tokenizer's own. `supports` says whether a grammar of its own can be made of a schema.
+    tokens beside the tokenizer's own. `supports` says whether a grammar of its own can be made of a schema. `spells`
+    says that the tokenizer can write any text. If it cannot, llguidance must not choose the tokens of fixed text: it
+    would allow only the token for unknown text, and then refuse it.
     """
 
     call_mark: str
@@ -40,6 +42,7 @@ class Syntax:
     think: tuple[str, str] | None = None
     thinking: bool = False
     ends: Sequence[int] = field(default=())
+    spells: bool = True
 
     def mark(self, text: str) -> str:
         """A mark as a grammar names it."""
@@ -77,7 +80,8 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     thought = _thought(syntax)
     end = f" ({' | '.join(f'<[{token}]>' for token in syntax.ends)})?" if syntax.ends else ""
     start = "start: " + ("thought " if thought and syntax.thinking else "thought? " if thought else "") + f"reply{end}"
-    return "\n".join(["%llguidance {}", start, f"reply: {reply}", *rules, *thought, ""])
+    options = "{}" if syntax.spells else '{"no_forcing": true}'
+    return "\n".join([f"%llguidance {options}", start, f"reply: {reply}", *rules, *thought, ""])
 
 
 def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> str:

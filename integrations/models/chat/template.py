@@ -296,6 +296,7 @@ class ChatTemplate:
             think=REASONING if reasons else None,
             thinking=tail.endswith(REASONING[0]),
             ends=[token for token in self.end_token_ids if token != self.tokenizer.eos_token_id],
+            spells=self._grammars.spells,
         )
 
     def _token(self, mark: str) -> int | None:

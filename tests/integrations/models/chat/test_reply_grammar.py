@@ -8,6 +8,8 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.models.chat import grammar
@@ -96,6 +98,30 @@ def test_strict_tools_leave_text_free_and_hold_calls() -> None:
     with pytest.raises(AssertionError):
         walk(format, {}, [GO, STAY], first='<tool_call>{"name": "go", "arguments": {}')
     walk(format, {}, [GO, STAY], first='<tool_call>{"name": "stay", "arguments": {}}')
+
+
+def phrases() -> ChatTemplate:
+    """Of a tokenizer with tokens for whole words and runs of signs, as `": "`, and none for a part of one, as `":`."""
+    words = ["<|pad|>", "?", "<|im_end|>", "assistant", "name", "go", "arguments", "to", "north", "south"]
+    signs = ["<|im_start|>", "<tool_call>", "</tool_call>", "\n", '{"', '": "', '", "', '": {"', '"}}']
+    inner = Tokenizer(models.WordLevel({text: i for i, text in enumerate([*words, *signs])}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|\n|[^\w\n]+"), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.add_tokens([text for text in (*words, *signs) if text.startswith("<")])
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>")
+    made.chat_template = tokenizer().chat_template
+    return ChatTemplate(made, [2])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_token_is_forced_where_a_tokenizer_has_none_for_the_text(seed: int) -> None:
+    ways = {"type": "object", "properties": {"to": {"enum": ["north", "south"]}}, "required": ["to"]}
+    tool = {"type": "function", "function": {"name": "go", "strict": True, "parameters": ways}}
+    format = phrases()
+    _, message, finish = format.parse(walk(format, {"tool_choice": "required"}, [tool], seed), tools=[tool])
+    assert finish == "tool_calls"
+    for call in message["tool_calls"]:
+        jsonschema.validate(json.loads(call["function"]["arguments"]), ways)
 
 
 def test_one_call_at_most() -> None:
