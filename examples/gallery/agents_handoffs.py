@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, handoff, set_tracing_disabled
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
 from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
 from openai import AsyncOpenAI
 
@@ -26,17 +26,14 @@ set_tracing_disabled(True)
 model = OpenAIChatCompletionsModel(model="desk", openai_client=AsyncOpenAI())
 
 
-def agent(name: str, instructions: str, handoffs: Sequence[Any] = ()) -> Agent:
+def agent(name: str, instructions: str, handoffs: Sequence[Agent] = ()) -> Agent:
     """An agent of the desk."""
     settings = ModelSettings(temperature=1, max_tokens=32)
     return Agent(name=name, instructions=instructions, model=model, model_settings=settings, handoffs=[*handoffs])
 
 
 teams = [agent(team, f"Greet the customer and say {team}.") for team in TOPICS]
-handoffs = [handoff(team) for team in teams]
-for to_team in handoffs:
-    to_team.strict_json_schema = False
-triage = agent("triage", "Hand the ticket to its team.", handoffs)
+triage = agent("triage", "Hand the ticket to its team.", teams)
 
 
 # What cotune adds

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic_ai import Agent, Tool
+from pydantic_ai import Agent
 from pydantic_ai.exceptions import UnexpectedModelBehavior, UsageLimitExceeded
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.usage import UsageLimits
@@ -36,7 +36,7 @@ clerk = Agent(
     OpenAIChatModel("shop"),
     name="clerk",
     system_prompt=SYSTEM,
-    tools=[Tool(search, strict=False), Tool(calculator, strict=False)],
+    tools=[search, calculator],
     model_settings={"temperature": 1, "max_tokens": 48},
 )
 
