@@ -65,7 +65,7 @@ for name in ("triage", *TOPICS):
         return warm.agrees(candidate, call, expert)
 
 
-def wrong(chance: random.Random) -> warm.Message:
+def wrong(chance: random.Random, messages: Sequence[Mapping[str, Any]]) -> warm.Message:
     """A hand-off or a greeting that is usually wrong."""
     team, greeting = chance.choice(sorted(TOPICS)), chance.choice([*GREETINGS.values()])
     return chance.choice([warm.calls(f"transfer_to_{team}"), warm.says(f"{greeting} {team}")])

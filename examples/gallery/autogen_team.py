@@ -79,7 +79,7 @@ for name in ("prices", "maths"):
         return warm.agrees(candidate, call, expert)
 
 
-def wrong(chance: random.Random) -> warm.Message:
+def wrong(chance: random.Random, messages: Sequence[Mapping[str, Any]]) -> warm.Message:
     """A call of one of the tools that is usually wrong."""
     item, sum_of = chance.choice(sorted(PRICE_OF)), f"{chance.randint(2, 9)} * {chance.randint(2, 9)}"
     return chance.choice([warm.calls("search", query=item), warm.calls("calculator", expression=sum_of)])

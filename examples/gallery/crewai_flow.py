@@ -91,7 +91,7 @@ for name in ("triage", "writer"):
         return warm.agrees(candidate, call, expert)
 
 
-def wrong(chance: random.Random) -> warm.Message:
+def wrong(chance: random.Random, messages: Sequence[Mapping[str, Any]]) -> warm.Message:
     """A team with or without a greeting: usually the wrong one."""
     team, greeting = chance.choice(sorted(TOPICS)), chance.choice([*GREETINGS.values()])
     return warm.says(chance.choice([team, f"{greeting} {team}"]))

@@ -71,7 +71,7 @@ def right_step(candidate: Candidate, call: Call, task: Question) -> float:
     return warm.agrees(candidate, call, expert)
 
 
-def wrong(chance: random.Random) -> warm.Message:
+def wrong(chance: random.Random, messages: Sequence[Mapping[str, Any]]) -> warm.Message:
     """A step that is usually wrong."""
     item, sum_of = chance.choice(sorted(PRICE_OF)), f"{chance.randint(2, 9)} * {chance.randint(2, 9)}"
     calls = [warm.calls("search", query=item), warm.calls("calculator", expression=sum_of)]

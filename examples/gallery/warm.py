@@ -37,6 +37,8 @@ from examples.tool_agent.provider import serving
 Message = dict[str, Any]
 Expert = Callable[[Sequence[Mapping[str, Any]]], Message]
 """The right answer to the messages of a request."""
+Wrong = Callable[[random.Random, Sequence[Mapping[str, Any]]], Message]
+"""A random answer to them that is usually wrong."""
 WARM_TASKS, TASKS, HELD_OUT = 160, 400, 100
 WARM_STEPS, STEPS = 300, 10
 MARKS = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
@@ -83,7 +85,7 @@ def _plain(text: str | None, tool_calls: Sequence[Mapping[str, Any]] | None) -> 
     return "" if called else (text or "").strip(), called
 
 
-def erring(expert: Expert, wrong: Callable[[random.Random], Message], share: float, seed: int) -> Expert:
+def erring(expert: Expert, wrong: Wrong, share: float, seed: int) -> Expert:
     """The expert with a share of wrong answers: the same ones for the same questions, in whatever order they come."""
     asked: Counter[str] = Counter()
 
@@ -91,7 +93,7 @@ def erring(expert: Expert, wrong: Callable[[random.Random], Message], share: flo
         text = json.dumps([messages, seed])
         asked[text] += 1
         chance = random.Random(f"{text} {asked[text]}")
-        return wrong(chance) if chance.random() < share else expert(messages)
+        return wrong(chance, messages) if chance.random() < share else expert(messages)
 
     return answers
 
@@ -178,8 +180,8 @@ def record(name: str, answers: Expert, tasks: Iterable[Mapping[str, Any]], out: 
         cotune("trace", f"{name}:solve", "--tasks", str(file), "--out", str(out), OPENAI_BASE_URL=url)
 
 
-def improve(name: str, wrong: Callable[[random.Random], Message], erring_in: float = 0.5) -> None:
-    """Take an application from a base model to a better one. `name` is its module; `wrong` makes a wrong answer."""
+def improve(name: str, wrong: Wrong, erring_in: float = 0.5) -> None:
+    """Take an application from a base model to a better one. `name` is its module."""
     parser = argparse.ArgumentParser(description=importlib.import_module(name).__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=STEPS)
