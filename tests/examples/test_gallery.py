@@ -1,4 +1,4 @@
-"""The gallery: applications of four frameworks, with an expert that solves every task; the long tests train each."""
+"""The gallery: applications of five frameworks, with an expert that solves every task; the long tests train each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_docs import ROOT
 
-GALLERY = ("crewai_flow", "autogen_team", "agents_handoffs", "pydantic_clerk")
+GALLERY = ("crewai_flow", "autogen_team", "agents_handoffs", "pydantic_clerk", "langgraph_supervisor")
 
 
 def run(*words: str, **environment: str) -> str:
