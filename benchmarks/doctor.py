@@ -77,8 +77,7 @@ async def sample(model: str, layout: str, sequences: int) -> int:
                 stem = f"base_model.model.{name}.lora_"
                 weights[f"{stem}A.weight"] = np.zeros((LORA.rank, module.in_features), np.float32)
                 weights[f"{stem}B.weight"] = np.zeros((module.out_features, LORA.rank), np.float32)
-    dtype = "float32" if layout == "full" else "auto"
-    sampler = await TransformersSampler.open(model, threads=1, prefix_cache=0, dtype=dtype)
+    sampler = await TransformersSampler.open(model, threads=1, prefix_cache=0, dtype="float32")
     lora = None if layout == "full" else LORA
     for version in (1, 2):
         weights = {name: np.asarray(array) + np.float32(1e-6) for name, array in weights.items()}
@@ -109,7 +108,7 @@ def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
     print(f"{'process':16} {'forecast, GB':>12} {'measured':>9} {'ratio':>6}")
     for layout in ("lora", "full"):
         config = configuration(model, layout, device="cpu", mini_batch=rows)
-        size = measure_folder(Path(model), LORA if layout == "lora" else None, "auto", machine.bfloat16)
+        size = measure_folder(Path(model), LORA if layout == "lora" else None, "float32", joined=True)
         load = Workload(row=PROMPT + RESPONSE, sequences=sequences, policies=1, shared=PROMPT * (GROUP - 1) / GROUP)
         for process, count in zip(processes({model: (size, load)}, config, machine), (rows, sequences), strict=True):
             real = measured(model, process.process, layout, count)

@@ -179,6 +179,14 @@ class SyncError(CotuneError):
     """Published weights did not arrive at the sampler as the learner sent them."""
 
 
+class GapError(SyncError):
+    """The sampler gives other log-probabilities than the learner: they differ by `gap` nats a token."""
+
+    def __init__(self, gap: float, cause: str, remedy: str = "") -> None:
+        self.gap = gap
+        super().__init__(cause, remedy)
+
+
 class AdapterError(CotuneError):
     """An export cannot be loaded: wrong base, wrong hash, missing or unknown role."""
 

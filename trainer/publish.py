@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cotune.algorithms.samples import TrainRow
-from cotune.errors import SyncError
+from cotune.errors import GapError, SyncError
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplingParams, Weights, fingerprint, publish_verified
@@ -140,10 +140,11 @@ async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
         gap = await sampled_gaps(sampler, proof.policy, probe, LONGER)
     mean, worst = float(gap.mean()), float(gap.max())
     if not mean <= probe.bound:
-        raise SyncError(
+        raise GapError(
+            mean,
             f"Policy {proof.policy}: sampler and trainer differ by {mean:.3g} nats a token (at most {worst:.3g}) over "
             f"{gap.size} tokens; the bound is {probe.bound:g}.",
-            "The sampler does not serve the weights that were sent, or one of both computes in lower precision: only "
-            'for the latter raise probe_bound, or set learner.dtype = "float32".',
+            "The sampler does not serve the weights that were sent, or one of both computes in lower precision. Only "
+            'in the latter case set learner.dtype = "float32", or raise probe_bound.',
         )
     return msgspec.structs.replace(proof, probe_gap_mean=mean, probe_gap_max=worst, probe_tokens=int(gap.size))

@@ -54,8 +54,8 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True):
-    """What `learner.dtype = "auto"` was found to be when the run began: the dtype, and the mean gap between sampler and
-    learner in bfloat16, in nats a token, where it was measured. `fell_back`: it was above `probe_bound`."""
+    """What `learner.dtype = "auto"` is for the run: the dtype, and the mean gap between sampler and learner in
+    bfloat16, in nats a token, where it was measured. `fell_back`: it was above `probe_bound`, at the start or later."""
 
     dtype: str
     gap: float | None = None

@@ -23,9 +23,9 @@ def has_bfloat16() -> bool:
     return bool(there) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def usual_dtype(parameters: int, device: str) -> str:
-    """The precision of products with a frozen model, float32 or bfloat16, where nobody has asked for one."""
-    return "bfloat16" if device == "cpu" and parameters >= LARGE and has_bfloat16() else "float32"
+def rounds_products(dtype: str | None, device: str) -> bool:
+    """Whether bfloat16 is the precision of products with frozen weights alone: the rest of the model is float32."""
+    return dtype == "bfloat16" and device == "cpu" and has_bfloat16()
 
 
 def pack(weight: Tensor) -> Tensor:

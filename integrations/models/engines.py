@@ -29,7 +29,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache: int | None = None
     """Bytes."""
     dtype: str | None = None
-    """Precision of the in-process engine: a torch name or "auto"."""
+    """Precision of the in-process engine: a torch name."""
     weights: EngineWeights = "lora"
     policies: int = 1
     """Adapters that are served at once, each in versions up to `staleness` steps apart."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
-from msgspec.structs import replace
-
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, check_bounds
 from cotune.runtime.memory import parse_size
@@ -59,10 +57,10 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
     """Precision of the forward pass. Trained weights and optimizer states are float32 in any case. On a GPU bfloat16 is
     faster and halves frozen weights; samplers there compute in bfloat16 either way, and sampler_gap_mean says how far
     both are apart. On a CPU with AVX512-BF16 or AMX it is the precision of matrix products alone, of the in-process
-    sampler too. "auto": bfloat16 there, if adapters are trained on a model of 16 million parameters or more and both
-    agree within `probe_bound` before the first step; else float32. What it was then holds for the whole run. It is not
-    the default, as no whole run has shown yet that learning is unharmed, and a gap near `probe_bound` may exceed it
-    later, which stops the run."""
+    sampler too. "auto": bfloat16 there, if adapters are trained on models of 16 million parameters or more and sampler
+    and learner agree within `probe_bound` before the first step; else float32. If they differ by more after a later
+    step, the run goes back to its last checkpoint and continues in float32; with "bfloat16" it stops. "auto" is not the
+    default, because no whole run has shown yet that learning is unharmed."""
 
     quantize: Literal["none", "4bit"] = "none"
     """4bit: the frozen base of adapters in four bits (QLoRA), on a GPU, in one process. The sampler keeps its own
@@ -99,11 +97,6 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
         """By name, the settings that need a GPU: the value, and the one that needs none."""
         values = {name: (getattr(self, name), usual) for name, usual in _WITHOUT_GPU.items()}
         return {name: (value, usual) for name, (value, usual) in values.items() if value != usual}
-
-
-def without_auto(settings: LearnerSettings) -> LearnerSettings:
-    """The settings with the dtype that "auto" is elsewhere than in one process on a CPU."""
-    return replace(settings, dtype="float32") if settings.dtype == "auto" else settings
 
 
 class Method(NamedTuple):

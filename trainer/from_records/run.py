@@ -21,7 +21,6 @@ from cotune.records.policies import Policies
 from cotune.storage.open_store import open_store
 from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import Precision
 from cotune.tables import plural
 from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
@@ -34,7 +33,7 @@ from cotune.trainer.from_records.pairs import read_pairs
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.open_run import open_local_learner
-from cotune.trainer.run.precision import keep_precision, kept_precision
+from cotune.trainer.run.precision import decide_precision
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import Run
 from cotune.trainer.run.run_folder import RunFolder
@@ -81,7 +80,7 @@ async def open_records_run(
     async with contextlib.AsyncExitStack() as stack:
         store = open_store(config.records.path, read_only=True)
         stack.callback(store.close)
-        config = kept_precision(folder, config)
+        config, _ = decide_precision(folder, config)
         say(f"reading the records of {store.address} ...")
         chosen, since = choose(folder, config.records, store)
         recorded = await asyncio.to_thread(_read, config, chosen)
@@ -92,7 +91,7 @@ async def open_records_run(
         _check_all_learn(policies, recorded, episodes)
         loss = _loss(config)
         say(f"loading the weights to train: {', '.join(policies.trained)} ...")
-        learner = _objective(config, await _open_learner(folder, config, workflow, policies, loss, stack, say))
+        learner = _objective(config, await _open_learner(config, workflow, policies, loss, stack, say))
         saved = load_checkpoint(folder.checkpoints)
         begun: list[str] = []
         notes = [_said(config, store, recorded, episodes, held_out), *recorded.notes, note, since]
@@ -200,7 +199,6 @@ def _objective(config: TrainConfig, learner: Learner) -> Objective:
 
 
 async def _open_learner(
-    folder: RunFolder,
     config: TrainConfig,
     workflow: Workflow,
     policies: Policies,
@@ -210,10 +208,7 @@ async def _open_learner(
 ) -> Learner:
     own = {one.name: Method(config.settings_of(one.name).learner, loss) for one in config.policy}
     if not config.cluster.address:
-        learner = await open_local_learner(config, policies, loss, own)
-        if config.learner.dtype == "auto":
-            keep_precision(folder, Precision(dtype=learner.dtype))
-        return learner
+        return await open_local_learner(config, policies, loss, own)
     from cotune.trainer.run.cluster import Cluster
 
     cluster = Cluster(config, workflow, "", stack, say)

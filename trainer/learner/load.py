@@ -13,7 +13,7 @@ from cotune.errors import ConfigError
 from cotune.integrations.models.folder.folder import loading, loading_weights, reading
 from cotune.integrations.models.folder.kinds import auto_class, beside_language, language_prefix
 from cotune.records.policies import ALL_LINEAR, Policies, PolicySpec
-from cotune.trainer.config.learner import LearnerSettings, Method, without_auto
+from cotune.trainer.config.learner import LearnerSettings, Method
 from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.memory.optimizer import quantization
 from cotune.trainer.learner.policy_model import PolicyModel
@@ -88,8 +88,7 @@ def needing_untrained(policies: Policies, loss: LossSpec, own: Mapping[str, Meth
 def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
     """A model that is not trained, in the learner's precision. Raises ConfigError, also where its output embedding is
     not all that makes its logits."""
-    device, settings = _device(settings.device), without_auto(settings)
-    network = _load(model, settings.dtype, device, settings)
+    network = _load(model, settings.dtype, _device(settings.device), settings)
     _check_head(network)
     return LogprobModel(network.requires_grad_(False), settings)
 

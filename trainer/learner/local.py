@@ -74,18 +74,17 @@ class LocalLearner:
     ) -> None:
         self._policies = dict(policies)
         self._methods = methods = {name: own.get(name, Method(settings, loss)) for name in policies}
-        self._group, self.dtype = group or SingleProcess(), settings.dtype
-        self._lock = threading.RLock()
+        self._group, self._lock = group or SingleProcess(), threading.RLock()
         self._tracer = Tracer(next(iter(policies.values())).device)
         self._seen: dict[str, Mapping[str, Seen]] = {}
         self._order = {name: torch.Generator().manual_seed(settings.seed) for name in policies}
         self._optimizers = {name: build_optimizer(of, methods[name].settings) for name, of in policies.items()}
         self._critic = Critic({name: (p.width, methods[name].loss) for name, p in policies.items()}, self._group)
         self._passes = choose_pass_sizes(self._policies.values(), settings, self._group)
-        trainable, optimizers = {name: policy.parameters() for name, policy in policies.items()}, self._optimizers
-        check_optimizers(trainable, optimizers)
+        trainable = {name: policy.parameters() for name, policy in policies.items()}
+        check_optimizers(trainable, self._optimizers)
         self._gradient_checks = {
-            name: GradientChecks(parameters, optimizers[name], self._group, dtype=settings.dtype)
+            name: GradientChecks(parameters, self._optimizers[name], self._group, dtype=settings.dtype)
             for name, parameters in trainable.items()
         }
 
@@ -98,7 +97,8 @@ class LocalLearner:
         check_hardware(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        return cls(*open_joined(model, policies, settings, needing_untrained(policies, loss, own)), loss, own=own)
+        models = open_joined(model, policies, settings, needing_untrained(policies, loss, own))
+        return cls(models, settings, loss, own=own)
 
     def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
         """Raises GroupError for unusable rows, LearnerError for one that does not fit into memory."""

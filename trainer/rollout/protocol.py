@@ -72,14 +72,14 @@ class LocalRunner:
         self.unlisted: Counter[str] = Counter()
         self.scoring: list[tuple[float, float]] | None = None
         self._workflow = workflow
-        self._sampler = sampler
+        self.sampler = sampler
         self._chats = chats
 
     async def run(self, batch: EpisodeBatch, responder: ResponderConfig | None) -> list[Episode]:
         """Run a batch: see `EpisodeRunner`."""
         if responder is None:
             return await rollout(self._workflow, batch)
-        answering = responder.responder(self._sampler, self._chats, self._workflow)
+        answering = responder.responder(self.sampler, self._chats, self._workflow)
         try:
             return await rollout(self._workflow, batch, answering)
         finally:

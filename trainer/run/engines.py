@@ -149,10 +149,10 @@ def _dtype(config: TrainConfig) -> str | None:
     """The in-process engine computes as the learner does, where both are on the CPU and that has bfloat16."""
     asked = config.learner.dtype
     if asked == "bfloat16":
-        from cotune.integrations.models.bfloat16 import has_bfloat16
+        from cotune.integrations.models.bfloat16 import rounds_products
 
-        return asked if has_bfloat16() else None
-    return asked if asked == "auto" or config.learner.device == "cpu" else None
+        return asked if rounds_products(asked, "cpu") else None
+    return asked if config.learner.device == "cpu" else None
 
 
 def policy_count(config: TrainConfig, model: str) -> int:

@@ -26,7 +26,7 @@ from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.engines import engine_sets, open_in_process
 from cotune.trainer.run.methods import bounded_loss, own_methods
-from cotune.trainer.run.precision import keep_precision, kept_precision, largest_gap, with_dtype
+from cotune.trainer.run.precision import check_precision, decide_precision, keep_precision, with_dtype
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import RolloutRun
@@ -52,7 +52,7 @@ async def open_run(
     """Open all parts, and restore the newest checkpoint. A run that has none looks at the application with a few
     episodes first, to find its roles."""
     say = progress.say
-    asked, config = config.learner.dtype, kept_precision(folder, config)
+    config, auto = decide_precision(folder, config)
     plan, recipes, why = config.resolve_plan(list(workflow.scorers))
     if plan.kind == "replay" and config.replay.freeze:
         start_freezing()
@@ -61,7 +61,7 @@ async def open_run(
         store = open_store(folder.records)
         stack.callback(store.close)
         cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
-        teachers = await open_teachers(config, stack, say)
+        teachers = await open_teachers(config if auto is None else with_dtype(config, "float32"), stack, say)
         sampler, chats = await _open_model(config, stack, cluster, say)
         if saved is None:
             with progress.activity.phase("look"):
@@ -85,27 +85,7 @@ async def open_run(
         if cluster is None:
             say(loading)
             learner = await open_local_learner(config, policies, loss, own)
-            if config.learner.dtype == "auto":
-                gap = None
-                if learner.dtype == "bfloat16":
-                    gap = await largest_gap(config, policies, sampler, learner, chats)
-                fell_back = gap is not None and not gap <= config.probe_bound
-                found = Precision(dtype="float32" if fell_back else learner.dtype, gap=gap, fell_back=fell_back)
-                keep_precision(folder, found)
-                config = with_dtype(config, found.dtype)
-                if fell_back:
-                    notes.append(f"warning: in float32, as in bfloat16 {_difference(gap, config)}")
-                    say(notes[-1])
-                    del learner
-                    await sampler.aclose()
-                    sampler = await open_in_process(config)
-                    stack.push_async_callback(sampler.aclose)
-                    learner = await open_local_learner(config, policies, loss, own)
-                elif gap is not None:
-                    notes.append(f"matrix products in bfloat16: {_difference(gap, config)}")
-            elif asked == "auto":
-                notes.append(f"matrix products in {learner.dtype}, as when the run began")
-            runner = LocalRunner(workflow, sampler, chats)
+            runner = local = LocalRunner(workflow, sampler, chats)
         else:
             sampler = await cluster.complete(policies)
             say(loading)
@@ -117,7 +97,14 @@ async def open_run(
         async def open_learner(policies: Policies) -> Learner:
             if cluster is not None:
                 return taught(await cluster.reopen_learner(policies, loss, own))
-            return taught(await open_local_learner(config, policies, loss, own))
+            return taught(await open_local_learner(run.config, policies, loss, own))
+
+        async def fall_back(gap: float) -> None:
+            keep_precision(folder, Precision(dtype="float32", gap=gap, fell_back=True))
+            run.config, run.fall_back = with_dtype(run.config, "float32"), None
+            await run.sampler.aclose()
+            run.sampler = local.sampler = await _open_sampler(run.config, stack)
+            await run.reopen_learner()
 
         run = RolloutRun(
             folder=folder,
@@ -140,6 +127,11 @@ async def open_run(
             state=Checkpoint(policies=policies),
         )
         del learner  # `reopen_learner` needs its memory
+        run.fall_back = fall_back if auto is not None and auto.dtype == "bfloat16" else None
+        if run.fall_back is not None and auto is not None and auto.gap is None:
+            run.notes = [*run.notes, await check_precision(run)]
+        elif auto is not None and saved is not None:
+            run.notes = [*run.notes, f"matrix products in {run.config.learner.dtype}, as when the run began"]
         if saved is not None:
             say(f"loading the checkpoint after {saved[0].steps} steps ...")
             run.notes = [*run.notes, *await restore(run, *saved)]
@@ -163,10 +155,6 @@ def _cluster(
     return Cluster(config, workflow, folder.workflow or import_path(workflow), stack, say)
 
 
-def _difference(gap: float | None, config: TrainConfig) -> str:
-    return f"sampler and learner differ by {gap:.2g} nats a token (probe_bound is {config.probe_bound:g})"
-
-
 async def open_local_learner(
     config: TrainConfig, policies: Policies, loss: LossSpec, own: Mapping[str, Method]
 ) -> LocalLearner:
@@ -187,9 +175,13 @@ async def _open_model(
         cluster.open_ray()
         chats = await loading
         return await cluster.open_sampler(), chats
+    return await _open_sampler(config, stack), await loading
+
+
+async def _open_sampler(config: TrainConfig, stack: contextlib.AsyncExitStack) -> Sampler:
     sampler = await open_in_process(config)
     stack.push_async_callback(sampler.aclose)
-    return sampler, await loading
+    return sampler
 
 
 def _load_chats(config: TrainConfig) -> ChatFormats:

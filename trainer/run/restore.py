@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.errors import LearnerLost, RunError
+from cotune.errors import GapError, LearnerLost, RunError
 from cotune.records.structs import PolicyRef
 from cotune.storage.checkpoints import checkpoint_name, latest_in, newest_checkpoint, step_folders
 from cotune.storage.open_store import open_store
@@ -122,10 +122,19 @@ async def begin_from(run: RolloutRun, source: str, names: Collection[str] | None
 
 @contextlib.asynccontextmanager
 async def recovery(run: RolloutRun, rollouts: RolloutPipeline[Any], report: StepReport) -> AsyncIterator[None]:
-    """Where a learner is lost within, open it again and go back to the last checkpoint. Raises LearnerLost when that
-    has happened too often, or there is no checkpoint yet."""
+    """Where a learner is lost within, open it again and go back to the last checkpoint. Do so in float32 where sampler
+    and learner came too far apart in a precision that nobody asked for. Raises LearnerLost when it was lost too
+    often."""
     try:
         yield
+    except GapError as error:
+        if run.fall_back is None:
+            raise
+        await rollouts.cancel()
+        report.restart()
+        report.progress.say(f"{error.cause} Going on in float32 from the last checkpoint.")
+        await run.fall_back(error.gap)
+        await _restore_newest(run, report)
     except LearnerLost as error:
         await rollouts.cancel()
         report.restart()
@@ -138,12 +147,16 @@ async def recovery(run: RolloutRun, rollouts: RolloutPipeline[Any], report: Step
         report.progress.say(
             f"{error.cause} Restarting it from the last checkpoint ({run.learner_restarts} of {LEARNER_RESTARTS})."
         )
-        saved = load_checkpoint(run.folder.checkpoints)
-        if saved is None:
-            raise
         await run.reopen_learner()
-        for note in await restore(run, *saved):
-            report.progress.say(note)
+        await _restore_newest(run, report)
+
+
+async def _restore_newest(run: RolloutRun, report: StepReport) -> None:
+    """`restore` within a run, which has a checkpoint from its first step on."""
+    saved = load_checkpoint(run.folder.checkpoints)
+    assert saved is not None
+    for note in await restore(run, *saved):
+        report.progress.say(note)
 
 
 async def add_new_roles(run: RolloutRun, report: StepReport) -> None:

@@ -91,6 +91,9 @@ class RolloutRun(Run):
     abandoned_versions: dict[str, int] = field(default_factory=dict)
     """By policy, the last version that was served before a rollback."""
     learner_restarts: int = 0
+    fall_back: Callable[[float], Awaitable[None]] | None = None
+    """With `learner.dtype = "auto"` in bfloat16: open sampler and learner again in float32, in their first state, as
+    both differ by so many nats a token."""
     _working: asyncio.Future[Any] | None = None
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -219,6 +220,18 @@ def context_length(model: str | Path) -> int:
     with reading(model):
         found = AutoConfig.from_pretrained(model, **loading()).get_text_config()
     return int(getattr(found, "max_position_embeddings", 1 << 20))
+
+
+def count_parameters(folder: Path) -> int:
+    """How many values the weights of a model folder have, by the heads of their files. Raises ConfigError."""
+    from safetensors import safe_open
+
+    count = 0
+    with reading(folder):
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "np") as tensors:
+                count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return count
 
 
 def folder_sees_images(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError
-from cotune.integrations.models.bfloat16 import LARGE, has_bfloat16, pack_linear_layers, usual_dtype
+from cotune.integrations.models.bfloat16 import LARGE, pack_linear_layers, rounds_products
 from cotune.integrations.models.engine_sampler import room_after
 from cotune.integrations.models.folder.folder import loading, loading_weights, reading
 from cotune.integrations.models.folder.kinds import auto_class, end_ids, sees_images
@@ -47,7 +47,10 @@ class DecodingEngine:
         end_token_ids: Sequence[int],
         source: ModelSource,
         emit: Callable[[list[Answer]], None],
+        *,
+        packed: bool = False,
     ) -> None:
+        """`packed`: multiply with the weights of the float32 `model` in bfloat16."""
         if not attention_only(model.config.get_text_config()):
             raise SamplerError(
                 f"The in-process sampler cannot serve {type(model).__name__}: not all its layers are full or sliding "
@@ -65,8 +68,8 @@ class DecodingEngine:
         self._tracer = Tracer(model.device)
         path = source.model if isinstance(source.model, str) else model.config.name_or_path
         self._images = ImageInputs(path) if sees_images(model.config) else None
-        self._packed = _packs(source, model)
-        if self._packed:
+        self._packed = packed
+        if packed:
             pack_linear_layers(model)
         self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes, self._tracer, self._images)
         self._batches = [self._base]
@@ -271,19 +274,21 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
 
     if source.threads is not None:
         torch.set_num_threads(source.threads)
-    model, tokenizer = source.model, source.tokenizer
+    model, tokenizer, packed = source.model, source.tokenizer, False
     if isinstance(model, str):
         disable_progress_bar()
         device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
         with reading(source.model):
-            model = _moved(_read(source.model, _held(source.dtype, device)), device)
+            packed = rounds_products(source.dtype, device)
+            usual = "float32" if packed or device == "cpu" else "bfloat16"
+            model = _moved(_read(source.model, usual if packed else source.dtype or usual), device)
             bare = Path(source.model).is_dir() and not any(Path(source.model).glob("tokenizer*"))
             if tokenizer is None and not bare:  # weights alone serve token ids, but no stop strings
                 tokenizer = AutoTokenizer.from_pretrained(source.model, **loading())
     ends = source.end_token_ids
     if ends is None:
         ends = end_ids(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))
-    return DecodingEngine(model, tokenizer, ends, source, emit)
+    return DecodingEngine(model, tokenizer, ends, source, emit, packed=packed)
 
 
 def _read(path: str, dtype: str) -> Any:
@@ -291,21 +296,6 @@ def _read(path: str, dtype: str) -> Any:
 
     kind = auto_class(AutoConfig.from_pretrained(path, **loading()))
     return kind.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights())
-
-
-def _held(asked: str | None, device: str) -> str:
-    """The dtype that a model is loaded in; weights that are packed for bfloat16 are so from float32."""
-    if device != "cpu":
-        return "bfloat16" if asked in (None, "auto") else str(asked)
-    return "float32" if asked in (None, "auto") or (asked == "bfloat16" and has_bfloat16()) else str(asked)
-
-
-def _packs(source: ModelSource, model: Any) -> bool:
-    """Whether the products of a model that was loaded from `source` are in bfloat16 on the CPU."""
-    if model.device.type != "cpu" or not isinstance(source.model, str) or model.dtype != torch.float32:
-        return False
-    usual = usual_dtype(model.num_parameters(), "cpu")
-    return source.dtype == "bfloat16" or (source.dtype == "auto" and usual == "bfloat16")
 
 
 def _moved(model: Any, device: str) -> Any:

@@ -48,12 +48,12 @@ class TransformersSampler(CalledSampler):
         """Load a model folder or hub id and start serving it; a loaded model is served by a thread only.
 
         `device` is "cpu" or "cuda" (default: a GPU where there is one), `dtype` a torch name (default: float32 on
-        CPU, bfloat16 on GPU) or "auto" (`models.bfloat16`: on a CPU that has it bfloat16 is the precision of products
-        alone), `threads` those on the CPU (default: torch's, the cores that are there; one for a small
-        model). `max_batch_rows` sequences are decoded at once at most, with at most `max_batch_tokens` key/value
-        columns in all. Prompts go on from the keys and values of earlier ones that began alike, of which
-        `prefix_cache` bytes are kept (0: none; default: 1/32 of the memory of the machine, or of the GPU). Raises
-        ConfigError for a model that cannot be loaded.
+        CPU, bfloat16 on GPU; on a CPU that has bfloat16 it is the precision of products alone), `threads` those on
+        the CPU (default: torch's, the cores that are there; one for a small model). `max_batch_rows` sequences are
+        decoded at once at most, with at most `max_batch_tokens` key/value columns in all. Prompts go on from the keys
+        and values of earlier ones that began alike, of which `prefix_cache` bytes are kept (0: none; default: 1/32 of
+        the memory of the machine, or of the GPU). Raises ConfigError for a model that cannot be
+        loaded.
         """
         if prefix_cache is not None and prefix_cache < 0:
             raise ConfigError("prefix_cache", prefix_cache, "must be a number of bytes, or 0 for none")

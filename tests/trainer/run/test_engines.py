@@ -134,7 +134,7 @@ def test_each_base_needs_a_server() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "there", "expected"),
-    [("float32", True, None), ("bfloat16", True, "bfloat16"), ("bfloat16", False, None), ("auto", True, "auto")],
+    [("float32", True, None), ("bfloat16", True, "bfloat16"), ("bfloat16", False, None)],
 )
 def test_the_in_process_engine_computes_as_the_learner(
     monkeypatch: pytest.MonkeyPatch, asked: str, there: bool, expected: str | None

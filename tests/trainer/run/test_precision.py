@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from cotune.errors import GapError
 from cotune.integrations.models import bfloat16
 from cotune.reading.facts import troubles
 from cotune.reading.run import OpenedRun
-from cotune.trainer.run import open_run
+from cotune.records.structs import PolicyRef
+from cotune.storage.run_layout import Precision, read_run
+from cotune.trainer import publish
+from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.publish import sampled_gaps
+from cotune.trainer.run import open_run, precision
 from cotune.trainer.run.checkpoint import load_checkpoint
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask, letters
@@ -32,6 +39,11 @@ def weights(run: Path) -> dict[str, np.ndarray]:
     return load_file(found[1] / "0.safetensors")
 
 
+def learned_in_bfloat16(trainer: Trainer, run: str = "run") -> list[bool]:
+    """By step, whether the learner's passes were in bfloat16: the gap alone does not tell, as processors differ."""
+    return ["lost_share_bfloat16" in line["policies"]["first"] for line in trainer.metrics(run)]
+
+
 def test_in_bfloat16_where_both_agree_and_to_the_bit_when_resumed(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,7 +52,8 @@ def test_in_bfloat16_where_both_agree_and_to_the_bit_when_resumed(
     trainer(app, policies="lora", steps=2, to="whole", learner=AUTO)
     said = " ".join(trainer.said.split())
     assert "matrix products in bfloat16: sampler and learner differ by" in said
-    assert 1e-5 < trainer.metrics("whole")[0]["policies"]["first"]["sampler_gap_mean"] < 0.05
+    assert learned_in_bfloat16(trainer, "whole") == [True, True]
+    assert trainer.metrics("whole")[0]["policies"]["first"]["sampler_gap_mean"] < 0.05
     trainer(app, policies="lora", steps=1, to="parts", learner=AUTO)
     monkeypatch.setattr(bfloat16, "LARGE", 10**9)  # what this machine would choose is float32
     trainer.resume(app, to="parts", steps=2)
@@ -50,11 +63,11 @@ def test_in_bfloat16_where_both_agree_and_to_the_bit_when_resumed(
 
 
 def test_in_float32_where_the_gap_is_above_its_bound(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def far_apart(*parts: object) -> float:
+    async def far_apart(run: object) -> float:
         return 0.2
 
     monkeypatch.setattr(bfloat16, "LARGE", 1)
-    monkeypatch.setattr(open_run, "largest_gap", far_apart)
+    monkeypatch.setattr(precision, "largest_gap", far_apart)
     app = application(one_call, first=letters)
     trainer(app, policies="lora", steps=1, probe_bound=0.1, learner=AUTO)
     said = " ".join(trainer.said.split())
@@ -67,3 +80,78 @@ def test_in_float32_where_the_gap_is_above_its_bound(trainer: Trainer, monkeypat
     trainer.resume(app, steps=2)  # the gap is not asked again
     assert "matrix products in float32, as when the run began" in " ".join(trainer.said.split())
     assert trainer.metrics()[1]["policies"]["first"]["sampler_gap_mean"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("there", "large", "more", "dtype"),
+    [
+        (True, True, {}, "bfloat16"),
+        (False, True, {}, "float32"),
+        (True, False, {}, "float32"),
+        (True, True, {"policies": "full"}, "float32"),
+        (True, True, {"cluster": {"address": "local"}}, "float32"),
+    ],
+)
+def test_auto_is_bfloat16_for_adapters_on_large_models_where_the_processor_has_it(
+    base: str, monkeypatch: pytest.MonkeyPatch, there: bool, large: bool, more: dict[str, object], dtype: str
+) -> None:
+    monkeypatch.setattr(bfloat16, "LARGE", 1 if large else 10**9)
+    config = convert({"model": base, "learner": AUTO, **more})
+    assert precision.auto_dtype(config, there=there) == dtype
+
+
+GAP = 0.0625
+
+
+def drifting(monkeypatch: pytest.MonkeyPatch, *, while_served: str) -> list[str]:
+    """Sampler and learner come apart with the second version, while the model served is of this dtype. Returns the
+    dtypes of the samplers that are opened."""
+
+    async def gaps(sampler: Any, policy: PolicyRef, *rest: Any) -> np.ndarray:
+        found = await sampled_gaps(sampler, policy, *rest)
+        apart = policy.version == 2 and while_served == served[-1]
+        return np.full_like(found, GAP) if apart else found
+
+    served: list[str] = []
+    opened = open_run._open_sampler
+
+    async def opening(config: TrainConfig, stack: Any) -> Any:
+        served.append(config.learner.dtype)
+        return await opened(config, stack)
+
+    monkeypatch.setattr(publish, "sampled_gaps", gaps)
+    monkeypatch.setattr(open_run, "_open_sampler", opening)
+    return served
+
+
+def test_auto_goes_on_in_float32_where_both_come_apart_later(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bfloat16, "LARGE", 1)
+    served = drifting(monkeypatch, while_served="bfloat16")
+    app = application(one_call, first=letters)
+    trainer(app, policies="lora", steps=3, learner=AUTO)
+    said = " ".join(trainer.said.split())
+    assert "differ by 0.0625 nats a token (at most 0.0625)" in said
+    assert "Going on in float32 from the last checkpoint." in said
+    assert [line["step"] for line in trainer.metrics()] == [0, 1, 2]
+    assert learned_in_bfloat16(trainer) == [True, False, False]
+    assert served == ["bfloat16", "float32"]
+    assert read_run(trainer.folder / "run").precision == Precision(dtype="float32", gap=GAP, fell_back=True)
+    with OpenedRun(trainer.folder / "run") as run:
+        assert [one.kind for one in troubles(run) if one.kind == "precision"] == ["precision"]
+
+
+@pytest.mark.parametrize(("dtype", "while_served"), [("bfloat16", "bfloat16"), ("auto", "float32")])
+def test_a_gap_stops_a_run_in_the_precision_that_was_asked_for(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, dtype: str, while_served: str
+) -> None:
+    """And one that stays in float32, which is no matter of precision."""
+    monkeypatch.setattr(bfloat16, "LARGE", 10**9)
+    drifting(monkeypatch, while_served=while_served)
+    app = application(one_call, first=letters)
+    with pytest.raises(GapError, match=r'set learner\.dtype = "float32"') as raised:
+        trainer(app, policies="lora", steps=3, learner={"dtype": dtype})
+    assert raised.value.gap == pytest.approx(GAP)
+    monkeypatch.undo()
+    if dtype == "bfloat16":  # as its remedy says
+        trainer.resume(app, **{"learner.dtype": "float32"})
+        assert learned_in_bfloat16(trainer) == [True, False, False]

@@ -20,6 +20,7 @@ from cotune.tables import BAD, grid
 from cotune.trainer.before.doctor.machine import Machine
 from cotune.trainer.before.doctor.model_size import ModelSize, measure_folder
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.run.precision import auto_dtype, with_dtype
 
 GB = 1e9
 LIBRARIES = {"learner": 0.60e9, "sampler": 0.50e9}
@@ -79,7 +80,10 @@ def plan_memory(
     candidates = 1 if config.plan.kind == "independent" else config.plan.k
     sequences = min(1024, config.concurrency * candidates)
     row = prompt + config.sampling.max_tokens
-    joined = None if learns_on_gpu(config, machine) or config.cluster.address else machine.bfloat16
+    bare = not learns_on_gpu(config, machine) and not config.cluster.address
+    if config.learner.dtype == "auto":
+        config = with_dtype(config, auto_dtype(config, there=bare and machine.bfloat16))
+    joined = bare and (config.learner.dtype == "float32" or machine.bfloat16)
     bases = {
         model: (
             measure_folder(folders[model], _adapter(config, names), config.learner.dtype, joined),

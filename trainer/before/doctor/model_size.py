@@ -46,7 +46,7 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         return layers + 4.0 * embeddings + 2.0 * heads * self.head
 
 
-def measure_folder(folder: Path, lora: LoraSpec | None, dtype: str, joined: bool | None = None) -> ModelSize:
+def measure_folder(folder: Path, lora: LoraSpec | None, dtype: str, joined: bool = False) -> ModelSize:
     """The size of the model in a folder, with an adapter or (None) for training all weights. Raises ConfigError."""
     from transformers import AutoConfig
 
@@ -56,31 +56,27 @@ def measure_folder(folder: Path, lora: LoraSpec | None, dtype: str, joined: bool
         return measure(AutoConfig.from_pretrained(folder, **loading()), lora, dtype, joined)
 
 
-def measure(config: Any, lora: LoraSpec | None, dtype: str, joined: bool | None = None) -> ModelSize:
+def measure(config: Any, lora: LoraSpec | None, dtype: str, joined: bool = False) -> ModelSize:
     """The size of a model of a transformers configuration.
 
-    `joined`: a learner of one process on a CPU has it, and whether that multiplies bfloat16 (None: another learner).
+    `joined`: a learner of one process on a CPU, where frozen layers and adapters are one step, with products in
+    `dtype`.
     """
     import torch
     from peft import LoraConfig, get_peft_model
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from cotune.integrations.models.bfloat16 import LARGE
     from cotune.integrations.models.folder.folder import loading
     from cotune.integrations.models.folder.kinds import auto_class, beside_language, sees_images
     from cotune.trainer.learner.memory.checkpointing import Checkpointing
     from cotune.trainer.learner.memory.products import join_layers
 
     text = config.get_text_config()
-    joins = joined is not None and lora is not None
-    dtype = "float32" if dtype == "auto" and not (joins and joined) else dtype
+    joins = joined and lora is not None
     held = getattr(torch, dtype) if lora and not joins else torch.float32
     with torch.device("meta"):
         network = auto_class(config).from_config(config, dtype=held, **loading()).eval()
     parameters = sum(p.numel() for p in network.parameters())
-    if joins:
-        large = parameters >= LARGE
-        dtype = "bfloat16" if joined and (dtype == "bfloat16" or (dtype == "auto" and large)) else "float32"
     adapter = 0
     if lora:
         chosen = LoraConfig(

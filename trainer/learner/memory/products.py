@@ -17,32 +17,27 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cotune.integrations.models.bfloat16 import has_bfloat16, usual_dtype
+from cotune.integrations.models.bfloat16 import rounds_products
 from cotune.records.policies import Policies
-from cotune.trainer.config.learner import LearnerSettings, without_auto
+from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.policy_model import PolicyModel
 
 
 def open_joined(
     model: str, policies: Policies, settings: LearnerSettings, reference: Container[str]
-) -> tuple[dict[str, PolicyModel], LearnerSettings]:
-    """The policies of a learner of one process (`open_policy_models`), and the settings with the precision that it
-    computes in. On the CPU each frozen layer and its adapters are one step."""
-    kinds = {spec.kind for spec in policies.specs.values() if spec.trained}
-    on_cpu = settings.device == "cpu" or (settings.device == "auto" and not torch.cuda.is_available())
-    rounds = on_cpu and settings.dtype == "bfloat16" and "full" not in kinds and has_bfloat16()
-    loaded = replace(settings, dtype="float32") if rounds else without_auto(settings)
+) -> dict[str, PolicyModel]:
+    """The policies of a learner of one process (`open_policy_models`). On the CPU each frozen layer and its adapters
+    are one step."""
+    frozen = all(spec.kind != "full" for spec in policies.specs.values() if spec.trained)
+    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = replace(settings, dtype="float32") if frozen and rounds_products(settings.dtype, device) else settings
     opened = open_policy_models(model, policies, loaded, reference=reference)
-    networks = {id(policy.network): policy for policy in opened.values()}
-    if not on_cpu or loaded.dtype != "float32" or "full" in kinds:
-        return opened, loaded
-    smallest = min(policy.network.num_parameters() for policy in networks.values())
-    dtype = usual_dtype(smallest, "cpu") if settings.dtype == "auto" else settings.dtype
-    for policy in networks.values():
-        join_layers(policy.network, getattr(torch, dtype))
-        policy.logprob_model.take_products(dtype)
-    return opened, replace(loaded, dtype=dtype)
+    if device == "cpu" and loaded.dtype == "float32" and frozen:
+        for policy in {id(policy.network): policy for policy in opened.values()}.values():
+            join_layers(policy.network, getattr(torch, settings.dtype))
+            policy.logprob_model.take_products(settings.dtype)
+    return opened
 
 
 def join_layers(network: Any, dtype: torch.dtype) -> None:

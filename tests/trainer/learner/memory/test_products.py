@@ -76,19 +76,12 @@ def test_a_learner_goes_on_in_bfloat16_to_the_bit(base: str, tmp_path: Path) -> 
 
 
 @ROUNDING
-@pytest.mark.parametrize(
-    ("there", "large", "dtype"), [(True, True, "bfloat16"), (False, True, "float32"), (True, False, "float32")]
-)
-def test_auto_is_bfloat16_for_large_models_where_the_processor_has_it(
-    base: str, monkeypatch: pytest.MonkeyPatch, there: bool, large: bool, dtype: str
-) -> None:
-    monkeypatch.setattr(bfloat16, "has_bfloat16", lambda: there)
-    monkeypatch.setattr(bfloat16, "LARGE", 1 if large else 10**9)
-    learner = opened(base, dtype="auto")
-    assert learner.dtype == dtype
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampler_and_learner_multiply_in_the_precision_that_is_asked_for(base: str, dtype: str) -> None:
+    learner = opened(base, dtype=dtype)
     layers = {p.dtype for name, p in learner._policies["a"].network.named_parameters() if "base_layer" in name}
     assert layers == {getattr(torch, dtype)}
-    engine = load(ModelSource(base, "cpu", "auto", 1, 16, 1 << 16, None, (0,)), lambda _: None)
+    engine = load(ModelSource(base, "cpu", dtype, 1, 16, 1 << 16, None, (0,)), lambda _: None)
     packed = [module for module in engine._base.model.modules() if isinstance(module, bfloat16.PackedLinear)]
     assert bool(packed) == (dtype == "bfloat16")
 
@@ -107,14 +100,13 @@ def test_logits_are_not_rounded() -> None:
 @ROUNDING
 @pytest.mark.slow
 def test_sampler_and_learner_agree_on_pretrained_weights(smollm2: Path) -> None:
-    learner = opened(smollm2, dtype="auto")
-    assert learner.dtype == "bfloat16"
+    learner = opened(smollm2, dtype="bfloat16")
     weights = {name: array + np.float32(0.01) * ("lora_B" in name) for name, array in learner.weights("a").items()}
     learner.adopt("a", weights)
     prompt = ChatTemplate.load(smollm2).render([{"role": "user", "content": "Tell me about rivers."}], None)
 
     async def measure() -> np.ndarray:
-        sampler = await TransformersSampler.open(smollm2, dtype="auto", host="thread", device="cpu")
+        sampler = await TransformersSampler.open(smollm2, dtype="bfloat16", host="thread", device="cpu")
         await sampler.publish(PolicyRef("a", 1), weights, SMALL)
         probe = Probe([prompt], lambda rows: learner.logprobs("a", rows))
         gaps = await sampled_gaps(sampler, PolicyRef("a", 1), probe, SamplingParams(max_tokens=32, seed=0))
@@ -132,4 +124,4 @@ def test_the_forecast_of_memory_knows_rounded_layers(base: str) -> None:
     assert size.rounded
     assert size.rounded_bytes(2) == pytest.approx(held + 4 * size.head, rel=0.02)
     assert size.token_bytes == pytest.approx(bytes_per_token(model, checkpointed=False), rel=0.1)
-    assert not measure_folder(Path(base), SMALL, "auto", joined=True).rounded  # far below 16 million parameters
+    assert not measure_folder(Path(base), SMALL, "float32", joined=True).rounded
