@@ -39,7 +39,11 @@ class FoundRuns:
             raise RunError("None of these runs can be read.", "The log above says why.")
 
     def look_again(self) -> None:
-        """Open the runs that are new in the folders."""
+        """Open the runs that are new in the folders, and leave out those that are gone. Raises nothing for either."""
+        for name, run in list(self.opened.items()):
+            if run.gone:  # a page may still read it: it is closed with its last user
+                self.opened.pop(name, None)
+                self._known.discard(run.path)
         self._open(strict=False)
 
     def _open(self, *, strict: bool) -> None:
@@ -52,7 +56,7 @@ class FoundRuns:
                     name = _name(source, base, self.opened)
                     self.opened[name] = OpenedRun(source, name)
                     self._known.add(whole)
-                except CotuneError as error:  # it may have just begun: the next look tries it again
+                except (CotuneError, OSError) as error:  # just begun, or just gone: the next look tries it again
                     if strict and base is None:
                         raise
                     if whole not in self._warned:
@@ -75,7 +79,7 @@ class FoundRuns:
                         f"There is no run at {path}.", "Name a run folder, a records file, or a folder of runs."
                     )
                 continue
-            found = sorted(_below(path, DEPTH), key=lambda one: one.stat().st_mtime)[-MOST_RUNS:]
+            found = sorted(_below(path, DEPTH), key=_changed)[-MOST_RUNS:]
             if strict and not found:
                 raise RunError(
                     f"{path} and the folders in it hold no run and no records.",
@@ -105,6 +109,13 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
             yield path
         elif depth > 1 and not path.is_symlink():
             yield from _below(path, depth - 1)
+
+
+def _changed(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:  # it is gone since
+        return 0.0
 
 
 def _is_source(path: Path) -> bool:

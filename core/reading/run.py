@@ -62,6 +62,11 @@ class OpenedRun:
         self.description  # noqa: B018
 
     @property
+    def gone(self) -> bool:
+        """Whether its folder or file is not there any more."""
+        return self._file is not None and not self.path.exists()
+
+    @property
     def store(self) -> Store:
         """The records. A run has none before its first episode, or if it learns from other records."""
         with self._lock:

@@ -128,21 +128,25 @@ def header(scope: Scope, name: bytes) -> bytes:
     return next((value for key, value in scope["headers"] if key == name), b"")
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The whole body. Raises RequestError when it is no JSON (415), longer than `limit` (413), or ends early (400)."""
+_SETTING = "--max-body sets the limit."
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, why: str = _SETTING) -> bytes:
+    """The whole body. Raises RequestError when it is no JSON (415), longer than `limit` (413), which `why` explains, or
+    ends early (400)."""
     kind = header(scope, b"content-type").split(b";")[0].strip().lower()
     if kind != b"application/json":
         raise RequestError(
             415, "The body must be sent as Content-Type: application/json.", code="unsupported_media_type"
         )
-    return await read_any(scope, receive, limit)
+    return await read_any(scope, receive, limit, why)
 
 
-async def read_any(scope: Scope, receive: Receive, limit: int) -> bytes:
+async def read_any(scope: Scope, receive: Receive, limit: int, why: str = _SETTING) -> bytes:
     """The whole body, whatever it is; raises as `read_body` does."""
     announced = header(scope, b"content-length")
     if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
-        raise _too_large(limit)
+        raise _too_large(limit, why)
     parts: list[bytes] = []
     size, more = 0, True
     while more:
@@ -153,7 +157,7 @@ async def read_any(scope: Scope, receive: Receive, limit: int) -> bytes:
         size += len(parts[-1])
         more = message.get("more_body", False)
         if size > limit:
-            raise _too_large(limit)
+            raise _too_large(limit, why)
     return b"".join(parts)
 
 
@@ -179,10 +183,10 @@ async def unless_gone(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
         watch.cancel()
 
 
-def _too_large(limit: int) -> RequestError:
+def _too_large(limit: int, why: str) -> RequestError:
     return RequestError(
         413,
-        f"The body is larger than {limit} bytes: --max-body sets the limit.",
+        f"The body is larger than {limit} bytes: {why}",
         code="body_too_large",
         headers={"connection": "close"},
     )

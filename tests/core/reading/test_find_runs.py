@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
+import httpx
 import pytest
 
+from cotune.integrations.web.viewer.server import viewing
+from cotune.reading import find_runs
 from cotune.reading.find_runs import FoundRuns
 from cotune.records.structs import Episode, Task
 from cotune.storage.run_layout import RECORDS
@@ -33,3 +37,23 @@ def test_a_run_that_could_not_be_read_yet_is_found_later(tmp_path: Path, caplog:
     found.look_again()
     assert sorted(found.opened) == ["begun", "old"]
     found.close()
+
+
+def test_a_run_that_goes_while_it_is_looked_for_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(tmp_path / "old")
+    found = FoundRuns([tmp_path])
+    monkeypatch.setattr(find_runs, "_below", lambda *_: [tmp_path / "old", tmp_path / "gone"])
+    found.look_again()
+    assert list(found.opened) == ["old"]
+    found.close()
+
+
+def test_a_run_that_is_deleted_leaves_the_list_and_may_come_back(tmp_path: Path) -> None:
+    for name in ("old", "other"):
+        record(tmp_path / name)
+    with viewing([tmp_path]) as server:
+        shutil.rmtree(tmp_path / "old")
+        page = httpx.get(f"{server.url}/?all=1")
+        assert page.status_code == 200 and "other" in page.text and "/run/old" not in page.text
+        record(tmp_path / "old")
+        assert "/run/old" in httpx.get(f"{server.url}/?all=1").text

@@ -99,6 +99,12 @@ def test_a_note_of_nothing_is_refused(url: str, copied: Path, body: object, stat
     assert post(url, body).status_code == status and not (copied / FILE).exists()
 
 
+def test_a_request_that_is_too_large_is_told_how_long_a_note_may_be(url: str) -> None:
+    refused = post(url, {"id": "x", "note": "x" * (1 << 17)})
+    said = refused.json()["error"]["message"]
+    assert refused.status_code == 413 and "at most 10,000 characters" in said and "--max-body" not in said
+
+
 def test_notes_are_labels_for_judges(url: str, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = a_call(copied)
     for index, score in enumerate((1, -1, -1, 1)):
