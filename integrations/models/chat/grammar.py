@@ -21,6 +21,8 @@ Bits = npt.NDArray[np.int32]
 
 COMPILED, COMPILED_BYTES = 128, 512 << 20
 """Most compiled grammars, and bytes of all of them, that are kept."""
+PRINTED = "".join(filter(str.isprintable, map(chr, range(256))))
+"""Latin-1 without control characters, some of which SmolLM2 cannot write."""
 _measuring = threading.Lock()
 """The process' memory tells what one grammar takes while no other is compiled."""
 
@@ -87,7 +89,7 @@ class Grammars:
 
     @property
     def spells(self) -> bool:
-        """Whether the tokenizer can write any text: llguidance itself reads only those that can."""
+        """Whether the tokenizer can write any text: its tokens are bytes, and it writes all of `PRINTED`."""
         with self._lock:
             self._opened()
             return self._spells
@@ -141,8 +143,13 @@ class Grammars:
         if self._tokenizer is None:
             self._tokenizer, described = _open(self._source, self._vocabulary)
             self._trials = Trials(described)
-            self._spells = "json" in described
+            self._spells = "json" in described and all(_writes(self._tokenizer, text) for text in PRINTED)
         return self._tokenizer
+
+
+def _writes(tokenizer: Any, text: str) -> bool:
+    written: bytes = tokenizer.decode_bytes(tokenizer.tokenize_str(text))
+    return written == text.encode()
 
 
 def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cotune.errors import RequestRefused, SamplerError
@@ -122,6 +122,18 @@ def test_no_token_is_forced_where_a_tokenizer_has_none_for_the_text(seed: int) -
     assert finish == "tool_calls"
     for call in message["tool_calls"]:
         jsonschema.validate(json.loads(call["function"]["arguments"]), ways)
+
+
+def test_a_reply_ends_where_a_tokenizer_lacks_the_character_that_must_come() -> None:
+    inner = Tokenizer(models.BPE(unk_token="?"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|pad|>", "?", "<|im_end|>"]
+    learned = trainers.BpeTrainer(vocab_size=99, special_tokens=special, show_progress=False)
+    inner.train_from_iterator(['{"x" 12}<tool_call>\n'], learned)
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>")
+    made.chat_template = tokenizer().chat_template
+    reply = walk(ChatTemplate(made, [2]), {"response_format": FORM})
+    assert made.decode(reply) == '{"x"<|im_end|>'
 
 
 def test_one_call_at_most() -> None:
