@@ -34,6 +34,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "options of a search for prompts": search_fields,
     "reasons": reasons,
     **{f"metrics of {of}": functools.partial(metrics, of) for of in ("candidates", "update", "records", "policies")},
+    "errors": lambda: "`make docs` writes the list.",
     "recipes": recipes,
     "formulas": formulas,
     "tested versions": (Path(__file__).parent / "tested_versions.txt").read_text,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import html
 import json
 import re
 import subprocess
@@ -53,3 +55,28 @@ def test_the_search_finds_commands_fields_figures_and_reasons(site: Path) -> Non
     asked |= {name for group in registry().values() for name in group}
     asked |= {"learner.lr", "plan.kind", "evaluation.keep_best", "cluster.address"}
     assert {name for name in asked if name not in text} == set()
+
+
+def words(text: str) -> str:
+    return " ".join(re.findall(r"\w+", text))
+
+
+def raised() -> set[str]:
+    """What stands word for word in the errors that are raised: pieces of four words and more."""
+    files = [file for layer in ("core", "integrations", "adapters", "trainer") for file in (ROOT / layer).rglob("*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
+    made = [node.exc for node in nodes if isinstance(node.exc, ast.Call)]
+    ours = ("ConfigError", "RunError", "RecordError", "AdapterError", "WorkflowError", "SamplerError", "RequestError")
+    told = [one for call in made if ast.unparse(call.func) in ours for arg in call.args for one in ast.walk(arg)]
+    found = [one.value for one in told if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    # A name of a page of the docs is a link there.
+    return {words(text) for text in found if len(words(text).split()) > 3 and "docs/" not in text}
+
+
+def test_the_search_finds_errors_by_the_words_that_stay_the_same(site: Path) -> None:
+    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    told = " ".join(one["text"] for one in found if one["location"].startswith("reference/errors"))
+    text = words(html.unescape(re.sub(r"</?\w+>", " ", told)))
+    asked = raised()
+    assert len(asked) > 500 and sorted(one for one in asked if one not in text) == []
+    assert "a group of one has no baseline" in text  # of a value that is given a name first
