@@ -241,7 +241,7 @@ class Sender:
             with self._guard:
                 self.sampled -= sampled
             if dropped:
-                log.warning("%d records were dropped, the oldest ones, as the spool %s was full.", dropped, self.folder)
+                log.warning("%d records were dropped: the spool %s was full, or damaged.", dropped, self.folder)
             if self._down:
                 log.warning("The collector %s takes records again.", self.url)
             self._down, self._pause = "", PAUSE[0]

@@ -7,6 +7,7 @@ not lose it. What a process leaves is adopted by the next one with the same fold
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import struct
 import threading
@@ -15,10 +16,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from cotune.errors import RunError
 from cotune.records.ids import new_id
 from cotune.storage.file_lock import FileLock
+
+log = logging.getLogger("cotune.collect")
 
 _HEAD = struct.Struct("<III")
 """Of a frame: its length, the records in it, and the CRC-32 of both and of what follows."""
@@ -39,6 +43,8 @@ class _Segment:
     """Bytes that were taken to be sent."""
     done: int = 0
     """Bytes that are acknowledged."""
+    damaged: int = 0
+    """Bytes up to the end of the last damaged part that was counted."""
     records: int = 0
     """Records in it that are not acknowledged, about."""
     frames: deque[bytes] = field(default_factory=deque)
@@ -52,8 +58,8 @@ class Spool:
         made, or its owner lives."""
         self.folder = folder
         self.dropped = 0
-        """Records that were dropped as the spool was full, and not told to the collector yet. Those of a batch that was
-        on its way are among them, although they may have arrived."""
+        """Records that were dropped as the spool was full, or that the disk has damaged, and not told to the collector
+        yet. Those of a batch that was on its way are among them, although they may have arrived."""
         self.failure = ""
         """Why the disk took no frame at the last attempt."""
         self._part = max(1, bound // _PARTS)
@@ -120,7 +126,7 @@ class Spool:
                 if self._file is not None and len(self._segments) == 1:
                     if segment.size:
                         os.ftruncate(self._file, 0)
-                    segment.size = segment.taken = segment.done = segment.records = 0
+                    segment.size = segment.taken = segment.done = segment.damaged = segment.records = 0
                     break
                 self._segments.popleft()
                 with contextlib.suppress(OSError):
@@ -212,7 +218,7 @@ class Spool:
             assert oldest.path is not None
             dropped = oldest.records
             with contextlib.suppress(OSError):
-                dropped = dropped or sum(records for _, records in _frames(oldest.path, 0, oldest.size))
+                dropped = dropped or sum(frame.records for frame in _frames(oldest.path, 0, oldest.size))
                 oldest.path.unlink()
             self.dropped += dropped
 
@@ -227,14 +233,19 @@ class Spool:
                     yield frame[_HEAD.size :]
                 at += len(frame)
             return
-        for body, _ in _frames(segment.path, segment.taken, end):
+        for frame in _frames(segment.path, segment.taken, end):
             if most <= 0:
                 return
-            segment.taken += _HEAD.size + len(body)
-            most -= len(body)
-            yield body
-        if most > 0 and segment.taken < end:  # a frame that its process did not finish, or that the disk changed
-            self.dropped += 1 if segment.path.exists() else 0
+            if frame.body is None and frame.end > segment.damaged:
+                text = "The spool %s is damaged from byte %d to %d: at least %d of its records are lost."
+                log.error(text, segment.path, segment.taken, frame.end, frame.records)
+                self.dropped += frame.records
+                segment.damaged = frame.end
+            segment.taken = frame.end
+            if frame.body is not None:
+                most -= len(frame.body)
+                yield frame.body
+        if most > 0:  # where the file is gone
             segment.taken = end
 
 
@@ -255,24 +266,56 @@ def _new(folder: Path) -> tuple[str, FileLock]:
     return name, _lock(folder, name)
 
 
-def _frames(path: Path, start: int, end: int) -> Iterator[tuple[bytes, int]]:
-    """The whole frames of a file from one place to another."""
+class _Frame(NamedTuple):
+    """A frame that ends at byte `end` of a file; or, without a body, what lies before the next whole one, of which so
+    many records at least are lost."""
+
+    body: bytes | None
+    records: int
+    end: int
+
+
+def _frames(path: Path, start: int, end: int) -> Iterator[_Frame]:
+    """The frames of a file from one place to another, and the damaged parts between them."""
     try:
         file = path.open("rb")
     except FileNotFoundError:  # dropped meanwhile
         return
     with file:
-        file.seek(start)
-        while start + _HEAD.size <= end:
-            head = file.read(_HEAD.size)
-            if len(head) < _HEAD.size:
-                return
-            length, records, crc = _HEAD.unpack(head)
-            start += _HEAD.size + length
-            body = file.read(length) if start <= end else b""
-            if len(body) < length or zlib.crc32(body, zlib.crc32(head[:8])) != crc:
-                return
-            yield body, records
+        while start < end:
+            frame = _frame(file, start, end) or _damaged(file, start, end)
+            yield frame
+            start = frame.end
+
+
+def _frame(file: BinaryIO, start: int, end: int) -> _Frame | None:
+    file.seek(start)
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return None
+    length, records, crc = _HEAD.unpack(head)
+    at = start + _HEAD.size + length
+    body = file.read(length) if at <= end else b""
+    whole = len(body) == length and zlib.crc32(body, zlib.crc32(head[:8])) == crc
+    return _Frame(body, records, at) if whole else None
+
+
+def _damaged(file: BinaryIO, start: int, end: int) -> _Frame:
+    """From a frame that its process did not finish, or that the disk changed, to the next whole one."""
+    file.seek(start)
+    data = memoryview(file.read(end - start))
+    at = next((at for at in range(1, len(data) - _HEAD.size) if _is_frame(data[at:])), len(data))
+    length, records, _ = _HEAD.unpack(data[: _HEAD.size]) if len(data) >= _HEAD.size else (0, 0, 0)
+    known = _HEAD.size + length == at or (at == len(data) < _HEAD.size + length)
+    return _Frame(None, records if known and 0 < records <= length else 1, end if at == len(data) else start + at)
+
+
+def _is_frame(data: memoryview) -> bool:
+    """Whether these bytes begin with a whole frame. A record takes a byte at least, which tells most of them apart
+    without their sum."""
+    length, records, crc = _HEAD.unpack_from(data)
+    rest = data[_HEAD.size : _HEAD.size + length]
+    return 0 < records <= length == len(rest) and zlib.crc32(rest, zlib.crc32(data[:8])) == crc
 
 
 def abandoned(folder: Path, own: str, bound: int) -> Iterator[Spool]:

@@ -10,7 +10,7 @@ _KINDS = {
     "records": "Records that were stored, by application and kind.",
     "refused_records": "Records that were not stored, by reason.",
     "left_out_spans": "Spans of OTLP requests that could not be mapped, by reason.",
-    "source_dropped_records": "Records that applications dropped, as their spools were full.",
+    "source_dropped_records": "Records that applications dropped, as their spools were full or damaged.",
     "source_sampled_calls": "Calls that sampling rates left out.",
     "bytes": "Bytes of bodies, as they came and unpacked.",
     "commit_seconds": "Seconds in commits, all together.",

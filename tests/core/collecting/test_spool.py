@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import fcntl
+import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -88,16 +90,74 @@ def test_what_a_process_left_is_adopted_without_its_torn_end(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_frame_is_not_sent(tmp_path: Path) -> None:
+WRITTEN = [b"%d" % number * 50 for number in range(6)]
+"""Frames of 62 bytes, of 7 records each."""
+
+
+@pytest.mark.parametrize(
+    ("damage", "lost", "kept"),
+    [
+        (lambda text: text.replace(b"2" * 50, b"2" * 49 + b"x"), 7, {2}),
+        (lambda text: text.replace(b"2" * 50, b"2" * 49 + b"x").replace(b"3" * 50, b"x" * 50), 1, {2, 3}),
+        (lambda text: text[:62] + b"\xff" * 12 + text[74:], 1, {1}),  # a head
+        (lambda text: text[:70] + bytes(100) + text[170:], 1, {1, 2}),  # a hole
+        (lambda text: text[:70] + text[75:], 1, {1}),  # bytes that are missing
+        (lambda text: text[:130] + b"noise" + text[130:], 1, {2}),
+        (lambda text: bytes(20) + text[20:], 1, {0}),
+        (lambda text: text[:-1], 7, {5}),
+        (lambda text: text[:-60], 1, {5}),
+        (lambda text: text[:-62] + bytes(62), 1, {5}),
+        (lambda text: bytes(len(text)), 1, {0, 1, 2, 3, 4, 5}),
+    ],
+)
+def test_damage_costs_its_own_frames_alone(
+    tmp_path: Path, damage: Callable[[bytes], bytes], lost: int, kept: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`kept` are the frames that are not; where a frame's head is whole and no other one is damaged, all of its records
+    are counted. What is taken again is not counted again."""
     left = Spool(tmp_path, BOUND)
-    left.add(b"one", 1)
-    left.add(b"two", 1)
+    for body in WRITTEN:
+        left.add(body, 7)
     left._lock.release()
     (path,) = tmp_path.glob("*.frames")
-    path.write_bytes(path.read_bytes().replace(b"two", b"twx"))
+    path.write_bytes(damage(path.read_bytes()))
     (found,) = abandoned(tmp_path, "", BOUND)
-    assert (found.take(100), found.dropped) == ([b"one"], 1)
+    expected = [body for number, body in enumerate(WRITTEN) if number not in kept]
+    for _ in range(3):
+        assert (found.take(1 << 20), found.dropped) == (expected, lost)
+        found.again()
+    found.take(1 << 20)
+    found.acknowledge()
+    assert found.waiting == 0
     found.close()
+    assert caplog.text.count("is damaged from byte") == 1 and f"at least {lost} of its records are lost" in caplog.text
+
+
+def test_random_damage_costs_few_frames(tmp_path: Path) -> None:
+    """Bytes are changed, one after another: frames that they do not lie in come all the same."""
+    rng = random.Random(5)
+    for number in range(60):
+        left = Spool(tmp_path, 1 << 20)
+        bodies = [rng.randbytes(rng.randrange(1, 300)) for _ in range(40)]
+        for body in bodies:
+            left.add(body, 1)
+        left._lock.release()
+        (path,) = tmp_path.glob("*.frames")
+        text, struck = bytearray(path.read_bytes()), set()
+        ends = list(itertools.accumulate(12 + len(body) for body in bodies))
+        for _ in range(number % 6):
+            at = rng.randrange(len(text))
+            text[at] ^= rng.randrange(1, 256)
+            struck.add(bisect.bisect_right(ends, at))
+        path.write_bytes(text)
+        (found,) = abandoned(tmp_path, "", 1 << 20)
+        untouched = [body for at, body in enumerate(bodies) if at not in struck]
+        taken = found.take(1 << 20)
+        assert [body for body in taken if body in untouched] == untouched and len(taken) <= len(bodies)
+        assert (found.dropped > 0) == (len(taken) < len(bodies)) and found.dropped <= len(bodies) - len(taken)
+        found.acknowledge()
+        found.close()
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_spool_whose_process_lives_is_left_alone(spool: Spool, tmp_path: Path) -> None:
