@@ -1,7 +1,8 @@
 """Records of several applications in one transaction: whose episode is it, and which episodes does a key name?
 
 The first application that wrote a call or the end of an episode owns it. Records that another one writes for it are
-left out. Rewards may come before their episode: those of another application are taken back when it comes.
+left out, and so are calls under the id of another one's call. Rewards may come before their episode: those of another
+application are taken back when it comes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def leave_out_others(execute: Execute, tables: Tables) -> int:
     given = [row for table in ("rewards", "feedback") for row in tables[table]]
     targets = {row[0] for row in given if not row[0].startswith(KEY)}
     parents = {target: call for target in targets if (call := target.rpartition(".")[0])}
-    stored = among(execute, "SELECT id, episode FROM calls", "id", parents.values())
+    coming = {row[0] for row in calls}
+    stored = among(execute, "SELECT id, episode, app FROM calls", "id", coming | {*parents.values()})
+    taken = {id: app for id, _, app in stored}
     of_call: dict[str, str] = {row[0]: row[1] for row in [*calls, *stored]}
     episode_of = {target: of_call.get(parents.get(target, ""), target) for target in targets}
     ids = {row[1] for row in calls} | {row[0] for row in episodes} | set(episode_of.values())
@@ -63,6 +66,7 @@ def leave_out_others(execute: Execute, tables: Tables) -> int:
         at = AT[table]
         # A record without an application is one of the process's own, which may reward what it records.
         tables[table][:] = [row for row in tables[table] if not row[at] or of(row) in (None, row[at])]
+    calls[:] = [row for row in calls if row[AT["calls"]] in ("", taken.get(row[0], row[AT["calls"]]))]
     early = {id: owners[id] for id in arriving}
     early |= {f"{row[0]}.{i}": owners[row[1]] for row in calls for i in range(row[_DRAWN])}
     refused = before - sum(map(len, tables.values()))

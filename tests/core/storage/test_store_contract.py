@@ -345,6 +345,13 @@ def test_an_episode_belongs_to_the_first_application_that_writes_for_it(store):
     assert store.foreign == 5 == store.counters()["foreign"]
 
 
+def test_a_call_under_the_id_of_another_applications_call_is_counted(store):
+    store.commit([call("E1", "C1", app="desk")])
+    store.commit([call("E2", "C1", app="shop"), call("E2", "C2", app="shop"), call("E1", "C1", app="desk")])
+    assert [c.id for c in store.calls("E2")] == ["C2"] and store.calls("E1")[0].app == "desk"
+    assert store.foreign == 1
+
+
 def test_a_reward_of_another_application_that_came_before_the_episode_does_not_count(store):
     store.commit([RewardRecord("E1", "r", 9.0, 1.0, "shop"), RewardRecord("C1.0", "r", 9.0, 1.0, "shop")])
     store.commit([RewardRecord("E1", "r2", 1.0, 1.0, "desk")])
