@@ -21,7 +21,15 @@ from cotune.integrations.apps.openai.chat_request import ChatRequest
 from cotune.integrations.apps.openai.forms import CHAT
 from cotune.integrations.web.http.bodies import read_json
 from cotune.integrations.web.http.limits import BodyLimits
-from cotune.integrations.web.http.requests import Access, ClientGone, RequestError, refusal, unless_gone
+from cotune.integrations.web.http.requests import (
+    Access,
+    ClientGone,
+    RequestError,
+    header,
+    own_key,
+    refusal,
+    unless_gone,
+)
 from cotune.prompts.edits import Prompts
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Nowhere, Sink
@@ -70,7 +78,7 @@ class ChatEndpoint:
         self._recording = recording
         self._episode = self._opened(Recording(Nowhere()))
 
-    def _opened(self, recording: Recording) -> LiveEpisode:
+    def _opened(self, recording: Recording, key: str = "") -> LiveEpisode:
         task = Task(id="serve", input=None)
         return LiveEpisode(
             recording.sink,
@@ -79,6 +87,7 @@ class ChatEndpoint:
             prompts=self._prompts,
             redactors=recording.redactors,
             app=recording.app,
+            key=key,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +112,7 @@ class ChatEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = await read_json(scope, receive, self.access, ChatRequest, self.limits)
-        call = self._call(request)
+        call = self._call(request, own_key(header(scope, b"x-cotune-key")))
         try:
             content, kind = await unless_gone(receive, functools.partial(self._answer, request, call))
         except ClientGone:
@@ -122,14 +131,15 @@ class ChatEndpoint:
             headers |= {"x-cotune-episode": call.episode.id, "x-cotune-call": call.id}
         await Response(content, headers=headers)(scope, receive, send)
 
-    def _call(self, request: ChatRequest) -> LiveCall:
-        """The call of a request, which is recorded once it has ended where requests are."""
+    def _call(self, request: ChatRequest, key: str) -> LiveCall:
+        """The call of a request, which is recorded once it has ended where requests are, in an episode that the
+        application calls `key`."""
         found = self.find(request.model)
         # A further name of a role is that role's: its prompts are edited too.
         role = found.name if request.model in self.local.served else request.model
         asked, caller = msgspec.structs.asdict(request), CallerContext(role, "serve", given=True)
         if self._recording is not None:
-            call = self._opened(self._recording).start(caller, asked)
+            call = self._opened(self._recording, key).start(caller, asked)
         else:
             call = LiveCall(self._episode, caller, 0, 0, asked)
             self._episode.edit(call, asked)

@@ -16,6 +16,7 @@ from cotune.adapters.conversations import LocalResponder
 from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
 from cotune.adapters.prompts import prompts_for
 from cotune.episodes.episode import activators
+from cotune.episodes.later_feedback import check_key
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.tracing import Trace
 from cotune.errors import ConfigError, CotuneError
@@ -39,6 +40,7 @@ def deployed(
     any_prompts: bool = False,
     records: str | Path | None = None,
     app: str = "",
+    key: str = "",
     redactor: Redactor | None = None,
 ) -> Deployment:
     """Answer every LLM call that the application makes inside by the policy of its role, from an export.
@@ -55,7 +57,8 @@ def deployed(
 
     With `records`, the address of a store or of a collector (for the application `app`), the calls are recorded as
     those of a `cotune.trace`, with policy, version, token ids and log-probabilities, after `redactor`. The `with` is
-    one episode, and so is each `deployment.here()`. `deployment.trace` is the trace of the `with`.
+    one episode, which the application calls `key` itself, and so is each `deployment.here(key=...)`.
+    `deployment.trace` is the trace of the `with`.
 
     A `with` covers the code inside it, and threads and tasks started there. Elsewhere in the process (a web
     server's request handlers) use `with deployment.here():`. Raises AdapterError, ConfigError, SyncError.
@@ -71,8 +74,10 @@ def deployed(
     if source is None and prompts is None:
         raise ConfigError("source", None, "is missing", "Name an export, or pass prompts= for the provider to answer.")
     chosen = prompts_for(source, prompts, any_prompts=any_prompts)
+    if key and records is None:
+        raise ConfigError("key", key, "has no effect without records", "Pass records=, or leave it out.")
     tracing = None if records is None else functools.partial(Trace, records, app=app, redactor=redactor)
-    return Deployment(source, base, given, roles_function(roles), chosen, tracing)
+    return Deployment(source, base, given, roles_function(roles), chosen, tracing, check_key(key))
 
 
 class Deployment:
@@ -86,6 +91,7 @@ class Deployment:
         roles: RolesFunction | None,
         prompts: Prompts | None = None,
         tracing: Callable[..., Trace] | None = None,
+        key: str = "",
     ) -> None:
         self.source = source
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -108,18 +114,20 @@ class Deployment:
         self._lock = threading.Lock()
         self._entered: Token[LiveEpisode | None] | None = None
         self._tracing = tracing
+        self._key = key
         self.trace: Trace | None = None
         """The trace of the `with`, where its calls are recorded."""
 
     @contextlib.contextmanager
-    def here(self, *, task: Any = None) -> Iterator[Trace | None]:
+    def here(self, *, task: Any = None, key: str = "") -> Iterator[Trace | None]:
         """Answer the calls made inside, in the current thread or task; the deployment must be open. Where calls are
-        recorded, these are an episode of their own, of the `task`, whose trace is given."""
+        recorded, these are an episode of their own, of the `task`, whose trace is given, and which the application
+        calls `key`."""
         with recording(self._episode()):
             if self._tracing is None:
                 yield None
             else:
-                with self._tracing(task=task, name="deployed") as trace:
+                with self._tracing(task=task, name="deployed", key=key) as trace:
                     yield trace
 
     def __enter__(self) -> Deployment:
@@ -171,7 +179,7 @@ class Deployment:
         carry_context(callers=self._roles is not None)
         self._entered = current_episode.set(self._episode())
         if self._tracing is not None:
-            self.trace = self._tracing(name="deployed").__enter__()
+            self.trace = self._tracing(name="deployed", key=self._key).__enter__()
 
     def _left(self, *exc: Any) -> LocalPolicies | None:
         assert self._opened and self._entered is not None

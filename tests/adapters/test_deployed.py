@@ -21,7 +21,7 @@ import cotune
 from cotune.adapters.deployed import Deployment
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import serving_local
-from cotune.errors import AdapterError, CotuneError
+from cotune.errors import AdapterError, ConfigError, CotuneError
 from cotune.recording.context import current_episode
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams
@@ -234,14 +234,17 @@ def test_a_broken_export_is_refused_and_leaves_no_thread(tmp_path: Path) -> None
 
 def test_calls_are_recorded_with_policy_version_and_tokens(app: App, export: Path, tmp_path: Path) -> None:
     records = tmp_path / "records.db"
-    with cotune.deployed(export, records=records, redactor=lambda message: message) as opened:
+    with pytest.raises(ConfigError, match="key = 'night' has no effect without records"):
+        cotune.deployed(export, key="night")
+    with cotune.deployed(export, records=records, key="night", redactor=lambda message: message) as opened:
         asyncio.run(app.run())
-        with opened.here(task={"id": "order-7"}) as trace:
+        with opened.here(task={"id": "order-7"}, key="order-7") as trace:
             asyncio.run(app.run())
             trace.reward(0.5)
     with open_store(records, read_only=True) as store:
         outer, inner = store.episodes()
         assert (outer.workflow, inner.task.id, inner.id) == ("deployed", "order-7", trace.id)
+        assert (outer.key, inner.key) == ("night", "order-7")
         assert store.rewards([inner.id]) == {inner.id: {"team": 0.5}}
         for episode in (outer, inner):
             planner, writer, judge = store.calls(episode.id)

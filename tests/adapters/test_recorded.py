@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+import cotune
 from cotune.collecting import sender as senders
 from cotune.integrations.web.collector.apps import Apps
 from cotune.integrations.web.collector.server import running_collector
@@ -53,6 +54,19 @@ def test_served_answers_are_recorded_in_a_store(tmp_path: Path) -> None:
         assert [store.message(name) for name in call.messages] == HELLO
         assert (failed.status, store.calls(failed.id)[0].status) == ("error", "timeout")
         assert store.calls(streamed.id)[0].streamed
+
+
+def test_served_answers_are_rewarded_by_the_applications_own_key(tmp_path: Path) -> None:
+    store_at = tmp_path / "records.db"
+    with scripted(records=store_at, app="desk") as (endpoint, _):
+        ask(endpoint.url, extra_headers={"X-Cotune-Key": "order-7"})
+        for bad in ("x" * 201, b"caf\xe9"):
+            with pytest.raises(openai.BadRequestError, match="X-Cotune-Key is at most 200 printable characters"):
+                ask(endpoint.url, extra_headers={"X-Cotune-Key": bad})
+    cotune.feedback(key="order-7", reward=1.0, records=store_at, app="desk")
+    with open_store(store_at, read_only=True) as store:
+        (episode,) = store.episodes()
+        assert (episode.key, store.rewards([episode.id])) == ("order-7", {episode.id: {"team": 1.0}})
 
 
 def test_served_answers_are_redacted_and_sent_to_a_collector(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from cotune.integrations.apps.anthropic.messages import MESSAGES
 from cotune.integrations.apps.openai.forms import FORMS, Form
-from cotune.integrations.web.http.requests import RequestError, header
+from cotune.integrations.web.http.requests import RequestError, header, own_key
 
 _PATH = re.compile(r"(?:/e/(?P<episode>[^/]*))?(?:/r/(?P<role>[^/]*))?/v1/(?P<tail>.*)", re.DOTALL)
 _ID = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
@@ -48,13 +48,15 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who makes a call, as far as its request says: open episode, role, and ids of the calls that it read."""
+    """Who makes a call, as far as its request says: open episode, role, ids of the calls that it read, and the
+    application's own key of an episode that begins with it."""
 
     episode: str | None
     role: str
     named: bool
     """Whether the request says its role."""
     parents: tuple[str, ...]
+    key: str = ""
 
 
 def address_of(scope: Scope) -> Address | None:
@@ -124,6 +126,7 @@ def identity(scope: Scope, address: Address, role_header: str = "") -> Identity:
         "app" if role is None else _role(role),
         role is not None,
         tuple(_id(part.strip(), "parent") for part in fields.get("parents", "").split(",") if part.strip()),
+        own_key(fields.get("key", "")),
     )
 
 

@@ -20,7 +20,7 @@ from cotune.integrations.web.gateway.address import Identity
 from cotune.integrations.web.gateway.exchange import Exchange
 from cotune.integrations.web.gateway.settings import GatewayConfig
 from cotune.integrations.web.http.bodies import aside
-from cotune.integrations.web.http.requests import RequestError
+from cotune.integrations.web.http.requests import RequestError, own_key
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode, Sink
 from cotune.recording.redaction import Redaction
@@ -54,6 +54,8 @@ class OpenEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rollout: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
     phase: Name = "trace"
     training_step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    key: str = ""
+    """The application's own, by which rewards may find it."""
 
 
 class EndEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,6 +109,7 @@ class Episodes:
         """Open an episode of a task. Raises RequestError when too many are open, or none can be recorded here."""
         if self.sink is None:
             raise RequestError(404, "The workflow that runs here opens its episodes itself.", code="not_recording")
+        own_key(given.key)
         if len(self.open) >= MOST_OPEN:
             text = f"{MOST_OPEN} episodes are open: end some first."
             raise RequestError(429, text, code="too_many_episodes", headers={"retry-after": "1"})
@@ -151,10 +154,11 @@ class Episodes:
     ) -> Exchange | None:
         """The exchange of a call, a request of `size` bytes; None where it cannot be recorded.
 
-        `session` is the key and the task of its episode, where the request names none. Raises RequestError (409) where
+        `session` is the key and the task of its episode, where the request names none; the episode has the
+        application's own key, if the call that begins it says one. Raises RequestError (409) where
         its episode has ended.
         """
-        place = self._session(*session) if session and self.sink is not None else self._place(who)
+        place = self._session(*session, who.key) if session and self.sink is not None else self._place(who)
         if place is None:
             return None
         call = await aside(
@@ -228,6 +232,7 @@ class Episodes:
             roles=self.config.roles,
             prompts=self.config.prompts,
             app=self.config.app,
+            key=given.key,
         )
         self.open[episode.id] = _Open(episode)
         return self.open[episode.id]
@@ -259,13 +264,13 @@ class Episodes:
             if not place.exchanges and place.live.id in self.open and place.key is not None:
                 self._begin_pause(place)
 
-    def _session(self, key: Hashable, task: str | None) -> _Open:
+    def _session(self, key: Hashable, task: str | None, own: str = "") -> _Open:
         """The episode that is open for a key, or a new one. Without a task it is that of calls which belong to none,
         which no limit refuses."""
         place = self._sessions.get(key)
         if place is None:
             if task is not None:
-                place = self.open[self.start(OpenEpisode(None), task_of({"id": task})).id]
+                place = self.open[self.start(OpenEpisode(None, key=own), task_of({"id": task})).id]
             else:
                 place = self._new(Task(id=IMPLICIT, input=None), OpenEpisode(None, workflow=IMPLICIT))
             self._sessions[key], place.key = place, key

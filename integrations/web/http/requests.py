@@ -18,7 +18,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope
 
-from cotune.errors import field_and_fault
+from cotune.episodes.later_feedback import check_key
+from cotune.errors import ConfigError, field_and_fault
+from cotune.records.ids import LONGEST_KEY
 
 T = TypeVar("T")
 json_bytes = msgspec.json.Encoder().encode
@@ -121,6 +123,15 @@ def is_loopback(place: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
+
+
+def own_key(value: str | bytes) -> str:
+    """The application's own key of an episode, as X-Cotune-Key says it. Raises RequestError (400)."""
+    try:
+        return check_key(value if isinstance(value, str) else value.decode())
+    except (ConfigError, UnicodeDecodeError):
+        text = f"X-Cotune-Key is at most {LONGEST_KEY} printable characters, in UTF-8."
+        raise RequestError(400, text, param="key", code="invalid_value") from None
 
 
 def header(scope: Scope, name: bytes) -> bytes:

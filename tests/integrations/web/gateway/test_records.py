@@ -33,7 +33,7 @@ def gate(shared: Bench) -> Bench:
 
 
 def test_an_episode_with_roles_by_base_url(gate: Bench) -> None:
-    opened = gate.open({"id": "t7", "q": 1}, workflow="team", rollout=2)
+    opened = gate.open({"id": "t7", "q": 1}, workflow="team", rollout=2, key="order-7")
     assert opened["task"] == "t7"
     assert opened["base_url"] == f"{gate.url}/e/{opened['id']}/v1"
     planner = gate.client(f"{opened['roles_url']}/planner/v1")
@@ -44,6 +44,8 @@ def test_an_episode_with_roles_by_base_url(gate: Bench) -> None:
     episode = next(e for e in gate.episodes() if e.id == opened["id"])
     assert (episode.task.id, episode.task.input) == ("t7", {"id": "t7", "q": 1})
     assert (episode.workflow, episode.rollout, episode.status, episode.calls) == ("team", 2, "ok", 3)
+    assert episode.key == "order-7"
+    assert httpx.post(f"{gate.url}/cotune/episodes", json={"task": 1, "key": "x" * 201}).status_code == 400
     assert episode.metrics == {"success": 1.0}
     assert gate.store.rewards([episode.id])[episode.id] == {"team": 1.0, "style": 0.5}
     calls = gate.calls(opened["id"])

@@ -81,7 +81,8 @@ def test_an_episode_for_each_value_of_a_header(tmp_path: Path) -> None:
     with bench(tmp_path, split=Split(header="X-Session")) as gate:
         answers = []
         for session in ("a", "b", "a"):
-            client = gate.client(f"{gate.url}/v1", default_headers={"X-Session": session})
+            headers = {"X-Session": session, "X-Cotune-Key": f"order-{session}-{len(answers)}"}
+            client = gate.client(f"{gate.url}/v1", default_headers=headers)
             answers.append(
                 client.chat.completions.with_raw_response.create(model="m", messages=[{"role": "user", "content": "x"}])
             )
@@ -91,7 +92,8 @@ def test_an_episode_for_each_value_of_a_header(tmp_path: Path) -> None:
     from cotune.storage.sqlite_store import SqliteStore
 
     with SqliteStore.open(tmp_path, read_only=True) as store:
-        assert sorted((e.task.id, e.status, e.calls) for e in store.episodes()) == [("a", "ok", 2), ("b", "ok", 1)]
+        found = sorted((e.task.id, e.status, e.calls, e.key) for e in store.episodes())
+        assert found == [("a", "ok", 2, "order-a-0"), ("b", "ok", 1, "order-b-1")]
         assert store.rewards([ids[1]]) == {ids[1]: {"team": 1.0}}
 
 
