@@ -226,12 +226,12 @@ class Spool:
         """Frames of a segment from where it was taken last, up to `end`, until there are `most` bytes."""
         if segment.path is None:
             at = 0
-            for frame in list(segment.frames):
+            for loose in list(segment.frames):
                 if at >= segment.taken and most > 0:
-                    segment.taken += len(frame)
-                    most -= len(frame)
-                    yield frame[_HEAD.size :]
-                at += len(frame)
+                    segment.taken += len(loose)
+                    most -= len(loose)
+                    yield loose[_HEAD.size :]
+                at += len(loose)
             return
         for frame in _frames(segment.path, segment.taken, end):
             if most <= 0:
@@ -313,7 +313,7 @@ def _damaged(file: BinaryIO, start: int, end: int) -> _Frame:
 def _is_frame(data: memoryview) -> bool:
     """Whether these bytes begin with a whole frame. A record takes a byte at least, which tells most of them apart
     without their sum."""
-    length, records, crc = _HEAD.unpack_from(data)
+    length, records, crc = map(int, _HEAD.unpack_from(data))
     rest = data[_HEAD.size : _HEAD.size + length]
     return 0 < records <= length == len(rest) and zlib.crc32(rest, zlib.crc32(data[:8])) == crc
 
