@@ -4,6 +4,13 @@
     python -m docs.pictures runs/demo/run                    # viewer.png: the page of a run
     python -m docs.pictures runs/demo/run --of candidates    # candidates.png: a call with its candidates and rewards
 
+    cotune train benchmarks.replay:OUTCOME --config examples/plan_path/train.toml --model runs/demo/base \\
+        --tasks runs/demo/tasks.jsonl --plan replay -k 4 --steps 2 --tasks-per-step 8 --out runs/replay
+    python -m docs.pictures runs/replay --of replay          # replay.png: the candidates of a fork
+
+    python -m examples.judged.demo
+    python -m docs.pictures runs/judged/run --of judges      # judges.png: candidates that a judge has ranked
+
 Writes docs/assets/NAME.png, by headless Chromium. Needs Debian's packages chromium and chromium-driver, which the tests
 need too.
 """
@@ -19,6 +26,8 @@ from PIL import Image
 
 from benchmarks.viewer import browser
 from cotune.integrations.web.viewer.server import viewing
+from cotune.reading.groups import step_groups
+from cotune.reading.run import OpenedRun
 from cotune.records.ids import candidate_id
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
@@ -39,8 +48,21 @@ def rewarded_call(run: Path) -> str:
     raise SystemExit(f"{run}: no call has candidates with different rewards.")
 
 
-PICTURES: Mapping[str, Callable[[Path], str]] = {"viewer": lambda run: "", "candidates": rewarded_call}
-"""By name, the address of the page that a picture shows."""
+def widest_group(run: Path) -> str:
+    """The page of the group of training whose rewards differ most."""
+    with OpenedRun(run) as opened:
+        found = [(step, group) for step in opened.store.steps("train") for group in step_groups(opened, step).groups]
+    step, group = max(found, key=lambda one: one[1].spread)
+    return f"run/{run.name}/group/{group.id}?step={step + 1}"
+
+
+PICTURES: Mapping[str, tuple[Callable[[Path], str], int]] = {
+    "viewer": (lambda run: "", 930),
+    "candidates": (rewarded_call, 930),
+    "replay": (widest_group, 760),
+    "judges": (widest_group, 930),
+}
+"""By name, the address of the page that a picture shows, and the height of the window."""
 
 
 def picture(run: Path, target: Path, page: str = "", size: tuple[int, int] = (1280, 930)) -> None:
@@ -61,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="a run folder, such as runs/demo/run")
     parser.add_argument("--of", choices=PICTURES, default="viewer", help="what to show (default: %(default)s)")
     options = parser.parse_args(arguments)
-    picture(options.run, ASSETS / f"{options.of}.png", PICTURES[options.of](options.run))
+    page, height = PICTURES[options.of]
+    picture(options.run, ASSETS / f"{options.of}.png", page(options.run), (1280, height))
 
 
 if __name__ == "__main__":
