@@ -70,11 +70,11 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
-# Two workers: one has all tests that use Ray or vLLM (see tests/conftest.py), the other the rest meanwhile. mypy, which
-# would leave a core idle for a minute, runs while they begin.
+# Three workers on two cores, as tests wait for processes a third of their time: one has all tests that use Ray or vLLM
+# (see tests/conftest.py), the others the rest meanwhile. mypy runs while they begin.
 test: style browser bubblewrap postgresql
 	$(BIN)/mypy > build/mypy.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -p xdist -n 2 --dist loadgroup --no-loadscope-reorder; tests=$$?; \
+	$(BIN)/python -m pytest -p xdist -n 3 --dist loadgroup --no-loadscope-reorder; tests=$$?; \
 	wait $$types; types=$$?; echo mypy:; cat build/mypy.log; test $$tests -eq 0 && test $$types -eq 0
 
 # All that needs no Ray, vLLM or FSDP, no pretrained weights, no process of its own and no training by the hundred steps.

@@ -1,6 +1,6 @@
-"""Order of the whole run: quick folders first, whatever starts servers and real frameworks last. On two workers the
-tests of a file stay together, and all tests that use this process's Ray or a vLLM, so that each of these starts once;
-those whose own processes start a Ray are with the rest, or one worker would have by far the most to do."""
+"""Order of the whole run: quick folders first; those of many short files last, so that all workers end together. Among
+several workers the tests of a file stay together, and all tests that use this process's Ray or a vLLM, so that each of
+these starts once; those whose own processes start a Ray are with the rest, or one worker would have the most to do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PUBLISHES = "test_one_prompt"
 """The file after which the session's engine for full weights does not serve those that it began with."""
 CLOSES = "test_closing_fails_what_is_pending_and_may_be_repeated"
 """The test that closes the session's engine for full weights."""
-ORDER = (".", "docs", "core", "trainer", "adapters", "integrations", "examples")
+ORDER = (".", "docs", "core", "trainer", "examples", "adapters", "integrations")
 
 
 @pytest.fixture(scope="session")

@@ -34,3 +34,15 @@ def test_a_run_on_ray_trains_what_one_process_does(ray_runtime: str, trainer: Tr
     assert audit(trainer.folder / "run", 2) == (0, 0, 0)
     one, two = latest_policies(trainer.folder / "run")
     assert one.version == two.version == 2 and fingerprint(one.weights or {}) != fingerprint(two.weights or {})
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_vllm_engine_serves_each_base(ray_runtime: str, trainer: Trainer, other_base: Path) -> None:
+    policy = [{"name": "one", "roles": ["first"]}, {"name": "two", "roles": ["second"], "model": str(other_base)}]
+    assert trainer(worker_app.parity, policy=policy, cluster={**CLUSTER, "engine": "vllm"}, **SETTINGS).finished
+    assert trainer.said.count("starting 1 vllm engine for") == 2
+    gaps = [found["sampler_gap_max"] for line in trainer.metrics() for found in line["policies"].values()]
+    assert len(gaps) == 2 * len(trainer.metrics()) and max(gaps) < 0.02
+    assert audit(trainer.folder / "run", 2) == (0, 0, 0)
+    assert [policy.version for policy in latest_policies(trainer.folder / "run")] == [2, 2]
