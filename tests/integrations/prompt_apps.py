@@ -12,7 +12,6 @@ os.environ.setdefault("CREWAI_STORAGE_DIR", "cotune-tests")
 import openai
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import RoundRobinGroupChat
-from autogen_ext.models.openai import OpenAIChatCompletionClient
 from crewai import LLM, Agent, Crew, Task
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
@@ -20,14 +19,8 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 
 import cotune
+from tests.integrations.autogen_models import autogen_client
 
-INFO: Any = {
-    "vision": False,
-    "function_calling": True,
-    "json_output": True,
-    "family": "unknown",
-    "structured_output": True,
-}
 TRIAGE = "You sort the mail of a small shop. Today is {today}. Answer with one word: orders, payments or other."
 REPLY = """Write a reply to this customer.
 
@@ -98,7 +91,7 @@ async def langgraph(task: Any) -> float:
 
 
 async def autogen(task: Any) -> float:
-    client = OpenAIChatCompletionClient(model="m", model_info=INFO, max_retries=0)
+    client = autogen_client(max_retries=0)
     members = [
         AssistantAgent("primary", client, system_message=PRIMARY),
         AssistantAgent("critic", client, system_message=CRITIC),

@@ -18,7 +18,6 @@ import openai
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import DiGraphBuilder, GraphFlow, RoundRobinGroupChat
 from autogen_agentchat.tools import AgentTool
-from autogen_ext.models.openai import OpenAIChatCompletionClient
 from crewai import LLM, Agent, Crew
 from crewai import Task as CrewTask
 from crewai.tools import tool as crew_tool
@@ -30,6 +29,7 @@ from langgraph.graph import START, StateGraph
 from langgraph.types import Send
 
 import cotune
+from tests.integrations.autogen_models import autogen_client
 from tests.integrations.graphs import chain
 
 URL = "http://127.0.0.1:9/v1"
@@ -37,7 +37,6 @@ model = ChatOpenAI(model="m", base_url=URL, api_key="none", max_retries=0)
 client = openai.AsyncOpenAI(base_url=URL, api_key="none", max_retries=0)
 plain = openai.OpenAI(base_url=URL, api_key="none", max_retries=0)
 LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-INFO = {"vision": False, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
 llm = LLM(model="openai/gpt-4o-mini", base_url=URL, api_key="none", max_retries=0)
 
 WORDS = {"system": "Be brief.", "last": "Be brief."}
@@ -105,13 +104,14 @@ async def langgraph(task: Any) -> float:
     return len(state["messages"]) / 100
 
 
-def _client() -> OpenAIChatCompletionClient:
-    return OpenAIChatCompletionClient(model="m", model_info=INFO, base_url=URL, api_key="none", max_retries=0)
-
-
 def agent(name: str, **options: Any) -> AssistantAgent:
     words = WORDS["last" if name in ("end", "says") else "system"]
-    return AssistantAgent(name, _client(), system_message=f"{words} I am {name}.", **options)
+    return AssistantAgent(
+        name,
+        autogen_client(base_url=URL, api_key="none", max_retries=0),
+        system_message=f"{words} I am {name}.",
+        **options,
+    )
 
 
 async def autogen(task: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,9 @@ def test_a_kill_while_the_former_best_is_removed_loses_no_best(
     assert read_best(checkpoints) == best
 
 
-def test_a_crash_where_an_earlier_evaluation_did_badly_is_not_better(trainer: Trainer) -> None:
-    held = iter([-3.0, -1.0, -3.0, -0.9, None, -0.9])
+def ending(*held_out: float | None) -> Callable[[dict[str, str]], Awaitable[float]]:
+    """An application whose episodes of held-out tasks end so, one after the other: with a reward, or a crash."""
+    held = iter(held_out)
 
     async def solve(task: dict[str, str]) -> float:
         await ask("first", f"say {task['letter']}")
@@ -124,6 +125,11 @@ def test_a_crash_where_an_earlier_evaluation_did_badly_is_not_better(trainer: Tr
             raise ValueError("boom")
         return now
 
+    return solve
+
+
+def test_a_crash_where_an_earlier_evaluation_did_badly_is_not_better(trainer: Trainer) -> None:
+    solve = ending(-3.0, -1.0, -3.0, -0.9, None, -0.9)
     file = trainer.folder / "held.jsonl"
     file.write_text("".join(json.dumps({"id": f"held{i}", "letter": "h"}) + "\n" for i in range(2)))
     evaluation = {"tasks": str(file), "every": 1, "keep_best": True}
@@ -136,15 +142,7 @@ def test_a_crash_where_an_earlier_evaluation_did_badly_is_not_better(trainer: Tr
 
 def test_a_lower_reward_of_failures_counts_in_all_evaluations_of_a_run(trainer: Trainer) -> None:
     """Of base and steps: a crash and 0.2, a crash and 1, 0.4 twice, then -3 that each crash counts from then on."""
-    held = iter([None, 0.2, None, 1.0, 0.4, 0.4, -3.0, 1.0, 0.3, 0.3, -9.0, 0.9])
-
-    async def solve(task: dict[str, str]) -> float:
-        await ask("first", f"say {task['letter']}")
-        if not task["id"].startswith("held"):
-            return 0.0
-        if (now := next(held)) is None:
-            raise ValueError("boom")
-        return now
+    solve = ending(None, 0.2, None, 1.0, 0.4, 0.4, -3.0, 1.0, 0.3, 0.3, -9.0, 0.9)
 
     def figures(name: str) -> list[float]:
         return [line["held_out"][name] for line in trainer.metrics()]

@@ -22,7 +22,6 @@ from autogen_core import (
     message_handler,
 )
 from autogen_core.models import UserMessage
-from autogen_ext.models.openai import OpenAIChatCompletionClient
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, StateGraph
 from openai import AsyncOpenAI
@@ -30,19 +29,17 @@ from openai import AsyncOpenAI
 import cotune
 from cotune.integrations.apps.activation import activate
 from cotune.records.structs import Message
+from tests.integrations.autogen_models import autogen_client
 from tests.integrations.provider import Provider, json_reply, said
 from tests.integrations.recorded import Recorded, Sink, asks, episode, tool_call
 
 activate()
-INFO = {"vision": False, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
-
-
-def client(**options: Any) -> OpenAIChatCompletionClient:
-    return OpenAIChatCompletionClient(model="m", model_info=INFO, **options)
 
 
 def agent(name: str, **options: Any) -> AssistantAgent:
-    return AssistantAgent(name, options.pop("model", None) or client(), system_message=f"I am {name}.", **options)
+    return AssistantAgent(
+        name, options.pop("model", None) or autogen_client(), system_message=f"I am {name}.", **options
+    )
 
 
 def pair(turns: int = 2) -> RoundRobinGroupChat:
@@ -148,7 +145,7 @@ def test_the_sdks_retries_are_one_call_and_the_applications_are_more(provider: P
     provider.reply = lambda body, n: json_reply({"error": "busy"}, 503) if n == 0 else said(body)
 
     async def solve(task: Any) -> float:
-        writer = agent("writer", model=client(max_retries=1))
+        writer = agent("writer", model=autogen_client(max_retries=1))
         for _ in range(2):
             await writer.run(task="hi")
         return 1.0
@@ -211,8 +208,8 @@ class Core(RoutedAgent):
 
     def __init__(self) -> None:
         super().__init__("core")
-        self._model_client = client()
-        self._plain = client()
+        self._model_client = autogen_client()
+        self._plain = autogen_client()
 
     @message_handler
     async def handle(self, message: Ask, ctx: MessageContext) -> Ask:

@@ -33,18 +33,14 @@ from cotune.integrations.apps.activation import activate
 from cotune.integrations.apps.autogen.messages import answer_of_result, request_of, result_of
 from cotune.integrations.apps.autogen.models import silence_mismatch
 from cotune.recording.context import current_episode
+from tests.integrations.autogen_models import SEEING, CountlessClient, autogen_client
 from tests.integrations.provider import Provider, json_reply
 from tests.integrations.recorded import POLICY, Recorded, answer, asks, tool_call
 
 activate()
-INFO = {"vision": True, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
 
 
-def openai_client(**options: Any) -> OpenAIChatCompletionClient:
-    return OpenAIChatCompletionClient(model="m", model_info=INFO, **options)
-
-
-class OwnClient(ChatCompletionClient):
+class OwnClient(CountlessClient):
     """A client of its own: says `own <last message>`, fails on "fail", waits for ever on "hang"."""
 
     model = "own-1"
@@ -69,27 +65,6 @@ class OwnClient(ChatCompletionClient):
         yield "own "
         await asyncio.sleep(0)
         yield await self.create(messages, **options)
-
-    async def close(self): ...
-
-    def actual_usage(self):
-        return RequestUsage(0, 0)
-
-    total_usage = actual_usage
-
-    def count_tokens(self, messages, **options):
-        return len(messages)
-
-    def remaining_tokens(self, messages, **options):
-        return 7
-
-    @property
-    def capabilities(self):
-        return INFO
-
-    @property
-    def model_info(self):
-        return INFO
 
 
 class Wrapper(OwnClient):
@@ -150,7 +125,7 @@ def test_another_client_is_answered_in_its_place(record: Recorded, stream: bool)
 def test_a_wrapper_around_the_sdk_is_one_call_as_it_went_over_the_wire(
     provider: Provider, record: Recorded, stream: bool
 ):
-    record(solo(Wrapper(openai_client()), stream=stream))
+    record(solo(Wrapper(autogen_client()), stream=stream))
     (call,) = record.calls
     assert (call.role, call.model, call.candidates[0].text) == ("writer", "m", "re: hi")
     assert len(provider.requests) == 1
@@ -158,7 +133,7 @@ def test_a_wrapper_around_the_sdk_is_one_call_as_it_went_over_the_wire(
 
 @STREAMS
 def test_a_wrapper_around_the_sdk_is_answered_once(nowhere: None, record: Recorded, stream: bool):
-    record(solo(Wrapper(openai_client()), stream=stream), lambda call: "yes")
+    record(solo(Wrapper(autogen_client()), stream=stream), lambda call: "yes")
     assert [call.candidates[0].text for call in record.calls] == ["yes"]
 
 
@@ -192,7 +167,7 @@ def test_function_calls_of_another_client_reach_the_app(record: Recorded):
                 ),
                 "done",
             ],
-            INFO,
+            SEEING,
         )
         writer = AssistantAgent("writer", model, tools=[look], reflect_on_tool_use=True)
         return float((await writer.run(task="hi")).messages[-1].content == "done")
@@ -243,7 +218,7 @@ def test_a_cancellation_token_cancels_the_call(provider: Provider, record: Recor
 
     async def solve(_):
         token = CancellationToken()
-        writer = AssistantAgent("writer", OwnClient() if own else openai_client())
+        writer = AssistantAgent("writer", OwnClient() if own else autogen_client())
         running = asyncio.ensure_future(writer.run(task="hang", cancellation_token=token))
         while not current_episode.get()._open:
             await asyncio.sleep(0)
@@ -278,7 +253,7 @@ def test_what_the_provider_refuses_reaches_the_app_as_it_is(provider: Provider, 
 
     async def solve(task):
         with pytest.raises(BadRequestError) as error:
-            await solo(openai_client())(task)
+            await solo(autogen_client())(task)
         seen.append(error.value.message)
         return 0.0
 
@@ -290,7 +265,7 @@ def test_what_the_provider_refuses_reaches_the_app_as_it_is(provider: Provider, 
 
 @STREAMS
 def test_a_cache_is_left_aside_where_policies_answer(provider: Provider, record: Recorded, stream: bool):
-    cached = ChatCompletionCache(openai_client())
+    cached = ChatCompletionCache(autogen_client())
 
     async def solve(task):
         return await solo(cached, stream=stream)(task) + await solo(cached, stream=stream)(task)
@@ -302,7 +277,7 @@ def test_a_cache_is_left_aside_where_policies_answer(provider: Provider, record:
 
 @STREAMS
 def test_an_answer_from_a_cache_is_counted_and_no_call(provider: Provider, record: Recorded, stream: bool):
-    cached = ChatCompletionCache(openai_client())
+    cached = ChatCompletionCache(autogen_client())
 
     async def solve(task):
         return await solo(cached, stream=stream)(task) + await solo(cached, stream=stream)(task)
@@ -322,7 +297,7 @@ def test_the_proxy_is_the_client_in_all_else(record: Recorded):
         assert isinstance(proxy, OwnClient) and isinstance(proxy, ChatCompletionClient)
         assert (proxy == model, hash(proxy) == hash(model), repr(proxy) == repr(model)) == (True, True, True)
         proxy.extra = 3
-        assert (model.extra, proxy.extra, proxy.model_info, proxy.remaining_tokens([])) == (3, 3, INFO, 7)
+        assert (model.extra, proxy.extra, proxy.model_info, proxy.remaining_tokens([])) == (3, 3, SEEING, 7)
         del proxy.extra
         assert not hasattr(model, "extra")
         assert type(copy.copy(proxy)) is OwnClient
@@ -353,7 +328,7 @@ def test_no_warning_of_the_name_of_a_model_that_a_policy_answers_for(nowhere: No
 
 def test_components_dump_and_load_within_an_episode(nowhere: None, record: Recorded):
     async def solve(_):
-        team = RoundRobinGroupChat([AssistantAgent("a", openai_client(api_key="k"))], max_turns=1)
+        team = RoundRobinGroupChat([AssistantAgent("a", autogen_client(api_key="k"))], max_turns=1)
         dumped = team.dump_component()
         again = RoundRobinGroupChat.load_component(dumped)
         inner = dumped.config["participants"][0]["config"]["model_client"]

@@ -30,10 +30,10 @@ from openai import AsyncOpenAI
 
 from cotune.integrations.apps.activation import activate
 from cotune.integrations.apps.autogen.models import silence_mismatch
+from tests.integrations.autogen_models import autogen_client
 from tests.integrations.recorded import Recorded, Sink, episode
 
 activate()
-INFO = {"vision": False, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
 
 
 @dataclass
@@ -84,7 +84,7 @@ async def plain(text: str) -> str:
 
 async def team() -> SingleThreadedAgentRuntime:
     runtime = SingleThreadedAgentRuntime()
-    client = OpenAIChatCompletionClient(model="m", model_info=INFO)
+    client = autogen_client()
     await Writer.register(runtime, "writer", lambda: Writer(client))
     await Critic.register(runtime, "critic", Critic)
     return runtime

@@ -22,31 +22,19 @@ from autogen_agentchat.teams import (
 )
 from autogen_agentchat.tools import AgentTool, TeamTool
 from autogen_core.tools import FunctionTool
-from autogen_ext.models.openai import OpenAIChatCompletionClient
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from cotune.integrations.apps.activation import activate
+from tests.integrations.autogen_models import autogen_client
 from tests.integrations.provider import Provider
 from tests.integrations.recorded import Recorded, asks, tool_call
 
 activate()
-INFO = {
-    "vision": False,
-    "function_calling": True,
-    "json_output": True,
-    "family": "unknown",
-    "structured_output": True,
-    "multiple_system_messages": True,
-}
-
-
-def client(**options: Any) -> OpenAIChatCompletionClient:
-    return OpenAIChatCompletionClient(model="m", model_info=INFO, **options)
 
 
 def agent(name: str, model: Any = None, **options: Any) -> AssistantAgent:
-    return AssistantAgent(name, model_client=model or client(), system_message=f"I am {name}.", **options)
+    return AssistantAgent(name, model_client=model or autogen_client(), system_message=f"I am {name}.", **options)
 
 
 def through(runnable: Any, task: Any = "hi") -> Any:
@@ -79,7 +67,7 @@ def test_a_single_agent_is_its_name(provider: Provider, record: Recorded):
 
 
 def test_round_robin_with_one_client_for_all(provider: Provider, record: Recorded):
-    shared = client()
+    shared = autogen_client()
     members = [agent("a", shared), agent("b", shared, model_client_stream=True), agent("c", shared)]
     record(through(RoundRobinGroupChat(members, termination_condition=MaxMessageTermination(6))))
     assert record.roles == ["a", "b", "c", "a", "b"]
@@ -131,7 +119,10 @@ def test_structured_output(nowhere: None, record: Recorded, stream: bool):
 
 def test_the_selector_has_a_role_of_its_own(nowhere: None, record: Recorded):
     team = SelectorGroupChat(
-        [agent("a"), agent("b"), agent("c")], client(), termination_condition=MaxMessageTermination(4), name="crew"
+        [agent("a"), agent("b"), agent("c")],
+        autogen_client(),
+        termination_condition=MaxMessageTermination(4),
+        name="crew",
     )
     record(through(team), lambda call: "cba"[call.turn] if call.role == "crew/selector" else f"{call.role}{call.turn}")
     assert record.roles == ["crew/selector", "c", "crew/selector", "b", "crew/selector", "a"]
@@ -141,7 +132,7 @@ def test_the_selector_has_a_role_of_its_own(nowhere: None, record: Recorded):
 def test_a_selectors_retries_are_its_own_turns(nowhere: None, record: Recorded):
     team = SelectorGroupChat(
         [agent("a"), agent("b"), agent("c")],
-        client(),
+        autogen_client(),
         termination_condition=MaxMessageTermination(2),
         model_client_streaming=True,
     )
@@ -201,7 +192,7 @@ def test_magentic_one(nowhere: None, record: Recorded):
         done = {"is_request_satisfied": {"reason": "", "answer": call.step > 3}}
         return json.dumps({**LEDGER, **done})
 
-    team = MagenticOneGroupChat([agent("coder")], client(), name="one")
+    team = MagenticOneGroupChat([agent("coder")], autogen_client(), name="one")
     record(through(team), reply)
     orchestrator = "one/orchestrator"
     assert record.roles == [orchestrator, orchestrator, orchestrator, "coder", orchestrator, orchestrator]
@@ -210,7 +201,7 @@ def test_magentic_one(nowhere: None, record: Recorded):
 
 def test_society_of_mind_speaks_for_itself(nowhere: None, record: Recorded):
     inner = RoundRobinGroupChat([agent("a"), agent("b")], termination_condition=MaxMessageTermination(3))
-    society = SocietyOfMindAgent("society", team=inner, model_client=client())
+    society = SocietyOfMindAgent("society", team=inner, model_client=autogen_client())
     team = RoundRobinGroupChat([society, agent("last")], termination_condition=MaxMessageTermination(3))
     record(through(team), lambda call: f"said {call.role}")
     assert record.roles == ["a", "b", "society", "last"]

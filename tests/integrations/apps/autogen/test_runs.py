@@ -16,7 +16,6 @@ from autogen_agentchat.tools import AgentTool
 from autogen_core import SingleThreadedAgentRuntime
 from autogen_core.memory import ListMemory, MemoryContent, MemoryMimeType
 from autogen_core.model_context import BufferedChatCompletionContext
-from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 import cotune
 from cotune.episodes.episode import EpisodeOptions, run_episode
@@ -27,32 +26,21 @@ from cotune.recording.recorder import LiveCall
 from cotune.records.plans import Plan
 from cotune.records.structs import Message, RewardRecord, Task
 from cotune.sampling.responder import PolicyResponder
+from tests.integrations.autogen_models import autogen_client
 from tests.integrations.provider import Provider, json_reply
 from tests.integrations.recorded import POLICY, Recorded, Responder, Sink, answer, episode
 
-INFO = {
-    "vision": False,
-    "function_calling": True,
-    "json_output": True,
-    "family": "unknown",
-    "structured_output": True,
-    "multiple_system_messages": True,
-}
 BEFORE = AssistantAgent(
     "before",
-    OpenAIChatCompletionClient(model="m", model_info=INFO, api_key="none", base_url="http://127.0.0.1:9/v1"),
+    autogen_client(api_key="none", base_url="http://127.0.0.1:9/v1"),
     system_message="I am before.",
 )
 """Made before the integration is installed, where this file is the first to ask for it."""
 activate()
 
 
-def client(**options: Any) -> OpenAIChatCompletionClient:
-    return OpenAIChatCompletionClient(model="m", model_info=INFO, **options)
-
-
 def agent(name: str, **options: Any) -> AssistantAgent:
-    return AssistantAgent(name, client(), system_message=f"I am {name}.", **options)
+    return AssistantAgent(name, autogen_client(), system_message=f"I am {name}.", **options)
 
 
 def test_agents_made_before_are_known(record: Recorded):
@@ -118,7 +106,7 @@ def test_episodes_of_one_team_run_at_once_and_apart(nowhere: None):
     inner = agent("inner")
     team = SelectorGroupChat(
         [agent("a", tools=[AgentTool(inner)]), agent("b", memory=[ListMemory()]), agent("c")],
-        client(),
+        autogen_client(),
         termination_condition=TextMentionTermination("stop") | MaxMessageTermination(5),
     )
     solve = cotune.workflow(team, inputs=lambda task: "go", reward=lambda result, task: len(result.messages))
@@ -169,7 +157,7 @@ def test_a_team_that_cannot_be_copied_says_so(nowhere: None):
 
 
 def test_a_copy_shares_clients_and_nothing_else():
-    model = client(api_key="k")
+    model = autogen_client(api_key="k")
     first = AssistantAgent("a", model, tools=[print_it], memory=[ListMemory()])
     team = RoundRobinGroupChat([first, AssistantAgent("b", model)], max_turns=2)
     again = fresh(team)

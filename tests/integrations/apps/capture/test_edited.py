@@ -13,10 +13,9 @@ os.environ.setdefault("CREWAI_STORAGE_DIR", "cotune-tests")
 import openai
 import pytest
 from autogen_agentchat.agents import AssistantAgent
-from autogen_core.models import ChatCompletionClient, CreateResult, RequestUsage, SystemMessage, UserMessage
+from autogen_core.models import CreateResult, RequestUsage, SystemMessage, UserMessage
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.cache import ChatCompletionCache
-from autogen_ext.models.openai import OpenAIChatCompletionClient
 from crewai import LLM, BaseLLM
 from langchain_core.caches import InMemoryCache
 from langchain_core.language_models import BaseChatModel
@@ -28,11 +27,11 @@ from langchain_openai import ChatOpenAI
 
 import cotune
 from cotune.integrations.apps.activation import activate
+from tests.integrations.autogen_models import CountlessClient, autogen_client
 from tests.integrations.edits import NEW, OLD, part, prompts, with_edit
 from tests.integrations.provider import Provider, json_reply, said
 
 activate()
-INFO = {"vision": True, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
 LOOKS = prompts(
     part(OLD, NEW),
     part("Looks.", "Looks far.", kind="tool", key="look"),
@@ -201,7 +200,7 @@ def test_the_cache_of_langchain_is_left_aside(provider: Provider) -> None:
 # AutoGen
 
 
-class OwnClient(ChatCompletionClient):
+class OwnClient(CountlessClient):
     """A client of its own, which keeps what it is asked."""
 
     def __init__(self) -> None:
@@ -215,24 +214,6 @@ class OwnClient(ChatCompletionClient):
         yield "fi"
         yield await self.create(messages, **options)
 
-    async def close(self): ...
-
-    def actual_usage(self):
-        return RequestUsage(0, 0)
-
-    total_usage = actual_usage
-
-    def count_tokens(self, messages, **options):
-        return len(messages)
-
-    remaining_tokens = count_tokens
-
-    @property
-    def capabilities(self):
-        return INFO
-
-    model_info = capabilities
-
 
 def looking(city: str) -> str:
     return city
@@ -242,7 +223,7 @@ def looking(city: str) -> str:
 @pytest.mark.parametrize("own", [False, True])
 def test_autogen(own: bool, stream: bool, provider: Provider) -> None:
     tools = [FunctionTool(looking, "Looks.", name="look")]
-    client: Any = OwnClient() if own else OpenAIChatCompletionClient(model="m", model_info=INFO, max_retries=0)
+    client: Any = OwnClient() if own else autogen_client(max_retries=0)
     for given in (None, LOOKS):
         agent = AssistantAgent("writer", client, system_message=OLD, tools=tools, model_client_stream=stream)
         with cotune.trace(prompts=given) as traced:
@@ -259,7 +240,7 @@ def test_autogen(own: bool, stream: bool, provider: Provider) -> None:
 
 
 def test_the_cache_of_autogen_is_left_aside(provider: Provider) -> None:
-    client = ChatCompletionCache(OpenAIChatCompletionClient(model="m", model_info=INFO, max_retries=0))
+    client = ChatCompletionCache(autogen_client(max_retries=0))
     asked = [SystemMessage(content=OLD), UserMessage(content="hello", source="user")]
     asyncio.run(client.create(asked))
     with cotune.trace(prompts=prompts()):

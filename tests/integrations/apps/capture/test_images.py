@@ -21,7 +21,6 @@ import openai
 import pytest
 from autogen_core import Image
 from autogen_core.models import UserMessage
-from autogen_ext.models.openai import OpenAIChatCompletionClient
 from crewai import LLM
 from langchain_openai import ChatOpenAI
 from PIL import Image as Picture
@@ -43,6 +42,7 @@ from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations import tiny_models
+from tests.integrations.autogen_models import SEEING, autogen_client
 from tests.integrations.pictures import asks, picture, url
 from tests.integrations.recorded import Responder, Sink
 from tests.integrations.seeing_models import build_seeing
@@ -50,7 +50,6 @@ from tests.integrations.seeing_models import build_seeing
 pytestmark = pytest.mark.usefixtures("nowhere")
 activate()
 RED, BLUE = picture("red"), picture("blue", 40)
-INFO = {"vision": True, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
 
 
 async def plain(picture: bytes) -> Any:
@@ -66,7 +65,7 @@ async def langchain(picture: bytes) -> Any:
 
 async def autogen(picture: bytes) -> Any:
     shown = Image(Picture.open(io.BytesIO(picture)))
-    client = OpenAIChatCompletionClient(model="m", model_info=INFO)
+    client = autogen_client(model_info=SEEING)
     return await client.create([UserMessage(content=[shown, "what is it?"], source="user")])
 
 

@@ -13,7 +13,6 @@ import msgspec
 import openai
 import pytest
 from autogen_core.models import UserMessage
-from autogen_ext.models.openai import OpenAIChatCompletionClient
 from langchain_openai import ChatOpenAI
 
 from cotune.episodes.episode import run_episode
@@ -29,6 +28,7 @@ from cotune.replay.script import Replay, read_script
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations import tiny_models
+from tests.integrations.autogen_models import autogen_client
 from tests.integrations.provider import Provider, json_reply
 from tests.integrations.recorded import Recorded
 
@@ -38,7 +38,6 @@ MESSAGES: list[Any] = [{"role": "user", "content": "say it in Português 😀"}]
 TOLD: dict[str, Any] = {"logprobs": True, "top_logprobs": 3}
 HOW: dict[str, Any] = {"max_tokens": 24, "temperature": 0.7, "seed": 1}
 INCLUDE = ["message.output_text.logprobs"]
-INFO = {"vision": False, "function_calling": True, "json_output": True, "family": "unknown", "structured_output": True}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +110,7 @@ def langchain_streamed() -> Any:
 
 
 async def autogen(stream: bool = False) -> Any:
-    client = OpenAIChatCompletionClient(model="m", model_info=INFO, max_retries=0)
+    client = autogen_client(max_retries=0)
     asked = {"messages": [UserMessage(content=MESSAGES[0]["content"], source="user")], "extra_create_args": TOLD | HOW}
     if stream:
         parts = [part async for part in client.create_stream(**asked)]

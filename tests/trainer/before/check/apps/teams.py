@@ -19,26 +19,14 @@ from autogen_core import (
     message_handler,
 )
 from autogen_core.models import UserMessage
-from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 import cotune
+from tests.integrations.autogen_models import autogen_client
 from tests.trainer.before.check.apps.table import NOT, Row
-
-INFO: Any = {
-    "vision": False,
-    "function_calling": True,
-    "json_output": True,
-    "family": "unknown",
-    "structured_output": True,
-}
-
-
-def client() -> OpenAIChatCompletionClient:
-    return OpenAIChatCompletionClient(model="m", api_key="none", model_info=INFO)
 
 
 def agent(name: str, **options: Any) -> AssistantAgent:
-    return AssistantAgent(name, model_client=client(), **options)
+    return AssistantAgent(name, model_client=autogen_client(api_key="none"), **options)
 
 
 def team_of(make: Any) -> Any:
@@ -105,7 +93,7 @@ class Router(RoutedAgent):
 
     def __init__(self) -> None:
         super().__init__("routes")
-        self._client = client()
+        self._client = autogen_client(api_key="none")
 
     @message_handler
     async def on_ask(self, message: Ask, ctx: MessageContext) -> None:
@@ -117,7 +105,7 @@ class Router(RoutedAgent):
 class Worker(RoutedAgent):
     def __init__(self, broken: bool = False) -> None:
         super().__init__("works")
-        self._client, self._broken = client(), broken
+        self._client, self._broken = autogen_client(api_key="none"), broken
 
     @message_handler
     async def on_job(self, message: Job, ctx: MessageContext) -> None:
@@ -131,7 +119,7 @@ class Solver(RoutedAgent):
 
     def __init__(self) -> None:
         super().__init__("solves")
-        self._client = client()
+        self._client = autogen_client(api_key="none")
 
     @message_handler
     async def on_ask(self, message: Ask, ctx: MessageContext) -> None:
