@@ -29,13 +29,14 @@ from cotune.storage.file_lock import FileLock
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
+from cotune.storage.run_layout import whole_address
 from cotune.tables import plural
 from cotune.terminal import terminal
 from cotune.trainer.prompting.credit import Credit, Turns, measure
 from cotune.trainer.prompting.evaluations import Evaluations, answering_in_search, check_judge
 from cotune.trainer.prompting.found import earlier_base, find_base, guard_of, improved
 from cotune.trainer.prompting.held_out import HeldOut, compare_held_out
-from cotune.trainer.prompting.options import ImproveOptions, PromptRun, check_changes, read_search
+from cotune.trainer.prompting.options import ImproveOptions, PromptRun, check_changes, read_search, with_whole_places
 from cotune.trainer.prompting.outcome import ImproveReport, described, write_candidates
 from cotune.trainer.prompting.problem import Accepted, PromptProblem
 from cotune.trainer.prompting.reflection import Reflection
@@ -66,6 +67,7 @@ def improve(
     Raises CotuneError subclasses for bad input, and where models cannot be reached; what was found until then is in the
     folder.
     """
+    options = with_whole_places(options)
     app = workflow_of(workflow).redacted(options.redact).named_by(options.roles_by)
     if options.reflection is None and reflector is None:
         raise ConfigError("reflection", None, "is missing", "Name a model that writes texts: --reflection gpt-5-mini")
@@ -79,7 +81,8 @@ def improve(
     split = msgspec.structs.replace(split_for_search(known, options), comparisons=comparisons)
     folder = PromptRun(out)
     about = {
-        "app": workflow if isinstance(workflow, str) else "",
+        "app": whole_address(workflow) if isinstance(workflow, str) else "",
+        "cwd": str(Path.cwd()),
         "workflow": app.name,
         "tasks": str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else "",
         "task_ids": [task.id for task in known],

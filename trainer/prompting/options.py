@@ -11,6 +11,7 @@ import msgspec
 
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
 from cotune.records.prices import Prices
+from cotune.storage.run_layout import address_now, whole_address
 from cotune.trainer.config.faults import PAGE
 from cotune.trainer.config.train import read_toml
 
@@ -126,6 +127,17 @@ def load_options(
         raise ConfigError(f"prompts.{field}", table.get(field), expected(fault), PAGE) from None
 
 
+def with_whole_places(options: ImproveOptions) -> ImproveOptions:
+    """The options with absolute paths of the files that there are, so that a search goes on from any folder."""
+
+    def whole(place: str | None) -> str | None:
+        return str(Path(place).expanduser().resolve()) if place and Path(place).expanduser().exists() else place
+
+    files = {name: whole(getattr(options, name)) for name in ("eval_tasks", "prompts", "run", "model")}
+    functions = {name: whole_address(getattr(options, name) or "") or None for name in ("redact", "roles_by")}
+    return msgspec.structs.replace(options, **files, **functions)
+
+
 LIMITS = frozenset({"max_calls", "max_cost"})
 """Options that limit what a search may spend."""
 CHANGEABLE = LIMITS | frozenset({"prices", "rounds", "concurrency", "timeout", "reflection_url", "reflection_key_env"})
@@ -161,12 +173,15 @@ class PromptRun:
 
 
 def read_search(path: str | Path) -> tuple[str, str, dict[str, Any]]:
-    """Of a search that was begun: the address of its application, its tasks file, and its options. Raises RunError."""
-    file = PromptRun(path).described
+    """Of a search that was begun: the address of its application, its tasks file, and its options. Modules are found
+    from where it was begun. Raises RunError."""
+    run = PromptRun(path)
+    file = run.described
     if not file.is_file():
         raise RunError(f"{path} holds no search to go on with.", "Leave out --resume.")
     try:
         read = json.loads(file.read_bytes())
-        return str(read["app"]), str(read["tasks"]), dict(read["options"])
+        app = address_now(read["app"], {"folder": read["cwd"]}, run.path) if read["app"] else ""
+        return app, str(read["tasks"]), dict(read["options"])
     except (ValueError, KeyError, TypeError):
         raise RunError(f"{file} is broken.", "Begin a new search, with another --out.") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import cotune
@@ -26,7 +28,7 @@ from cotune.records.ids import candidate_id
 from cotune.storage.open_store import open_store
 from cotune.trainer.prompting.by_hand import compare
 from cotune.trainer.prompting.improve import improve
-from cotune.trainer.prompting.options import ImproveOptions
+from cotune.trainer.prompting.options import ImproveOptions, load_options, read_search
 from cotune.trainer.prompting.outcome import ImproveReport, verdict_text
 from cotune.trainer.prompting.spending import LimitReached
 from tests.trainer.prompting import travel
@@ -168,6 +170,25 @@ def test_forks_that_were_interrupted_are_made_anew(tmp_path: Path) -> None:
         searched(tmp_path / "p", options=options, responder=interrupt(travel.Office(), 30))
     credit = searched(tmp_path / "p", options=options, resume=True).credit
     assert "forks on" in credit and "did not come to an end" not in credit
+
+
+def test_a_search_goes_on_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, other = tmp_path / "work", tmp_path / "other"
+    work.mkdir()
+    other.mkdir()
+    (work / "sought.py").write_text("from tests.trainer.prompting import travel\n\nsolve = travel.application()\n")
+    for file, tasks in (("tasks", travel.tasks(20)), ("held", travel.tasks(10, 20))):
+        (work / f"{file}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    monkeypatch.chdir(work)
+    monkeypatch.setattr("sys.path", [*sys.path, str(work)])
+    options = msgspec.structs.replace(ROUNDS, eval_tasks="held.jsonl", rounds=2)
+    given = {"responder": travel.Office(), "reflector": travel.Reflector()}
+    improve("sought:solve", "tasks.jsonl", options, out="p", **given)
+    monkeypatch.chdir(other)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path != str(work)])
+    monkeypatch.delitem(sys.modules, "sought")
+    app, tasks, table = read_search(work / "p")
+    improve(app, tasks, load_options(None, {"rounds": 3}, table), out=work / "p", resume=True, **given)
 
 
 def test_an_interrupted_resume_keeps_the_verdict(tmp_path: Path) -> None:
