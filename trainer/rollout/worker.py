@@ -87,10 +87,11 @@ class RolloutWorker:
             activate()
         self._workflow = dataclasses.replace(workflow, fn=self._noted(workflow.fn))
         if setup.sampler is not None:
-            from cotune.integrations.models.chat.formats import load_light
+            from cotune.integrations.models.chat.formats import load_formats, without_torch
 
             self._sampler = setup.sampler
-            self._chats = load_light(setup.bases, setup.tool_formats)
+            with without_torch(setup.tool_formats):
+                self._chats = load_formats(setup.bases, setup.tool_formats)
         self._run_folder = Path(setup.run_folder) if setup.run_folder else None
         self._ticked = time.monotonic()
         self._thread.start()

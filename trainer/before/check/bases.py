@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cotune.errors import ConfigError
-from cotune.integrations.models.chat.formats import load_templates
+from cotune.integrations.models.chat.formats import load_templates, without_torch
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.folder.folder import context_length, locate_model, of_policy
 from cotune.trainer.before.findings import Finding
@@ -31,14 +31,16 @@ def load_bases(config: TrainConfig) -> dict[str, CheckedBase]:
     places = {m: str(locate_model(m, weights=False)) if Path(m).expanduser().exists() else m for m in named}
     try:
         formats = {places[model]: config.tool_formats[model] for model in named}
-        templates = load_templates({places[model]: names for model, names in named.items()}, formats)
+        with without_torch(formats):
+            templates = load_templates({places[model]: names for model, names in named.items()}, formats)
+            contexts = {place: context_length(place) for place in templates}
     except ConfigError as error:
         if config.model == NO_MODEL and error.field == "model":  # the first is a policy's own
             raise of_policy(error, next(iter(named.values()))[0]) from None
         raise
     found: dict[str, CheckedBase] = {}
     for model, names in named.items():
-        base = CheckedBase(places[model], templates[places[model]], context_length(places[model]))
+        base = CheckedBase(places[model], templates[places[model]], contexts[places[model]])
         found |= dict.fromkeys(names, base) | ({"": base} if model == config.model else {})
     return found
 

@@ -13,7 +13,7 @@ from tests.integrations.tiny_models import tokenizer
 CODE = """
 import sys
 from cotune.records.ids import pack_ids
-from cotune.integrations.models.chat.formats import load_light
+from cotune.integrations.models.chat.formats import load_formats, without_torch
 from cotune.integrations.models.chat.template import ChatTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
@@ -30,7 +30,11 @@ def work(chat):
     assert chat.counts["extended"] == 1
     return prompt, onward, text, chat.end_token_ids
 
-light = load_light({sys.argv[1]: []}).own
+def load_light():
+    with without_torch():
+        return load_formats({sys.argv[1]: []}).own
+
+light = load_light()
 seen = work(light)
 assert not {"torch", "transformers"} & set(sys.modules)
 from transformers import PreTrainedModel
@@ -39,7 +43,7 @@ assert issubclass(PreTrainedModel, torch.nn.Module)
 assert work(ChatTemplate.load(sys.argv[1])) == seen
 light.counts.clear()
 assert work(light) == seen
-assert work(load_light({sys.argv[1]: []}).own) == seen
+assert work(load_light()) == seen
 """
 
 

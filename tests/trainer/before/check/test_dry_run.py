@@ -521,6 +521,19 @@ def test_a_model_is_named_as_in_training(provider: Provider, tmp_path: Path, mon
         dry(application(), model=str(tmp_path))
 
 
+def test_a_model_is_read_without_torch(tiny_base: Path, tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("import cotune\n\n@cotune.workflow\ndef solve(task):\n    return 1.0\n")
+    code = """
+import sys
+from cotune.trainer.before.check.dry_run import check
+check("app:solve", [{}], model=sys.argv[1])
+assert "torch" not in sys.modules and "tokenizers" in sys.modules
+"""
+    command = [sys.executable, "-c", code, str(tiny_base)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "."})
+    assert done.returncode == 0, done.stderr
+
+
 def test_tools_that_the_model_is_not_told_of_are_a_warning(provider: Provider, tiny_base: Path) -> None:
     async def solve(task: Any) -> float:
         await ask("looker", "a", tools=[{"type": "function", "function": {"name": "look", "parameters": {}}}])
