@@ -1,7 +1,7 @@
 """What the applications of the gallery share: a small base model, and the way from it to a measured gain.
 
 Each file of this folder is an application in the style of its framework, with what cotune adds below it: the workflow,
-a scorer, and `expert`, which knows the right answer to every request. The base model is a Qwen3 of 0.4M parameters from
+a scorer, and `expert`, which knows the right answer to every request. The base model is a Qwen3 of 0.3M parameters from
 scratch. It learns the form of the conversation from `expert`, which is wrong in a part of its answers, as a pretrained
 model would be. Then `cotune train` does the rest:
 
