@@ -35,16 +35,12 @@ SAMPLES = (
     *(f"<span class='role h{hue}'>role</span>" for hue in range(8)),
     *(f"<span data-style='background: var(--h{hue}); color: var(--panel)'>in a bar</span>" for hue in range(8)),
     *(f"<span class='reward {sign}'><i>name</i> 0.5</span>" for sign in ("good", "bad")),
-    *(
-        f"<span class='t {colour}'>token</span>"
-        for colour in ("t1", "t2", "t3", "t4", "t5", "t-n2", "t-n1", "t-p1", "t-p2")
-    ),
+    *(f"<span class='t {colour}'>token</span>" for colour in TOKENS),
     "<span class='diff'><del>gone</del><ins>new</ins></span><mark>found</mark><span class='cause'>cause</span>",
     "<button aria-pressed='true'>on</button><div class='errorbox'>error</div><div class='ending'>ended</div>",
     "<div class='thumbs'><button>off</button><button aria-pressed='true'>on</button></div>",
 )
 """What pages show in colour, also what these runs lack."""
-
 COLOUR = """
 document.querySelector("main").innerHTML += arguments[0]
 for (const one of document.querySelectorAll("[data-style]")) one.style.cssText = one.dataset.style
