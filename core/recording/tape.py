@@ -42,17 +42,20 @@ class ToolUse:
 
 
 tool_at_work: ContextVar[ToolUse | None] = ContextVar("cotune_tool", default=None)
+answered_call: ContextVar[str] = ContextVar("cotune_answered_call", default="")
+"""Id of the tool call that is being answered, where the framework says so."""
 
 
 class Given(msgspec.Struct, frozen=True):
     """A recorded result: of a tool with these arguments (a digest), begun at `started` (seconds since the epoch), and
-    `latency` seconds later there."""
+    `latency` seconds later there. `call` is the tool call that it answers."""
 
     name: str
     arguments: str
     started: float
     value: Any
     latency: float = 0.0
+    call: str = ""
 
 
 class Tape:
@@ -95,8 +98,9 @@ class Tape:
             return False
         if value != use.value:
             return False
+        latency = max(0.0, time.time() - started)
         with self._lock:
-            self._kept.append(Given(use.name, use.arguments, started, value, max(0.0, time.time() - started)))
+            self._kept.append(Given(use.name, use.arguments, started, value, latency, answered_call.get()))
         return True
 
     def records(
@@ -110,7 +114,7 @@ class Tape:
                 continue
             body = Message(address(_canonical({"result": one.value})), {"result": one.value})
             bodies.append(body)
-            results.append(ToolResult(one.name, one.arguments, one.started, body.id, one.latency))
+            results.append(ToolResult(one.name, one.arguments, one.started, body.id, one.latency, one.call))
         return bodies, tuple(results)
 
 

@@ -190,13 +190,15 @@ class Fork(msgspec.Struct, frozen=True, gc=False):
 
 class ToolResult(msgspec.Struct, frozen=True, gc=False):
     """What a tool returned, for a replay to give again: `arguments` is a digest, `value` the id of a `Message` whose
-    body is {"result": ...}, `started` in seconds since the epoch. `latency` is in seconds, 0 where it is not known."""
+    body is {"result": ...}, `started` in seconds since the epoch. `latency` is in seconds, 0 where it is not known.
+    `call` is the id of the tool call that it answers, where the framework says so."""
 
     name: str
     arguments: str
     started: float
     value: str
     latency: float = 0.0
+    call: str = ""
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True, tag="episode"):

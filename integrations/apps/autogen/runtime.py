@@ -26,6 +26,8 @@ from cotune.integrations.versions import require_hooks
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.context import current_episode, entered, recording
 from cotune.recording.recorder import LiveEpisode
+from cotune.recording.tape import answered_call
+from cotune.runtime.user_code import setting
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,8 @@ def install() -> None:
     replace_method(SingleThreadedAgentRuntime, "send_message", _sent)
     replace_method(SingleThreadedAgentRuntime, "publish_message", _sent)
     record_tools(BaseTool, "run")
-    replace_method(BaseTool, "run_json", in_scope(_tool_scope, _has_returned))
+    scoped = in_scope(_tool_scope, _has_returned)
+    replace_method(BaseTool, "run_json", lambda original: scoped(_answering(original)))
     replace_method(BaseStreamTool, "run_json_stream", in_scope(_tool_scope, _has_returned))
 
 
@@ -110,6 +113,16 @@ def _marked(episode: LiveEpisode) -> Iterator[None]:
         if episode.interrupted:
             error.__dict__[_STOPPED] = True
         raise
+
+
+def _answering(original: Any) -> Any:
+    """Tells which tool call a tool answers."""
+
+    async def run_json(self: Any, args: Any, cancellation_token: Any, call_id: str | None = None, **more: Any) -> Any:
+        with setting(answered_call, call_id or ""):
+            return await original(self, args, cancellation_token, call_id=call_id, **more)
+
+    return run_json
 
 
 def _tool_scope(tool: Any, *args: Any, **options: Any) -> AutogenScope:

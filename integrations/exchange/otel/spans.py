@@ -213,35 +213,43 @@ class _Episode:
         return found
 
     def _tools(self, place: int, call: CallRecord) -> Iterator[Span]:
-        """The tools that the chosen answer called, known by the tool messages of a later call."""
+        """The tools that the chosen answer called, known by the tool messages of a later call, or by results that were
+        recorded for a replay."""
         called = [] if call.chosen is None else call.candidates[call.chosen].tool_calls
         for tool in called:
-            function = tool.get("function") or {}
-            found = self._result(place, tool.get("id"))
+            function, id = tool.get("function") or {}, tool.get("id")
+            found = self._read_result(place, call, id) or self._kept_result(id, function.get("name"))
             if found is None:
                 self.left_out["tool_without_result"] += 1
                 continue
-            reader, result = found
+            start, end, result = found
             attributes = {
                 names.OPERATION: names.TOOL,
                 names.TOOL_NAME: str(function.get("name")),
                 names.TOOL_TYPE: "function",
-                names.TOOL_CALL_ID: str(tool.get("id")),
+                names.TOOL_CALL_ID: str(id),
                 names.AGENT_NAME: call.role,
             }
             if self.detail.content:
                 attributes[names.TOOL_ARGUMENTS] = as_text(function.get("arguments"))
-                attributes[names.TOOL_RESULT] = as_text(result.get("content"))
-            start = _end(call)
-            own, name = _span_id(call.id, f"tool {tool.get('id')}"), f"{names.TOOL} {function.get('name')}"
-            end = max(start, _nanoseconds(reader.started))
+                attributes[names.TOOL_RESULT] = as_text(result)
+            own, name = _span_id(call.id, f"tool {id}"), f"{names.TOOL} {function.get('name')}"
             yield self._span(own, _span_id(call.id, "agent"), name, start, end, attributes)
 
-    def _result(self, place: int, id: Any) -> tuple[CallRecord, Mapping[str, Any]] | None:
+    def _read_result(self, place: int, call: CallRecord, id: Any) -> tuple[int, int, Any] | None:
+        """Start, end and result of a tool, as a later call has it."""
         for later in self.calls[place + 1 :]:
             for message in self.messages[later.id]:
                 if message.get("role") == "tool" and message.get("tool_call_id") == id and id is not None:
-                    return later, message
+                    start = _end(call)
+                    return start, max(start, _nanoseconds(later.started)), message.get("content")
+        return None
+
+    def _kept_result(self, id: Any, name: Any) -> tuple[int, int, Any] | None:
+        """The same, as it was recorded for a replay."""
+        for kept in self.episode.results if id else ():
+            if (kept.call, kept.name) == (id, name) and isinstance(body := self._body(kept.value), Mapping):
+                return _nanoseconds(kept.started), _nanoseconds(kept.started + kept.latency), body.get("result")
         return None
 
     def _evaluations(self, target: str, at: int, candidate: int | None = None) -> Iterator[SpanEvent]:

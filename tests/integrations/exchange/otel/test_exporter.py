@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_core.tools import FunctionTool
 from opentelemetry import trace
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+import cotune
 from cotune.cli.main import main
+from cotune.episodes.rollout import EpisodeBatch, rollout
+from cotune.episodes.workflows import workflow_of
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.exchange.otel import names
 from cotune.integrations.exchange.otel.exporter import LiveExport, export_file, export_to, otlp_exporter
@@ -21,8 +27,10 @@ from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.structs import Task
 from cotune.storage.sqlite_store import SqliteStore
+from tests.integrations.autogen_models import autogen_client
 from tests.integrations.exchange.otel.records import SECRET, record
 from tests.integrations.provider import Provider
+from tests.integrations.recorded import Responder, asks, tool_call
 
 
 @pytest.fixture
@@ -157,6 +165,29 @@ def test_what_has_no_place_is_counted(tmp_path: Path) -> None:
         (episode,) = store.episodes()
         episode_spans(store, episode, Detail(content=True), left_out)
     assert left_out == {"message.cache_control": 1}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_last_tool_of_autogen_has_a_span_where_its_result_was_recorded(tmp_path: Path, kept: bool) -> None:
+    def look(city: str) -> str:
+        return f"{city} is sunny"
+
+    @cotune.workflow
+    async def solve(task: Any) -> float:
+        agent = AssistantAgent("guide", autogen_client(api_key="none"), tools=[FunctionTool(look, "Looks.")])
+        return float("sunny" in str((await agent.run(task="Oslo")).messages[-1].content))
+
+    reply = Responder(lambda call: asks(tool_call("look", {"city": "Oslo"})))
+    left_out: Counter[str] = Counter()
+    with SqliteStore.open(tmp_path / "records.db") as store:
+        batch = EpisodeBatch(tasks=[Task(id="t", input=None)], sink=store, phase="trace", record_tools=kept)
+        asyncio.run(rollout(workflow_of(solve), batch, responder=reply))
+        store.flush()
+        (episode,) = store.episodes()
+        spans = episode_spans(store, episode, Detail(content=True), left_out)
+    tools = [span for span in spans if span.name == "execute_tool look"]
+    assert [span.attributes["gen_ai.tool.call.result"] for span in tools] == ["Oslo is sunny"] * kept
+    assert dict(left_out) == ({} if kept else {"tool_without_result": 1})
 
 
 def test_spans_reach_an_exporter_without_any_tracer_provider(store: SqliteStore) -> None:
