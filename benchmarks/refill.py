@@ -164,7 +164,7 @@ def train_to(run: Path, way: str, seed: int, steps: int, options: argparse.Names
             "checkpoint_every": EVERY,
             "plan": {"kind": "independent", "k": 8},
             "overrides": {"clip_high": 0.28, "entropy": 0.03, "zero_variance": True},
-            "learner": {**app.settings["learner"], "seed": seed},
+            "learner": {**app.settings["learner"], "seed": seed, "dtype": options.dtype},
             "evaluation": {"tasks": str(held_out), "every": EVERY},
             **WAYS[way],
         }
@@ -175,7 +175,7 @@ def train_to(run: Path, way: str, seed: int, steps: int, options: argparse.Names
 
 def result(way: str, seed: int, mark: tuple[int, float] | None, options: argparse.Namespace) -> dict[str, Any]:
     """Train: `plain` for so many steps, the others until they reach its mark or have sampled as many tokens."""
-    named = f"{way}-{options.task}-{options.size}-{options.pool}-{options.tasks_per_step}"
+    named = f"{way}-{options.task}-{options.size}-{options.pool}-{options.tasks_per_step}-{options.dtype}"
     run = options.out / f"seed{seed}" / named
     steps = options.steps if mark is None else EVERY * WINDOW
     train_to(run, way, seed, steps, options)
@@ -245,8 +245,9 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=96, help="tasks to train on (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=100, help="held-out tasks (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=260, help="steps of warm-up (default: %(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
     options = parser.parse_args()
-    kept = KeptResults(options, "task", "steps", "size", "tasks_per_step", "pool", "tasks", "warm_up")
+    kept = KeptResults(options, "task", "steps", "size", "tasks_per_step", "pool", "tasks", "warm_up", "dtype")
     for seed in map(int, options.seeds.split(",")):
         for way in ("plain", *(way for way in options.ways.split(",") if way != "plain")):
             plain = kept.lines(way="plain", seed=seed)

@@ -115,9 +115,9 @@ def teams() -> str:
     return _table(titles, rows)
 
 
-def refill() -> str:
-    """Tokens until the success of plain training, by seed and way."""
-    lines = _lines("refill")
+def refill(**settings: str) -> str:
+    """Tokens until the success of plain training, by seed and way, of the runs with these settings."""
+    lines = [line for line in _lines("refill") if settings.items() <= line["settings"].items()]
     rows = []
     for plain in (line for line in lines if line["way"] == "plain"):
         for line in (line for line in lines if line["seed"] == plain["seed"]):
@@ -256,7 +256,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "learning": learning,
     "selection": selection,
     "teams": teams,
-    "refill": refill,
+    "refill": partial(refill, task="plan_path"),
+    "refill, word problems": partial(refill, task="word_problems", dtype="float32"),
     "replay": partial(outcomes, "replay", steps=20),
     "replay, forks alone": partial(outcomes, "replay", steps=30),
     "credit, 320,000 tokens": partial(outcomes, "credit", tokens=320_000),
