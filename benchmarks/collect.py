@@ -1,22 +1,31 @@
 """What collecting from production costs: many processes of an application, one collector, one store.
 
-    python -m benchmarks.collect --store postgresql --processes 100 --seconds 60
+    python -m benchmarks.collect --store postgresql --processes 100 --seconds 60 --plain 20
     python -m benchmarks.collect --store postgresql --processes 20 --rate 10 --beside
     python -m benchmarks.collect --alone
 
 The processes are forks of one that has made the application, as a server with workers has them. Each runs a graph of
 two roles over and over, `--rate` episodes a second in all; the model server is faked inside the process, so that the
 application's side is what is measured. The collector and the store run on the same machine. `--framework openai` makes
-the same calls without LangGraph. With `--beside` every second episode is not recorded: the difference is what recording
+the same calls without LangGraph. With `--plain` the processes first run without recording, which shows what the
+application takes by itself. With `--beside` every second episode is not recorded: the difference is what recording
 adds.
 
-Prints a table; the last line is JSON: episodes_per_s (recorded), write_ms_p50, write_ms_p99 and write_cpu_ms (the
-sink's writes, by the clock and in processor time: one a call, one an episode), collector_cpu_ms and store_cpu_ms per
-call, wire_bytes and store_bytes per call, lost (recorded and not stored), left (bytes in spools at the end); with
-`--beside` added_ms_p50 and added_ms_p99 (quantiles of the time of a call that is recorded, less those of one that is
-not) and app_cpu_ms per call (processor time of the process with its sender, recorded less not recorded). With `--alone`
-the quantiles of a write to nowhere, into the spool while the collector is away, and into a records file, and the
-processor time of a call with its recording.
+Prints a table; the last line is JSON:
+
+- episodes_per_s (recorded), lost (recorded and not stored), left (bytes in spools at the end)
+- write_ms_p50, write_ms_p99 and write_cpu_ms: the sink's writes, by the clock and in processor time: one a call, one an
+  episode
+- collector_cpu_ms, store_cpu_ms, wire_bytes and store_bytes, of a call
+- load: the machine's, a minute's mean, before and after; cores: how many processors the applications, the collector,
+  the store and all other work on the machine keep busy
+- with `--plain`: plain_per_s (episodes without recording), plain_cpu_ms and recorded_cpu_ms, an application's processor
+  time for a call with its sender
+- with `--beside`: added_ms_p50 and added_ms_p99, quantiles of the time of a call that is recorded, less those of one
+  that is not; app_cpu_ms, the same of an application's processor time for a call
+
+With `--alone` the quantiles of a write to nowhere, into the spool while the collector is away, and into a records file,
+and the processor time of a call with its recording.
 """
 
 from __future__ import annotations
@@ -42,13 +51,15 @@ from tests.postgres import server
 
 CALLS = 2
 """Calls of an episode."""
+WARM = 10
+"""Episodes of a process, recorded and not, before anything is measured."""
 EPISODES = 1000
 """With `--alone`."""
 PLAN = "You are the planner of a help desk. Say in three steps how the question is to be answered. " * 4
 SOLVE = "You are the solver of a help desk. Answer the question by the plan, in two sentences. " * 4
 
 
-def applications(url: str, framework: str, processes: int, seconds: float, rate: float, beside: bool) -> None:
+def applications(url: str, a: argparse.Namespace) -> None:
     """Make the application, fork it into processes, and run them from one moment on; print what each has measured."""
     import multiprocessing
 
@@ -56,7 +67,8 @@ def applications(url: str, framework: str, processes: int, seconds: float, rate:
     from cotune.collecting import sender as senders
     from cotune.collecting.sender import Sender
 
-    run = of_langgraph() if framework == "langgraph" else of_openai()
+    processes, rate = a.processes, a.rate
+    run = of_langgraph() if a.framework == "langgraph" else of_openai()
     context = multiprocessing.get_context("fork")
     ready, begin, end, results = context.Barrier(processes + 1), context.Event(), context.Event(), context.Queue()
     write = Sender.write
@@ -79,27 +91,35 @@ def applications(url: str, framework: str, processes: int, seconds: float, rate:
             else:
                 times[recorded].extend(run(question))
 
-        for kind in (True, False):
-            episode(-1, kind)
+        for count in range(WARM):
+            for kind in (True, False):
+                episode(-1 - count, kind)
         for some in (*times.values(), writes):
             some.clear()
         Sender.write = timed  # type: ignore[method-assign]
         ready.wait(300)
         begin.wait()
         time.sleep(number / rate)
-        begun = at = time.monotonic()
-        count, warm = 0, 1  # the warm-up has recorded one
-        while time.monotonic() < begun + seconds:
-            recorded = not beside or count % 2 == 0
-            spent = time.process_time()
-            episode(count, recorded)
-            done[recorded] += 1
-            count += 1
-            at = max(at + processes / rate / (1 + beside), time.monotonic() - 5)
-            time.sleep(max(0.0, at - time.monotonic()))
-            cpu[recorded] += time.process_time() - spent
-        took = time.monotonic() - begun
-        results.put({"times": times, "writes": writes, "cpu": cpu, "done": done, "warm": warm, "took": took})
+
+        def episodes(seconds: float, kinds: Sequence[bool]) -> float:
+            begun = at = time.monotonic()
+            count = 0
+            while time.monotonic() < begun + seconds:
+                recorded, spent = kinds[count % len(kinds)], time.process_time()
+                episode(count, recorded)
+                done[recorded] += 1
+                count += 1
+                at = max(at + processes / rate / len(kinds), time.monotonic() - 5)
+                time.sleep(max(0.0, at - time.monotonic()))
+                cpu[recorded] += time.process_time() - spent
+            return time.monotonic() - begun
+
+        plain = episodes(a.plain, (False,)) if a.plain else 0.0
+        busy = machine_time()
+        took = episodes(a.seconds, (True, False) if a.beside else (True,))
+        busy = machine_time() - busy
+        measured = {"times": times, "writes": writes, "cpu": cpu, "done": done, "plain": plain, "took": took}
+        results.put({**measured, "busy": busy})
         end.wait()
         for one in senders._senders.values():  # a child of multiprocessing runs nothing at its exit
             one.finish()
@@ -237,6 +257,12 @@ def collector(store: str, folder: Path) -> Iterator[tuple[str, psutil.Process]]:
         process.wait()
 
 
+def machine_time() -> float:
+    """Seconds that the processors of this machine were busy."""
+    now = psutil.cpu_times()
+    return float(sum(now) - now.idle - now.iowait - now.guest - now.guest_nice)
+
+
 def processor_time(processes: list[psutil.Process]) -> float:
     """Seconds of processor time of some processes."""
     return sum(sum(process.cpu_times()[:2]) for process in processes if process.is_running())
@@ -264,7 +290,7 @@ def size(store: str) -> int:
     return int(found)
 
 
-def measure(store: str, a: argparse.Namespace, folder: Path) -> Mapping[str, float]:
+def measure(store: str, a: argparse.Namespace, folder: Path) -> Mapping[str, Any]:
     environment = {**os.environ, "COTUNE_SPOOL": str(folder / "spool"), "OMP_NUM_THREADS": "1"}
     with collector(store, folder) as (url, server):
         command = [sys.executable, "-m", "benchmarks.collect", "--applications", url, *sys.argv[1:]]
@@ -274,6 +300,7 @@ def measure(store: str, a: argparse.Namespace, folder: Path) -> Mapping[str, flo
         time.sleep(3)
         bytes_before, known = size(store), metrics(url)
         spent_server, spent_store = processor_time([server]), processor_time(of_postgres(store))
+        load = os.getloadavg()[0]
         assert started.stdin is not None
         started.stdin.write("begin\n")
         started.stdin.flush()
@@ -285,14 +312,21 @@ def measure(store: str, a: argparse.Namespace, folder: Path) -> Mapping[str, flo
         with open_store(store, read_only=True) as read:
             stored, _, stored_calls = read.counts()
     episodes = sum(one["done"]["true"] for one in found)
-    warm = sum(one["warm"] for one in found)
+    warm = WARM * len(found)
     calls = CALLS * episodes
     times = {kind: np.concatenate([one["times"][kind] for one in found]) * 1e3 for kind in ("true", "false")}
     writes = np.concatenate([one["writes"] for one in found]) * 1e3
+    took = max(one["took"] for one in found)
+    cores = {
+        "applications": sum(sum(one["cpu"].values()) / (one["took"] + one["plain"]) for one in found),
+        "collector": spent_server / took,
+        "store": spent_store / took,
+    }
+    cores["others"] = found[0]["busy"] / found[0]["took"] - sum(cores.values())
     wire = 'cotune_collect_bytes_total{form="packed"}'
     result = {
         "processes": a.processes,
-        "episodes_per_s": round(episodes / max(one["took"] for one in found), 1),
+        "episodes_per_s": round(episodes / took, 1),
         "write_ms_p50": round(np.quantile(writes[:, 0], 0.5), 3),
         "write_ms_p99": round(np.quantile(writes[:, 0], 0.99), 3),
         "write_cpu_ms": round(np.mean(writes[:, 1]), 3),
@@ -301,11 +335,19 @@ def measure(store: str, a: argparse.Namespace, folder: Path) -> Mapping[str, flo
         "wire_bytes": round((now[wire] - known.get(wire, 0)) / calls),
         "store_bytes": round(grown / calls),
         "lost": episodes + warm - stored + (calls + CALLS * warm - stored_calls),
+        "load": [round(load, 1), round(os.getloadavg()[0], 1)],
+        "cores": {name: round(value, 2) for name, value in cores.items()},
         "left": sum(path.stat().st_size for path in (folder / "spool").rglob("*.frames")),
     }
+    spent = {kind: sum(one["cpu"][kind] for one in found) for kind in ("true", "false")}
+    of = {kind: sum(one["done"][kind] for one in found) for kind in ("true", "false")}
+    if a.plain:
+        result |= {
+            "plain_per_s": round(of["false"] / max(one["plain"] for one in found), 1),
+            "plain_cpu_ms": round(1e3 * spent["false"] / of["false"] / CALLS, 3),
+            "recorded_cpu_ms": round(1e3 * spent["true"] / of["true"] / CALLS, 3),
+        }
     if a.beside:
-        spent = {kind: sum(one["cpu"][kind] for one in found) for kind in ("true", "false")}
-        of = {kind: sum(one["done"][kind] for one in found) for kind in ("true", "false")}
         result |= {
             "added_ms_p50": round(np.quantile(times["true"], 0.5) - np.quantile(times["false"], 0.5), 3),
             "added_ms_p99": round(np.quantile(times["true"], 0.99) - np.quantile(times["false"], 0.99), 3),
@@ -322,6 +364,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=300.0, help="recorded episodes a second, of all processes")
+    parser.add_argument("--plain", type=float, default=0.0, help="seconds without recording before it")
     parser.add_argument("--beside", action="store_true", help="every second episode is not recorded, to compare")
     parser.add_argument("--alone", action="store_true", help="measure the sink's writes in one process alone")
     parser.add_argument("--applications", help=argparse.SUPPRESS)
@@ -331,18 +374,18 @@ def main() -> None:
             show(alone(Path(folder)))
         return
     if a.applications:
-        applications(a.applications, a.framework, a.processes, a.seconds, a.rate, a.beside)
+        applications(a.applications, a)
         return
-    own = server() if a.store == "postgresql" else contextlib.nullcontext()
+    own = server(durable=True) if a.store == "postgresql" else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder, own as database:
         store = database.database() if database else a.store or f"{folder}/records.db"
         found = measure(store, a, Path(folder))
     show(found)
 
 
-def show(found: Mapping[str, float]) -> None:
+def show(found: Mapping[str, Any]) -> None:
     for name, value in found.items():
-        print(f"{name:18} {value:>12}")
+        print(f"{name:18} {value!s:>12}")
     print(json.dumps(found))
 
 

@@ -1,16 +1,18 @@
-"""Seconds to read a store of 1,000,000 calls: `cotune show`, the viewer's lists, what is new since the last run, prune.
+"""Seconds to read a store of 1,000,000 calls: `cotune show`, the viewer's pages, what is new since the last run, prune.
 
-    python -m benchmarks.stored --store postgresql://localhost/cotune --calls 1000000
+    python -m benchmarks.stored --store postgresql://localhost/cotune --calls 1000000 --prune
+    python -m benchmarks.stored --store postgresql --calls 1000000 --prune
 
 The records are made up: a deployed application answers for 60 days, with three calls of two roles in each episode, a
 system prompt that all share, a question of each call's own, and a reward for every second episode. They are written as
 a copy of another store is, in pages of 3,000 rows. A store that has records already is read as it is. `--prune` deletes
-the older half at the end. The last line is JSON.
+the older half at the end. `postgresql` is a server of its own. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -18,12 +20,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
+from urllib.parse import quote
 
+import httpx
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from cotune.cli.printing.overview import show_run
+from cotune.integrations.web.viewer.server import viewing
 from cotune.reading.recorded_answers import recorded_answers
 from cotune.records.ids import address, ulid
 from cotune.records.structs import CallRecord, Candidate, Episode, Message, PolicyRef, RewardRecord, Task, Usage
@@ -32,6 +37,7 @@ from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.schema import WIDTHS, encode
 from cotune.storage.sql.store import SqlStore
+from tests.postgres import server
 
 DAYS, PAGE, STEPS = 60, 1000, 3
 ROLES = ("writer", "critic", "writer")
@@ -87,8 +93,8 @@ def fill(store: SqlStore[Any], calls: int, told: Callable[[str], None]) -> float
     return sum(os.times()[:2]) - before
 
 
-def readings(store: Store, where: str) -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+def readings(store: Store, where: str, viewer: str) -> dict[str, Callable[[], object]]:
+    """What is timed, by name. `viewer` is the address of the store's pages."""
     newest = EpisodeFilters()
     last = store.episode_ids(newest, 1)[0]
     middle = EpisodeFilters(before=ulid(int((time.time() - DAYS * 43200) * 1000) << 80))
@@ -100,7 +106,12 @@ def readings(store: Store, where: str) -> dict[str, Callable[[], object]]:
     def learned(filters: EpisodeFilters) -> int:
         return sum(1 for _ in recorded_answers(store, store.episodes(filters=filters), Counter()))
 
+    def page(path: str) -> Callable[[], object]:
+        return lambda: httpx.get(f"{viewer}{path}", timeout=600, follow_redirects=True).raise_for_status()
+
+    pages = {"overview": "", "use of calls": "/use", "tasks": "/tasks", "episodes": "/episodes", "calls": "/calls"}
     return {
+        **{f"viewer: {name}": page(path) for name, path in pages.items()},
         "show": lambda: show_run(where),
         "show, one episode": lambda: show_run(where, episode=last),
         "list: newest page": lambda: store.episode_lines(newest, 50),
@@ -127,25 +138,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prune", action="store_true", help="delete the older half at the end")
     asked = parser.parse_args(arguments)
     console = Console()
-    found: dict[str, Any] = {"calls": asked.calls, "store": asked.store.partition(":")[0]}
-    with open_store(asked.store) as opened:
+    own = server(durable=True) if asked.store == "postgresql" else contextlib.nullcontext()
+    with own as database:
+        print(json.dumps(measure(database.database() if database else asked.store, asked.calls, asked.prune, console)))
+
+
+def measure(address: str, calls: int, prune: bool, console: Console) -> dict[str, Any]:
+    """Seconds of each reading, twice, and of filling and pruning."""
+    found: dict[str, Any] = {"calls": calls, "store": address.partition(":")[0] if "://" in address else "file"}
+    found["load"] = [round(os.getloadavg()[0], 1)]
+    with open_store(address) as opened:
         store = cast(SqlStore[Any], opened)
         if not store.counts()[2]:
             began = time.perf_counter()
-            found["fill_cpu_s"] = round(fill(store, asked.calls, console.print), 1)
+            found["fill_cpu_s"] = round(fill(store, calls, console.print), 1)
             found["fill_s"] = round(time.perf_counter() - began, 1)
         store.flush()
         table = Table("reading", "first, s", "again, s", title=f"{store.counts()[2]:,} calls")
-        for name, read in readings(store, asked.store).items():
-            times = []
-            for _ in range(2):
-                began = time.perf_counter()
-                read()
-                times.append(time.perf_counter() - began)
-            found[name] = [round(seconds, 3) for seconds in times]
-            table.add_row(name, *(f"{seconds:.2f}" for seconds in times))
+        with viewing([address]) as pages:
+            viewer = f"{pages.url}/run/{quote(pages.opened[0].name, safe='')}"
+            for name, read in readings(store, address, viewer).items():
+                times = []
+                for _ in range(2):
+                    began = time.perf_counter()
+                    read()
+                    times.append(time.perf_counter() - began)
+                found[name] = [round(seconds, 3) for seconds in times]
+                table.add_row(name, *(f"{seconds:.2f}" for seconds in times))
         console.print(table)
-        if asked.prune:
+        if prune:
             began = time.perf_counter()
             counts: Counter[str] = Counter()
             for part in store.prune(time.time() - DAYS * 43200):
@@ -153,7 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found["prune_s"] = round(time.perf_counter() - began, 1)
             console.print(f"pruned {dict(counts)} in {found['prune_s']} s")
     found["memory_mb"] = round(psutil.Process().memory_info().rss / 2**20)
-    print(json.dumps(found))
+    found["load"].append(round(os.getloadavg()[0], 1))
+    return found
 
 
 if __name__ == "__main__":

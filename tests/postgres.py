@@ -28,10 +28,12 @@ def programs() -> Path:
 
 
 class Server:
-    """One server. It listens on a socket in its folder alone, and trusts who can reach that."""
+    """One server. It listens on a socket in its folder alone, and trusts who can reach that. Unless it is `durable`, a
+    commit does not wait for the disk."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, durable: bool = False) -> None:
         self.folder = folder
+        self._fsync = f"fsync={'on' if durable else 'off'}"
         self._bin = programs()
         self._as: list[str] = []
         self._names = itertools.count()
@@ -46,7 +48,7 @@ class Server:
 
     def start(self) -> None:
         """Start it, and wait until it takes connections."""
-        options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={self.folder}", "-c", "fsync=off"]
+        options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={self.folder}", "-c", self._fsync]
         log = (self.folder / "log").open("ab")
         command = [*self._as, self._bin / "postgres", "-D", self.folder / "data", *options]
         self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd="/")
@@ -74,10 +76,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[Server]:
+def server(durable: bool = False) -> Iterator[Server]:
     """A server, for as long as the block runs."""
     with tempfile.TemporaryDirectory(prefix="cotune-pg-", ignore_cleanup_errors=True) as folder:
-        opened = Server(Path(folder))
+        opened = Server(Path(folder), durable)
         try:
             yield opened
         finally:
