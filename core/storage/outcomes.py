@@ -16,16 +16,24 @@ IS_OUTCOME = "(status = 'ok' OR status = 'error' AND coalesce(blame, 'policy') =
 """Whether an episode says something of its policies: not one that the infrastructure has failed."""
 _FAILED = f"status = 'error' AND {IS_OUTCOME}"
 _OWN = "(SELECT sum(value) FROM rewards WHERE target = episodes.id)"
+ALL_OWN = """LEFT JOIN
+    (SELECT target, sum(value) AS own FROM rewards WHERE instr(target, '.') = 0 GROUP BY target) AS given
+    ON given.target = episodes.id"""
+"""What gives each of all episodes the sum of its rewards, `own`, at once: one by one takes longer."""
 
 _WORDS = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
 
 REPORTED = """CASE WHEN status = 'ok' THEN CASE WHEN success >= 0.5 THEN 1 WHEN success IS NOT NULL THEN 0 END
     WHEN success IS NOT NULL THEN 0 END"""
 """Whether an episode solved its task as it reports itself (`Episode.solved`); NULL for one that reports no success."""
-SOLVED = f"""CASE WHEN {IS_OUTCOME} THEN CASE WHEN status != 'ok' THEN 0
-    ELSE coalesce({REPORTED}, CASE WHEN {_OWN} IS NOT NULL THEN 0 END) END END"""
-"""Whether an episode counts as solved among others that report `success`: one that failed, or reports none, does not.
-NULL for one that says nothing of its policies, or reports neither success nor a reward: nobody knows its outcome."""
+
+
+def solved(own: str = _OWN) -> str:
+    """An expression for whether an episode counts as solved among others that report `success`: one that failed, or
+    reports none, does not. NULL for one that says nothing of its policies, or reports neither success nor a reward:
+    nobody knows its outcome. `own` is the expression for the sum of its rewards."""
+    return f"""CASE WHEN {IS_OUTCOME} THEN CASE WHEN status != 'ok' THEN 0
+        ELSE coalesce({REPORTED}, CASE WHEN {own} IS NOT NULL THEN 0 END) END END"""
 
 
 def failure_reward(on_failure: str) -> OnFailure:
@@ -51,7 +59,7 @@ def success_counts(where: str = "true") -> str:
     """A query for the phase, its solved episodes and those that count, for each phase in which an episode reports
     `success`. `where` chooses episodes."""
     return f"""SELECT phase, sum(solved), count(solved) FROM (
-            SELECT id, phase, {SOLVED} AS solved, {REPORTED} AS reported FROM episodes
+            SELECT id, phase, {solved()} AS solved, {REPORTED} AS reported FROM episodes
             WHERE {where} AND phase IN (SELECT DISTINCT phase FROM episodes WHERE success IS NOT NULL)) AS found
         GROUP BY phase HAVING count(reported) > 0 AND count(solved) > 0 ORDER BY min(id)"""
 
@@ -78,10 +86,11 @@ LOWEST_SUM = """SELECT coalesce(min(total), 0) FROM (SELECT sum(value) AS total 
 """The lowest outcome of a phase, or 0."""
 
 
-def outcome_sum(on_failure: str, lowest: float) -> str:
-    """An expression for the sum of an episode's outcome; NULL for one that nobody knows."""
-    failed = "NULL" if on_failure == "exclude" else f"coalesce({_OWN}, {_value(on_failure, repr(lowest))})"
-    return f"CASE WHEN status = 'ok' THEN {_OWN} WHEN {_FAILED} THEN {failed} END"
+def outcome_sum(on_failure: str, lowest: float, own: str = _OWN) -> str:
+    """An expression for the sum of an episode's outcome; NULL for one that nobody knows. `own` is the expression for
+    the sum of its rewards."""
+    failed = "NULL" if on_failure == "exclude" else f"coalesce({own}, {_value(on_failure, repr(lowest))})"
+    return f"CASE WHEN status = 'ok' THEN {own} WHEN {_FAILED} THEN {failed} END"
 
 
 def _value(on_failure: str, lowest: str) -> str:

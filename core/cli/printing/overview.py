@@ -21,6 +21,8 @@ from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.tables import BAD, GOOD, NAME, QUIET, cells, grid, plural, scores, warn
 
+MOST_OPEN = 1_000_000
+"""Unfinished episodes that are counted."""
 CAUSES = 3
 """Causes of failed episodes that are shown."""
 SHOWN_ID = 8
@@ -55,12 +57,13 @@ def show_run(
             return Group(*episode_parts(run.store, run.store.episode_named(episode), full))
         if groups:
             return Group(*show_groups(run, limit))
-        head, *tables = _overview(run)
+        still = run.store.open_episodes(MOST_OPEN)
+        head, *tables = _overview(run, len(still))
         figures = _headline(run.headline)
-        return Group(head, *figures, "", *tables, *_episodes(run.store, filters, limit))
+        return Group(head, *figures, "", *tables, *_episodes(run.store, still[:limit], filters, limit))
 
 
-def _overview(run: OpenedRun) -> Iterable[RenderableType]:
+def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
     """Episodes by phase, calls by role, and troubles."""
     store = run.store
     wrong = [trouble for trouble in troubles(run, CAUSES) if trouble.kind != "last step"]
@@ -96,7 +99,7 @@ def _overview(run: OpenedRun) -> Iterable[RenderableType]:
             *cells((*row, use.prompt, use.completion, f"{use.seconds / use.calls:.3f}")), scores(own.get(role, {}))
         )
     yield calls
-    counters, interrupted = store.counters(), len(list(store.unfinished()))
+    counters = store.counters()
     missing = [(plural(interrupted, "unfinished episode"), interrupted)]
     missing += [(f"{plural(counters['lost'], 'record')} lost", counters["lost"])]
     missing += [(f"{plural(counters['refused'], 'late reward')} refused", counters["refused"])]
@@ -114,15 +117,17 @@ def _lines(wrong: Sequence[Trouble], *kinds: str) -> Iterable[tuple[str, str]]:
         yield from ((f"{one.text}\n", BAD if one.count else "yellow") for one in wrong if one.kind == kind)
 
 
-def _episodes(store: Store, filters: EpisodeFilters, limit: int) -> Iterable[RenderableType]:
-    """The latest episodes that fit, newest last."""
+def _episodes(
+    store: Store, still: Sequence[tuple[str, int]], filters: EpisodeFilters, limit: int
+) -> Iterable[RenderableType]:
+    """The latest episodes that fit, newest last, and then those that are `still` open, with their calls."""
     filtered = filters != EVERYTHING
     total = store.episode_count(filters)
     found = store.episode_ids(filters, limit)
     of_task = f" of task {filters.task}" if filters.task else ""
     left = f"the latest {len(found)} of " if len(found) < total else ""
     yield Text(f"{left}{plural(total, 'episode')}{of_task}\n", style="bold")
-    if not found and (filtered or not store.open_episodes(1)):
+    if not found and (filtered or not still):
         return
     table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
     rewards = store.rewards(found)
@@ -136,7 +141,7 @@ def _episodes(store: Store, filters: EpisodeFilters, limit: int) -> Iterable[Ren
         step = "" if episode.training_step is None else episode.training_step + 1
         row = (_short(id), episode.task.id, episode.phase, step, episode.calls, f"{episode.latency:.2f}")
         table.add_row(*cells(row), status, scores(rewards[id]))
-    for id, calls in [] if filtered else store.open_episodes(limit)[::-1]:
+    for id, calls in [] if filtered else still[::-1]:
         table.add_row(_short(id), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
 

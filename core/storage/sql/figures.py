@@ -12,7 +12,7 @@ import msgspec
 
 from cotune.errors import RecordError
 from cotune.storage.episode_filters import COUNTED, ORDERS, CallFilters, EpisodeFilters
-from cotune.storage.outcomes import LOWEST_SUM, REPORTED, SOLVED, outcome_means, outcome_sum, success_counts
+from cotune.storage.outcomes import ALL_OWN, LOWEST_SUM, REPORTED, outcome_means, outcome_sum, solved, success_counts
 from cotune.storage.schema import FEEDBACK, NameList, Row, in_parts
 
 T = TypeVar("T")
@@ -53,10 +53,10 @@ class Figures(ABC):
         return self.rows(outcome_means(on_failure))
 
     def outcomes_by_task(self, phase: str, on_failure: str) -> tuple[str, list[Row]]:
-        measure, value = self._measured(phase, on_failure)
+        measure, value = self._measured(phase, on_failure, "own")
         return measure, self.rows(
             f"""SELECT task, count(*), avg(v), min(v), max(v) FROM (
-                SELECT task, {value} AS v FROM episodes WHERE phase = ? AND {COUNTED}) AS found
+                SELECT task, {value} AS v FROM episodes {ALL_OWN} WHERE phase = ? AND {COUNTED}) AS found
                 GROUP BY task ORDER BY task""",
             (phase,),
         )
@@ -71,11 +71,12 @@ class Figures(ABC):
             (phase, NameList.of(tasks)),
         )
 
-    def _measured(self, phase: str, on_failure: str) -> tuple[str, str]:
-        """The name and the expression of an episode's outcome: success where an episode of the phase reports any."""
+    def _measured(self, phase: str, on_failure: str, *own: str) -> tuple[str, str]:
+        """The name and the expression of an episode's outcome: success where an episode of the phase reports any. `own`
+        is the expression for the sum of its rewards, if there is one."""
         if self.rows("SELECT 1 FROM episodes WHERE phase = ? AND success IS NOT NULL LIMIT 1", (phase,)):
-            return "success", SOLVED
-        return "reward", outcome_sum(on_failure, self.rows(LOWEST_SUM, (phase,))[0][0])
+            return "success", solved(*own)
+        return "reward", outcome_sum(on_failure, self.rows(LOWEST_SUM, (phase,))[0][0], *own)
 
     def has_scored_candidates(self) -> bool:
         return bool(

@@ -203,6 +203,7 @@ def _connect(address: str, writes: bool = False) -> Connection:
     if db.execute("SHOW search_path").fetchall() == [('"$user", public',)]:
         db.execute("SET search_path TO cotune")
     if not writes:
+        db.execute("SET work_mem TO '64MB'")  # figures sort and hash the ids of all episodes
         db.execute("SET default_transaction_read_only TO on")
     return db
 
