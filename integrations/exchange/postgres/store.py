@@ -130,7 +130,7 @@ class PostgresDatabase:
             self._make_partitions(table, [row[0] for row in rows])
         with self._db.transaction(), self._db.cursor() as cursor:
             cursor.execute(stage(table))
-            cursor.execute(f"TRUNCATE stage_{table}")
+            cursor.execute(f"DELETE FROM stage_{table}")  # of this transaction, mostly none: TRUNCATE makes a new file
             with cursor.copy(f"COPY stage_{table} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)") as copy:
                 copy.set_types(types)
                 for row in rows:
