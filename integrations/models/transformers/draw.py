@@ -152,7 +152,8 @@ def _weights(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor | None]:
     """What each token is drawn by, fp32 with zeros up to whole blocks, and the likeliest tokens [rows, 1] where some
     rows are greedy."""
     rows, size = logits.shape
-    weight = logits.new_zeros((rows, -(-size // BLOCK) * BLOCK), dtype=torch.float32)
+    weight = logits.new_empty((rows, -(-size // BLOCK) * BLOCK), dtype=torch.float32)
+    weight[:, size:] = 0.0
     x = torch.div(logits, params.temperature, out=weight[:, :size])
     if params.min_p is not None:
         least = x.amax(dim=-1, keepdim=True) + params.min_p.log()

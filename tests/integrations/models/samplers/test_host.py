@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cotune.integrations.models.transformers.host import PAGES
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.runtime.openmp import SPINS
 from tests.integrations import tiny_models
@@ -73,6 +74,10 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], i
 
 def test_ctrl_c_does_not_reach_a_host_that_starts(started: tuple[dict[str, str], int]) -> None:
     assert started[1] > 0
+
+
+def test_it_keeps_its_pages_from_step_to_step(started: tuple[dict[str, str], int]) -> None:
+    assert {name: started[0][name] for name in PAGES} == PAGES
 
 
 def test_it_leaves_the_cores_to_others_while_its_threads_wait(started: tuple[dict[str, str], int]) -> None:
