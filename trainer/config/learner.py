@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
+from msgspec import structs
+
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, check_bounds
 from cotune.runtime.memory import parse_size
@@ -53,14 +55,14 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
     seed: int = 0
     """Seed of the adapters' initial weights and of the order of rows."""
 
-    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Precision of the forward pass. Trained weights and optimizer states are float32 in any case. On a GPU bfloat16 is
     faster and halves frozen weights; samplers there compute in bfloat16 either way, and sampler_gap_mean says how far
     both are apart. On a CPU with AVX512-BF16 or AMX it is the precision of matrix products alone, of the in-process
     sampler too. "auto": bfloat16 there, if adapters are trained on models of 16 million parameters or more and sampler
-    and learner agree within `probe_bound` before the first step; else float32. If they differ by more after a later
-    step, the run goes back to its last checkpoint and continues in float32; with "bfloat16" it stops. "auto" is not the
-    default, because no whole run has shown yet that learning is unharmed."""
+    and learner agree within `probe_bound` before the first step; else float32, as in a run from records, which has no
+    sampler. If they differ by more after a later
+    step, the run goes back to its last checkpoint and continues in float32; with "bfloat16" it stops."""
 
     quantize: Literal["none", "4bit"] = "none"
     """4bit: the frozen base of adapters in four bits (QLoRA), on a GPU, in one process. The sampler keeps its own
@@ -97,6 +99,11 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
         """By name, the settings that need a GPU: the value, and the one that needs none."""
         values = {name: (getattr(self, name), usual) for name, usual in _WITHOUT_GPU.items()}
         return {name: (value, usual) for name, (value, usual) in values.items() if value != usual}
+
+    @property
+    def settled(self) -> LearnerSettings:
+        """These, with float32 for "auto": what no run compares with its sampler computes exactly."""
+        return structs.replace(self, dtype="float32") if self.dtype == "auto" else self
 
 
 class Method(NamedTuple):

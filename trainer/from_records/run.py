@@ -33,7 +33,6 @@ from cotune.trainer.from_records.pairs import read_pairs
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.open_run import open_local_learner
-from cotune.trainer.run.precision import decide_precision
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import Run
 from cotune.trainer.run.run_folder import RunFolder
@@ -80,7 +79,6 @@ async def open_records_run(
     async with contextlib.AsyncExitStack() as stack:
         store = open_store(config.records.path, read_only=True)
         stack.callback(store.close)
-        config, _ = decide_precision(folder, config)
         say(f"reading the records of {store.address} ...")
         chosen, since = choose(folder, config.records, store)
         recorded = await asyncio.to_thread(_read, config, chosen)

