@@ -132,6 +132,18 @@ def refill(**settings: str) -> str:
     return _table(titles, rows)
 
 
+def precision() -> str:
+    """Success of plain training on the word problems in each precision, by seed."""
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        found = [line for line in _lines("refill") if line["settings"]["task"] == "word_problems"]
+        found = [line for line in found if line["way"] == "plain" and line["settings"]["dtype"] == dtype]
+        found.sort(key=lambda line: line["seed"])
+        cells = (f"{line['success']:.1%} ({line['tokens']:,})" for line in found)
+        rows.append((dtype, f"{sum(line['success'] for line in found) / len(found):.1%}", ", ".join(cells)))
+    return _table(("products in", "success, mean", "by seed (sampled tokens)"), rows)
+
+
 def outcomes(name: str, **settings: int) -> str:
     """Success by the way of training: `replay` or `credit`, of the runs with these settings."""
     lines = [line for line in _lines(name) if settings.items() <= line["settings"].items()]
@@ -257,6 +269,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "selection": selection,
     "teams": teams,
     "refill": partial(refill, task="plan_path"),
+    "precision": precision,
     "refill, word problems": partial(refill, task="word_problems", dtype="float32"),
     "replay": partial(outcomes, "replay", steps=20),
     "replay, forks alone": partial(outcomes, "replay", steps=30),
