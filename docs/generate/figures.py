@@ -269,7 +269,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "selection": selection,
     "teams": teams,
     "refill": partial(refill, task="plan_path"),
-    "precision": precision,
+    "refill, precision": precision,
     "refill, word problems": partial(refill, task="word_problems", dtype="float32"),
     "replay": partial(outcomes, "replay", steps=20),
     "replay, forks alone": partial(outcomes, "replay", steps=30),

@@ -95,7 +95,6 @@ class LocalLearner:
         """Load `model` for every trained policy; `own` are other methods of some. Raises ConfigError."""
         check_losses(loss, *(method.loss for method in own.values()))
         check_hardware(settings)
-        settings = settings.settled
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         models = open_joined(model, policies, settings, needing_untrained(policies, loss, own))

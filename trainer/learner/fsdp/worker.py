@@ -126,7 +126,6 @@ class FsdpWorker:
     ) -> None:
         """Load the policies in `names`, divide their weights, and build the optimizers."""
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
-        settings = settings.settled
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         # Whole models stay in the memory of the CPU; only this rank's part goes to the device.
@@ -134,7 +133,7 @@ class FsdpWorker:
         opened = open_policy_models(
             model, policies, whole, reference=needing_untrained(policies, loss, own), names=names
         )
-        shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.dtype)
+        shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.settled.dtype)
         self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own)
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:

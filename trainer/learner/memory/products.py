@@ -29,6 +29,7 @@ def open_joined(
 ) -> dict[str, PolicyModel]:
     """The policies of a learner of one process (`open_policy_models`). On the CPU each frozen layer and its adapters
     are one step."""
+    settings = settings.settled
     frozen = all(spec.kind != "full" for spec in policies.specs.values() if spec.trained)
     device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     loaded = replace(settings, dtype="float32") if frozen and rounds_products(settings.dtype, device) else settings

@@ -210,10 +210,13 @@ def test_autogen_members_are_selected_by_name_and_the_team_ends_by_its_word() ->
     from autogen_agentchat.conditions import TextMentionTermination
     from autogen_agentchat.teams import SelectorGroupChat
 
-    from tests.integrations.apps.autogen.test_roles import agent, client
+    from tests.integrations.apps.autogen.test_roles import agent
+    from tests.integrations.autogen_models import autogen_client
 
     members = [agent(name) for name in ("planner", "searcher", "analyst")]
-    team = SelectorGroupChat(members, model_client=client(), termination_condition=TextMentionTermination("Fin."))
+    team = SelectorGroupChat(
+        members, model_client=autogen_client(), termination_condition=TextMentionTermination("Fin.")
+    )
     report = dry(cotune.workflow(team, inputs=lambda task: task["question"], reward=lambda result, task: 1.0))
     assert report.trainable, report.findings
     assert roles(report) == {"SelectorGroupChat/selector", "planner", "searcher", "analyst"} and report.idle == ()
