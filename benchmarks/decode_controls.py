@@ -1,5 +1,5 @@
-"""What log-probabilities, an adapter and the precision cost a decoding engine: vLLM's offline engine with its own
-defaults, and the in-process sampler, which always gives log-probabilities.
+"""The cost of log-probabilities, of an adapter and of the precision in two decoding engines: vLLM's offline engine with
+its default settings, and the in-process sampler, which always gives log-probabilities.
 
     OMP_NUM_THREADS=2 python -m benchmarks.decode_controls [--sequences 8,64] [--new 24] [--dtypes float32,bfloat16]
 
@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
+from benchmarks.adapter_shapes import adapter_shapes
 from cotune.integrations.models.folder.folder import locate_model, write_adapter
-from cotune.integrations.models.folder.meta_model import ModelSkeleton
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
@@ -44,15 +44,10 @@ Decode = Callable[[Prompts, int], int]
 
 
 def adapter(folder: str) -> dict[str, npt.NDArray[np.float32]]:
+    """A LoRA with random weights."""
     chance = np.random.default_rng(0)
-    found: dict[str, npt.NDArray[np.float32]] = {}
-    for name, module in ModelSkeleton(folder)._model.named_modules():
-        if name.rpartition(".")[2] in LORA.targets:
-            stem = f"base_model.model.{name}.lora_"
-            shapes = {"A": (LORA.rank, module.in_features), "B": (module.out_features, LORA.rank)}
-            for part, shape in shapes.items():
-                found[f"{stem}{part}.weight"] = (0.02 * chance.standard_normal(shape)).astype(np.float32)
-    return found
+    shapes = adapter_shapes(folder, LORA)
+    return {name: (0.02 * chance.standard_normal(shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
 def vllm_cases(folder: str, dtype: str, weights: Mapping[str, Any]) -> Iterator[tuple[str, Decode]]:

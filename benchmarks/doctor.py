@@ -61,8 +61,8 @@ async def sample(model: str, layout: str, sequences: int) -> int:
     """Two versions published one after the other, and so many sequences decoded; the sampler's largest size."""
     import numpy as np
 
+    from benchmarks.adapter_shapes import adapter_shapes
     from cotune.integrations.models.folder.folder import read_parameters
-    from cotune.integrations.models.folder.meta_model import ModelSkeleton
     from cotune.integrations.models.transformers.sampler import TransformersSampler
     from cotune.records.structs import PolicyRef
     from cotune.runtime.memory import peak_memory
@@ -71,12 +71,7 @@ async def sample(model: str, layout: str, sequences: int) -> int:
     if layout == "full":
         weights = read_parameters(Path(model))
     else:
-        weights = {}
-        for name, module in ModelSkeleton(model)._model.named_modules():
-            if name.rpartition(".")[2] in LORA.targets:
-                stem = f"base_model.model.{name}.lora_"
-                weights[f"{stem}A.weight"] = np.zeros((LORA.rank, module.in_features), np.float32)
-                weights[f"{stem}B.weight"] = np.zeros((module.out_features, LORA.rank), np.float32)
+        weights = {name: np.zeros(shape, np.float32) for name, shape in adapter_shapes(model, LORA).items()}
     sampler = await TransformersSampler.open(model, threads=1, prefix_cache=0, dtype="float32")
     lora = None if layout == "full" else LORA
     for version in (1, 2):
