@@ -293,11 +293,10 @@ def _frame(file: BinaryIO, start: int, end: int) -> _Frame | None:
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None
-    length, records, crc = _HEAD.unpack(head)
+    length, records, _ = _HEAD.unpack(head)
     at = start + _HEAD.size + length
     body = file.read(length) if at <= end else b""
-    whole = len(body) == length and zlib.crc32(body, zlib.crc32(head[:8])) == crc
-    return _Frame(body, records, at) if whole else None
+    return _Frame(body, records, at) if _belong(head, body) else None
 
 
 def _damaged(file: BinaryIO, start: int, end: int) -> _Frame:
@@ -313,9 +312,14 @@ def _damaged(file: BinaryIO, start: int, end: int) -> _Frame:
 def _is_frame(data: memoryview) -> bool:
     """Whether these bytes begin with a whole frame. A record takes a byte at least, which tells most of them apart
     without their sum."""
-    length, records, crc = map(int, _HEAD.unpack_from(data))
-    rest = data[_HEAD.size : _HEAD.size + length]
-    return 0 < records <= length == len(rest) and zlib.crc32(rest, zlib.crc32(data[:8])) == crc
+    length, records, _ = _HEAD.unpack_from(data)
+    return 0 < records <= length and _belong(data[: _HEAD.size], data[_HEAD.size : _HEAD.size + length])
+
+
+def _belong(head: bytes | memoryview, body: bytes | memoryview) -> bool:
+    """Whether a frame's head names this body."""
+    length, _, crc = _HEAD.unpack(head)
+    return bool(len(body) == length and zlib.crc32(body, zlib.crc32(head[:8])) == crc)
 
 
 def abandoned(folder: Path, own: str, bound: int) -> Iterator[Spool]:
