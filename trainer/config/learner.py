@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
-from msgspec import structs
-
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, check_bounds
 from cotune.runtime.memory import parse_size
@@ -101,9 +99,9 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
         return {name: (value, usual) for name, (value, usual) in values.items() if value != usual}
 
     @property
-    def settled(self) -> LearnerSettings:
-        """These, with float32 for "auto": what no run compares with its sampler computes exactly."""
-        return structs.replace(self, dtype="float32") if self.dtype == "auto" else self
+    def precision(self) -> str:
+        """`dtype`, and float32 for an "auto" that no run has decided by comparing with its sampler."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
 
 class Method(NamedTuple):

@@ -61,7 +61,7 @@ def open_policy_models(
                 if path in shared:
                     shared[path][0].add_adapter(adapter, _lora_config(spec, shared[path][1].network))
                 else:
-                    base = _wrap(_load(path, settings.settled.dtype, device, settings), spec, adapter)
+                    base = _wrap(_load(path, settings.precision, device, settings), spec, adapter)
                     shared[path] = (base, LogprobModel(base.get_base_model(), settings))
                 base, network = shared[path]
                 opened[spec.name] = PolicyModel(spec, index, network, peft=base, adapter=adapter)
@@ -88,7 +88,7 @@ def needing_untrained(policies: Policies, loss: LossSpec, own: Mapping[str, Meth
 def load_frozen(model: str, settings: LearnerSettings) -> LogprobModel:
     """A model that is not trained, in the learner's precision. Raises ConfigError, also where its output embedding is
     not all that makes its logits."""
-    network = _load(model, settings.settled.dtype, _device(settings.device), settings)
+    network = _load(model, settings.precision, _device(settings.device), settings)
     _check_head(network)
     return LogprobModel(network.requires_grad_(False), settings)
 

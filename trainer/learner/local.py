@@ -84,7 +84,7 @@ class LocalLearner:
         trainable = {name: policy.parameters() for name, policy in policies.items()}
         check_optimizers(trainable, self._optimizers)
         self._gradient_checks = {
-            name: GradientChecks(parameters, self._optimizers[name], self._group, dtype=settings.dtype)
+            name: GradientChecks(parameters, self._optimizers[name], self._group, dtype=settings.precision)
             for name, parameters in trainable.items()
         }
 

@@ -89,7 +89,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
     def __init__(self, network: Any, settings: LearnerSettings) -> None:
         super().__init__()
         self._flex = settings.tree_attention == "flex"
-        self._dtype = settings.settled.dtype
+        self._dtype = settings.precision
         self.network = network
         self.checkpointing = Checkpointing(network)
         self.images = ImageInputs(network.config.name_or_path) if sees_images(network.config) else None

@@ -147,7 +147,7 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
 
 def _dtype(config: TrainConfig) -> str | None:
     """The in-process engine computes as the learner does, where both are on the CPU and that has bfloat16."""
-    asked = config.learner.settled.dtype
+    asked = config.learner.precision
     if asked == "bfloat16":
         from cotune.integrations.models.bfloat16 import rounds_products
 

@@ -133,7 +133,7 @@ class FsdpWorker:
         opened = open_policy_models(
             model, policies, whole, reference=needing_untrained(policies, loss, own), names=names
         )
-        shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.settled.dtype)
+        shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.precision)
         self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own)
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:

@@ -55,7 +55,7 @@ def quantization(settings: LearnerSettings) -> dict[str, Any]:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=getattr(torch, settings.settled.dtype),
+        bnb_4bit_compute_dtype=getattr(torch, settings.precision),
     )
     return {"quantization_config": four_bits, "device_map": {"": settings.device.replace("auto", "cuda")}}
 

@@ -29,15 +29,14 @@ def open_joined(
 ) -> dict[str, PolicyModel]:
     """The policies of a learner of one process (`open_policy_models`). On the CPU each frozen layer and its adapters
     are one step."""
-    settings = settings.settled
     frozen = all(spec.kind != "full" for spec in policies.specs.values() if spec.trained)
     device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = replace(settings, dtype="float32") if frozen and rounds_products(settings.dtype, device) else settings
+    loaded = replace(settings, dtype="float32") if frozen and rounds_products(settings.precision, device) else settings
     opened = open_policy_models(model, policies, loaded, reference=reference)
-    if device == "cpu" and loaded.dtype == "float32" and frozen:
+    if device == "cpu" and loaded.precision == "float32" and frozen:
         for policy in {id(policy.network): policy for policy in opened.values()}.values():
-            join_layers(policy.network, getattr(torch, settings.dtype))
-            policy.logprob_model.take_products(settings.dtype)
+            join_layers(policy.network, getattr(torch, settings.precision))
+            policy.logprob_model.take_products(settings.precision)
     return opened
 
 
