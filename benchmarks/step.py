@@ -37,8 +37,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from benchmarks.clock import Clock
 from benchmarks.small_model import small_qwen
-from benchmarks.step_trl import LORA, LR, Clock, run_trl
+from benchmarks.step_trl import LORA, LR, run_trl
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.folder.folder import locate_model

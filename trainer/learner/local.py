@@ -299,16 +299,16 @@ class LocalLearner:
         self, model: PolicyModel, tokens: UpdateTokens, epochs: Sequence[Batches], passed: Sequence[bool]
     ) -> Tensor | None:
         """[N] log pi before the update, where it has to be known before the first optimizer step; also of rows that are
-        not `passed`, where the loss has a mask.
-
-        Computed in the passes of the first epoch: in bfloat16 other passes round otherwise.
-        """
-        rows, masks, several = tokens.rows, tokens.loss.mask != "none", len(epochs) > 1 or len(epochs[0]) > 1
-        if not (several or masks):
-            return None
-        batches = [[i for i in batch if passed[i]] for batch in epochs[0]]
+        not `passed`, where the loss has a mask. NaN, or None for all, where the first step's own passes tell it.
+        Computed in the passes of the first epoch: in bfloat16 other passes round otherwise."""
+        rows, masks = tokens.rows, tokens.loss.mask != "none"
+        told = epochs[0][0] if len(epochs) == 1 and not masks else []
+        batches = [[i for i in batch if passed[i]] for batch in epochs[0] if batch is not told]
         batches.append([i for i in range(len(rows)) if masks and not passed[i]])
-        return self._logprobs(model, rows, [batch for batch in batches if batch])
+        if not any(batches):
+            return None
+        found = self._logprobs(model, rows, [batch for batch in batches if batch])
+        return found.masked_fill_(torch.isin(tokens.row, torch.tensor(told).long()).to(found.device), torch.nan)
 
     def _logprobs(self, model: PolicyModel, rows: Sequence[TrainRow], batches: Batches) -> Tensor:
         """[N] log pi_train of the response tokens, rows in order, in the passes of `batches`; each rank computes a

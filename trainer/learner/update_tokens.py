@@ -50,7 +50,8 @@ class UpdateTokens:
         lengths = lengths_of(rows)
         self.rows = rows
         self.old: Tensor | None = None
-        """[N] log pi before the update, on the learner's device; None where no pass needs it beforehand."""
+        """[N] log pi before the update, on the learner's device; NaN, or None for all, where no pass needs it
+        beforehand."""
         self.loss = loss
         self._starts = np.cumsum([0, *lengths])
         self.row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
@@ -115,6 +116,8 @@ class UpdateTokens:
         counted = self.counted[at]
         there, at = counted.to(new.device), at[counted]
         row = torch.arange(len(rows)).repeat_interleave(self.lengths[torch.tensor(rows)])
+        now = new.detach()[there]
+        old = now if self.old is None else self.old[at.to(self.old.device)]
         if self._teacher is not None:
             reference: Tensor | None = self._teacher[at].to(new.device)
         else:
@@ -126,7 +129,7 @@ class UpdateTokens:
             exploration=self._exploration[self.row[at]].to(new.device),
             weight=weight[self.row[at]].to(new.device),
             row=row.to(new.device),
-            old=new.detach()[there] if self.old is None else self.old[at.to(self.old.device)],
+            old=torch.where(old.isnan(), now, old),
             entropy=entropy[there],
             reference=reference,
         )

@@ -36,7 +36,6 @@ from cotune.trainer.schedules.routing import check_routing
 from cotune.trainer.schedules.task_pool import TaskPool
 
 if TYPE_CHECKING:
-    from cotune.trainer.learner.local import LocalLearner
     from cotune.trainer.run.cluster import Cluster
 
 
@@ -157,11 +156,14 @@ def _cluster(
 
 async def open_local_learner(
     config: TrainConfig, policies: Policies, loss: LossSpec, own: Mapping[str, Method]
-) -> LocalLearner:
+) -> Learner:
     """The learner in this process."""
     from cotune.trainer.learner.local import LocalLearner
+    from cotune.trainer.learner.own_thread import OwnThread
 
-    return await asyncio.to_thread(LocalLearner.open, config.model, policies, config.learner, loss, own)
+    return await asyncio.to_thread(
+        OwnThread, lambda: LocalLearner.open(config.model, policies, config.learner, loss, own)
+    )
 
 
 async def _open_model(

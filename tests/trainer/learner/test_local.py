@@ -60,6 +60,35 @@ def test_shared_prompts_give_the_gradients_of_the_plain_path(base, layout, budge
 # -- updates
 
 
+@pytest.mark.parametrize("mask", ["none", "token"])
+def test_what_the_first_steps_passes_tell_is_not_computed_before_them(base, monkeypatch, mask):
+    rows = make_rows(groups=4)
+    loss = LossSpec(mask=mask)
+    settings = change(FAST, mini_batch=4)
+    computed = []
+
+    def before(learner, model, tokens, epochs, passed):  # of all rows, as a mask would ask
+        return learner._logprobs(model, tokens.rows, epochs[0])
+
+    def counted(learner, model, rows, batches):
+        computed.append(sum(map(len, batches)))
+        return plain(learner, model, rows, batches)
+
+    plain = LocalLearner._logprobs
+    weights = {}
+    for way, patched in (("all", ("_logprobs_before", before)), ("needed", ("_logprobs", counted))):
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalLearner, *patched)
+            learner = opened(base, settings=settings, loss=loss)
+            figures = learner.update("a", rows)
+        weights[way] = snapshot(learner, "a"), figures
+    assert computed == [len(rows) if mask == "token" else len(rows) - 4]
+    for name, expected in weights["all"][0].items():
+        np.testing.assert_allclose(weights["needed"][0][name], expected, atol=1e-6)
+    for name in ("loss", "ratio_mean", "ratio_max", "sampler_gap_mean", "sampler_gap_max", "clip_share", "grad_norm"):
+        assert weights["needed"][1][name] == pytest.approx(weights["all"][1][name], rel=1e-4, abs=1e-5)
+
+
 # -- the sampler's log-probabilities
 
 
