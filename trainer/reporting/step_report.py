@@ -194,7 +194,6 @@ _LOST = (
     "a larger learner.lr."
 )
 _UNSEEN = (
-    "Policy {policy}: bfloat16 does not see a single step of {count} tensors, and {share:.2%} of all entries (largest "
-    "step, in halves of a unit in the last place: {some}). Weights are kept in float32, where steps add up until it "
-    "does."
+    "Policy {policy}: bfloat16 does not see a single step of {count} tensors, and {share:.2%} of all entries. Weights "
+    "are kept in float32, where steps add up until it does."
 )

@@ -336,9 +336,10 @@ class Batch:
         s["logprob"][at, count] = logprob
         alive = s["alive"][at]
         s["count"][at] = count + alive
-        for i in np.flatnonzero(np.where(alive, s["shaped"][at], _NOBODY)):
-            s["shaped"][at[i]].consume(int(token[i]))
         stopped = self._ends[token]
+        for i in np.flatnonzero(np.where(alive, s["shaped"][at], _NOBODY)):
+            if not s["shaped"][at[i]].consume(int(token[i])):
+                stopped[i], s["job"][at[i]].refused = True, (int(token[i]), int(count[i]))
         if s["watched"][at].any():
             stopped |= self._stopped(at)
         over = alive & (stopped | (count + 1 >= s["limit"][at]))

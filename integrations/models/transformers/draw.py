@@ -34,11 +34,10 @@ class Shaped:
         self._counts: Counter[int] = Counter()
         self._prompt = frozenset(prompt) if self.repetition != 1.0 else frozenset()
 
-    def consume(self, token: int) -> None:
-        """Go on by the token that was drawn."""
+    def consume(self, token: int) -> bool:
+        """Go on by the token that was drawn; False where the grammar's matcher refuses it, which had allowed it."""
         self._counts[token] += 1
-        if self.matcher is not None:
-            self.matcher.consume(token)
+        return self.matcher is None or self.matcher.consume(token)
 
     def change(self, logits: Tensor) -> None:
         """Apply biases and penalties to the logits [vocabulary] of this row, in place."""

@@ -186,7 +186,12 @@ class DecodingEngine:
 
     def _finish(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            self._replies.append(Answer(job.id, [c for c in job.done if c is not None]))
+            if job.refused:
+                cause = "Token {} at position {} of a reply was allowed by its grammar, which then did not take it."
+                error = RequestRefused(cause.format(*job.refused), "Simplify the schema or the tools of this call.")
+                self._replies.append(Answer(job.id, error=error))
+            else:
+                self._replies.append(Answer(job.id, [c for c in job.done if c is not None]))
             self._forget(job)
 
     def _forget(self, job: Job) -> None:

@@ -24,7 +24,8 @@ class Source(NamedTuple):
 @dataclass(eq=False)
 class Job:
     """One request inside the engine. `kind` is the number of its adapter, `limit` the most tokens per candidate.
-    `top` are the likeliest tokens of each place so far, by candidate; empty where they are not asked for."""
+    `top` are the likeliest tokens of each place so far, by candidate; empty where they are not asked for. `refused` is
+    a drawn token that the grammar did not take, and its position."""
 
     id: int
     prompt: tuple[int, ...]
@@ -36,6 +37,7 @@ class Job:
     done: list[Completion | None] = field(default_factory=list)
     open: int = 0
     top: list[list[TopTokens]] = field(default_factory=list)
+    refused: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         self.top = [[] for _ in range(self.n)] if self.params.top_logprobs else []

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3Config, Qwen3NextConfig
 
-from cotune.errors import ConfigError, SamplerError, SampleTimeout
+from cotune.errors import ConfigError, RequestRefused, SamplerError, SampleTimeout
+from cotune.integrations.models.chat.grammar import Matcher
 from cotune.integrations.models.transformers import attention, engine
 from cotune.integrations.models.transformers.attention import Alike
 from cotune.integrations.models.transformers.batch import BASE, Batch
@@ -188,6 +189,24 @@ def test_a_host_that_does_not_exist_and_one_that_does_not_fit(qwen: Any) -> None
         asyncio.run(TransformersSampler.open(qwen, host="cloud"))
     with pytest.raises(ConfigError, match="a model that is already loaded"):
         asyncio.run(TransformersSampler.open(qwen, host="process"))
+
+
+def test_a_token_that_the_grammar_allows_and_then_does_not_take_fails_the_request(
+    qwen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Matcher, "consume", lambda matcher, token: not matcher.words)
+
+    async def work() -> list[Completion]:
+        sampler = await loaded(qwen)
+        try:
+            shaped = SamplingParams(grammar='start: "a" /[b-d]/', max_tokens=4)
+            with pytest.raises(RequestRefused, match="at position 0 of a reply was allowed by its grammar"):
+                await sampler.sample(PROMPTS[0], 3, shaped, BASE_POLICY)
+            return await sampler.sample(PROMPTS[0], 2, SamplingParams(max_tokens=4), BASE_POLICY)
+        finally:
+            await sampler.aclose()
+
+    assert len(asyncio.run(work())) == 2, "others are answered as before"
 
 
 def test_more_candidates_than_rows_and_stop_strings_without_a_tokenizer_are_refused(qwen: Any) -> None:
