@@ -1,9 +1,9 @@
 """The cost of log-probabilities, of an adapter and of the precision in two decoding engines: vLLM's offline engine with
 its default settings, and the in-process sampler, which always gives log-probabilities.
 
-    OMP_NUM_THREADS=2 python -m benchmarks.decode_controls [--sequences 8,64] [--new 24] [--dtypes float32,bfloat16]
+    OMP_NUM_THREADS=2 python -m benchmarks.decode_controls [--sequences 8,64] [--k 8] [--dtypes float32,bfloat16]
 
-SmolLM2-135M, random prompts of 64 tokens with 8 candidates each, a LoRA of rank 16 on all linear layers with random
+SmolLM2-135M, random prompts of 64 tokens with K candidates each, a LoRA of rank 16 on all linear layers with random
 weights. vLLM without LoRA support stands for merged weights. Each case runs once to warm up and once for its figure.
 The table is tokens per second; the last line is the same as JSON.
 """
@@ -36,11 +36,11 @@ from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, SamplingParams
 from examples.word_problems.demo import pretrained
 
-K, PROMPT = 8, 64
+PROMPT = 64
 LORA = LoraSpec()
 Prompts = Sequence[list[int]]
-Decode = Callable[[Prompts, int], int]
-"""Decode K candidates of so many tokens for each prompt; returns how many tokens there are."""
+Decode = Callable[[Prompts, int, int], int]
+"""Decode K candidates of so many tokens for each prompt; returns how many tokens there are. K is the second."""
 
 
 def adapter(folder: str) -> dict[str, npt.NDArray[np.float32]]:
@@ -69,10 +69,10 @@ def vllm_cases(folder: str, dtype: str, weights: Mapping[str, Any]) -> Iterator[
         engine.llm_engine.engine_core.shutdown()
 
 
-def vllm_decodes(engine: Any, lora: Any, logprobs: int | None, prompts: Prompts, new: int) -> int:
+def vllm_decodes(engine: Any, lora: Any, logprobs: int | None, prompts: Prompts, k: int, new: int) -> int:
     from vllm import SamplingParams as Asked
 
-    asked = Asked(n=K, temperature=1.0, max_tokens=new, ignore_eos=True, logprobs=logprobs)
+    asked = Asked(n=k, temperature=1.0, max_tokens=new, ignore_eos=True, logprobs=logprobs)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     answers = engine.generate(given, asked, lora_request=lora, use_tqdm=False)
     return sum(len(one.token_ids) for answer in answers for one in answer.outputs)
@@ -87,19 +87,20 @@ def own_cases(folder: str, dtype: str, weights: Mapping[str, Any]) -> Iterator[t
         runner.run(sampler.publish(PolicyRef("a", 1), weights, LORA))
         for policy, said in ((PolicyRef("base"), "merged"), (PolicyRef("a", 1), "an adapter")):
             name = f"in-process sampler, {said}, with log-probabilities"
-            yield name, lambda prompts, new, policy=policy: runner.run(sampled(sampler, policy, prompts, new))
+            yield name, lambda prompts, k, new, policy=policy: runner.run(sampled(sampler, policy, prompts, k, new))
         runner.run(sampler.aclose())
 
 
-async def sampled(sampler: Sampler, policy: PolicyRef, prompts: Prompts, new: int) -> int:
+async def sampled(sampler: Sampler, policy: PolicyRef, prompts: Prompts, k: int, new: int) -> int:
     asked = SamplingParams(temperature=1.0, max_tokens=new)
-    answers = await asyncio.gather(*(sampler.sample(prompt, K, asked, policy) for prompt in prompts))
+    answers = await asyncio.gather(*(sampler.sample(prompt, k, asked, policy) for prompt in prompts))
     return sum(len(one.token_ids) for answer in answers for one in answer)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", default="8,64", help="multiples of 8 (default: %(default)s)")
+    parser.add_argument("--sequences", default="8,64", help="multiples of K (default: %(default)s)")
+    parser.add_argument("--k", type=int, default=8, help="candidates of a prompt (default: %(default)s)")
     parser.add_argument("--new", type=int, default=24, help="tokens of each (default: %(default)s)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="(default: %(default)s)")
     args = parser.parse_args()
@@ -113,10 +114,12 @@ def main() -> None:
             for name, decode in cases(folder, dtype, weights):
                 rates = {}
                 for count in counts:
-                    drawn = np.random.default_rng(0).integers(16, vocabulary, (count // K, PROMPT))
-                    decode(drawn.tolist(), 4)
+                    drawn = np.random.default_rng(0).integers(16, vocabulary, (count // args.k, PROMPT))
+                    decode(drawn.tolist(), args.k, 4)
                     began = time.perf_counter()
-                    rates[str(count)] = round(decode(drawn.tolist(), args.new) / (time.perf_counter() - began), 1)
+                    rates[str(count)] = round(
+                        decode(drawn.tolist(), args.k, args.new) / (time.perf_counter() - began), 1
+                    )
                 result[f"{name}, {dtype}"] = rates
                 table.add_row(f"{name}, {dtype}", *map(str, rates.values()))
                 print(f"{name}, {dtype}: {rates}", flush=True)

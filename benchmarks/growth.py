@@ -6,10 +6,11 @@ Each phase is tried at sizes that double. `work` is what it must look at: turns 
 exponent is that of the last two doublings: 1 is linear. `append` and `strip` are one call at the end of a conversation
 of so many turns, K = 4, recorded and rendered: the tokenizer is SmolLM2's, the template keeps earlier thoughts or
 strips them, and a sampler answers at once. `candidates` is one call with so many candidates, `roles` an episode of four
-calls of each of so many roles, `concurrency` so many such episodes of one role at once. `store` reads the calls of one
-step from a store with so many. The others are of rows for the learner, in conversations of 16 turns. Times are CPU, the
-fastest of some rounds, in each of which every size is tried. The machine's speed is measured before and after each, and
-times are those at the mean speed. The last line is JSON; the status is 1 where an exponent is above the limit.
+calls of each of so many roles, `concurrency` so many such episodes of one role at once. `store` reads the calls of a
+middle step, of 48 episodes, from a store with so many. The others are of rows for the learner, in conversations of 16
+turns. Times are CPU, the fastest of some rounds, in each of which every size is tried. The machine's speed is measured
+before and after each, and times are those at the mean speed. The last line is JSON; the status is 1 where an exponent
+is above the limit.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.viewer import build
+from benchmarks.stored import fill
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.folder.folder import locate_model
@@ -58,6 +59,8 @@ STRIP = APPEND.replace("{% if m.reasoning_content %}", "{% if m.reasoning_conten
 REPLY = "<think>\nThe question asks for a number, so I add both.\n</think>\n\nThe sum of {} and {} is {}."
 TURNS = 16
 """Of the conversations of the learner's rows."""
+EPISODES = 48
+"""Of a step in a store."""
 
 
 class AtOnce:
@@ -149,11 +152,13 @@ class Conversations:
 
 def read_step(folder: Path, calls: int) -> float:
     """CPU seconds to read one step's calls from a store with so many, which is made where it is not there."""
-    run = folder / str(calls)
-    if not run.exists():
-        build(run, calls)
-    with SqliteStore.open(run / "records.db") as store:
-        return seconds(lambda: [list(store.calls(episode.id)) for episode in store.episodes(training_step=1)])
+    file = folder / f"{calls}.db"
+    with SqliteStore.open(file) as store:
+        if not store.counts()[2]:
+            fill(store, calls, lambda _: None, lambda number: number // EPISODES)
+            store.flush()
+        step = calls // 3 // EPISODES // 2
+        return seconds(lambda: [list(store.calls(episode.id)) for episode in store.episodes(training_step=step)])
 
 
 def _one(candidate: Any, call: Any, task: Any) -> float:
@@ -210,15 +215,15 @@ def phases(stores: Path) -> dict[str, Phase]:
 
         return measure
 
-    turns, many = (12, 24, 48, 96), (1024, 4096, 8192, 16384)
+    turns, many = (2, 4, 8, 16, 32, 64, 96, 128), (1024, 8192, 32768, 65536, 131072)
     every = torch.Generator().manual_seed(0)
     return {
         "append": Phase("turns", turns, lambda n: (n, talk.run(APPEND, n, 4))),
         "strip": Phase("turns", turns, lambda n: (n, talk.run(STRIP, n, 4))),
-        "candidates": Phase("K", (4, 8, 16, 32), lambda k: (k, talk.run(APPEND, 8, k))),
-        "roles": Phase("roles", (4, 8, 16, 32), lambda n: (n, talk.team(n))),
-        "concurrency": Phase("episodes", (64, 128, 256, 512), lambda n: (n, talk.at_once(n))),
-        "store": Phase("calls", (10_000, 20_000, 40_000), lambda n: (n, read_step(stores, n))),
+        "candidates": Phase("K", (2, 4, 8, 16, 32), lambda k: (k, talk.run(APPEND, 8, k))),
+        "roles": Phase("roles", (2, 4, 8, 16, 32), lambda n: (n, talk.team(n))),
+        "concurrency": Phase("episodes", (8, 16, 32, 64, 128, 256, 512), lambda n: (n, talk.at_once(n))),
+        "store": Phase("calls", (10_000, 100_000, 1_000_000), lambda n: (n, read_step(stores, n))),
         "token_tree": Phase("rows", many, of_rows(lambda some: token_tree([tokens_of(row) for row in some]))),
         "mini_batches": Phase("rows", many, of_rows(lambda some: mini_batches(some, 64, every))),
         "micro_batches": Phase("rows", many, of_rows(lambda some: micro_batches(some, range(len(some)), 2048, True))),
@@ -253,14 +258,15 @@ def main() -> int:
     for name in asked:
         phase = every[name]
         points: list[tuple[float, float]] = []
-        exponent = math.nan
+        exponent, sizes = math.nan, dict[str, float]()
         for size, (work, spent) in zip(phase.sizes, fastest(phase, args.repeats), strict=True):
             points.append((work, spent))
             if len(points) > 2:
                 (less, before), (more, after) = points[-3], points[-1]
                 exponent = math.log(after / before) / math.log(more / less)
             print(f"{name:14} {size:8} {phase.unit:8} {work:12,.0f} {1000 * spent:10.2f} {exponent:9.2f}", flush=True)
-        found[name] = {"ms": round(1000 * spent, 2), "exponent": round(exponent, 2)}
+            sizes[str(size)] = round(1000 * spent, 2)
+        found[name] = {"ms": sizes, "exponent": round(exponent, 2)}
     stack.close()
     print(json.dumps(found))
     return int(any(one["exponent"] > args.limit for one in found.values()))

@@ -48,7 +48,7 @@ def _said(number: int, words: int) -> str:
     return " ".join(_WORDS[(number * 7 + i * i) % len(_WORDS)] for i in range(words))
 
 
-def _page(first: int, episodes: int, began: float, gap: float) -> Iterator[Any]:
+def _page(first: int, episodes: int, began: float, gap: float, step_of: Callable[[int], int | None]) -> Iterator[Any]:
     system = {"role": "system", "content": _said(1, 30)}
     yield Message(address(b"system"), system)
     for number in range(first, first + episodes):
@@ -68,19 +68,23 @@ def _page(first: int, episodes: int, began: float, gap: float) -> Iterator[Any]:
         yield Episode(
             id=id, task=Task(id=f"t{number % 5000}", input={"question": _said(number, 8)}), workflow="solve",
             app="desk", key=f"order-{number}", started=started, latency=3.0, calls=STEPS,
+            training_step=step_of(number), phase="trace" if step_of(number) is None else "train",
             status="error" if number % 50 == 0 else "ok", error="ValueError: no answer" if number % 50 == 0 else None,
         )  # fmt: skip
         if number % 2:
             yield RewardRecord(id, "stars", number % 5 / 4, started + 3600, "desk")
 
 
-def fill(store: SqlStore[Any], calls: int, told: Callable[[str], None]) -> float:
-    """Write so many calls; return the seconds of processor time that this process took."""
+def fill(
+    store: SqlStore[Any], calls: int, told: Callable[[str], None], step_of: Callable[[int], int | None] = lambda _: None
+) -> float:
+    """Write so many calls; return the seconds of processor time that this process took. `step_of` tells the training
+    step of each episode, None for one of an application at work."""
     episodes = math.ceil(calls / STEPS)
     began, gap = time.time() - DAYS * 86400, DAYS * 86400 / episodes
     before = sum(os.times()[:2])
     for first in range(0, episodes, PAGE):
-        records = list(_page(first, min(PAGE, episodes - first), began, gap))
+        records = list(_page(first, min(PAGE, episodes - first), began, gap, step_of))
         rows, _ = encode(records, ())
         for table in WIDTHS:
             of_table = [row for name, row in rows if name == table]

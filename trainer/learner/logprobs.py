@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cotune.integrations.models.bfloat16 import exact_product, pack
+from cotune.integrations.models.float32 import product
 
 FORBIDDEN = -1e9
 """The logit of a token that a grammar forbids: its probability is 0 in fp32, and 0 times it is still 0."""
@@ -94,7 +95,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
             entropy[part] = -torch.linalg.vecdot(p, z)
             if slope is not None:
                 p.neg_().scatter_add_(1, targets[part, None], p.new_ones(len(p), 1)).div_(temperature[part, None])
-                torch.mm(p.to(weight.dtype), weight, out=slope[part])
+                slope[part] = product(p.to(weight.dtype), weight.t())
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, slope)
         ctx.shaping, ctx.rows, ctx.head = shaping, rows, head
         ctx.set_materialize_grads(False)
@@ -127,7 +128,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
             grad /= temperature[part, None]
             grad = grad.to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = torch.mm(grad, weight)
+                grad_hidden[part] = product(grad, weight.t())
             if grad_weight is not None and grad_weight.dtype == grad.dtype:
                 grad_weight.addmm_(grad.T, hidden[part])
             elif grad_weight is not None:
@@ -182,7 +183,8 @@ def _logits(
         logits = weight.logits(hidden[part])
         logits = logits if bias is None else logits.add_(bias)
     else:
-        logits = torch.nn.functional.linear(hidden[part], weight, bias).float()
+        logits = product(hidden[part], weight).float()
+        logits = logits if bias is None else logits.add_(bias)
     if shaping is not None:
         shaping.apply(logits, part)
     return logits.div_(temperature[part, None])

@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cotune.integrations.models.bfloat16 import rounds_products
+from cotune.integrations.models.float32 import product
 from cotune.records.policies import Policies
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.load import open_policy_models
@@ -85,7 +86,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any, x: Tensor, rounded: Tensor, weight: Tensor, down: Tensor | None, up: Tensor | None, scale: float
     ) -> Tensor:
         ctx.weight, ctx.scale = weight, scale
-        y = linear(rounded, weight)
+        y = product(rounded, weight)
         if down is None or up is None:
             ctx.save_for_backward()
         else:
@@ -99,7 +100,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         above = gradient.flatten(0, -2).to(ctx.weight.dtype)
-        of_x = above @ ctx.weight if ctx.needs_input_grad[0] else None
+        of_x = product(above, ctx.weight.t()) if ctx.needs_input_grad[0] else None
         of_down = of_up = None
         if saved := ctx.saved_tensors:
             rounded, inner, low, high = saved

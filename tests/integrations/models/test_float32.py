@@ -1,0 +1,53 @@
+"""Products of float32 by oneDNN are those of torch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from cotune.integrations.models import float32
+
+THERE = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch has no oneDNN here")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that has it, for products of any size."""
+    monkeypatch.setattr(float32, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(float32, "WORTH", 1)
+
+
+@THERE
+@pytest.mark.parametrize("rows", [(1,), (7,), (2, 5), (96,)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_are_those_of_torch(asked: None, rows: tuple[int, ...], transposed: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(*rows, 48), torch.randn(48, 40).t() if transposed else torch.randn(40, 48)
+    torch.testing.assert_close(float32.product(x, weight), nn.functional.linear(x, weight), atol=1e-5, rtol=1e-5)
+
+
+def test_other_precisions_and_small_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("oneDNN was asked")
+
+    monkeypatch.setattr(float32, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", refuse, raising=False)
+    float32.product(torch.randn(2, 8), torch.randn(4, 8))
+    float32.product(torch.randn(1024, 64).bfloat16(), torch.randn(64, 64).bfloat16())
+    with pytest.raises(AssertionError, match="asked"):
+        float32.product(torch.randn(1024, 64), torch.randn(64, 64))
+
+
+@THERE
+def test_a_sped_model_answers_as_before_and_can_be_copied(asked: None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 6, bias=False)).eval()
+    x, before = torch.randn(3, 12), copy.deepcopy(model)
+    float32.speed_linear_layers(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(copy.deepcopy(model)(x), before(x))
+        torch.testing.assert_close(model(x), before(x))
+    assert list(model.state_dict()) == list(before.state_dict())
