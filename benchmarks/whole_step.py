@@ -1,6 +1,6 @@
 """One step of a team on the CPU, phase by phase: seconds, cores in use, and what a token costs in each kind of plan.
 
-    python -m benchmarks.whole_step [--rounds 3] [--dtype auto]
+    python -m benchmarks.whole_step [--rounds 3] [--dtype float32]
 
 SmolLM2-135M, two threads. Two roles take three turns each in an episode, and each has a LoRA of rank 16. Under `tree`
 K candidates answer each call and the first goes on; under `independent` K episodes run beside each other. Both give
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--observation", type=int, default=64, help="tokens that a turn adds beside the answer")
     parser.add_argument("--new", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     team = Team(args)
