@@ -26,6 +26,7 @@ from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.engines import engine_sets, open_in_process
 from cotune.trainer.run.methods import bounded_loss, own_methods
+from cotune.trainer.run.own_thread import OwnThread
 from cotune.trainer.run.precision import check_precision, decide_precision, keep_precision, with_dtype
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
@@ -159,7 +160,6 @@ async def open_local_learner(
 ) -> Learner:
     """The learner in this process."""
     from cotune.trainer.learner.local import LocalLearner
-    from cotune.trainer.learner.own_thread import OwnThread
 
     return await asyncio.to_thread(
         OwnThread, lambda: LocalLearner.open(config.model, policies, config.learner, loss, own)
