@@ -48,6 +48,9 @@ memory as a pass."""
 _ANEW = ((-3, 256 << 10),)
 """Larger tensors are given back to the system when they are freed, where memory is short. By itself glibc
 raises the threshold with the sizes that it sees, and the gaps then take twice the memory."""
+SPARE = 1 / 2
+"""Of the machine's memory: while so much is free, an update's pages are kept for the next one. To ask for them again
+takes up to a fifth of its time."""
 
 
 class PassSize:
@@ -144,14 +147,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def giving_back(model: PolicyModel) -> Iterator[None]:
-    """Give memory that is kept for later back in the end: a sampler may be on the same GPU or machine."""
+    """Give memory that is kept for later back in the end: a sampler may be on the same GPU, or on a machine that has
+    little left."""
     try:
         yield
     finally:
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
         elif _is_large(model) and (libc := _glibc()) is not None:
-            libc.malloc_trim(0)
+            free, total = machine_memory()
+            if free < SPARE * total:
+                libc.malloc_trim(0)
 
 
 def choose_pass_sizes(

@@ -72,7 +72,7 @@ def test_a_limit_makes_passes_smaller(base: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("tokens", ["auto", 64])
-def test_pages_are_kept_during_an_update_and_given_back_after_it(
+def test_pages_are_kept_during_an_update_and_given_back_after_it_where_little_is_left(
     base: str, monkeypatch: pytest.MonkeyPatch, tokens: int | str
 ) -> None:
     asked: list[str] = []
@@ -86,8 +86,11 @@ def test_pages_are_kept_during_an_update_and_given_back_after_it(
     monkeypatch.setattr(pass_size, "_is_large", lambda network: True)
     learner = open_one(base, change(FAST, micro_batch_tokens=tokens))
     assert asked == (kept := ["32768 KiB", "2096128 KiB"])
-    learner.update("a", make_rows())
-    assert asked == [*kept, "give back"]
+    with monkeypatch.context() as patch:
+        for free, then in ((60, []), (40, ["give back"])):
+            patch.setattr(pass_size, "machine_memory", lambda free=free: (free, 100))
+            learner.update("a", make_rows())
+            assert asked == [*kept, *then]
     asked.clear()
     open_one(base, change(FAST, micro_batch_tokens=tokens, memory="100GiB"))
     assert asked == ["256 KiB"]  # under a limit the gaps count
