@@ -35,7 +35,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def product(half: Tensor, packed: Tensor) -> Tensor:
-    """half [..., in] times a packed weight, in bfloat16: [..., out]."""
+    """half [..., in] times a weight, packed or plain, by oneDNN in their precision: [..., out]."""
     found: Tensor = torch.ops.mkldnn._linear_pointwise(half, packed, None, "none", [], "")
     return found
 

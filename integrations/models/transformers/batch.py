@@ -339,7 +339,8 @@ class Batch:
         stopped = self._ends[token]
         for i in np.flatnonzero(np.where(alive, s["shaped"][at], _NOBODY)):
             if not s["shaped"][at[i]].consume(int(token[i])):
-                stopped[i], s["job"][at[i]].refused = True, (int(token[i]), int(count[i]))
+                stopped[i] = True
+                s["job"][at[i]].refused = int(token[i]), int(count[i])
         if s["watched"][at].any():
             stopped |= self._stopped(at)
         over = alive & (stopped | (count + 1 >= s["limit"][at]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,21 @@ def test_products_are_those_of_torch(asked: None, rows: tuple[int, ...], transpo
     torch.manual_seed(0)
     x, weight = torch.randn(*rows, 48), torch.randn(48, 40).t() if transposed else torch.randn(40, 48)
     torch.testing.assert_close(float32.product(x, weight), nn.functional.linear(x, weight), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "wide", "expected"),
+    [("AuthenticAMD", True, True), ("AuthenticAMD", False, False), ("GenuineIntel", True, False)],
+)
+@THERE
+def test_the_processor_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str, wide: bool, expected: bool
+) -> None:
+    described = tmp_path / "cpuinfo"
+    described.write_text(f"processor : 0\nvendor_id : {vendor}\n")
+    monkeypatch.setattr(float32, "Path", lambda _: described)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: wide)
+    assert float32.prefers_onednn.__wrapped__() is expected
 
 
 def test_other_precisions_and_small_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
