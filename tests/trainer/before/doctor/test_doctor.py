@@ -178,18 +178,9 @@ def test_this_machine_can_run_a_local_cluster(tiny_base: Path) -> None:
 
 
 def test_the_command_blocks_a_cluster_that_is_not_there(tiny_base: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "cotune",
-        "doctor",
-        "--model",
-        str(tiny_base),
-        "--cluster",
-        "127.0.0.1:9",
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # this process may be in a cluster
+    arguments = ["doctor", "--model", str(tiny_base), "--cluster", "127.0.0.1:9", "--json"]
+    command = [sys.executable, "-m", "cotune", *arguments]  # this process may be in a cluster already
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     found = json.loads(done.stdout)
     assert not found["fits"]
