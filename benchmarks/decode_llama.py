@@ -1,4 +1,4 @@
-"""Decoding by llama.cpp, to be read beside `benchmarks.decode_controls`: the same model, prompts and lengths.
+"""Decoding by llama.cpp, to compare with `benchmarks.decode_controls`: the same model, prompts and lengths.
 
     python -m benchmarks.decode_llama write model.gguf           # SmolLM2-135M in f32
     LLAMA_PYTHON benchmarks/decode_llama.py run model.gguf [--sequences 1,8,64] [--k 1] [--threads 2]

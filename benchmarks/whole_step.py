@@ -3,7 +3,7 @@
     python -m benchmarks.whole_step [--rounds 3] [--dtype float32]
 
 SmolLM2-135M, two threads. Two roles take three turns each in an episode, and each has a LoRA of rank 16. Under `tree`
-K candidates answer each call and the first goes on; under `independent` K episodes run beside each other. Both give
+K candidates answer each call, and the first is used; under `independent` K episodes run at the same time. Both give
 K rows for each role and turn, and one optimizer step for each role. A role's prompt grows by its answer and
 `--observation` tokens from turn to turn. The plans take turns in one process, over one sampler in a process of its own;
 figures are medians after a warm round. Cores in use are the processor time of both processes over the seconds. The last
