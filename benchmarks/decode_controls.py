@@ -4,8 +4,8 @@ its default settings, and the in-process sampler, which always gives log-probabi
     OMP_NUM_THREADS=2 python -m benchmarks.decode_controls [--sequences 8,64] [--k 8] [--dtypes float32,bfloat16]
 
 SmolLM2-135M, random prompts of 64 tokens with K candidates each, a LoRA of rank 16 on all linear layers with random
-weights. vLLM without LoRA support stands for merged weights. Each case runs once to warm up and once for its figure.
-The table is tokens per second; the last line is the same as JSON.
+weights. vLLM without LoRA support stands for merged weights. Each case runs once to warm up, then `--rounds` times. The
+table is tokens per second, the median round and the best; the last line is the same as JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,31 +98,36 @@ async def sampled(sampler: Sampler, policy: PolicyRef, prompts: Prompts, k: int,
     return sum(len(one.token_ids) for answer in answers for one in answer)
 
 
+def timed(decode: Decode, prompts: Prompts, k: int, new: int) -> float:
+    """Tokens per second."""
+    began = time.perf_counter()
+    return decode(prompts, k, new) / (time.perf_counter() - began)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", default="8,64", help="multiples of K (default: %(default)s)")
     parser.add_argument("--k", type=int, default=8, help="candidates of a prompt (default: %(default)s)")
     parser.add_argument("--new", type=int, default=24, help="tokens of each (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="(default: %(default)s)")
     args = parser.parse_args()
     folder = str(locate_model(pretrained()))
     vocabulary, weights = AutoConfig.from_pretrained(folder).vocab_size, adapter(folder)
     counts = [int(count) for count in args.sequences.split(",")]
-    result: dict[str, dict[str, float]] = {}
-    table = Table("", *(f"{count} sequences" for count in counts), title="tokens per second")
+    result: dict[str, dict[str, list[float]]] = {}
+    table = Table("", *(f"{count} sequences" for count in counts), title="tokens per second, median (best)")
     for dtype in args.dtypes.split(","):
         for cases in (own_cases, vllm_cases):
             for name, decode in cases(folder, dtype, weights):
-                rates = {}
+                rates: dict[str, list[float]] = {}
                 for count in counts:
                     drawn = np.random.default_rng(0).integers(16, vocabulary, (count // args.k, PROMPT))
                     decode(drawn.tolist(), args.k, 4)
-                    began = time.perf_counter()
-                    rates[str(count)] = round(
-                        decode(drawn.tolist(), args.k, args.new) / (time.perf_counter() - began), 1
-                    )
+                    rounds = [timed(decode, drawn.tolist(), args.k, args.new) for _ in range(args.rounds)]
+                    rates[str(count)] = [round(statistics.median(rounds), 1), round(max(rounds), 1)]
                 result[f"{name}, {dtype}"] = rates
-                table.add_row(f"{name}, {dtype}", *map(str, rates.values()))
+                table.add_row(f"{name}, {dtype}", *(f"{usual:g} ({best:g})" for usual, best in rates.values()))
                 print(f"{name}, {dtype}: {rates}", flush=True)
     Console(width=120).print(table)
     print(json.dumps({"threads": torch.get_num_threads(), "tokens_per_second": result}))

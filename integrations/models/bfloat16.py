@@ -5,10 +5,12 @@ Only what is multiplied is rounded: sums, what lies between layers and logits st
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
+
+from cotune.integrations.models.siblings import Joint, siblings
 
 LARGE = 16_000_000
 """Parameters from which on products are long enough to divide among threads, and to convert what they take."""
@@ -47,16 +49,15 @@ def exact_product(half: Tensor, packed: Tensor) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """A frozen linear layer of float32 whose products are in bfloat16."""
+    """A frozen linear layer of float32 whose products are in bfloat16, part `number` of a joint one."""
 
-    def __init__(self, layer: nn.Linear, *, exact: bool = False) -> None:
+    def __init__(self, layer: nn.Linear, joint: Joint, number: int) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self._packed, self._bias, self._exact = pack(layer.weight.detach().bfloat16()), layer.bias, exact
+        self._bias, self._joint, self._number = layer.bias, joint, number
 
     def forward(self, x: Tensor) -> Tensor:
-        half = x.bfloat16()
-        y = exact_product(half, self._packed) if self._exact else product(half, self._packed).float()
+        y = self._joint.part(self._number, x)
         return y if self._bias is None else y.add_(self._bias)
 
 
@@ -64,6 +65,18 @@ def pack_linear_layers(model: nn.Module) -> None:
     """Replace the linear layers of a model that is not trained; its logits stay exact."""
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is nn.Linear:
-                setattr(parent, name, PackedLinear(layer, exact=layer is head))
+        layers = {name: layer for name, layer in parent.named_children() if type(layer) is nn.Linear}
+        for names in siblings(layers):
+            packed = pack(torch.cat([layers[name].weight.detach().bfloat16() for name in names]))
+            compute = _exact if layers[names[0]] is head else _rounded
+            joint = Joint(partial(compute, packed), [layers[name].out_features for name in names])
+            for number, name in enumerate(names):
+                setattr(parent, name, PackedLinear(layers[name], joint, number))
+
+
+def _rounded(packed: Tensor, x: Tensor) -> Tensor:
+    return product(x.bfloat16(), packed).float()
+
+
+def _exact(packed: Tensor, x: Tensor) -> Tensor:
+    return exact_product(x.bfloat16(), packed)

@@ -56,20 +56,26 @@ def rows_attention(
     Everything else (prefill, boolean masks, options of other models) goes to the model library's own function.
     """
     rows, heads, length, dim = query.shape
+    changed = any(v is not None for k, v in kwargs.items() if k not in _PLAIN)
     additive = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
-    if length != 1 or not additive or any(v is not None for k, v in kwargs.items() if k not in _PLAIN):
+    if length != 1 or changed or attention_mask is None or not additive:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    shared = query.view(rows, key.shape[1], heads // key.shape[1], dim) * (dim**-0.5 if scaling is None else scaling)
-    if alike is None:
-        scores = torch.matmul(shared, key.transpose(2, 3)).add_(attention_mask)
-        out = torch.matmul(torch.softmax(scores, -1), value)
-    else:
-        out = _attend_alike(shared, key, value, attention_mask, alike)
+    shared = query.view(rows, key.shape[1], heads // key.shape[1], dim)
+    mask = attention_mask.expand(*shared.shape[:3], -1).contiguous()
+    out = attend(shared, key, value, mask, dim**-0.5 if scaling is None else scaling, alike)
     return out.view(rows, 1, heads, value.shape[3]), None
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, alike: Alike | None) -> Tensor:
+    """query [rows, groups, queries, width], where `queries` of a row share a head's keys, and an additive mask [rows,
+    groups, queries, columns]; returns [rows, groups, queries, width of the values]."""
+    if alike is not None:
+        return _attend_alike(query * scaling, key, value, mask, alike)
+    scores = torch.baddbmm(mask.flatten(0, 1), query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=scaling)
+    return torch.bmm(torch.softmax(scores, -1), value.flatten(0, 1)).view(*query.shape[:3], value.shape[3])
+
+
 def _attend_alike(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, alike: Alike) -> Tensor:
-    """query [rows, groups, queries, width], where `queries` of a row share a head's keys; returns the same shape."""
     at = alike.columns
     scores = query.new_empty((*query.shape[:3], key.shape[2]))
     scores[..., at:] = torch.matmul(query, key[:, :, at:].transpose(2, 3))

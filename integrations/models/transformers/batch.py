@@ -16,8 +16,9 @@ from transformers.cache_utils import DynamicCache
 
 from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.folder.vision import ImageInputs
-from cotune.integrations.models.transformers.attention import alike_rows, runs, use_rows_attention
+from cotune.integrations.models.transformers.attention import Alike, alike_rows, runs, use_rows_attention
 from cotune.integrations.models.transformers.cache import RowCache
+from cotune.integrations.models.transformers.decode import DecodeStep, is_usual
 from cotune.integrations.models.transformers.draw import RowParams, draw, likeliest, shape, uniforms
 from cotune.integrations.models.transformers.lora import LoraRows
 from cotune.integrations.models.transformers.prefill import image_shift, like_lengths, prefill, states_of, stems
@@ -76,6 +77,7 @@ class Batch:
             and not getattr(config, "sliding_window", None)
         )
         self._reads_once = own_attention and self._one_mask
+        self._step = DecodeStep(model) if self._reads_once and is_usual(model) else self._library_step
         self._groups: list[tuple[int, int]] = []
         self._ends = np.zeros(max(config.vocab_size, *end_token_ids, 0) + 1, bool)
         self._ends[list(end_token_ids)] = True
@@ -119,17 +121,10 @@ class Batch:
                 self.cache.trim()
                 self._compose()
             self.cache.make_room(self.rows, 0)
-            out = self.model(
-                input_ids=self._input[: self.rows],
-                attention_mask=self._mask(),
-                position_ids=self.cache.positions(),
-                past_key_values=self.cache,
-                use_cache=True,
-                **self._alike(),
-            )
+            logits = self._step(self._input[: self.rows, 0], self.cache, self._alike())
             self.cache.advance()
         with self.tracer.span("sampling"):
-            return self._draw(out.logits[:, -1], None)
+            return self._draw(logits, None)
 
     def cancel(self, job: Job) -> None:
         """Free the rows of a job."""
@@ -220,20 +215,28 @@ class Batch:
             self.prefixes.insert((self, kind), prompt, partial(states_of, cache, row, len(prompt)))
         return cache, logits
 
-    def _mask(self) -> Tensor:
-        if self._one_mask:
-            return self.cache.mask()
-        return self.cache.mask()[:, 0, 0] == 0  # the model builds one mask per kind of layer from this
+    def _library_step(self, tokens: Tensor, cache: RowCache, alike: Alike | None) -> Tensor:
+        """As a `DecodeStep`, of any model."""
+        out = self.model(
+            input_ids=tokens.unsqueeze(1),
+            # where layers differ, the model builds one mask per kind of layer
+            attention_mask=cache.mask() if self._one_mask else cache.mask()[:, 0, 0] == 0,
+            position_ids=cache.positions(),
+            past_key_values=cache,
+            use_cache=True,
+            **({} if alike is None else {"alike": alike}),
+        )
+        logits: Tensor = out.logits[:, -1]
+        return logits
 
-    def _alike(self) -> dict[str, Any]:
+    def _alike(self) -> Alike | None:
         """What the attention is told of candidates of one prompt: up to the end of their prompt they are the same."""
         if not self._reads_once:
-            return {}
+            return None
         rows, window = slice(0, self.rows), self.cache.window
         longest = int((self.state["count"][rows] * self.state["alive"][rows]).max())
         columns = window.end - window.first - (longest - 1)
-        alike = alike_rows(columns, self._groups, self.cache.token_bytes())
-        return {} if alike is None else {"alike": alike}
+        return alike_rows(columns, self._groups, self.cache.token_bytes())
 
     def _arrange(self, new_kinds: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
         """Close the gaps of ended rows, keep rows sorted by kind; return where the new rows go."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,19 +15,20 @@ from torch import Tensor, nn
 
 from cotune.errors import SamplerError
 from cotune.integrations.models.bfloat16 import PackedLinear
+from cotune.integrations.models.siblings import Joint, siblings
 from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import Weights
 
 
 class Factors(NamedTuple):
-    """One adapter on one module: A^T [in, rank] and scale * B^T [rank, out]."""
+    """One adapter on the modules of one input: A^T of all side by side [in, sum of ranks], and scale * B^T [rank, out]
+    of each by its name."""
 
     down: Tensor
-    up: Tensor
+    ups: dict[str, Tensor]
 
 
-Adapter = dict[str, Factors]
-"""One adapter by module name."""
+Adapter = list[Factors]
 
 
 def read_adapter(weights: Weights, lora: LoraSpec, model: nn.Module) -> Adapter:
@@ -40,15 +42,23 @@ def read_adapter(weights: Weights, lora: LoraSpec, model: nn.Module) -> Adapter:
             raise SamplerError(f"The adapter has weights for {module!r}, which the model lacks.", _BASE)
         tensor = torch.as_tensor(array).to(device=parameter.device, dtype=parameter.dtype)
         halves.setdefault(module, {})[part] = tensor
-    adapter: Adapter = {}
+    children: dict[str, list[str]] = {}
     for module, pair in halves.items():
         if set(pair) != {"A", "B"}:
             raise SamplerError(f"The adapter has only lora_{'/'.join(pair)} for {module!r}.", _BASE)
         expected = _in_out(modules[module])
         if (pair["A"].shape[1], pair["B"].shape[0]) != expected:
             raise SamplerError(f"The adapter's shapes for {module!r} do not fit its (in, out) = {expected}.", _BASE)
-        adapter[module] = Factors(pair["A"].T.contiguous(), (pair["B"].T * lora.scale).contiguous())
-    return adapter
+        parent, _, name = module.rpartition(".")
+        children.setdefault(parent, []).append(name)
+    return [
+        Factors(
+            torch.cat([halves[name]["A"] for name in names]).T.contiguous(),
+            {name: (halves[name]["B"].T * lora.scale).contiguous() for name in names},
+        )
+        for parent, inside in children.items()
+        for names in ([f"{parent}.{name}" if parent else name for name in group] for group in siblings(inside))
+    ]
 
 
 class LoraRows:
@@ -57,22 +67,27 @@ class LoraRows:
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self._patched: dict[str, _Patch] = {}
+        self._adapters: dict[int, Adapter] = {}
 
     def add(self, key: int, adapter: Adapter) -> None:
         """Make an adapter available to `route` under `key`."""
-        for name, factors in adapter.items():
+        self._adapters[key] = adapter
+        for name in (name for factors in adapter for name in factors.ups):
             if name not in self._patched:
                 self._patched[name] = _Patch(self._modules[name])
-            self._patched[name].factors[key] = factors
 
     def remove(self, key: int) -> None:
-        for patch in self._patched.values():
-            patch.factors.pop(key, None)
+        self._adapters.pop(key, None)
 
     def route(self, segments: Sequence[tuple[int, int, int]]) -> None:
         """Rows [low, high) go through adapter `key`, for each (key, low, high); other rows through the base."""
         for patch in self._patched.values():
-            patch.active = [(low, high, patch.factors[key]) for key, low, high in segments if key in patch.factors]
+            patch.active = []
+        for key, low, high in segments:
+            for down, ups in self._adapters.get(key, ()):
+                joint = Joint(partial(_down, low, high, down), [len(up) for up in ups.values()])
+                for number, (name, up) in enumerate(ups.items()):
+                    self._patched[name].active.append((low, high, partial(joint.part, number), up))
 
     @contextlib.contextmanager
     def removed(self) -> Iterator[None]:
@@ -90,17 +105,25 @@ class _Patch:
     """Replaces the forward of one module."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.factors: dict[int, Factors] = {}
-        self.active: list[tuple[int, int, Factors]] = []
+        self.active: list[tuple[int, int, Callable[[Tensor], Tensor], Tensor]] = []
         self.base: Callable[[Tensor], Tensor] = module.forward
         module.forward = self.forward
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x)
-        for low, high, (down, up) in self.active:
-            part = x[low:high].reshape(-1, x.shape[-1])
-            y[low:high].view(-1, y.shape[-1]).addmm_(part @ down, up)
+        for low, high, down, up in self.active:
+            _rows(y, low, high).addmm_(down(x), up)
         return y
+
+
+def _rows(x: Tensor, low: int, high: int) -> Tensor:
+    """Rows [low, high) of x [rows, ..., width] as a matrix."""
+    some = x if high - low == len(x) else x[low:high]
+    return some if some.dim() == 2 else some.flatten(0, -2)
+
+
+def _down(low: int, high: int, down: Tensor, x: Tensor) -> Tensor:
+    return _rows(x, low, high) @ down
 
 
 _BASE = "Publish weights that were trained from the sampler's own model."
