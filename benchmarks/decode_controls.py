@@ -4,8 +4,8 @@ its default settings, and the in-process sampler, which always gives log-probabi
     OMP_NUM_THREADS=2 python -m benchmarks.decode_controls [--sequences 8,64] [--k 8] [--dtypes float32,bfloat16]
 
 SmolLM2-135M, random prompts of 64 tokens with K candidates each, a LoRA of rank 16 on all linear layers with random
-weights. vLLM without LoRA support stands for merged weights. Each case runs once to warm up, then `--rounds` times. The
-table is tokens per second, the median round and the best; the last line is the same as JSON.
+weights. vLLM without LoRA support stands for merged weights. Each case runs once to warm up, then in rounds for
+`--seconds`. The table is tokens per second, the median round and the best; the last line is the same as JSON.
 """
 
 from __future__ import annotations
@@ -98,10 +98,13 @@ async def sampled(sampler: Sampler, policy: PolicyRef, prompts: Prompts, k: int,
     return sum(len(one.token_ids) for answer in answers for one in answer)
 
 
-def timed(decode: Decode, prompts: Prompts, k: int, new: int) -> float:
-    """Tokens per second."""
-    began = time.perf_counter()
-    return decode(prompts, k, new) / (time.perf_counter() - began)
+def rates_of(decode: Callable[[], int], seconds: float) -> list[float]:
+    """Tokens per second of each round."""
+    rates, end = list[float](), time.perf_counter() + seconds
+    while not rates or time.perf_counter() < end:
+        began = time.perf_counter()
+        rates.append(decode() / (time.perf_counter() - began))
+    return rates
 
 
 def main() -> None:
@@ -109,7 +112,7 @@ def main() -> None:
     parser.add_argument("--sequences", default="8,64", help="multiples of K (default: %(default)s)")
     parser.add_argument("--k", type=int, default=8, help="candidates of a prompt (default: %(default)s)")
     parser.add_argument("--new", type=int, default=24, help="tokens of each (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=5, help="of each case, at least (default: %(default)s)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="(default: %(default)s)")
     args = parser.parse_args()
     folder = str(locate_model(pretrained()))
@@ -124,7 +127,7 @@ def main() -> None:
                 for count in counts:
                     drawn = np.random.default_rng(0).integers(16, vocabulary, (count // args.k, PROMPT))
                     decode(drawn.tolist(), args.k, 4)
-                    rounds = [timed(decode, drawn.tolist(), args.k, args.new) for _ in range(args.rounds)]
+                    rounds = rates_of(partial(decode, drawn.tolist(), args.k, args.new), args.seconds)
                     rates[str(count)] = [round(statistics.median(rounds), 1), round(max(rounds), 1)]
                 result[f"{name}, {dtype}"] = rates
                 table.add_row(f"{name}, {dtype}", *(f"{usual:g} ({best:g})" for usual, best in rates.values()))

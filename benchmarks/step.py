@@ -5,7 +5,8 @@
 
 A Qwen3 of about 0.8M parameters with random weights (hidden 128, 2 layers, vocabulary 2,048), fp32, all weights
 trained with one AdamW step of all rows: 32 prompts of 64 tokens, K = 8 candidates of 32 new tokens, reward computed
-from the token ids. With --model a pretrained one instead, with a LoRA of rank 16 on all linear layers in both.
+from the token ids. With --model a pretrained one instead, with a LoRA of rank 16 on all linear layers in both. With
+--dtype bfloat16 both multiply in it: TRL under autocast, as its `bf16` does.
 
 With --turns a prompt is an episode: it grows by an answer and --observation words a turn, and K candidates answer each
 turn.
@@ -71,16 +72,18 @@ def build(folder: Path, vocabulary: int) -> PreTrainedTokenizerFast:
 class OurStep:
     """Rollout, update and publish with cotune."""
 
-    def __init__(self, folder: Path, k: int, new: int, threads: int, *, rows: int, lora: bool) -> None:
-        self.k, self.new = k, new
+    def __init__(self, folder: Path, args: argparse.Namespace, rows: int) -> None:
+        self.k, self.new = args.k, args.new
         self.loop = asyncio.new_event_loop()
-        opening = TransformersSampler.open(str(folder), device="cpu", threads=threads, end_token_ids=())
+        opening = TransformersSampler.open(
+            str(folder), device="cpu", dtype=args.dtype, threads=args.threads, end_token_ids=()
+        )
         self.sampler = self.loop.run_until_complete(opening)
         assert self.sampler._host is not None
         self.clock = Clock(self.sampler._host._process.pid)
-        self.lora = LORA if lora else None
-        policies = policies_for("lora" if lora else "full", ["agent"], LORA)
-        settings = LearnerSettings(lr=LR, mini_batch=rows, device="cpu", threads=threads, dtype="float32")
+        self.lora = LORA if args.model else None
+        policies = policies_for("lora" if args.model else "full", ["agent"], LORA)
+        settings = LearnerSettings(lr=LR, mini_batch=rows, device="cpu", threads=args.threads, dtype=args.dtype)
         self.learner = LocalLearner.open(str(folder), policies, settings, LOSS)
         self.version = PolicyRef("agent", 0)
         self.first: dict[str, float] = {}
@@ -136,6 +139,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of products")
     parser.add_argument("--trl-batch", type=int, default=64, help="rows per forward pass of TRL; divides all rows")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -143,7 +147,7 @@ def main() -> None:
         folder = Path(str(locate_model(args.model))) if args.model else Path(name)
         tokenizer = AutoTokenizer.from_pretrained(folder) if args.model else build(folder, args.vocabulary)
         texts = make_texts(tokenizer, args)
-        ours = OurStep(folder, args.k, args.new, args.threads, rows=len(texts) * args.k, lora=bool(args.model))
+        ours = OurStep(folder, args, len(texts) * args.k)
         processes = multiprocessing.get_context("spawn")
         pipe, theirs = processes.Pipe()
         trl = processes.Process(target=run_trl, args=(theirs, folder, texts, args), daemon=True)
@@ -173,7 +177,7 @@ def report(
     lengths = sorted({len(row.prompt_ids) for row in rows})
     print(
         f"{args.prompts * args.turns} prompts of {lengths[0]} to {lengths[-1]} tokens, K = {args.k}, {args.new} new "
-        f"tokens, {args.threads} thread(s), {args.rounds} steps each after {args.warm} warm ones"
+        f"tokens, {args.dtype}, {args.threads} thread(s), {args.rounds} steps each after {args.warm} warm ones"
     )
     print(f"tokens of an update: {ours.metrics['total_tokens']:.0f}, computed {ours.metrics['computed_tokens']:.0f}")
     for figure in ("loss", "grad_norm"):

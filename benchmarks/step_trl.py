@@ -112,7 +112,7 @@ def trl_trainer(folder: Path, out: Path, texts: list[str], args: argparse.Namesp
         learning_rate=LR,
         gradient_checkpointing=False,
         use_cpu=True,
-        bf16=False,
+        bf16=args.dtype == "bfloat16",
         report_to="none",
         save_strategy="no",
         logging_steps=1,

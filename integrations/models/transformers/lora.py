@@ -1,6 +1,7 @@
 """LoRA adapters of many policies in one forward pass: each row of a batch goes through its own adapter.
 
-Rows are sorted by adapter, so every target module adds (x A^T) B^T * scale on one contiguous slice per adapter.
+Rows are sorted by adapter, so every target module adds (x A^T) B^T * scale on one contiguous slice per adapter. Modules
+of one input share the first product.
 """
 
 from __future__ import annotations
@@ -112,18 +113,16 @@ class _Patch:
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x)
         for low, high, down, up in self.active:
-            _rows(y, low, high).addmm_(down(x), up)
+            _rows(y, low, high).view(-1, y.shape[-1]).addmm_(down(x), up)  # an error where it would be a copy
         return y
 
 
 def _rows(x: Tensor, low: int, high: int) -> Tensor:
-    """Rows [low, high) of x [rows, ..., width] as a matrix."""
-    some = x if high - low == len(x) else x[low:high]
-    return some if some.dim() == 2 else some.flatten(0, -2)
+    return x if high - low == len(x) else x[low:high]
 
 
 def _down(low: int, high: int, down: Tensor, x: Tensor) -> Tensor:
-    return _rows(x, low, high) @ down
+    return _rows(x, low, high).reshape(-1, x.shape[-1]) @ down
 
 
 _BASE = "Publish weights that were trained from the sampler's own model."
