@@ -170,7 +170,7 @@ def learner_memory(
     fixed = taken + sum(libraries.values()) + weights + adapters + state + logits + size.pass_bytes
     bound = min(parse_size(settings.memory), free) if settings.memory else free
     share = bound - fixed if settings.memory else usual_share(bound - fixed, total, device)
-    tokens, checkpointed = pass_tokens(size, config, load, share)
+    tokens, checkpointed = pass_tokens(size, config, load, share, device)
     each = PEAK * size.token_bytes
     if checkpointed:
         each = PEAK * size.checkpointed_bytes + LAYER_MARGIN * size.token_bytes / size.layers
@@ -234,9 +234,9 @@ def _image_parts(size: ModelSize, device: str) -> dict[str, float]:
     return {"passes over images, at most": PASS_BYTES * size.image_factor, **kept}
 
 
-def pass_tokens(size: ModelSize, config: TrainConfig, load: Workload, room: float) -> tuple[int, bool]:
+def pass_tokens(size: ModelSize, config: TrainConfig, load: Workload, room: float, device: str) -> tuple[int, bool]:
     """Tokens of the largest pass that the learner will make, and whether with activation checkpointing."""
-    from cotune.trainer.learner.memory.pass_size import LAYER_MARGIN, LEAST, MARGIN, MOST
+    from cotune.trainer.learner.memory.pass_size import LAYER_MARGIN, LEAST, MARGIN, auto_tokens
 
     settings = config.learner
     per_token = {
@@ -246,7 +246,7 @@ def pass_tokens(size: ModelSize, config: TrainConfig, load: Workload, room: floa
     fits = {kind: room / each for kind, each in per_token.items()}
     asked = settings.micro_batch_tokens
     if asked == "auto":
-        sizes = {kind: 2 ** int(math.log2(max(LEAST, min(MOST, fit)))) for kind, fit in fits.items()}
+        sizes = {kind: auto_tokens(fit, device) for kind, fit in fits.items()}
     else:
         sizes = {kind: max(LEAST, min(asked, int(fit))) if settings.memory else asked for kind, fit in fits.items()}
     wanted = settings.activation_checkpointing

@@ -166,8 +166,8 @@ def choose_pass_sizes(
     """Passes of each policy as the settings ask for and as fit into the memory there is; policies of one network have
     one `PassSize`.
 
-    For "auto" a power of two; a number stands, unless `memory` has room for less. Raises ConfigError for a `memory` in
-    which not even a small pass fits.
+    For "auto" see `auto_tokens`; a number stands, unless `memory` has room for less. Raises ConfigError for a `memory`
+    in which not even a small pass fits.
     """
     models = list(policies)
     networks = {id(model.network): model for model in models}
@@ -191,7 +191,7 @@ def choose_pass_sizes(
             fault = f"is too little: this model takes at least {needed:.1f}GiB in this process"
             raise ConfigError("learner.memory", settings.memory, fault, "Raise it, or use a smaller model.")
         fits = {kind: agreed(room / each) for kind, each in per_token.items()}
-        sizes = {kind: _pass_tokens(settings, fit) for kind, fit in fits.items()}
+        sizes = {kind: _pass_tokens(settings, fit, model.device.type) for kind, fit in fits.items()}
         return PassSize(
             sizes[False],
             alone=group.size == 1,
@@ -206,15 +206,23 @@ def choose_pass_sizes(
     return {model.spec.name: sizes[id(model.network)] for model in models}
 
 
-def _pass_tokens(settings: LearnerSettings, fit: int) -> int:
+def _pass_tokens(settings: LearnerSettings, fit: int, device: str) -> int:
     """Tokens of a pass, of which `fit` would fit."""
     asked = settings.micro_batch_tokens
     if asked == "auto":
-        return int(2 ** int(math.log2(max(LEAST, min(MOST, fit)))))
+        return auto_tokens(fit, device)
     if settings.memory and fit < asked:
         log.warning("learner.memory has room for passes of %d tokens, not of %d", fit, asked)
         return max(LEAST, fit)
     return asked
+
+
+def auto_tokens(fit: float, device: str) -> int:
+    """What "auto" takes where so many fit: one of a few numbers, so that machines that hardly differ take the same. On
+    a GPU, whose memory no other process can lend, a power of two; elsewhere at most an eighth less than fits."""
+    tokens = int(max(LEAST, min(MOST, fit)))
+    lower_bits = tokens.bit_length() - (4 if device == "cpu" else 1)
+    return tokens >> lower_bits << lower_bits
 
 
 def plain_bytes(model: PolicyModel) -> float:

@@ -100,7 +100,7 @@ def test_a_prompt_that_small_passes_would_compute_again_and_again_turns_it_on(
     limits = Limits(base, monkeypatch)
     monkeypatch.setattr(pass_size, "checkpointed_bytes", lambda model: limits.plain / 8)  # as in a model of many layers
     rows = make_rows(groups=1, k=8, prompt=(40, 40), response=(20, 20))
-    settings = limits.plain_tokens(70)
+    settings = limits.plain_tokens(66)
     found = open_one(base, settings).update("a", rows)
     assert (found["checkpointed_steps"], found["pass_tokens"]) == (1, 512)
     assert found["computed_tokens"] <= 40 + 8 * 19 < 0.75 * found["total_tokens"] == 0.75 * 8 * 59

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
@@ -57,6 +59,15 @@ def test_what_a_token_takes_is_what_the_graph_of_a_pass_holds(base: str, shared:
     assert pass_size.bytes_per_token(model, checkpointed=False) * tokens == pytest.approx(measured, rel=0.15)
 
 
+@given(st.floats(0, 1e5))
+def test_auto_takes_one_of_few_numbers_that_fit(fit: float) -> None:
+    most = min(max(int(fit), pass_size.LEAST), pass_size.MOST)
+    assert 7 / 8 * most < pass_size.auto_tokens(fit, "cpu") <= most
+    assert len({pass_size.auto_tokens(number, "cpu") for number in range(1024, 2048)}) == 8
+    power = pass_size.auto_tokens(fit, "cuda")
+    assert most / 2 < power <= most and power.bit_count() == 1
+
+
 def test_a_limit_makes_passes_smaller(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = open_one(base)._policies["a"]
     used = process_memory()
@@ -66,7 +77,7 @@ def test_a_limit_makes_passes_smaller(base: str, monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setattr(pass_size, "process_memory", lambda: used)
     learner = open_one(base, change(FAST, memory=f"{int(used + fixed + 100 * per_token)}B"))
-    assert learner.update("a", make_rows())["pass_tokens"] == 64  # the power of two below 100
+    assert learner.update("a", make_rows())["pass_tokens"] == 96  # of 100
     with pytest.raises(ConfigError, match=r"learner\.memory = '\d+B' is too little: this model takes at least \d"):
         open_one(base, change(FAST, memory=f"{int(used + fixed + 10 * per_token)}B"))
 
