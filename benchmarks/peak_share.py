@@ -4,7 +4,8 @@
 
 SmolLM2-135M with a LoRA of rank 16. The rate is that of 3,072 rows times a layer of 1,536 x 576. A phase is counted as
 2 operations for each weight and token, 4 where a gradient goes through it; adapters, attention and drawing are not
-counted, so that no phase can reach all of it. Times are processor time, medians. The last line is JSON.
+counted, so that no phase can reach all of it. Of a decode step, torch's profiler tells what all its matrix products
+take, those of adapters and attention included. Times are processor time, medians. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from cotune.trainer.learner.local import LocalLearner
 from examples.word_problems.demo import pretrained
 
 K, PROMPT, ROWS, ANSWER = 8, 64, 32, 32
+PRODUCTS = {"mkldnn::_linear_pointwise", "aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"}
 
 
 def seconds(do: Callable[[], object], rounds: int, before: Callable[[], object] = lambda: None) -> float:
@@ -73,10 +75,15 @@ class Engine:
         params = SamplingParams(temperature=1.0, max_tokens=new)
         self.batch.admit([Job(i, tuple(prompt), k, params, 1, new, i) for i, prompt in enumerate(drawn)])
 
-    def decode(self, rows: int, rounds: int) -> float:
-        """Seconds of a step of so many rows, the candidates of prompts that have K each."""
-        self.admit(rows // K, K, rounds + 10)
-        return seconds(self.batch.step, rounds)
+    def decode(self, rows: int, rounds: int) -> tuple[float, float]:
+        """Seconds of a step of so many rows, the candidates of prompts that have K each, and of its products."""
+        self.admit(max(1, rows // K), min(rows, K), 2 * rounds + 10)
+        spent = seconds(self.batch.step, rounds)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(rounds):
+                self.batch.step()
+        products = sum(e.self_cpu_time_total for e in profile.key_averages() if e.key in PRODUCTS)
+        return spent, products / rounds / 1e6
 
     def prefill(self, rounds: int) -> float:
         """Seconds of 32 prompts, without their first step."""
@@ -107,18 +114,19 @@ def main() -> None:
     )
     layers = config.num_hidden_layers * layer
     found: dict[str, Any] = {}
-    print(f"{'phase':40} {'CPU ms':>9} {'billion operations':>19} {'share':>7}")
+    print(f"{'phase':40} {'CPU ms':>9} {'products':>9} {'billion operations':>19} {'share':>7}")
     for dtype in ("float32", *(["bfloat16"] if has_bfloat16() else [])):
         peak = rate(dtype, args.rounds)
-        print(f"{f'{dtype}: a large product':40} {'':9} {peak / 1e9:17,.0f}/s {1:7.0%}", flush=True)
+        print(f"{f'{dtype}: a large product':40} {'':19} {peak / 1e9:17,.0f}/s {1:7.0%}", flush=True)
         if dtype == "float32" and prefers_onednn():
             own = found["float32: rate by MKL"] = round(rate(dtype, args.rounds, linear) / 1e9)
-            print(f"{'float32: the same by MKL':40} {'':9} {own:17,}/s {1e9 * own / peak:7.0%}")
+            print(f"{'float32: the same by MKL':40} {'':19} {own:17,}/s {1e9 * own / peak:7.0%}")
         engine = Engine(folder, dtype)
-        cases = {
-            f"decode step, {rows} rows": (engine.decode(rows, args.rounds), 2 * rows * (layers + head))
-            for rows in (8, 64)
-        }
+        cases, products = dict[str, tuple[float, float]](), dict[str, float]()
+        for rows in (1, 8, 64):
+            name = f"decode step, {rows} row" + "s" * (rows > 1)
+            spent, products[name] = engine.decode(rows, args.rounds)
+            cases[name] = spent, 2 * rows * (layers + head)
         cases[f"prefill, {ROWS} prompts of {PROMPT}"] = (
             engine.prefill(max(3, args.rounds // 4)),
             2 * ROWS * (PROMPT * layers + head),
@@ -128,8 +136,13 @@ def main() -> None:
         cases[f"update, {ROWS} rows of {PROMPT} + {ANSWER}"] = (spent, 4 * (tokens * layers + with_logits * head))
         for name, (taken, operations) in cases.items():
             share = operations / taken / peak
-            print(f"{f'{dtype}: {name}':40} {1000 * taken:9,.1f} {operations / 1e9:19,.1f} {share:7.0%}", flush=True)
             found[f"{dtype}: {name}"] = {"cpu_ms": round(1000 * taken, 1), "share": round(share, 2)}
+            told = ""
+            if name in products:
+                told = f"{1000 * products[name]:.1f}"
+                found[f"{dtype}: {name}"]["products_ms"] = float(told)
+            amounts = f"{1000 * taken:9,.1f} {told:>9} {operations / 1e9:19,.1f}"
+            print(f"{f'{dtype}: {name}':40} {amounts} {share:7.0%}", flush=True)
         found[f"{dtype}: rate"] = round(peak / 1e9)
     print(json.dumps(found))
 
