@@ -9,11 +9,17 @@ from torch import Tensor
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+_TOGETHER = {name: group for group in SIBLINGS for name in group}
+_PLACE = {name: place for group in SIBLINGS for place, name in enumerate(group)}
+
+
 def siblings(names: Iterable[str]) -> list[list[str]]:
-    """These children of one module in groups that share an input, in the order in which they are asked."""
-    left = set(names)
-    joined = [[name for name in group if name in left] for group in SIBLINGS]
-    return [*filter(None, joined), *([name] for name in sorted(left.difference(*joined)))]
+    """Modules by their names in groups that share an input, each in the order in which a model asks; most are alone."""
+    parts = [(name, *name.rpartition(".")[::2]) for name in names]
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, parent, own in sorted(parts, key=lambda part: _PLACE.get(part[2], 0)):
+        groups.setdefault((parent, _TOGETHER.get(own, (own,))), []).append(name)
+    return list(groups.values())
 
 
 class Joint:

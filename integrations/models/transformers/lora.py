@@ -43,22 +43,18 @@ def read_adapter(weights: Weights, lora: LoraSpec, model: nn.Module) -> Adapter:
             raise SamplerError(f"The adapter has weights for {module!r}, which the model lacks.", _BASE)
         tensor = torch.as_tensor(array).to(device=parameter.device, dtype=parameter.dtype)
         halves.setdefault(module, {})[part] = tensor
-    children: dict[str, list[str]] = {}
     for module, pair in halves.items():
         if set(pair) != {"A", "B"}:
             raise SamplerError(f"The adapter has only lora_{'/'.join(pair)} for {module!r}.", _BASE)
         expected = _in_out(modules[module])
         if (pair["A"].shape[1], pair["B"].shape[0]) != expected:
             raise SamplerError(f"The adapter's shapes for {module!r} do not fit its (in, out) = {expected}.", _BASE)
-        parent, _, name = module.rpartition(".")
-        children.setdefault(parent, []).append(name)
     return [
         Factors(
             torch.cat([halves[name]["A"] for name in names]).T.contiguous(),
             {name: (halves[name]["B"].T * lora.scale).contiguous() for name in names},
         )
-        for parent, inside in children.items()
-        for names in ([f"{parent}.{name}" if parent else name for name in group] for group in siblings(inside))
+        for names in siblings(halves)
     ]
 
 

@@ -14,6 +14,11 @@ def test_names_are_joined_in_the_order_in_which_a_model_asks() -> None:
     assert siblings(["up_proj", "gate_proj", "down_proj"]) == [["gate_proj", "up_proj"], ["down_proj"]]
     assert siblings(["v_proj", "q_proj", "lm_head"]) == [["q_proj", "v_proj"], ["lm_head"]]
     assert siblings([]) == []
+    assert siblings(["1.mlp.up_proj", "0.mlp.up_proj", "0.mlp.gate_proj", "0.attn.k_proj"]) == [
+        ["0.mlp.gate_proj", "0.mlp.up_proj"],
+        ["1.mlp.up_proj"],
+        ["0.attn.k_proj"],
+    ]
 
 
 def test_each_input_is_computed_with_once_and_nothing_is_kept() -> None:
