@@ -56,9 +56,8 @@ def rows_attention(
     Everything else (prefill, boolean masks, options of other models) goes to the model library's own function.
     """
     rows, heads, length, dim = query.shape
-    changed = any(v is not None for k, v in kwargs.items() if k not in _PLAIN)
-    additive = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
-    if length != 1 or changed or attention_mask is None or not additive:
+    other = length != 1 or any(v is not None for k, v in kwargs.items() if k not in _PLAIN)
+    if other or attention_mask is None or not attention_mask.is_floating_point() or attention_mask.shape[1] != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     shared = query.view(rows, key.shape[1], heads // key.shape[1], dim)
     mask = attention_mask.expand(*shared.shape[:3], -1).contiguous()
