@@ -31,13 +31,19 @@ class Joint:
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
 
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What all siblings make of x, in order: [..., size] each."""
+        found = self._compute(x)
+        return (found,) if len(self._sizes) == 1 else found.split_with_sizes(self._sizes, -1)
+
     def part(self, number: int, x: Tensor) -> Tensor:
         """What sibling `number` makes of x: a view of its own [..., size]. It may be written to once."""
-        if len(self._sizes) == 1:
+        last = len(self._sizes) - 1
+        if last == 0:
             return self._compute(x)
         if x is not self._input:
-            self._input, self._parts = x, self._compute(x).split(self._sizes, -1)
+            self._input, self._parts = x, self.parts(x)
         part = self._parts[number]
-        if number == len(self._sizes) - 1:
+        if number == last:
             self._input, self._parts = None, ()
         return part

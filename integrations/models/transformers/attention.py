@@ -60,17 +60,17 @@ def rows_attention(
     if other or attention_mask is None or not attention_mask.is_floating_point() or attention_mask.shape[1] != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     shared = query.view(rows, key.shape[1], heads // key.shape[1], dim)
-    mask = attention_mask.expand(*shared.shape[:3], -1).contiguous()
+    mask = attention_mask.expand(*shared.shape[:3], -1).flatten(0, 1)
     out = attend(shared, key, value, mask, dim**-0.5 if scaling is None else scaling, alike)
     return out.view(rows, 1, heads, value.shape[3]), None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, alike: Alike | None) -> Tensor:
-    """query [rows, groups, queries, width], where `queries` of a row share a head's keys, and an additive mask [rows,
-    groups, queries, columns]; returns [rows, groups, queries, width of the values]."""
+    """query [rows, groups, queries, width], where `queries` of a row share a head's keys, and an additive mask [rows
+    x groups, queries, columns]; returns [rows, groups, queries, width of the values]."""
     if alike is not None:
-        return _attend_alike(query * scaling, key, value, mask, alike)
-    scores = torch.baddbmm(mask.flatten(0, 1), query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=scaling)
+        return _attend_alike(query * scaling, key, value, mask.view(*query.shape[:3], -1), alike)
+    scores = torch.baddbmm(mask, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=scaling)
     return torch.bmm(torch.softmax(scores, -1), value.flatten(0, 1)).view(*query.shape[:3], value.shape[3])
 
 

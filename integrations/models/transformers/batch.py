@@ -77,7 +77,7 @@ class Batch:
             and not getattr(config, "sliding_window", None)
         )
         self._reads_once = own_attention and self._one_mask
-        self._step = DecodeStep(model) if self._reads_once and is_usual(model) else self._library_step
+        self._step = DecodeStep(model, self.lora) if self._reads_once and is_usual(model) else self._library_step
         self._groups: list[tuple[int, int]] = []
         self._ends = np.zeros(max(config.vocab_size, *end_token_ids, 0) + 1, bool)
         self._ends[list(end_token_ids)] = True

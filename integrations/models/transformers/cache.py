@@ -51,6 +51,13 @@ class RowLayer(CacheLayerMixin):
         values[:, :, -1:] = value_states
         return keys, values
 
+    def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for states [rows, heads, head_dim]."""
+        w = self.window
+        self.keys[: w.rows, :, w.end] = key
+        self.values[: w.rows, :, w.end] = value
+        return self.keys[: w.rows, :, w.first : w.end + 1], self.values[: w.rows, :, w.first : w.end + 1]
+
     def buffers(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
 

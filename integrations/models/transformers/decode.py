@@ -6,13 +6,16 @@ the library's own, adapters included.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cotune.integrations.models.transformers.attention import Alike, attend
 from cotune.integrations.models.transformers.cache import RowCache
+from cotune.integrations.models.transformers.lora import LoraRows, Projection
 
 USUAL = ("llama", "mistral", "qwen2", "qwen3")
 """Kinds of models whose layers are normalised attention with rotary positions, then a gated MLP, and nothing else."""
@@ -25,36 +28,73 @@ def is_usual(model: Any) -> bool:
     return library and kind.__name__.endswith("ForCausalLM")
 
 
+class _Layer(NamedTuple):
+    input_norm: Callable[[Tensor], Tensor]
+    qkv: Projection
+    query_norm: Callable[[Tensor], Tensor] | None
+    key_norm: Callable[[Tensor], Tensor] | None
+    out: Projection
+    mlp_norm: Callable[[Tensor], Tensor]
+    gate_up: Projection
+    act: Callable[[Tensor], Tensor]
+    down: Projection
+
+
 class DecodeStep:
     """The next step of all rows of a model that `is_usual`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, lora: LoraRows) -> None:
         self._head, self._decoder = model.lm_head, model.model
+        self._norm = _rms_norm(model.model.norm)
+        first = model.model.layers[0].self_attn
+        self._head_dim, self._scaling = first.head_dim, first.scaling
+        self._layers = [
+            _Layer(
+                _rms_norm(layer.input_layernorm),
+                lora.projection(f"model.layers.{i}.self_attn.q_proj"),
+                _rms_norm(getattr(layer.self_attn, "q_norm", None)),
+                _rms_norm(getattr(layer.self_attn, "k_norm", None)),
+                lora.projection(f"model.layers.{i}.self_attn.o_proj"),
+                _rms_norm(layer.post_attention_layernorm),
+                lora.projection(f"model.layers.{i}.mlp.gate_proj"),
+                layer.mlp.act_fn,
+                lora.projection(f"model.layers.{i}.mlp.down_proj"),
+            )
+            for i, layer in enumerate(model.model.layers)
+        ]
 
     def __call__(self, tokens: Tensor, cache: RowCache, alike: Alike | None) -> Tensor:
         """Logits [rows, vocabulary] after `tokens` [rows], whose keys and values are kept in the cache."""
-        decoder, rows = self._decoder, len(tokens)
-        x = decoder.embed_tokens(tokens)
-        cos, sin = decoder.rotary_emb(x, cache.positions())  # [rows, 1, head_dim]
-        half = cos.shape[-1] // 2
+        rows, dim, half = len(tokens), self._head_dim, self._head_dim // 2
+        x = self._decoder.embed_tokens(tokens)
+        cos, sin = self._decoder.rotary_emb(x, cache.positions())  # [rows, 1, head_dim]
         sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)
         mask: Tensor | None = None
-        for layer, kept in zip(decoder.layers, cache.layers, strict=True):
-            given, attention = layer.input_layernorm(x), layer.self_attn
-            heads = (rows, -1, attention.head_dim)
-            query, key = attention.q_proj(given).view(heads), attention.k_proj(given).view(heads)
-            value = attention.v_proj(given).view(heads)
-            if hasattr(attention, "q_norm"):
-                query, key = attention.q_norm(query), attention.k_norm(key)
+        for layer, kept in zip(self._layers, cache.layers, strict=True):
+            query, key, value = (part.view(rows, -1, dim) for part in layer.qkv(layer.input_norm(x)))
+            if layer.query_norm is not None and layer.key_norm is not None:
+                query, key = layer.query_norm(query), layer.key_norm(key)
             turned = torch.cat((query, key), 1)
-            turned = (turned * cos).addcmul_(torch.cat((turned[..., half:], turned[..., :half]), -1), sin)
-            query, key = turned.split((query.shape[1], key.shape[1]), 1)
-            keys, values = kept.update(key.unsqueeze(2), value.unsqueeze(2))
-            query = query.reshape(rows, keys.shape[1], -1, attention.head_dim)
+            turned = (turned * cos).addcmul_(turned.roll(half, -1), sin)
+            query, key = turned.split_with_sizes((query.shape[1], key.shape[1]), 1)
+            keys, values = kept.write(key, value)
+            query = query.reshape(rows, keys.shape[1], -1, dim)
             if mask is None:
-                mask = cache.mask().expand(*query.shape[:3], -1).contiguous()
-            read = attend(query, keys, values, mask, attention.scaling, alike)
-            x = attention.o_proj(read.view(rows, -1)).add_(x)
-            given, mlp = layer.post_attention_layernorm(x), layer.mlp
-            x = mlp.down_proj(mlp.act_fn(mlp.gate_proj(given)).mul_(mlp.up_proj(given))).add_(x)
-        return self._head(decoder.norm(x))
+                mask = cache.mask().expand(*query.shape[:3], -1).flatten(0, 1)
+            read = attend(query, keys, values, mask, self._scaling, alike)
+            x = layer.out(read.view(rows, -1))[0].add_(x)
+            gate, up = layer.gate_up(layer.mlp_norm(x))
+            x = layer.down(layer.act(gate).mul_(up))[0].add_(x)
+        return self._head(self._norm(x))
+
+
+def _rms_norm(norm: Any) -> Any:
+    """The same as the module in half its calls, where it is of float32."""
+    if norm is None or norm.weight.dtype != torch.float32:
+        return norm
+    return partial(_normed, norm.weight, torch.full((1,), norm.variance_epsilon))
+
+
+def _normed(weight: Tensor, epsilon: Tensor, x: Tensor) -> Tensor:
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x * torch.addcmul(epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)

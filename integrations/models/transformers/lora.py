@@ -59,57 +59,102 @@ def read_adapter(weights: Weights, lora: LoraSpec, model: nn.Module) -> Adapter:
 
 
 class LoraRows:
-    """Patches the target modules of one model. `route` says which rows use which adapter in the next passes."""
+    """Adds adapters to the layers of one model. `route` says which rows use which adapter in the next passes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        self._patched: dict[str, _Patch] = {}
+        self._siblings = {name: names for names in siblings(self._modules) for name in names}
+        self._projections: dict[str, Projection] = {}
         self._adapters: dict[int, Adapter] = {}
+
+    def projection(self, name: str) -> Projection:
+        """The module of this name and its siblings, with what adapters add to them from now on."""
+        if name not in self._projections:
+            names = self._siblings[name]
+            self._projections |= dict.fromkeys(names, Projection({name: self._modules[name] for name in names}))
+        return self._projections[name]
 
     def add(self, key: int, adapter: Adapter) -> None:
         """Make an adapter available to `route` under `key`."""
         self._adapters[key] = adapter
-        for name in (name for factors in adapter for name in factors.ups):
-            if name not in self._patched:
-                self._patched[name] = _Patch(self._modules[name])
+        for factors in adapter:
+            self.projection(next(iter(factors.ups)))
 
     def remove(self, key: int) -> None:
         self._adapters.pop(key, None)
 
     def route(self, segments: Sequence[tuple[int, int, int]]) -> None:
         """Rows [low, high) go through adapter `key`, for each (key, low, high); other rows through the base."""
-        for patch in self._patched.values():
-            patch.active = []
+        for projection in self._projections.values():
+            projection.added = []
         for key, low, high in segments:
-            for down, ups in self._adapters.get(key, ()):
-                joint = Joint(partial(_down, low, high, down), [len(up) for up in ups.values()])
-                for number, (name, up) in enumerate(ups.items()):
-                    self._patched[name].active.append((low, high, partial(joint.part, number), up))
+            for factors in self._adapters.get(key, ()):
+                self._projections[next(iter(factors.ups))].add(low, high, factors)
 
     @contextlib.contextmanager
     def removed(self) -> Iterator[None]:
-        """Take the patches off while the model is copied."""
-        for name in self._patched:
-            del self._modules[name].forward
+        """Leave the model's own layers while it is copied."""
+        for projection in set(self._projections.values()):
+            projection.detach()
         try:
             yield
         finally:
-            for name, patch in self._patched.items():
-                self._modules[name].forward = patch.forward
+            for projection in set(self._projections.values()):
+                projection.attach()
 
 
-class _Patch:
-    """Replaces the forward of one module."""
+class _Added(NamedTuple):
+    """What an adapter adds to rows [low, high): the first products of its modules, and by its number in a projection
+    each module's place among them and its second factor."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.active: list[tuple[int, int, Callable[[Tensor], Tensor], Tensor]] = []
-        self.base: Callable[[Tensor], Tensor] = module.forward
-        module.forward = self.forward
+    low: int
+    high: int
+    downs: Joint
+    ups: dict[int, tuple[int, Tensor]]
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.base(x)
-        for low, high, down, up in self.active:
-            _rows(y, low, high).view(-1, y.shape[-1]).addmm_(down(x), up)  # an error where it would be a copy
+
+class Projection:
+    """Modules of one input, in the order in which the model asks, and what adapters add to them."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self.added: list[_Added] = []
+        self._modules = modules
+        self._own: list[Callable[[Tensor], Tensor]] = [module.forward for module in modules.values()]
+        self.attach()
+
+    def attach(self) -> None:
+        """Add to what each module gives by itself."""
+        for number, module in enumerate(self._modules.values()):
+            module.forward = partial(self._forward, number)
+
+    def detach(self) -> None:
+        for module in self._modules.values():
+            del module.forward
+
+    def add(self, low: int, high: int, factors: Factors) -> None:
+        """Rows [low, high) go through these factors."""
+        downs = Joint(partial(_down, low, high, factors.down), [len(up) for up in factors.ups.values()])
+        numbers = [list(self._modules).index(name) for name in factors.ups]
+        ups = {
+            number: (place, up) for place, (number, up) in enumerate(zip(numbers, factors.ups.values(), strict=True))
+        }
+        self.added.append(_Added(low, high, downs, ups))
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """What all modules make of x [rows, in]: [rows, out] each."""
+        outs = [own(x) for own in self._own]
+        for low, high, downs, ups in self.added:
+            for down, (number, (_, up)) in zip(downs.parts(x), ups.items(), strict=True):
+                _rows(outs[number], low, high).addmm_(down, up)
+        return outs
+
+    def _forward(self, number: int, x: Tensor) -> Tensor:
+        y = self._own[number](x)
+        for low, high, downs, ups in self.added:
+            if number in ups:
+                place, up = ups[number]
+                part = _rows(y, low, high).view(-1, y.shape[-1])  # an error where it would be a copy
+                part.addmm_(downs.part(place, x), up)
         return y
 
 
