@@ -165,6 +165,7 @@ def _write(
                 sha256=base_fingerprint(model),
                 sees_images=folder_sees_images(model),
                 tool_format=policy.tool_format,
+                dtype=None if merge or gguf else policy.dtype,
             )
         base = bases[policy.model]
         policy.check_trained_on(base.model, base.sha256)
@@ -266,8 +267,9 @@ class TrainedPolicy:
     """One policy at one version. `weights` are those of `Learner.weights`; None for a policy that is not trained.
 
     `model` is the folder or Hugging Face id of its base, None for a provider policy, and `trained_on` the
-    SHA-256 of that base by part, as far as the run knows it; `tool_format` is how it writes tool calls. `metrics` are
-    by role. `stayed` says why no step has updated a policy that is trained.
+    SHA-256 of that base by part, as far as the run knows it; `tool_format` is how it writes tool calls, `dtype` the
+    precision in which adapters on it were trained, where that is known. `metrics` are by role. `stayed` says why no
+    step has updated a policy that is trained.
     """
 
     name: str
@@ -280,6 +282,7 @@ class TrainedPolicy:
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     trained_on: Mapping[str, str] = field(default_factory=dict)
     tool_format: str = "auto"
+    dtype: str | None = None
     stayed: str = ""
 
     def check_trained_on(self, model: str, found: BaseFingerprint) -> None:
@@ -344,6 +347,7 @@ def untrained_policy(run: str | Path, moved: Moved = None) -> TrainedPolicy | No
         model=_places(Path(run), described, read_policies(_newest(run)), moved)[described.model],
         trained_on=described.held.base,
         tool_format=described.config.tool_format,
+        dtype=described.dtype,
     )
 
 
@@ -375,6 +379,7 @@ def _policies_of(described: RunDescription, checkpoint: Path, moved: Moved) -> l
             metrics=entry.metrics,
             trained_on=described.held.of(entry.name),
             tool_format=described.config.tool_format_of(entry.name),
+            dtype=None if any(one.kind == "full" for one in saved) else described.dtype,
         )
         for entry in saved
     ]

@@ -21,12 +21,13 @@ _VLLM_PORT = 8000
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):
     """The model that a policy was trained from: a folder or a Hugging Face id, its fingerprint, whether it reads
-    images, and how it writes tool calls."""
+    images, how it writes tool calls, and the precision in which adapters on it were trained, as far as it is known."""
 
     model: str
     sha256: BaseFingerprint
     sees_images: bool = False
     tool_format: str = "auto"
+    dtype: str | None = None
 
 
 class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from cotune.adapters.restarting import EngineThatEnds, Restarting
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.chat.tool_formats import AUTO, check_tool_format
-from cotune.integrations.models.engines import EngineConfig, open_sampler
+from cotune.integrations.models.engines import EngineConfig, open_sampler, products_dtype
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.integrations.models.per_policy import PolicySampler
 from cotune.near_names import did_you_mean, near_names
@@ -130,6 +130,7 @@ async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies
             _open_engine(
                 engine.folder,
                 tool_format or engine.base.tool_format,
+                engine.base.dtype,
                 functools.partial(export.publish, engine),
                 engine.base.model if several else "",
             )
@@ -179,12 +180,18 @@ class _OpenedEngine:
 
 
 async def _open_engine(
-    model: Path, tool_format: str, publish: Callable[[Sampler], Awaitable[None]] | None = None, name: str = ""
+    model: Path,
+    tool_format: str,
+    dtype: str | None = None,
+    publish: Callable[[Sampler], Awaitable[None]] | None = None,
+    name: str = "",
 ) -> _OpenedEngine:
-    """An engine on the model in a folder, with what `publish` sends to it, also after a restart."""
+    """An engine on the model in a folder, in the precision of training, with what `publish` sends to it, also after a
+    restart."""
+    config = EngineConfig(model=str(model), dtype=products_dtype(dtype))
 
     async def opened() -> EngineThatEnds:
-        sampler = cast(EngineThatEnds, await open_sampler(EngineConfig(model=str(model))))
+        sampler = cast(EngineThatEnds, await open_sampler(config))
         try:
             if publish is not None:
                 await publish(sampler)

@@ -91,6 +91,12 @@ class RunDescription(msgspec.Struct, frozen=True):
     prompts: str = ""
     precision: Precision | None = None
 
+    @property
+    def dtype(self) -> str | None:
+        """The precision of the learner; None where it was left to the run, which did not decide it."""
+        found = self.config.learner.dtype if self.precision is None else self.precision.dtype
+        return None if found == "auto" else found
+
     def base_of(self, policy: str) -> str | None:
         """The base model of a policy, where it is not the run's `model`."""
         own = self.config.own_of(policy)

@@ -68,6 +68,16 @@ def engine_of(name: str) -> Engine:
     return ENGINES.get(name) or Engine(open=name)
 
 
+def products_dtype(dtype: str | None) -> str | None:
+    """The precision in which the in-process engine samples from adapters that were trained in `dtype`: bfloat16 too,
+    on processors that multiply it; None for its own."""
+    if dtype != "bfloat16":
+        return None
+    from cotune.integrations.models.bfloat16 import has_bfloat16
+
+    return dtype if has_bfloat16() else None
+
+
 async def open_sampler(config: EngineConfig) -> Sampler:
     """Open an engine. Raises ConfigError, and what the engine raises."""
     opened: Callable[..., Awaitable[Sampler]] = load_object(

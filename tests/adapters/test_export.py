@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import errno
 import json
@@ -9,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,10 +24,14 @@ from cotune.adapters.export import TrainedPolicy, export_run, write_export
 from cotune.adapters.fingerprint import base_fingerprint, write_hashes
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import read_manifest
+from cotune.adapters.open_policies import open_local
 from cotune.cli.main import main
 from cotune.errors import ConfigError, RunError
+from cotune.integrations.models import bfloat16
+from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import Weights, fingerprint
+from cotune.trainer.evaluation.policies import open_evaluated_policies
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 
@@ -209,6 +215,51 @@ def test_a_run_is_exported_from_its_newest_checkpoint(
     assert manifest.roles[0].metrics == {"reward": 0.25}
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "merged"), "--merge"]) == 0
     assert read_manifest(tmp_path / "merged").policies[0].kind == "full"
+
+
+@pytest.mark.parametrize("able", [True, False], ids=["multiplied-here", "not-here"])
+@pytest.mark.parametrize(
+    ("described", "expected"),
+    [
+        ({"config": {"learner": {"dtype": "bfloat16"}}}, "bfloat16"),
+        ({"config": {"learner": {"dtype": "auto"}}, "precision": {"dtype": "bfloat16", "gap": 0.01}}, "bfloat16"),
+        ({"config": {"learner": {"dtype": "auto"}}, "precision": {"dtype": "float32", "fell_back": True}}, "float32"),
+        ({}, None),
+    ],
+    ids=["asked", "auto", "fell-back", "unknown"],
+)
+def test_adapters_answer_in_the_precision_of_their_training(
+    tmp_path: Path,
+    base: Path,
+    lora: LoraSpec,
+    adapter: Callable[[int], Weights],
+    monkeypatch: pytest.MonkeyPatch,
+    described: dict[str, Any],
+    expected: str | None,
+    able: bool,
+) -> None:
+    run, opened = tmp_path / "run", list[str | None]()
+    write_run(run, base, lora, adapter(5))
+    (run / "run.json").write_text(json.dumps({"model": str(base), **described}))
+    manifest = export_run(run, tmp_path / "out")
+    assert [one.dtype for one in manifest.bases] == [expected]
+    assert [one.dtype for one in export_run(run, tmp_path / "merged", merge=True).bases] == [None]
+
+    async def refused(model: str, **options: Any) -> None:
+        opened.append(options["dtype"])
+        raise RuntimeError("far enough")
+
+    async def answers(source: Path) -> None:
+        async with open_evaluated_policies(source).responder():
+            pass
+
+    monkeypatch.setattr(bfloat16, "has_bfloat16", lambda: able)
+    monkeypatch.setattr(TransformersSampler, "open", refused)
+    for started in (open_local(tmp_path / "out"), answers(tmp_path / "out"), answers(run), open_local(base)):
+        with pytest.raises(RuntimeError, match="far enough"):
+            asyncio.run(started)
+    rounded = "bfloat16" if expected == "bfloat16" and able else None
+    assert opened == [rounded] * 3 + [None]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

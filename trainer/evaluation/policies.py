@@ -18,7 +18,7 @@ from cotune.episodes.workflows import Workflow
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.chat.formats import load_formats
 from cotune.integrations.models.chat.tool_formats import AUTO
-from cotune.integrations.models.engines import EngineConfig
+from cotune.integrations.models.engines import EngineConfig, products_dtype
 from cotune.integrations.models.folder.folder import locate_base, locate_model
 from cotune.integrations.models.per_policy import open_engines
 from cotune.records.policies import OtherRoles, Policies, PolicySpec, models_said, stand_in
@@ -86,7 +86,10 @@ class EvaluatedPolicies:
         """
         say(f"loading {models_said(self.bases)} ...")
         chats = await asyncio.to_thread(load_formats, self.bases, self.tool_format)
-        sampler = await open_engines(self.bases, lambda model: EngineConfig(model=model, threads=threads))
+        dtypes = {policy.model: products_dtype(policy.dtype) for policy in self.policies if policy.kind == "lora"}
+        sampler = await open_engines(
+            self.bases, lambda model: EngineConfig(model=model, threads=threads, dtype=dtypes.get(model))
+        )
         try:
             say("publishing the policies ...")
             for policy in self.policies:
@@ -167,6 +170,7 @@ def open_evaluated_policies(source: str | Path, model: Moved = None) -> Evaluate
                 model=bases.get(policy.name),
                 weights=export.weights(policy),
                 lora=policy.lora,
+                dtype=policy.base.dtype if policy.base else None,
             )
             for policy in manifest.policies
         ]

@@ -12,7 +12,7 @@ import msgspec
 from cotune.errors import ConfigError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
-from cotune.integrations.models.engines import EngineConfig, EngineWeights, open_sampler
+from cotune.integrations.models.engines import EngineConfig, EngineWeights, open_sampler, products_dtype
 from cotune.integrations.models.folder.folder import loading, locate_model
 from cotune.integrations.models.per_policy import PolicySampler, open_engines
 from cotune.records.policies import Policies, PolicySpec
@@ -148,11 +148,7 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
 def _dtype(config: TrainConfig) -> str | None:
     """The in-process engine computes as the learner does, where both are on the CPU and that has bfloat16."""
     asked = config.learner.precision
-    if asked == "bfloat16":
-        from cotune.integrations.models.bfloat16 import rounds_products
-
-        return asked if rounds_products(asked, "cpu") else None
-    return asked if config.learner.device == "cpu" else None
+    return asked if asked == "float32" and config.learner.device == "cpu" else products_dtype(asked)
 
 
 def policy_count(config: TrainConfig, model: str) -> int:
