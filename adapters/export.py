@@ -339,15 +339,16 @@ def untrained_policy(run: str | Path, moved: Moved = None) -> TrainedPolicy | No
     described = read_run(run)
     if described.config.other_roles != "frozen" or described.model is None:
         return None
+    saved = read_policies(_newest(run))
     return TrainedPolicy(
         name=UNTRAINED.name,
         kind="frozen",
         version=0,
         roles=(),
-        model=_places(Path(run), described, read_policies(_newest(run)), moved)[described.model],
+        model=_places(Path(run), described, saved, moved)[described.model],
         trained_on=described.held.base,
         tool_format=described.config.tool_format,
-        dtype=described.dtype,
+        dtype=described.dtype_of({one.kind for one in saved}),
     )
 
 
@@ -379,7 +380,7 @@ def _policies_of(described: RunDescription, checkpoint: Path, moved: Moved) -> l
             metrics=entry.metrics,
             trained_on=described.held.of(entry.name),
             tool_format=described.config.tool_format_of(entry.name),
-            dtype=None if any(one.kind == "full" for one in saved) else described.dtype,
+            dtype=described.dtype_of({one.kind for one in saved}),
         )
         for entry in saved
     ]

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from cotune.errors import RunError
+from cotune.records.policies import PolicyKind
 from cotune.storage.checkpoints import latest_in, read_identity
 from cotune.storage.run_config import RunConfig
 from cotune.storage.typed_json import converted, read_if_typed, read_typed
@@ -91,11 +92,11 @@ class RunDescription(msgspec.Struct, frozen=True):
     prompts: str = ""
     precision: Precision | None = None
 
-    @property
-    def dtype(self) -> str | None:
-        """The precision of the learner; None where it was left to the run, which did not decide it."""
+    def dtype_of(self, kinds: Collection[PolicyKind]) -> str | None:
+        """The precision in which adapters were trained; None where the run did not decide it, and where among the
+        `kinds` of its policies are full weights, which are sampled in float32."""
         found = self.config.learner.dtype if self.precision is None else self.precision.dtype
-        return None if found == "auto" else found
+        return None if found == "auto" or "full" in kinds else found
 
     def base_of(self, policy: str) -> str | None:
         """The base model of a policy, where it is not the run's `model`."""

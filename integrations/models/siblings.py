@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
 _TOGETHER = {name: group for group in SIBLINGS for name in group}
 _PLACE = {name: place for group in SIBLINGS for place, name in enumerate(group)}
 

@@ -31,6 +31,7 @@ from cotune.integrations.models import bfloat16
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import Weights, fingerprint
+from cotune.storage.run_layout import read_run
 from cotune.trainer.evaluation.policies import open_evaluated_policies
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
@@ -244,6 +245,8 @@ def test_adapters_answer_in_the_precision_of_their_training(
     manifest = export_run(run, tmp_path / "out")
     assert [one.dtype for one in manifest.bases] == [expected]
     assert [one.dtype for one in export_run(run, tmp_path / "merged", merge=True).bases] == [None]
+    assert read_run(run).dtype_of({"lora", "frozen"}) == expected
+    assert read_run(run).dtype_of({"lora", "full"}) is None  # which are sampled in float32
 
     async def refused(model: str, **options: Any) -> None:
         opened.append(options["dtype"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,14 @@ class EvaluatedPolicies:
     Hugging Face id.
 
     `other_roles` says what plays a role without a policy, `tool_format` how the models write tool calls, all or by
-    base.
+    base, `dtypes` the precision by base in which adapters on it were trained, where that is known.
     """
 
     model: str
     policies: Sequence[TrainedPolicy]
     other_roles: OtherRoles = "frozen"
     tool_format: str | Mapping[str, str] = AUTO
+    dtypes: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def roles(self) -> dict[str, PolicyRef]:
@@ -86,9 +87,9 @@ class EvaluatedPolicies:
         """
         say(f"loading {models_said(self.bases)} ...")
         chats = await asyncio.to_thread(load_formats, self.bases, self.tool_format)
-        dtypes = {policy.model: products_dtype(policy.dtype) for policy in self.policies if policy.kind == "lora"}
         sampler = await open_engines(
-            self.bases, lambda model: EngineConfig(model=model, threads=threads, dtype=dtypes.get(model))
+            self.bases,
+            lambda model: EngineConfig(model=model, threads=threads, dtype=products_dtype(self.dtypes.get(model))),
         )
         try:
             say("publishing the policies ...")
@@ -170,18 +171,19 @@ def open_evaluated_policies(source: str | Path, model: Moved = None) -> Evaluate
                 model=bases.get(policy.name),
                 weights=export.weights(policy),
                 lora=policy.lora,
-                dtype=policy.base.dtype if policy.base else None,
             )
             for policy in manifest.policies
         ]
         other_roles = manifest.other_roles
         tool_format = {str(engine.folder): engine.base.tool_format for engine in export.engines}
+        dtypes = {str(engine.folder): engine.base.dtype for engine in export.engines}
     else:
         policies, others = latest_policies(folder, model), untrained_policy(folder, model)
         base = others.model if others else next((policy.model for policy in policies if policy.model), None)
         other_roles = read_run(folder).config.other_roles
         named = [*policies, *([others] if others else [])]
         tool_format = {policy.model: policy.tool_format for policy in named if policy.model}
+        dtypes = {policy.model: policy.dtype for policy in named if policy.model}
     if base is None:
         raise AdapterError(f"{folder} leaves every role to a provider.", "There is nothing to evaluate against it.")
-    return EvaluatedPolicies(base, policies, other_roles, tool_format)
+    return EvaluatedPolicies(base, policies, other_roles, tool_format, dtypes)

@@ -43,16 +43,11 @@ class RowLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write one column for every live row; return views of all columns in use."""
-        w = self.window
-        keys = self.keys[: w.rows, :, w.first : w.end + 1]
-        values = self.values[: w.rows, :, w.first : w.end + 1]
-        keys[:, :, -1:] = key_states
-        values[:, :, -1:] = value_states
-        return keys, values
+        """Write one column of states [rows, heads, 1, head_dim]; return views of all columns in use."""
+        return self.write(key_states.squeeze(2), value_states.squeeze(2))
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for states [rows, heads, head_dim]."""
+        """The same for states [rows, heads, head_dim]: one column for every live row."""
         w = self.window
         self.keys[: w.rows, :, w.end] = key
         self.values[: w.rows, :, w.end] = value

@@ -1,7 +1,7 @@
 """One decode step of the usual kind of decoder on the CPU, where what lies between its products takes most of the time.
 
-The model library's layers take any shapes, masks and caches; these take one token of every row. Modules and weights are
-the library's own, adapters included.
+The model library's layers take any shapes, masks and caches; this takes one token of every row. Weights are the
+library's own, and so are the modules, but for norms; adapters are included.
 """
 
 from __future__ import annotations

@@ -134,10 +134,8 @@ class Projection:
     def add(self, low: int, high: int, factors: Factors) -> None:
         """Rows [low, high) go through these factors."""
         downs = Joint(partial(_down, low, high, factors.down), [len(up) for up in factors.ups.values()])
-        numbers = [list(self._modules).index(name) for name in factors.ups]
-        ups = {
-            number: (place, up) for place, (number, up) in enumerate(zip(numbers, factors.ups.values(), strict=True))
-        }
+        numbers = list(self._modules)
+        ups = {numbers.index(name): (place, up) for place, (name, up) in enumerate(factors.ups.items())}
         self.added.append(_Added(low, high, downs, ups))
 
     def __call__(self, x: Tensor) -> list[Tensor]:

@@ -46,7 +46,7 @@ def test_a_part_may_be_written_to() -> None:
     assert joint.part(1, x).tolist() == [[1, 1]]
 
 
-@pytest.mark.skipif(not bfloat16.has_bfloat16(), reason="this processor does not multiply bfloat16")
+@pytest.mark.usefixtures("bfloat16_products")
 def test_joined_layers_are_as_exact_as_layers_alone() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from cotune.integrations.models.bfloat16 import has_bfloat16, pack_linear_layers
+from cotune.integrations.models.bfloat16 import pack_linear_layers
 from cotune.integrations.models.transformers import attention
 from cotune.integrations.models.transformers.attention import Alike
 from cotune.integrations.models.transformers.batch import BASE, Batch
@@ -116,7 +116,7 @@ def test_a_step_is_that_of_the_library(kind: str, alike: bool, monkeypatch: pyte
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-@pytest.mark.skipif(not has_bfloat16(), reason="this processor does not multiply bfloat16")
+@pytest.mark.usefixtures("bfloat16_products")
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_in_bfloat16_it_differs_by_roundings(kind: str) -> None:
     model = built(CONFIGS[kind]())
