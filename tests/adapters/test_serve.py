@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import zstandard
 
 from cotune.adapters import serving
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
@@ -283,6 +285,15 @@ def test_a_missing_field_broken_json_and_other_content(server: tuple[Endpoint, S
     broken = httpx.post(url, content=b"{", headers={"content-type": "application/json"})
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
     assert httpx.post(url, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+
+
+def test_a_packed_body_is_unpacked_and_an_unknown_coding_refused(server: tuple[Endpoint, Scripted]) -> None:
+    raw = json.dumps({"model": "writer", "messages": HELLO}).encode()
+    statuses = {}
+    for coding, body in (("gzip", gzip.compress(raw)), ("zstd", zstandard.compress(raw)), ("br", raw)):
+        headers = {"content-type": "application/json", "content-encoding": coding}
+        statuses[coding] = httpx.post(f"{server[0].url}/chat/completions", content=body, headers=headers).status_code
+    assert statuses == {"gzip": 200, "zstd": 200, "br": 415}
 
 
 def test_unknown_paths_and_methods(server: tuple[Endpoint, Scripted]) -> None:

@@ -9,13 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
+import zstandard
 from starlette.types import Receive, Scope
 
 from cotune.integrations.web.http.limits import BodyLimits
-from cotune.integrations.web.http.requests import Access, RequestError, decode_body, read_body
+from cotune.integrations.web.http.requests import Access, RequestError, decode_body, header, read_body
 from cotune.runtime.bounded_cache import INLINE
 
 T = TypeVar("T")
+
+_ZSTD_WINDOW = 8 << 20
+"""Most bytes that a zstd decoder keeps for a body: what RFC 9659 lets a server expect."""
 
 _large = ThreadPoolExecutor(4, "cotune-large")
 
@@ -47,7 +51,12 @@ async def read_json(scope: Scope, receive: Receive, access: Access, kind: type[T
     """The JSON body of a request that `access` lets in, as `kind`. Raises RequestError."""
     access.check(scope)
     raw = await read_body(scope, receive, limits.max_body)
-    return await aside(len(raw), lambda: decoded(raw, kind, limits.max_values))
+    coding = header(scope, b"content-encoding").decode("latin-1")
+    # Nobody knows how large a packed body is until it is unpacked.
+    size = len(raw) + (INLINE if coding else 0)
+    return await aside(
+        size, lambda: decoded(inflated(raw, coding, limits.max_body, "--max-body"), kind, limits.max_values)
+    )
 
 
 def decoded(raw: bytes, kind: type[T], values: int) -> T:
@@ -75,25 +84,44 @@ def json_values(raw: bytes, exact_above: int = 0) -> int:
 
 
 def inflated(raw: bytes, coding: str, limit: int, setting: str, whole: bool = True) -> bytes:
-    """A body without its content coding.
+    """A body without its content coding, gzip or zstd.
 
-    Raises RequestError for one that is broken (400; also for one that is cut off, if it has to be `whole`), unknown
-    (415) or of more than `limit` bytes, which `setting` sets (413).
+    Raises RequestError for a body that is broken (400; also if it is cut off and has to be `whole`), in another coding
+    (415), or of more than `limit` bytes, which `setting` sets (413).
     """
     coding = coding.strip().lower()
     if coding in ("", "identity"):
         return raw
-    if coding != "gzip":
-        message = f"The body's Content-Encoding {coding[:40]!r} cannot be read; gzip can."
+    if coding not in ("gzip", "zstd"):
+        message = f"The body's Content-Encoding {coding[:40]!r} cannot be read; gzip and zstd can."
         raise RequestError(415, message, code="unsupported_encoding")
-    found = zlib.decompressobj(31)
+    unpack = _unpack_gzip if coding == "gzip" else _unpack_zstd
     try:
-        text = found.decompress(raw, limit + 1)
-        if len(text) <= limit and whole and not found.eof:
-            raise zlib.error("it ends early")
-    except zlib.error as error:
-        raise RequestError(400, f"The body is not gzip: {error}.", code="invalid_encoding") from None
+        text, ended = unpack(raw, limit + 1)
+    except (zlib.error, zstandard.ZstdError) as error:
+        raise RequestError(400, f"The body is not {coding}: {error}.", code="invalid_encoding") from None
     if len(text) > limit:
         message = f"The body is larger than {limit} bytes once it is unpacked: {setting} sets the limit."
         raise RequestError(413, message, code="body_too_large")
+    if whole and not ended:
+        raise RequestError(400, f"The body is not {coding}: it ends early.", code="invalid_encoding")
     return text
+
+
+def _unpack_gzip(raw: bytes, most: int) -> tuple[bytes, bool]:
+    """The first `most` bytes of a gzip body, and whether it is complete."""
+    decoder = zlib.decompressobj(31)
+    return decoder.decompress(raw, most), decoder.eof
+
+
+def _unpack_zstd(raw: bytes, most: int) -> tuple[bytes, bool]:
+    """The first `most` bytes of a zstd body, and whether it is complete."""
+    unpacker = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+    text = unpacker.stream_reader(raw).read(most)
+    if len(text) == most:
+        return text, False
+    # The reader stops at `most`, but does not tell a cut body from a complete one. The other decoder does, and has no
+    # bound; it is safe now that the size is known.
+    decoder = unpacker.decompressobj()
+    decoder.decompress(raw)
+    return text, decoder.eof

@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+import zstandard
 
 import cotune
 from tests.integrations import provider as scripted
@@ -48,13 +49,14 @@ def sent_of(gate: Bench, episode: str) -> list[Any]:
     return [gate.store.message(name)["content"] for name in call.sent]
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("coding", ["identity", "gzip", "zstd"])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_chat(gate: Bench, packed: bool, streamed: bool) -> None:
+def test_chat(gate: Bench, coding: str, streamed: bool) -> None:
     raw = json.dumps({**ASKED, "stream": streamed}, indent=1).encode()
-    headers = {"content-type": "application/json", **({"content-encoding": "gzip"} if packed else {})}
+    headers = {"content-type": "application/json", "content-encoding": coding}
     opened = gate.open()
-    body = gzip.compress(raw) if packed else raw
+    pack = {"identity": bytes, "gzip": gzip.compress, "zstd": zstandard.compress}[coding]
+    body = pack(raw)
     answer = httpx.post(f"{opened['base_url']}/chat/completions", content=body, headers=headers)
     assert answer.status_code == 200
     gate.end(opened["id"])

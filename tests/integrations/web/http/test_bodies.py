@@ -1,15 +1,17 @@
-"""How many values a JSON text holds, counted without reading it."""
+"""Bodies: how many values a JSON text holds, counted without reading it, and content codings."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.integrations.web.http.bodies import decoded, json_values
+from cotune.integrations.web.http.bodies import decoded, inflated, json_values
 from cotune.integrations.web.http.requests import RequestError
 
 TEXTS = st.text(alphabet='a,[]{}"\\ü: ')
@@ -37,3 +39,31 @@ def test_too_many_are_refused_by_the_name_of_the_setting() -> None:
     with pytest.raises(RequestError, match="The body holds 5 JSON values; at most 4 are read: --max-values") as found:
         decoded(b"[1,2,3,4]", list, 4)
     assert found.value.status == 413
+
+
+PACK = {"gzip": gzip.compress, "zstd": zstandard.compress}
+
+
+@pytest.mark.parametrize("coding", PACK)
+def test_a_packed_body_is_unpacked_within_the_limit(coding: str) -> None:
+    text = b'{"a": 1}' * 1000
+    packed = PACK[coding](text)
+    assert inflated(packed, coding, len(text), "--max-body") == text
+    with pytest.raises(RequestError, match="larger than 7999 bytes once it is unpacked: --max-body") as error:
+        inflated(packed, coding, len(text) - 1, "--max-body")
+    assert error.value.status == 413
+
+
+@pytest.mark.parametrize("coding", PACK)
+def test_a_broken_body_is_refused_by_the_name_of_its_coding(coding: str) -> None:
+    packed = PACK[coding](b'{"a": 1}' * 1000)
+    for broken in (packed[:-1], packed[:3], b"plain text"):
+        with pytest.raises(RequestError, match=f"The body is not {coding}: ") as error:
+            inflated(broken, coding, 10_000, "--max-body")
+        assert error.value.status == 400
+
+
+def test_an_unknown_coding_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match="Content-Encoding 'br' cannot be read; gzip and zstd can") as error:
+        inflated(b"{}", "br", 10, "--max-body")
+    assert error.value.status == 415
