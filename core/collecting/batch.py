@@ -15,6 +15,8 @@ from cotune.records.structs import Record
 VERSION = 1
 PATH = "/v1/batches"
 MEDIA_TYPE = "application/x-cotune-batch"
+COLLECTOR_HEADER = "x-cotune-collector"
+"""Every answer of a collector has this header. Without it, another server is at the collector's address."""
 MOST_LISTS = 1 << 20
 """Lists, maps and negative numbers that a batch may have: each can be one byte of the body and 90 bytes of memory."""
 _APP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from cotune.collecting.batch import MEDIA_TYPE, PATH, check_app, pack_batch
+from cotune.collecting.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, check_app, pack_batch
 from cotune.collecting.spool import Spool, abandoned
 from cotune.errors import ConfigError, RunError
 from cotune.records.ids import address
@@ -236,6 +236,10 @@ class Sender:
                 spool.again()
                 if isinstance(error, OSError):
                     raise _Undelivered(f"the spool cannot be read: {error.strerror or error}") from None
+                if isinstance(error, Exception) and not isinstance(error, _Undelivered):
+                    # The thread must outlive every answer: without it nothing is sent until the process ends.
+                    log.exception("A batch could not be sent.")
+                    raise _Undelivered(f"{type(error).__name__}: {error}") from None
                 raise
             spool.tell_dropped(dropped)
             with self._guard:
@@ -278,8 +282,12 @@ class Sender:
                 if fresh:
                     raise _Undelivered(str(error) or type(error).__name__) from None
                 continue  # the server had closed a connection that was idle
-            after = answer.headers.get("retry-after", "")
-            return answer.status, _message(text), float(after) if after.isdigit() else 0.0
+            if COLLECTOR_HEADER not in answer.headers:
+                # Another server at this address, or a proxy in front of the collector: its 200 stores nothing, and its
+                # 400 says nothing about the records.
+                pause = REFUSED_PAUSE if answer.status < 500 else 0.0
+                raise _Undelivered(f"HTTP {answer.status} is not from a collector: {_message(text)}", pause)
+            return answer.status, _message(text), _retry_after(answer.headers.get("retry-after", ""))
         raise AssertionError
 
     def _reject(self, count: int, why: str) -> None:
@@ -343,9 +351,16 @@ def _parts(url: str) -> tuple[str, str, int | None, str]:
     return found.scheme, found.hostname, port, found.path.rstrip("/")
 
 
+def _retry_after(value: str) -> float:
+    """Seconds that an answer asks to wait. Another form than a number, or more than an hour, counts as not given."""
+    if value.isascii() and value.isdigit() and len(value) <= 4:
+        return min(float(value), 3600.0)
+    return 0.0
+
+
 def _message(text: bytes) -> str:
-    """What the error of an answer says."""
-    with contextlib.suppress(msgspec.DecodeError, TypeError, KeyError, UnicodeDecodeError):
+    """The message of an answer's error, or the beginning of its text."""
+    with contextlib.suppress(msgspec.DecodeError, TypeError, KeyError, UnicodeDecodeError, RecursionError):
         return str(msgspec.json.decode(text)["error"]["message"])[:300]
     return text[:200].decode(errors="replace").strip()
 

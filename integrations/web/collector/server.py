@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cotune.collecting.batch import MEDIA_TYPE, PATH, VERSION, Batch, read_batch
+from cotune.collecting.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, VERSION, Batch, read_batch
 from cotune.collecting.open_sink import open_folder
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.web.collector.apps import Apps
@@ -221,6 +221,7 @@ class Collector:
                 if message["type"] == "http.response.start":
                     path = scope["path"] if scope["path"] in paths else "other"
                     self.counts.add("requests", path=path, status=str(message["status"]))
+                    message["headers"] = [*message.get("headers", ()), (COLLECTOR_HEADER.encode(), b"1")]
                 await send(message)
 
             await made(scope, receive, sent)

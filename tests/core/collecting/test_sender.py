@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cotune.collecting import sender as senders
-from cotune.collecting.batch import Batch, read_batch
+from cotune.collecting.batch import COLLECTOR_HEADER, Batch, read_batch
 from cotune.collecting.sender import Sender
 from cotune.errors import ConfigError
 from cotune.records.ids import new_id
@@ -29,6 +29,9 @@ class Fake:
 
     def __init__(self) -> None:
         self.answer: Callable[[Batch], tuple[int, dict[str, str]]] = lambda batch: (200, {})
+        self.mark = {COLLECTOR_HEADER: "1"}
+        """What tells its answers from those of other servers."""
+        self.body = json.dumps({"error": {"message": "as the test says"}})
         self.batches: list[Batch] = []
         self.headers: list[dict[str, str]] = []
         self.url = ""
@@ -48,11 +51,11 @@ def collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]
             batch = read_batch(zlib.decompress(self.rfile.read(int(self.headers["content-length"])), 31))
             made.headers.append({name.lower(): value for name, value in self.headers.items()})
             status, fields = made.answer(batch)
-            if status == 200:
+            if status == 200 and made.mark:
                 made.batches.append(batch)
-            body = json.dumps({"error": {"message": "as the test says"}}).encode()
+            body = made.body.encode()
             self.send_response(status)
-            for name, value in {**fields, "content-length": str(len(body))}.items():
+            for name, value in {**made.mark, **fields, "content-length": str(len(body))}.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(body)
@@ -101,6 +104,48 @@ def test_a_batch_is_kept_until_it_is_taken(collector: Fake, status: int, caplog:
     assert len(said) == 2  # once that it is down, once that it is back
     assert f"takes no records now (HTTP {status}: as the test says)" in said[0]
     assert said[1].endswith("takes records again.")
+    sender.finish()
+
+
+@pytest.mark.parametrize("status", [200, 400, 413])
+def test_another_server_at_the_address_loses_no_record(
+    collector: Fake, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    mark, collector.mark = collector.mark, {}
+    answered = threading.Event()
+
+    def answer(batch: Batch) -> tuple[int, dict[str, str]]:
+        answered.set()
+        return (200 if collector.mark else status), {}
+
+    collector.answer = answer
+    sender = Sender(collector.url, "desk")
+    record = reward()
+    with caplog.at_level(logging.WARNING):
+        sender.write([record])
+        assert answered.wait(10)
+        assert not sender.flush(0.2)
+        collector.mark = mark
+        assert sender.flush(10)
+    assert collector.took() == [record]
+    assert sender.rejected == 0
+    assert f"takes no records now (HTTP {status} is not from a collector" in caplog.text
+    sender.finish()
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "body"),
+    [("\u00b2", "{}"), ("9" * 30, "{}"), ("-1", "{}"), ("", "[" * 9_000), ("", '{"error": null}')],
+)
+def test_no_answer_ends_the_thread(collector: Fake, retry_after: str, body: str) -> None:
+    refusals = iter(range(2))
+    collector.body = body
+    collector.answer = lambda batch: (200 if next(refusals, None) is None else 503, {"retry-after": retry_after})
+    sender = Sender(collector.url, "desk")
+    record = reward()
+    sender.write([record])
+    assert sender.flush(10)
+    assert collector.took() == [record]
     sender.finish()
 
 
