@@ -11,6 +11,7 @@ import msgspec
 from cotune.algorithms.catalogue import SETTINGS
 from cotune.errors import ConfigError, expected, field_and_fault
 from cotune.near_names import did_you_mean, near_names
+from cotune.trainer.config.removed import removed_setting
 
 PAGE = "See docs/reference/configuration.md."
 _ARGUMENTS = {
@@ -30,6 +31,9 @@ def fault(error: msgspec.ValidationError, table: Mapping[str, Any], kind: type[m
     field, message = field_and_fault(error)
     remedy = PAGE
     if "unknown field" in message:
+        name_without_indices = re.sub(r"\[[^]]*\]", "", field)  # of a list of tables: policy[0].lr
+        if removed := removed_setting(name_without_indices, _lookup(table, field)):
+            return removed
         message = "is not a field of the configuration"
         remedy = " ".join([*_belongs(field, kind), PAGE])
         if field in table and "." in field:  # a dotted name as a key of its own

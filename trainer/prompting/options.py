@@ -13,6 +13,7 @@ from cotune.errors import ConfigError, RunError, check_bounds, expected, field_a
 from cotune.records.prices import Prices
 from cotune.storage.run_layout import address_now, whole_address
 from cotune.trainer.config.faults import PAGE
+from cotune.trainer.config.removed import removed_setting
 from cotune.trainer.config.train import read_toml
 
 
@@ -123,6 +124,8 @@ def load_options(
     except msgspec.ValidationError as error:
         field, fault = field_and_fault(error)
         if unknown := sorted(set(table) - set(ImproveOptions.__struct_fields__)):
+            if removed := removed_setting(f"prompts.{unknown[0]}", table[unknown[0]]):
+                raise removed from None
             raise ConfigError(unknown[0], table[unknown[0]], "is no option of a search for prompts", PAGE) from None
         raise ConfigError(f"prompts.{field}", table.get(field), expected(fault), PAGE) from None
 

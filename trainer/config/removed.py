@@ -1,0 +1,27 @@
+"""Settings that earlier versions had, and what to use instead.
+
+A configuration with one of these names is rejected with the text of its row. Add a row when you remove a setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cotune.errors import ConfigError
+
+REMOVED: Mapping[str, str] = {}
+"""By dotted name, such as "learner.seed" ("policy.NAME" for a field of [[policy]], "prompts.NAME" for an option of a
+search for prompts): a sentence that tells the user what to do, such as "Use seed." """
+
+
+def removed_setting(field: str, value: object) -> ConfigError | None:
+    """The error for a setting that was removed, or None if `field` never existed or still does.
+
+    A field of a removed table is looked up by the name of the table: "pools.size" finds the row "pools".
+    """
+    parts = field.split(".")
+    for length in range(len(parts), 0, -1):
+        remedy = REMOVED.get(".".join(parts[:length]))
+        if remedy is not None:
+            return ConfigError(field, value, "was removed from the configuration", remedy)
+    return None
