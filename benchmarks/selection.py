@@ -68,9 +68,11 @@ def result(select: str, seed: int, options: argparse.Namespace) -> dict[str, Any
     model = base_model(options.out, seed, options.warm_up)
     run = trained(model, select, seed, options)
     fresh = list(grid.make_tasks(options.tasks, FRESH_SEED))
-    report = evaluate(run, WORKFLOWS["team"], fresh, modes=("base", "trained", "greedy"), max_tokens=MAX_TOKENS)
+    report = evaluate(run, WORKFLOWS["team"], fresh, modes=("base", "trained"), max_tokens=MAX_TOKENS)
+    coldest = evaluate(run, WORKFLOWS["team"], fresh, modes=("trained",), temperature=0.0, max_tokens=MAX_TOKENS)
     last = list(read_metrics(run))[-1]
     reached = {mode: sum(e.successes.values()) for mode, e in report.evaluations.items()}
+    reached["greedy"] = sum(coldest.evaluations["trained"].successes.values())
     shown = {"path": last["outcome"].get("success"), "candidates": last["candidate_reward"]}
     return {"reached": reached, "last_step": shown}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Literal
 
 from cotune.cli.command import (
     APP,
@@ -30,11 +31,16 @@ def arguments(command: Parser) -> None:
     command.add_argument("--run", required=True, metavar="RUN", help="run folder or export")
     command.add_argument(
         "--modes",
-        default="base,trained,base_greedy,greedy,swapped",
-        help="any of base, trained (temperature 1), base_greedy, greedy, base_as_deployed, as_deployed (with the "
-        "sampling that the application asks for), swapped (policies of the roles exchanged), today (the application's "
-        "own provider, which is asked and paid), as_written (base with the application's own prompts, where there are "
-        "edited ones); default: %(default)s",
+        default="base,trained,swapped",
+        help="any of base (the untrained model), trained, swapped (policies of the roles exchanged), today (the "
+        "application's present model with its own prompts, which is asked and paid); default: %(default)s",
+    )
+    command.add_argument(
+        "--temperature",
+        type=_temperature,
+        metavar="N|app",
+        help="sampling temperature of all modes except today, or app: as the application asks (default: app if today "
+        "is one of the modes, otherwise 1)",
     )
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
@@ -44,12 +50,22 @@ def arguments(command: Parser) -> None:
     add_trust(command)
 
 
+def _temperature(text: str) -> float | Literal["app"]:
+    return "app" if text == "app" else float(text)
+
+
 def run(a: argparse.Namespace) -> int:
     tell(f"loading {a.workflow} and {a.run} ...")
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.evaluation.report import render
 
-    settings = {"modes": tuple(a.modes.split(",")), "prices": prices(a.price), "model": moved(a.model), **fields_of(a)}
+    settings = {
+        "modes": tuple(a.modes.split(",")),
+        "temperature": a.temperature,
+        "prices": prices(a.price),
+        "model": moved(a.model),
+        **fields_of(a),
+    }
     report = evaluate(a.run, a.workflow, a.tasks, **settings)
     terminal().print(render(report))
     if report.stored:

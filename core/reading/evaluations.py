@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -95,7 +95,7 @@ class RoleStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one mode (base, trained, greedy, swapped, ...) over the tasks: `success`, `reward` and `endings` of
+    """Results of one mode (base, trained, swapped, today) over the tasks: `success`, `reward` and `endings` of
     the first episode of each, the rest of all.
 
     `success` counts a failed episode as no success; it is None where the workflow reports no `success`. `reward` is the
@@ -105,6 +105,8 @@ class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     label: str = ""
+    temperature: float | Literal["app"] | None = None
+    """Sampling temperature of its calls; `app`: as the application asked. None where it is not known."""
     episodes: int
     success: Interval | None = None
     reward: Interval | None = None

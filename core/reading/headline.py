@@ -21,8 +21,6 @@ Line = Mapping[str, Any]
 
 SINGLE = "single samples"
 """The `path` of a step whose episodes are played as the policies play them."""
-PLAYED = (("trained", "base"), ("as_deployed", "base_as_deployed"), ("greedy", "base_greedy"))
-"""The modes that a headline takes, the first that was run, each with the mode that it begins from."""
 PLAIN, PLAIN_COLUMN = "plain outcome (not what is trained on)", "plain outcome, not trained on"
 """Names, in text and as a column, the sum of an outcome's components where the trained reward is another."""
 STARTS = ("base", "start")
@@ -99,10 +97,9 @@ def _roles(lines: Sequence[Line]) -> list[str]:
 def compared_modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
     """The mode that a headline takes of an evaluation, and the one to compare it with; empty without one."""
     played = evaluation.evaluations
-    for mode, base in PLAYED:
-        if mode in played:
-            return mode, next((name for name in (base, *STARTS) if name in played), base)
     start = next((name for name in STARTS if name in played), None)
+    if "trained" in played:
+        return "trained", start or "base"
     return (start, "") if start and evaluation.name.startswith(IN_TRAINING) else ()
 
 

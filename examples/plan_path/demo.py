@@ -31,7 +31,7 @@ BASE = "examples.plan_path.base"
 WORKFLOW = "examples.plan_path.train:solve"
 CONFIG = HERE / "train.toml"
 TRAIN_SEED, HELD_OUT_SEED = 0, 1
-MODES = ("base", "trained", "greedy", "swapped")
+MODES = ("base", "trained", "swapped")
 console = Console(soft_wrap=True)
 
 
@@ -154,9 +154,7 @@ def main() -> None:
         trained = train(WORKFLOW, tasks, load_config(CONFIG, {"model": str(base)}), out=run, console=console)
     if not trained.finished:
         raise SystemExit(f"stopped; go on with: cotune train --resume {run}")
-    with stages(
-        "evaluate", f"cotune eval {WORKFLOW} --tasks {held_out} --run {run} --modes base,trained,greedy,swapped"
-    ):
+    with stages("evaluate", f"cotune eval {WORKFLOW} --tasks {held_out} --run {run} --modes base,trained,swapped"):
         report = evaluate(run, WORKFLOW, held_out, modes=MODES)
         console.print(render(report))
     with stages("export", f"cotune export {run} --out {export}"):

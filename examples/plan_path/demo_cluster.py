@@ -128,9 +128,7 @@ def main() -> None:
         trained = train(WORKFLOW, tasks, config, out=run, console=console)
     if not trained.finished:
         raise SystemExit(f"stopped; go on with: cotune train --resume {run}")
-    with stages(
-        "evaluate", f"cotune eval {WORKFLOW} --tasks {held_out} --run {run} --modes base,trained,greedy,swapped"
-    ):
+    with stages("evaluate", f"cotune eval {WORKFLOW} --tasks {held_out} --run {run} --modes base,trained,swapped"):
         report = evaluate(run, WORKFLOW, held_out, modes=MODES)
         console.print(render(report))
     with stages("export", f"cotune export {run} --out {export}"):

@@ -1,4 +1,4 @@
-"""`cotune eval`: the trained policies against the base, at temperature 1 and greedy, and with roles swapped."""
+"""`cotune eval`: the trained policies against the base and today's model, and with roles swapped."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ from cotune.tables import plural
 from cotune.terminal import terminal
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.evaluation.modes import (
+    TRAINING_TEMPERATURE,
     USUAL,
     EvaluationOptions,
     Lineup,
+    Temperature,
     against_base,
     check_modes,
     lineups,
     pairs,
+    temperature_of,
 )
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
 from cotune.trainer.evaluation.recorded import beside, read_recorded
@@ -96,8 +99,6 @@ def evaluate(
     if trained is not None:
         app = app.redacted(trained.redact, keep_token_ids=trained.keep_token_ids)
     app = app.prompted(prompts_for(source, chosen.prompts, any_prompts=True))
-    if app.prompts is None and "as_written" in chosen.modes:
-        raise ConfigError("modes", "as_written", "needs edited prompts to compare with", "Pass --prompts FILE.")
     prompted = _prompts_note(app, source)
     goal, note = _goal(trained, app, evaluated)
     prices = {**(trained.prices if trained else {}), **chosen.prices}
@@ -135,15 +136,19 @@ async def _evaluate(
     goal: Goal,
 ) -> EvaluationReport:
     console = terminal(stderr=True)
+    temperature = temperature_of(options.modes, options.temperature)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=not console.is_terminal)
 
     @contextlib.contextmanager
     def shown(mode: str) -> Iterator[Callable[[Episode], None]]:
+        samples = options.samples
+        if mode != "today" and temperature == 0:
+            samples = 1
         if not console.is_terminal:
             say(f"evaluating {mode} on {plural(len(tasks), 'task')} ...")
-        with episode_bar(console, len(tasks) * (1 if "greedy" in mode else options.samples), mode) as advance:
+        with episode_bar(console, len(tasks) * samples, mode) as advance:
             yield advance
 
     async with contextlib.AsyncExitStack() as stack:
@@ -173,6 +178,7 @@ async def _evaluate(
             responder,
             trained=evaluated.trained,
             modes=options.modes,
+            temperature=temperature,
             deployed_params=SamplingParams(max_tokens=options.max_tokens or context),
             prices=options.prices,
             goal=goal,
@@ -188,6 +194,7 @@ async def evaluate_modes(
     *,
     trained: Collection[str],
     modes: Sequence[str] = USUAL,
+    temperature: Temperature = TRAINING_TEMPERATURE,
     deployed_params: SamplingParams | None = None,
     prices: Prices | None = None,
     goal: Goal | None = None,
@@ -196,25 +203,27 @@ async def evaluate_modes(
     """Run `batch` in each mode, on the same tasks, and compare the modes pairwise.
 
     `responder` answers in the mode `trained`; of its policies `trained` names those that were. `deployed_params` are
-    its defaults in the modes that sample as the application asks. `on_mode(mode)` is open while a mode runs, and gives
+    its defaults at the temperature `app`. `on_mode(mode)` is open while a mode runs, and gives
     what to call after each episode (or None). Where trained roles play against each other, each plays in a mode of its
     own, `ROLE against base`, with the untrained model in the other seats, and is compared with its untrained self.
     """
-    played, notes = lineups(responder.policies, trained, check_modes(modes))
+    played, notes = lineups(responder.policies, trained, check_modes(modes), temperature)
     evaluations: dict[str, EvaluatedMode] = {}
 
     async def play(label: str, lineup: Lineup, goal: Goal | None) -> None:
         player = None
         if lineup.policies is not None:
             player = dataclasses.replace(responder, policies=lineup.policies, override=lineup.override)
-        if player and deployed_params and lineup.temperature is None:
+        if player and deployed_params and lineup.temperature == "app":
             player.defaults = deployed_params
         with on_mode(label) as on_episode:
             episodes = msgspec.structs.replace(batch, phase=f"eval-{label}", on_episode=on_episode)
             if lineup.temperature == 0:
                 episodes = msgspec.structs.replace(episodes, rollouts=1)
-            flow = dataclasses.replace(workflow, prompts=None) if lineup.as_written else workflow
-            evaluations[label] = await evaluate_episodes(flow, episodes, player, label=label, prices=prices, goal=goal)
+            # Today's model gets the application's own prompts: the edited ones are part of what is compared with it.
+            flow = dataclasses.replace(workflow, prompts=None) if player is None else workflow
+            played_mode = await evaluate_episodes(flow, episodes, player, label=label, prices=prices, goal=goal)
+            evaluations[label] = msgspec.structs.replace(played_mode, temperature=lineup.temperature)
 
     # All modes run before rewards are final: a failed episode counts the lowest reward of any mode.
     for mode, lineup in played.items():
@@ -226,7 +235,7 @@ async def evaluate_modes(
         seats = evaluations["trained"].opposed or evaluations["base"].opposed
         for role in seats:
             label = f"{role} against base"
-            lineup = Lineup(against_base(responder.policies, role, seats), 1.0)
+            lineup = Lineup(against_base(responder.policies, role, seats), temperature)
             await play(label, lineup, goal.of_role(role))
             comparisons.append(compare(evaluations[label], of_role(evaluations["base"], role)))
     return EvaluationReport(
@@ -259,7 +268,7 @@ def _prompts_note(app: Workflow, source: str | Path) -> str:
     if app.prompts is None:
         return ""
     trained = trained_with(source)
-    note = f"All modes but as_written have {told(app.prompts)}."
+    note = f"All modes except today have {told(app.prompts)}."
     return note if app.prompts.id == trained else f"{note} The policies were trained with {prompts_named(trained)}."
 
 

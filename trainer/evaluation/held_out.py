@@ -7,6 +7,8 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from cotune.algorithms.goal import goal_of_policies
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, in_training, read_if_whole, step_file
@@ -190,4 +192,4 @@ async def _played(
     if await run.interruptible(work) is None:
         return None
     goal = goal_of_policies(run.recipes, run.config.on_failure, run.trained)
-    return summarise(label, seen, 0.0, {}, goal)
+    return replace(summarise(label, seen, 0.0, {}, goal), temperature=run.config.sampling.temperature)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,24 +17,31 @@ from cotune.records.prices import Prices
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import at_temperature
 
-Mode = Literal[
-    "base", "trained", "base_greedy", "greedy", "swapped", "base_as_deployed", "as_deployed", "today", "as_written"
-]
+Mode = Literal["base", "trained", "swapped", "today"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-USUAL: tuple[Mode, ...] = ("base", "trained", "base_greedy", "greedy", "swapped")
-"""The default modes: all that need no provider and no sampling settings of the application."""
+USUAL: tuple[Mode, ...] = ("base", "trained", "swapped")
+"""The default modes: all except `today`, which asks a provider and costs money."""
+
+REMOVED_MODES = {
+    "base_greedy": "Use the mode base with --temperature 0.",
+    "greedy": "Use the mode trained with --temperature 0.",
+    "base_as_deployed": "Use the mode base with --temperature app.",
+    "as_deployed": "Use the mode trained with --temperature app.",
+    "as_written": "Use the mode today: the application's present model with its own prompts.",
+}
+"""Names of earlier versions, each with its replacement."""
 
 AGAINST: tuple[tuple[Mode, tuple[Mode, ...]], ...] = (
     ("trained", ("base",)),
-    ("greedy", ("base_greedy", "base")),
-    ("as_deployed", ("base_as_deployed", "base")),
     ("swapped", ("trained", "base")),
     ("trained", ("today",)),
-    ("as_deployed", ("today",)),
-    ("base", ("as_written",)),
-    ("trained", ("as_written",)),
 )
 """Each mode is compared with the first of these that was run."""
+
+Temperature = float | Literal["app"]
+"""A temperature of all calls, or `app`: each call is sampled as the application asks, top-p and top-k included."""
+TRAINING_TEMPERATURE = 1.0
+"""The default temperature of training, and so of evaluations."""
 
 
 class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,13 +52,16 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None = None
     """Take only the first so many tasks."""
     samples: int = 1
-    """Episodes of each task in every mode that is not greedy: pass@k for k up to it."""
+    """Episodes of each task in every mode: pass@k for k up to it. At temperature 0 only the first one is run."""
+    temperature: Temperature | None = None
+    """Sampling temperature of all modes except `today`, or `app`: as the application asks. Without a value: `app` if
+    `today` is one of the modes, so that all sample alike; otherwise 1, as in training."""
     model: Moved = None
     """Folder or id of the base model, where it lies elsewhere than the run or export says; of several a mapping of
     those that were moved."""
     max_tokens: int | None = None
     """Most tokens of an answer where the application names no limit; without a value: as in training, 256 for an
-    export, and in the modes `as_deployed` the model's context, as in `deployed`."""
+    export, and at the temperature `app` the model's context, as in `deployed`."""
     concurrency: int = 64
     """Episodes in flight."""
     timeout: float | None = None
@@ -76,31 +87,47 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_modes(self.modes)
         check_bounds(self, "limit", "samples", "timeout", "concurrency")
+        check_temperature(self.temperature)
 
 
 @dataclass(frozen=True)
 class Lineup:
-    """Who plays each role (None: the application's own provider, in all), and the temperature (None: as asked)."""
+    """Who plays each role (None: the application's own provider, in all), and the temperature."""
 
     policies: Mapping[str, PolicyRef] | None
-    temperature: float | None
-    as_written: bool = False
-    """Whether calls go out with the application's own prompts."""
+    temperature: Temperature
 
     @property
     def override(self) -> dict[str, float] | None:
         """Settings that replace the application's own: the temperature and all others that shape the distribution."""
-        return at_temperature(self.temperature)
+        return None if self.temperature == "app" else at_temperature(self.temperature)
 
 
 def check_modes(modes: Sequence[str]) -> tuple[Mode, ...]:
     """The modes without repeats. Raises ConfigError for an unknown one or none."""
     for mode in modes:
+        if mode in REMOVED_MODES:
+            raise ConfigError("modes", mode, "was removed", REMOVED_MODES[mode])
         if mode not in MODES:
             raise ConfigError("modes", mode, f"is not one of {', '.join(MODES)}")
     if not modes:
         raise ConfigError("modes", None, "is missing", f"Choose from {', '.join(MODES)}.")
     return tuple(dict.fromkeys(modes))  # type: ignore[arg-type]
+
+
+def check_temperature(temperature: Temperature | None) -> None:
+    """Raises ConfigError for a temperature that is not a finite number of 0 or more, or `app`."""
+    if temperature is None or temperature == "app":
+        return
+    if isinstance(temperature, str) or not 0.0 <= temperature < math.inf:
+        raise ConfigError("temperature", temperature, "must be a number of 0 or more, or app")
+
+
+def temperature_of(modes: Collection[str], asked: Temperature | None) -> Temperature:
+    """The temperature of an evaluation's modes: the one that was asked for, or the default for these modes."""
+    if asked is not None:
+        return asked
+    return "app" if "today" in modes else TRAINING_TEMPERATURE
 
 
 def swap(roles: Mapping[str, PolicyRef], trained: Collection[str]) -> dict[str, PolicyRef] | None:
@@ -116,26 +143,30 @@ def swap(roles: Mapping[str, PolicyRef], trained: Collection[str]) -> dict[str, 
 
 
 def lineups(
-    roles: Mapping[str, PolicyRef], trained: Collection[str], modes: Sequence[Mode]
+    roles: Mapping[str, PolicyRef], trained: Collection[str], modes: Sequence[Mode], temperature: Temperature
 ) -> tuple[dict[Mode, Lineup], list[str]]:
     """Who plays each role in each mode, and a note for each mode that cannot be played."""
     base = {role: PolicyRef(ref.name, 0) for role, ref in roles.items()}
     swapped = swap(roles, trained)
-    found: dict[Mode, Lineup] = {}
+    played: dict[Mode, Lineup] = {}
     notes: list[str] = []
     for mode in modes:
         if mode == "today":
-            found[mode] = Lineup(None, None)
-        elif mode == "as_written":
-            found[mode] = Lineup(base, 1.0, as_written=True)
-        elif mode == "swapped" and swapped is None:
-            notes.append("swapped was not run: fewer than two trained policies play a role.")
-        elif mode == "swapped":
-            found[mode] = Lineup(swapped, 1.0)
+            played[mode] = Lineup(None, "app")
+        elif mode == "base":
+            played[mode] = Lineup(base, temperature)
+        elif mode == "trained":
+            played[mode] = Lineup(dict(roles), temperature)
+        elif swapped is not None:
+            played[mode] = Lineup(swapped, temperature)
         else:
-            temperature = None if mode.endswith("as_deployed") else 0.0 if mode.endswith("greedy") else 1.0
-            found[mode] = Lineup(base if mode.startswith("base") else dict(roles), temperature)
-    return found, notes
+            notes.append("swapped was not run: fewer than two trained policies play a role.")
+    if "today" in played and len(played) > 1 and temperature != "app":
+        notes.append(
+            f"today was sampled as the application asks, the other modes at temperature {temperature:g}: their "
+            "difference is also one of temperatures. Use --temperature app to sample all alike."
+        )
+    return played, notes
 
 
 def against_base(roles: Mapping[str, PolicyRef], role: str, seats: Collection[str]) -> dict[str, PolicyRef]:

@@ -21,8 +21,6 @@ from cotune.trainer.evaluation.run import share_floor, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
 
 RECORDED = "recorded"
-COMPARED = ("trained", "greedy", "as_deployed")
-"""Modes that are compared with the records."""
 
 
 def read_recorded(
@@ -59,6 +57,7 @@ def read_recorded(
                 sink.write([call, *chosen])
             sink.write([*rewards(episode.id), msgspec.structs.replace(episode, rollout=0)])
         evaluation = summarise(RECORDED, sink, time.perf_counter() - started, prices, goal)
+        evaluation = msgspec.structs.replace(evaluation, temperature="app")
     if shared:
         return evaluation, f"{RECORDED}: {len(shared)} of {len(tasks)} tasks are in {path}."
     return evaluation, f"{RECORDED}: none of the tasks is in {path}; the figures are of its own {len(episodes)} tasks."
@@ -70,7 +69,7 @@ def beside(report: EvaluationReport, recorded: EvaluatedMode, note: str) -> Eval
     if not any(e.opposed for e in rows.values()):
         rows = dict(zip(rows, share_floor(list(rows.values())), strict=True))
         recorded = rows[RECORDED]
-    sound = [e for label, e in rows.items() if label in COMPARED and e.all_failed is None]
+    sound = [e for label, e in rows.items() if label == "trained" and e.all_failed is None]
     shared = [e for e in sound if e.endings.keys() & recorded.endings.keys()]
     return msgspec.structs.replace(
         report,

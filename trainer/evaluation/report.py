@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -114,11 +114,25 @@ def bill(report: EvaluationReport) -> Iterator[str]:
 def _results(report: EvaluationReport) -> Table:
     rows = report.evaluations
     columns, cells = _figures(list(rows.values()))
-    title = "Results, 95% intervals over n tasks"
+    title = f"Results{_sampled_at(rows.values())}, 95% intervals over n tasks"
     table = grid("", *columns, "episodes>", "failed>", "seconds>", title=title)
     for (label, e), figures in zip(rows.items(), cells, strict=True):
         table.add_row(label, *figures, str(e.episodes), str(e.failures), f"{e.seconds:.1f}")
     return table
+
+
+def _sampled_at(modes: Collection[EvaluatedMode]) -> str:
+    """Which temperatures were used: one for all modes, or each mode with its own."""
+    temperatures = {mode.label: mode.temperature for mode in modes if mode.temperature is not None}
+    if not temperatures:
+        return ""
+    if len(set(temperatures.values())) == 1:
+        return f" {_at(next(iter(temperatures.values())))}"
+    return f" ({', '.join(f'{label} {_at(one)}' for label, one in temperatures.items())})"
+
+
+def _at(temperature: float | str) -> str:
+    return "at the application's own temperature" if temperature == "app" else f"at temperature {temperature:g}"
 
 
 def _differences(report: EvaluationReport) -> Table:

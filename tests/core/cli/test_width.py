@@ -199,8 +199,8 @@ TABLES: dict[str, Callable[[Path], RenderableType]] = {
     "runs": lambda run: list_runs(open_runs([run.parent])),
     "eval": lambda run: evaluation(
         EvaluationReport(
-            evaluations={label: evaluated(label, 9) for label in ("base_as_deployed", "as_deployed", "swapped")},
-            comparisons=(compare(evaluated("as_deployed", 30), evaluated("base_as_deployed", 9)),),
+            evaluations={label: evaluated(label, 9) for label in ("base", "trained", "navigator against base")},
+            comparisons=(compare(evaluated("trained", 30), evaluated("base", 9)),),
         )
     ),
     "check": lambda run: check_report(),

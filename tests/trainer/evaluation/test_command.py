@@ -70,7 +70,7 @@ def evaluated(run: Path, app: str, *more: str) -> int:
 def test_today_stands_beside_base_and_trained_with_what_they_cost(
     run: Path, provider: Provider, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--modes", "base,trained,as_deployed,today", "--price", "m=1000/2000", "--out", str(tmp_path / "out")]
+    words = ["--modes", "base,trained,today", "--price", "m=1000/2000", "--out", str(tmp_path / "out")]
     assert evaluated(run, "SOLVE", *words) == 0
     written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     today = written["evaluations"]["today"]
@@ -83,16 +83,16 @@ def test_today_stands_beside_base_and_trained_with_what_they_cost(
     assert today["roles"]["first"]["policies"] == ["provider"]
     assert written["evaluations"]["trained"]["use"]["cost"] is None
     assert [(c["label"], c["against"]) for c in written["comparisons"]] == [
-        ("trained", "base"), ("as_deployed", "base"), ("trained", "today"), ("as_deployed", "today"),
+        ("trained", "base"), ("trained", "today"),
     ]  # fmt: skip
     said = " ".join(capsys.readouterr().out.split())
     assert "0.042250" in said
-    assert "Role 'critic' has no policy: the untrained model answered its 3 calls (other_roles)." in said
+    assert "Role 'critic' has no policy: the untrained model answered its 2 calls (other_roles)." in said
     assert all(c["verdict"] in said for c in written["comparisons"])
     with SqliteStore.open(tmp_path / "out", read_only=True) as store:
         sampled = {
             mode: {c.sampling["temperature"] for e in store.episodes(phase=f"eval-{mode}") for c in store.calls(e.id)}
-            for mode in ("base", "trained", "as_deployed")
+            for mode in ("base", "trained")
         }
         seeds = [
             {
@@ -102,20 +102,22 @@ def test_today_stands_beside_base_and_trained_with_what_they_cost(
             }
             for p in ("eval-base", "eval-trained")
         ]
-    assert sampled == {"base": {1.0}, "trained": {1.0}, "as_deployed": {0.25, 1.0}}
+    assert sampled == {"base": {0.25, 1.0}, "trained": {0.25, 1.0}}, "as the application asks"
+    assert {mode["temperature"] for mode in written["evaluations"].values()} == {"app"}
+    assert "Results at the application's own temperature" in said
     assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 13
 
 
 def test_several_episodes_of_each_task_show_how_often_one_succeeds(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["--modes", "base,greedy", "--samples", "3", "--out", str(run.parent / "several")]
-    assert evaluated(run, "SOLVE", *more) == 0
+    more = ["--samples", "3", "--out", str(run.parent / "several")]
+    assert evaluated(run, "SOLVE", "--modes", "base", *more) == 0
+    greedy = ["--modes", "base", "--temperature", "0", "--samples", "3", "--out", str(run.parent / "greedy")]
     found = json.loads((run.parent / "several" / "evaluation.json").read_text())["evaluations"]
     assert found["base"]["episodes"] == 12 and sorted(found["base"]["pass_at"]) == ["1", "2", "3"]
     chances = [found["base"]["pass_at"][k]["mean"] for k in "123"]
     assert chances == sorted(chances)
-    assert found["greedy"]["episodes"] == 4 and found["greedy"]["pass_at"] == {}
     shown = capsys.readouterr().out
     assert "At least one of k episodes succeeds" in shown and "pass@3" in shown
     with SqliteStore.open(run.parent / "several", read_only=True) as store:
@@ -123,6 +125,10 @@ def test_several_episodes_of_each_task_show_how_often_one_succeeds(
         for episode in store.episodes(phase="eval-base"):
             said.setdefault(episode.task.id, set()).add(store.calls(episode.id)[-1].candidates[0].token_ids)
         assert max(map(len, said.values())) > 1, "each episode draws its own"
+    assert evaluated(run, "SOLVE", *greedy) == 0
+    found = json.loads((run.parent / "greedy" / "evaluation.json").read_text())["evaluations"]
+    assert found["base"]["episodes"] == 4 and found["base"]["pass_at"] == {}
+    assert found["base"]["temperature"] == 0.0 and "Results at temperature 0," in capsys.readouterr().out
     assert evaluated(run, "SOLVE", "--samples", "0") == 1
     assert "samples = 0 must be a number above 0" in capsys.readouterr().err
 

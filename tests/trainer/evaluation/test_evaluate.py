@@ -106,20 +106,20 @@ def test_an_export_in_every_mode(
     ]
     write_export(tmp_path / "export", trained)
     report = cotune.evaluate(tmp_path / "export", TALK, TASKS, out=tmp_path / "eval")
-    assert list(report.evaluations) == ["base", "trained", "base_greedy", "greedy", "swapped"]
+    assert list(report.evaluations) == ["base", "trained", "swapped"]
     players = {mode: [e.roles[role].policies for role in ROLES] for mode, e in report.evaluations.items()}
-    assert players["base"] == players["base_greedy"] == [("first@0",), ("second@0",)]
-    assert players["trained"] == players["greedy"] == [("first@5",), ("second@5",)]
+    assert players["base"] == [("first@0",), ("second@0",)]
+    assert players["trained"] == [("first@5",), ("second@5",)]
     assert players["swapped"] == [("second@5",), ("first@5",)]
-    greedy, base = report.evaluations["greedy"], report.evaluations["base_greedy"]
-    assert greedy.rewards != base.rewards
-    assert greedy.success is not None and (greedy.success.n, sum(greedy.failed.values())) == (3, 0)
+    trained_mode, base = report.evaluations["trained"], report.evaluations["base"]
+    assert trained_mode.rewards != base.rewards
+    assert trained_mode.success is not None and (trained_mode.success.n, sum(trained_mode.failed.values())) == (3, 0)
     written = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
     told = json.loads(json.dumps(report.to_json()))
     assert {name: written[name] for name in told} == told and written["steps"] is None
     with copied(tmp_path / "eval") as store:
         episodes = list(store.episodes())
-    assert len(episodes) == 15 and {type(e) for e in episodes} == {Episode}
+    assert len(episodes) == 9 and {type(e) for e in episodes} == {Episode}
     assert {e.phase for e in episodes} == {f"eval-{mode}" for mode in report.evaluations}
 
     async def broken_off(*args: Any, **options: Any) -> None:
@@ -149,13 +149,13 @@ def test_a_run_whose_adapters_have_not_moved_equals_its_base(
     model: Path, learner: LocalLearner, tmp_path: Path
 ) -> None:
     run = run_of({"model": str(model), "sampling": {"max_tokens": 6}}, learner, tmp_path / "run")
-    report = evaluate(run.path, TALK, TASKS, EvaluationOptions(limit=2), modes=("base_greedy", "greedy"))
-    greedy, base = report.evaluations["greedy"], report.evaluations["base_greedy"]
+    report = evaluate(run.path, TALK, TASKS, EvaluationOptions(limit=2), modes=("base", "trained"), temperature=0.0)
+    greedy, base = report.evaluations["trained"], report.evaluations["base"]
     assert greedy.roles["first"].policies == ("first@1",)
     assert greedy.rewards == base.rewards and sorted(greedy.rewards) == ["t0", "t1"]
     found, again = read_evaluations(run.path), evaluate(run.path, TALK, TASKS, limit=1, modes=("base",))
     assert [(one.name, one.steps, one.records) for one in found] == [("eval", 1, str(run.path / "eval"))]
-    assert {task: ending.reward for task, ending in found[0].evaluations["greedy"].endings.items()} == greedy.rewards
+    assert {task: ending.reward for task, ending in found[0].evaluations["trained"].endings.items()} == greedy.rewards
     assert report.stored == str(run.path / "eval") and again.stored == str(run.path / "eval-2")
     (comparison,) = report.comparisons
     assert comparison.reward is not None and (comparison.reward.mean, comparison.reward.n) == (0.0, 2)

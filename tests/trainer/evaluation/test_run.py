@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from rich.console import Console
 
 from cotune.algorithms.catalogue import recipe
@@ -25,7 +24,7 @@ from cotune.records.structs import CallRecord, Episode, PolicyRef, Record, Task
 from cotune.sampling.protocol import Completion, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.evaluation.evaluate import evaluate_modes
-from cotune.trainer.evaluation.modes import Lineup, lineups, swap
+from cotune.trainer.evaluation.modes import EvaluationOptions, Lineup, lineups, swap, temperature_of
 from cotune.trainer.evaluation.report import render
 from cotune.trainer.evaluation.run import evaluate_episodes
 from tests.integrations.edits import part, prompts
@@ -165,42 +164,79 @@ def test_each_mode_asks_the_right_policies_at_the_right_temperature() -> None:
     report = modes(Workflow("solve", solve), tasks(1), TRAINED, sampler=sampler)
     untrained = [PolicyRef("asker", 0), PolicyRef("solver", 0)]
     trained, swapped = [ASKER, SOLVER], [SOLVER, ASKER]
-    assert [policy for policy, _, _ in sampler.asked] == untrained + trained + untrained + trained + swapped
-    assert [params.temperature for _, params, _ in sampler.asked] == [1, 1, 1, 1, 0, 0, 0, 0, 1, 1]
+    assert [policy for policy, _, _ in sampler.asked] == untrained + trained + swapped
+    assert [params.temperature for _, params, _ in sampler.asked] == [1] * 6
     assert {n for _, _, n in sampler.asked} == {1}
     means = {mode: e.success.mean for mode, e in report.evaluations.items() if e.success}
-    assert means == {"base": 0.0, "trained": 1.0, "base_greedy": 0.0, "greedy": 1.0, "swapped": 0.0}
+    assert means == {"base": 0.0, "trained": 1.0, "swapped": 0.0}
+    assert {mode.temperature for mode in report.evaluations.values()} == {1.0}
 
 
 def test_comparisons_are_paired_and_name_their_base() -> None:
     report = modes(Workflow("solve", solve), tasks(50), TRAINED)
     pairs = {c.label: c.against for c in report.comparisons}
-    assert pairs == {"trained": "base", "greedy": "base_greedy", "swapped": "trained"}
+    assert pairs == {"trained": "base", "swapped": "trained"}
     trained = report.comparisons[0]
     assert trained.success is not None and trained.reward is not None
     assert (trained.success.mean, trained.success.low, trained.success.n) == (1.0, pytest.approx(0.8991, abs=1e-4), 50)
     assert (trained.reward.mean, trained.reward.n) == (3.0, 50)
 
 
-class Prompted(Scripted):
-    """Version 0 answers as a trained policy does where it reads the edited prompt."""
+def test_only_today_has_the_application_s_own_prompts() -> None:
+    async def edited(task: Mapping[str, Any]) -> float:
+        live = current_episode.get()
+        return float(live is not None and live.prompting is not None)
 
-    async def sample(
-        self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
-    ) -> list[Completion]:
-        edited = "".join(map(chr, prompt)) == "What is 2+2?"
-        return await super().sample(prompt, n, params, replace(policy, version=1) if edited else policy)
-
-
-def test_prompts_and_weights_are_compared_on_the_same_tasks() -> None:
     edits = prompts(part("2+2", "What is 2+2?", role="solve", kind="user"))
-    workflow = Workflow("only_reward", only_reward, prompts=edits)
-    chosen = ["as_written", "base", "trained"]
-    report = modes(workflow, tasks(9), {"solve": SOLVER}, modes=chosen, sampler=Prompted())
+    workflow = Workflow("edited", edited, prompts=edits)
+    report = modes(workflow, tasks(9), {"solve": SOLVER}, modes=["today", "base", "trained"])
     means = {mode: e.reward.mean for mode, e in report.evaluations.items() if e.reward}
-    assert means == {"as_written": 0.0, "base": 1.0, "trained": 1.0}
-    compared = {(c.label, c.against): c.reward and c.reward.mean for c in report.comparisons}
-    assert compared == {("trained", "base"): 0.0, ("base", "as_written"): 1.0, ("trained", "as_written"): 1.0}
+    assert means == {"today": 0.0, "base": 1.0, "trained": 1.0}
+    assert {(c.label, c.against) for c in report.comparisons} == {("trained", "base"), ("trained", "today")}
+
+
+def test_two_temperatures_are_never_compared_without_a_word() -> None:
+    chosen = ["today", "trained"]
+    assert (temperature_of(chosen, None), temperature_of(["trained"], None), temperature_of(chosen, 0.5)) == (
+        "app", 1.0, 0.5,
+    )  # fmt: skip
+    for temperature in ("app", 0.5):
+        report = modes(Workflow("alone", alone), tasks(2), TRAINED, modes=chosen, temperature=temperature)
+        sampled = {label: mode.temperature for label, mode in report.evaluations.items()}
+        assert sampled == {"today": "app", "trained": temperature}
+        different = [note for note in report.notes if "sampled as the application asks" in note]
+        assert len(different) == (temperature != "app")
+        console = Console(width=200, file=io.StringIO())
+        console.print(render(report))
+        shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+        one = "Results at the application's own temperature, 95%"
+        two = "Results (today at the application's own temperature, trained at temperature 0.5), 95%"
+        assert (one if temperature == "app" else two) in shown
+
+
+async def alone(task: Mapping[str, Any]) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), "own"])
+def test_a_wrong_temperature_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"temperature .*must be a number of 0 or more, or app"):
+        EvaluationOptions(temperature=wrong)
+
+
+@pytest.mark.parametrize(
+    ("old", "replacement"),
+    [
+        ("base_greedy", "mode base with --temperature 0"),
+        ("greedy", "mode trained with --temperature 0"),
+        ("base_as_deployed", "mode base with --temperature app"),
+        ("as_deployed", "mode trained with --temperature app"),
+        ("as_written", "mode today"),
+    ],
+)
+def test_a_removed_mode_names_its_replacement(old: str, replacement: str) -> None:
+    with pytest.raises(ConfigError, match=f"modes = '{old}' was removed.*{replacement}"):
+        EvaluationOptions(modes=("base", old))
 
 
 def test_swap_rotates_policies_and_leaves_the_others() -> None:
@@ -211,8 +247,8 @@ def test_swap_rotates_policies_and_leaves_the_others() -> None:
 
 
 def test_a_mode_that_cannot_be_played_is_said() -> None:
-    played, notes = lineups({"r1": ASKER, "r2": ASKER}, {"asker"}, ["trained", "swapped"])
-    assert played == {"trained": Lineup({"r1": ASKER, "r2": ASKER}, 1.0)}
+    played, notes = lineups({"r1": ASKER, "r2": ASKER}, {"asker"}, ["trained", "swapped"], 0.5)
+    assert played == {"trained": Lineup({"r1": ASKER, "r2": ASKER}, 0.5)}
     assert notes == ["swapped was not run: fewer than two trained policies play a role."]
 
 
@@ -364,7 +400,7 @@ def test_roles_that_play_against_each_other_are_judged_against_the_untrained_mod
 
 @pytest.mark.parametrize("wrong", [["bsae"], []])
 def test_modes_are_checked(wrong: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"modes .*base, trained, base_greedy, greedy, swapped"):
+    with pytest.raises(ConfigError, match=r"modes .*base, trained, swapped, today"):
         modes(Workflow("solve", solve), tasks(1), TRAINED, modes=wrong)
 
 

@@ -41,7 +41,7 @@ def test_training_to_export(trainer: Trainer, tmp_path: Path, capsys: pytest.Cap
     assert all(asked == out and not named for asked, out, named in seen["second"])
     assert {named for _, _, named in seen["first"]} == {EDITS.id}
 
-    report = evaluate(run, APP, TASKS, modes=("greedy",), out=tmp_path / "eval")
+    report = evaluate(run, APP, TASKS, modes=("trained",), temperature=0.0, out=tmp_path / "eval")
     assert any(note.startswith("edited prompts of first: 3 of 3 calls") for note in report.notes)
     assert {out.split()[0] for _, out, _ in sent(tmp_path / "eval")["first"]} == {"please"}
 
