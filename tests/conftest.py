@@ -85,7 +85,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Group before pytest-xdist reads the groups; sort after pytest has put fixtures with parameters together."""
     for item in items:
         if _uses_engines(item) or "smollm2" in _fixtures(item) or ROOT / "examples" in item.path.parents:
@@ -94,6 +94,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         item.add_marker(pytest.mark.xdist_group("engines" if _uses_engines(item) else file))
     yield
     items.sort(key=_rank)
+    if config.getoption("loadgroup", False):
+        # The largest group starts first, on one worker. Started late, it would keep that worker busy after the others
+        # have run out of tests.
+        items.sort(key=lambda item: not _uses_engines(item))
 
 
 def pytest_fixture_setup(request: pytest.FixtureRequest) -> None:
