@@ -25,14 +25,10 @@ def arguments(command: Parser) -> None:
     way.add_argument("--content", action="store_true", help="messages, tools, task inputs and error texts too")
     way.add_argument("--tokens", action="store_true", help="token ids, log-probabilities, policy versions too")
 
-    text = "Read traces in OTLP/JSON, of Phoenix or of Langfuse as records, to show, score and fine-tune on"
+    text = "Read traces in OTLP/JSON as records, to show, score and fine-tune on"
     way = ways.add_parser("import", help=text, **described(text, "cotune otel import traces.jsonl --out runs/imported"))
-    way.add_argument(
-        "files",
-        nargs="+",
-        metavar="FILE",
-        help="OTLP/JSON, as a collector's file exporter writes it, or JSON of Phoenix or Langfuse",
-    )
+    text = "OTLP/JSON, as the file exporter of an OpenTelemetry collector writes it, or a page of Phoenix's API"
+    way.add_argument("files", nargs="+", metavar="FILE", help=text)
     way.add_argument("--out", required=True, metavar="RUN", help="run folder; records are added to it")
 
 

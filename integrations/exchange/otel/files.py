@@ -1,4 +1,4 @@
-"""Spans in files of several tools: OTLP/JSON, and what Phoenix and Langfuse export as JSON."""
+"""Spans in files of OTLP/JSON: of a collector's file exporter, or a page of an API."""
 
 from __future__ import annotations
 
@@ -10,42 +10,38 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError
-from cotune.integrations.exchange.otel.langfuse import Observations
 from cotune.integrations.exchange.otel.otlp_json import spans_in
-from cotune.integrations.exchange.otel.phoenix import is_row, span_of
 from cotune.integrations.exchange.otel.spans import Span
 
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_ACCEPTED = (
-    "holds no spans: neither OTLP/JSON (resourceSpans / scopeSpans / spans), spans of Phoenix, nor observations of "
-    "Langfuse"
-)
 
 
 def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
     """The spans in a file: one JSON value, a list of them, an API's page (`{"data": [...]}`), or one value per line.
 
-    What is neither is counted in `left_out`. Raises ConfigError for a file that holds no span at all.
+    Values that are not OTLP are counted in `left_out`. Raises ConfigError for a file that holds no span at all.
     """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(
             "file", str(path), "does not exist", "Pass a file of OTLP/JSON, such as a collector's file exporter writes."
         )
-    found = 0
-    langfuse = Observations(left_out)
+    count = 0
     for value in _values(path.read_bytes(), left_out):
-        spans = iter([span_of(value)]) if is_row(value) else spans_in(value)
-        if spans is None and not langfuse.add(value):
+        spans = spans_in(value)
+        if spans is None:
             left_out["not_otlp"] += 1
-        for span in spans or ():
-            found += 1
+            continue
+        for span in spans:
+            count += 1
             yield span
-    for span in langfuse.spans():
-        found += 1
-        yield span
-    if not found:
-        raise ConfigError("file", str(path), _ACCEPTED, "See docs/how-to/opentelemetry.md.")
+    if not count:
+        raise ConfigError(
+            "file",
+            str(path),
+            "holds no spans in OTLP/JSON (resourceSpans / scopeSpans / spans)",
+            "docs/how-to/opentelemetry.md says how to get OTLP from Phoenix and Langfuse.",
+        )
 
 
 def _values(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]:

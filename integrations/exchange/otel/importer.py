@@ -65,7 +65,7 @@ class Imported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def import_file(path: str | Path, sink: Sink, *, phase: str = "import") -> Imported:
-    """Write the LLM calls of a file (OTLP/JSON, or an export of Phoenix or Langfuse) as records.
+    """Write the LLM calls of a file of OTLP/JSON as records.
 
     `phase` is that of episodes which name none.
 
