@@ -29,7 +29,8 @@ from cotune.episodes.episode import run_episode
 from cotune.records.plans import Plan
 from cotune.records.structs import Task
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.before.stub.stub import StubResponder
+from cotune.trainer.before.answers.drawn import DrawnAnswers
+from cotune.trainer.before.answers.responder import CheckResponder
 
 K = 4
 MODEL, RESPONDER = "trainer/before/stub/", "sampling/responder.py"
@@ -101,7 +102,8 @@ def walk_of_a_call() -> Walk:
     solve = solve_with(walk)
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore.open(Path(folder) / "records.db")
-        responder = StubResponder(plan=Plan(kind="tree", k=K), scorers=solve.cotune.scorers)
+        plan = Plan(kind="tree", k=K)
+        responder = CheckResponder(answers=DrawnAnswers(run=0), plan=plan, scorers=solve.cotune.scorers)
         threading.setprofile(walk)
         sys.setprofile(walk)
         outcome = asyncio.run(run_episode(solve.cotune, Task(id="t", input="x"), sink=store, responder=responder))

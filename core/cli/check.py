@@ -24,13 +24,18 @@ def arguments(command: Parser) -> None:
     names = ("model", "policies", "plan.kind", "plan.k", "recipe", "roles_by", "prompts")
     add_fields(command, *names, model=tokens, prompts=edits)
     add_repeated(command, "--set", "FIELD=VALUE", "any other field, as in cotune train")
-    add_repeated(command, "--answer", "TEXT", "a text that the made-up answers use, in turn")
-    command.add_argument("--no-tools", action="store_true", help="never answer with a tool call: no tool is run")
     command.add_argument(
-        "--calls", type=int, default=64, metavar="N", help="most calls of an episode (default: %(default)s)"
+        "--answers",
+        metavar="WHO",
+        help="who answers: a small model (folder or Hugging Face id), provider (the application's own) or "
+        "records:ADDRESS (recorded answers); by default answers are drawn and no provider is contacted",
+    )
+    command.add_argument("--no-tools", action="store_true", help="drawn answers call no tool: no tool is run")
+    command.add_argument(
+        "--calls", type=int, default=64, metavar="N", help="most calls of a run (default: %(default)s)"
     )
     command.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="for one episode (default: %(default)s)"
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="for one run (default: %(default)s)"
     )
     command.add_argument(
         "--json",
@@ -56,7 +61,7 @@ def run(a: argparse.Namespace) -> int:
             config,
             model=a.model,
             limit=a.limit,
-            answers=a.answer,
+            answers=a.answers,
             call_tools=not a.no_tools,
             calls=a.calls,
             timeout=a.timeout,

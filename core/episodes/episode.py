@@ -73,6 +73,8 @@ class EpisodeOptions:
     refused. An async one that blocks its event loop for that long is interrupted, and so is an async scorer."""
     offline: bool = False
     """Whether a call that the responder leaves to the provider is refused."""
+    fixed_embeddings: bool = False
+    """Whether requests for embeddings are answered with fixed vectors, and counted, instead of going to a provider."""
     parts: Parts | None = None
     """Collects the parts of the application that run."""
     record_tools: bool = False
@@ -146,6 +148,7 @@ def live_episode(
         training_step=options.training_step,
         rollout=options.rollout,
         offline=options.offline,
+        fixed_embeddings=options.fixed_embeddings,
         redactors=tuple(workflow.redactors),
         keep_token_ids=workflow.keep_token_ids,
         parts=options.parts,

@@ -240,7 +240,15 @@ class Within(LiveEpisode):
     """An episode inside another one: calls belong to the outer episode and are recorded here too, as its own."""
 
     def __init__(self, outer: LiveEpisode, sink: Any, task: Task, **options: Any) -> None:
-        super().__init__(sink, task, responder=outer.responder, loop=outer.loop, offline=outer.offline, **options)
+        super().__init__(
+            sink,
+            task,
+            responder=outer.responder,
+            loop=outer.loop,
+            offline=outer.offline,
+            fixed_embeddings=outer.fixed_embeddings,
+            **options,
+        )
         self.outer = outer
         self.notes = outer.notes
         self._own, self.prompting = self.prompting, self.prompting or outer.prompting

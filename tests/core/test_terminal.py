@@ -19,7 +19,7 @@ from cotune.episodes.episode import run_episode
 from cotune.records.structs import Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.terminal import LogFormat, harmless, terminal
-from cotune.trainer.before.stub.stub import StubResponder
+from cotune.trainer.before.answers.responder import CheckResponder
 from tests.trainer.tiny_app import application, ask
 
 EVIL = "\x1b]0;owned\x07\x1b[2J[bold]hi[/bold] \u202egnp.exe\x9b31m"
@@ -65,7 +65,7 @@ def test_show_prints_answers_harmless(
 
     with SqliteStore.open(tmp_path / "records.db") as store:
         flow = application(solve).cotune
-        stub = StubResponder(answers=[EVIL])
+        stub = CheckResponder(answers=lambda call: lambda index: {"role": "assistant", "content": EVIL})
         outcome = asyncio.run(run_episode(flow, Task(id=EVIL, input={"x": EVIL}), sink=store, responder=stub))
         assert outcome.error is None
     options = [*extra, *([outcome.episode.id] if extra == ["--episode"] else [])]
@@ -82,7 +82,7 @@ def test_a_locale_that_lacks_what_is_shown_costs_a_mark(tmp_path: Path, monkeypa
         return float(bool(await ask("prüfer", "hello")))
 
     with SqliteStore.open(tmp_path / "records.db") as store:
-        stub = StubResponder(answers=["漢 ok"])
+        stub = CheckResponder(answers=lambda call: lambda index: {"role": "assistant", "content": "漢 ok"})
         ran = asyncio.run(run_episode(application(solve).cotune, Task(id="t", input=1), sink=store, responder=stub))
     command = [sys.executable, "-m", "cotune", "show", str(tmp_path), "--episode", ran.episode.id]
     shown = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import RecordError, SamplerError, error_text
+from cotune.integrations.apps.openai.embeddings import count_embeddings, fixed_embeddings
 from cotune.integrations.apps.openai.forms import (
     CHAT,
     FORMS,
@@ -234,6 +234,11 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
             break
     else:
         _warn_of_unseen(episode, request)
+        if episode.fixed_embeddings and request.method == "POST" and request.url.path.endswith("/embeddings"):
+            try:
+                return _response(request, 200, "application/json", fixed_embeddings(request.content), "cotune")
+            except UNREADABLE as error:
+                return _error_response(request, 400, f"the request cannot be read: {error!r}")
         return None
     exchange = _exchange.get() or _Exchange(retried=False)
     if exchange.call is not None:
@@ -276,8 +281,8 @@ def _warn_of_unseen(episode: LiveEpisode, request: Any) -> None:
     if request.url.path.endswith(TEXT_COMPLETIONS):
         episode.warn(*TEXT_COMPLETION)
     elif request.url.path.endswith("/embeddings"):
-        counted = episode.notes.setdefault("embeddings", Counter())
-        counted[f"{request.url.host}:{request.url.port or (443 if request.url.scheme == 'https' else 80)}"] += 1
+        port = request.url.port or (443 if request.url.scheme == "https" else 80)
+        count_embeddings(episode, f"{request.url.host}:{port}")
     elif request.url.path.endswith(_UNSEEN):
         kind = request.url.path.rpartition("/")[2]
         episode.warn("unseen_call", f"A request to /{kind} has models answer out of sight: that is not recorded.")

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from cotune.errors import error_text
 from cotune.integrations.apps.openai.chat_request import check_sampling
+from cotune.integrations.apps.openai.embeddings import count_embeddings, fixed_embeddings
 from cotune.integrations.apps.openai.forms import TEXT_COMPLETION, TEXT_COMPLETIONS, Form
 from cotune.integrations.web.gateway.address import Address, identity
 from cotune.integrations.web.gateway.episodes import Episodes
@@ -31,6 +32,7 @@ from cotune.integrations.web.http.requests import (
     unless_gone,
 )
 from cotune.recording.model_calls import answer, failed
+from cotune.recording.recorder import LiveEpisode
 from cotune.records.blame import refusal
 from cotune.runtime.bounded_cache import INLINE
 
@@ -154,9 +156,24 @@ class Proxy:
             if address.tail == TEXT_COMPLETIONS.strip("/"):
                 named = identity(scope, address).episode
                 (self.episodes.live(named) or self.episodes).warn(*TEXT_COMPLETION)
+            episode = self.episodes.live(identity(scope, address).episode)
+            if episode is not None and episode.fixed_embeddings and address.tail == "embeddings":
+                await self._fixed_embeddings(passage, episode, raw)
+                return
         else:
             raw = await read_any(scope, passage.receive, self.limits.max_body)
         await unless_gone(passage.receive, functools.partial(self._answer, passage, headers, raw))
+
+    async def _fixed_embeddings(self, passage: _Passage, episode: LiveEpisode, raw: bytes) -> None:
+        """Answer a request for embeddings with fixed vectors, in an episode that contacts no provider."""
+        count_embeddings(episode, "the gateway")
+        try:
+            content = fixed_embeddings(raw)
+        except ValueError as error:
+            raise RequestError(400, f"The request cannot be read: {error}.", code="invalid_body") from None
+        length = str(len(content)).encode()
+        await passage.start(200, [(b"content-type", b"application/json"), (b"content-length", length)])
+        await passage.body(content, more=False)
 
     def _provider(self, scope: Scope, address: Address) -> Upstream:
         """The provider of a request: Anthropic's clients say which version of its interface they speak."""

@@ -21,7 +21,8 @@ from cotune.episodes.workflows import WorkflowFunction
 from cotune.recording.roles import CallRequest
 from cotune.records.structs import CallRecord, Record, Task
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.before.stub.stub import StubResponder
+from cotune.trainer.before.answers.drawn import DrawnAnswers
+from cotune.trainer.before.answers.responder import CheckResponder
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.rollout.app_source import app_source
@@ -152,5 +153,6 @@ def test_a_rollout_worker_names_the_roles_as_the_driver_does(
     source = app_source(f"{ME}:{app}", TrainConfig(model="base", roles_by=roles_by))
     setup = msgspec.msgpack.decode(msgspec.msgpack.encode(Setup(app=source)), type=Setup)
     sink = Sink()
-    run_sync(run_episode(setup.app.load(), Task(id="a", input=TASKS[0]), sink=sink, responder=StubResponder()))
+    responder = CheckResponder(answers=DrawnAnswers(run=0))
+    run_sync(run_episode(setup.app.load(), Task(id="a", input=TASKS[0]), sink=sink, responder=responder))
     assert sorted(record.role for record in sink if isinstance(record, CallRecord)) == roles

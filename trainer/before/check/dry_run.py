@@ -1,13 +1,14 @@
-"""`cotune check`: a dry run on a task with made-up answers, which reports what training would see. Loads no model."""
+"""`cotune check`: runs an application without training's models, and reports what training would see."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,26 +26,32 @@ from cotune.errors import ConfigError
 from cotune.integrations.versions import SUPPORTED, installed, refusal
 from cotune.judging.episodes import finished
 from cotune.prompts.file import read_prompts
-from cotune.records.plans import Plan, PlanKind
+from cotune.recording.recorder import LiveCall
+from cotune.records.plans import Plan
 from cotune.records.structs import CallRecord, RewardRecord
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RunLayout
+from cotune.trainer.before.answers.drawn import DrawnAnswers
+from cotune.trainer.before.answers.recorded import RecordedAnswers
+from cotune.trainer.before.answers.responder import CheckResponder
 from cotune.trainer.before.check.bases import NO_MODEL, base_findings, load_bases
 from cotune.trainer.before.check.findings import (
     connection_findings,
     fault_findings,
     idle_findings,
+    message_text,
+    pair_findings,
     refill_findings,
     request_findings,
     role_findings,
     run_findings,
-    twice_findings,
+    unlisted_roles,
 )
 from cotune.trainer.before.check.prompts import prompt_findings, use_findings
 from cotune.trainer.before.check.report import CallCheck, CheckReport, Framework, GroupCheck, IdleCheck
-from cotune.trainer.before.check.runs import Runner, refused
+from cotune.trainer.before.check.runs import Runner, TaskRuns
 from cotune.trainer.before.check.watch import watched
 from cotune.trainer.before.findings import (
     Finding,
@@ -57,13 +64,14 @@ from cotune.trainer.before.findings import (
     rewards_by_role,
     roles_of,
 )
-from cotune.trainer.before.stub.fitting import Manner
-from cotune.trainer.before.stub.stub import StubResponder
-from cotune.trainer.before.stub.words import message_text
 from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.evaluation.policies import answering
 from cotune.trainer.rollout.judging import Bench, judging_role
 from cotune.trainer.schedules.curriculum import check_curriculum
 from cotune.trainer.schedules.refill import check_refill
+
+RECORDS = "records:"
+PROVIDER = "provider"
 
 
 def check(
@@ -73,21 +81,20 @@ def check(
     *,
     model: str | None = None,
     limit: int = 1,
-    answers: Sequence[str] = (),
+    answers: str | None = None,
     call_tools: bool = True,
     calls: int = 64,
     timeout: float = 60.0,
     say: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> CheckReport:
-    """Run the first `limit` tasks with made-up answers, and report what training would see.
+    """Run the first `limit` tasks three to eight times each, and report what training would see.
 
-    `workflow`, `tasks`, `config` and `settings` are those of `train`. No model is loaded and no provider contacted;
-    with `model`, or where policies have bases of their own, their tokenizers count the prompts' tokens. A task runs
-    again with other answers where one may have failed it or could have led elsewhere, and twice at once. `answers` are
-    texts for the made-up answers, without `call_tools` no tool is called, `calls` and `timeout` (seconds) bound an
-    episode, `say` is called before each run.
-    Raises ConfigError for bad input.
+    `workflow`, `tasks`, `config` and `settings` are those of `train`; `model` is the model to be trained, whose
+    tokenizer counts the prompts' tokens. Answers are drawn and no provider is contacted, unless `answers` names who
+    answers: a small model (folder or Hugging Face id), "provider" for the application's own, or "records:ADDRESS" for
+    recorded answers. Without `call_tools` drawn answers call no tool. `calls` and `timeout` (seconds) bound a run,
+    `say` is called before each. Raises ConfigError for bad input.
 
     ```python
     report = cotune.check(solve, "tasks.jsonl", plan={"k": 8})
@@ -101,104 +108,100 @@ def check(
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
     config = convert({"model": NO_MODEL, **table, **({"model": model} if model else {}), **settings})
     prompts = read_prompts(config.prompts) if config.prompts else None
-    with tempfile.TemporaryDirectory() as folder, open_store(RunLayout(folder).records) as store:
-        with watched() as watch:
-            say("loading the application ...")
-            flow = workflow_of(workflow).named_by(config.roles_by)
-            every = as_tasks(tasks)
-            listed = every[:limit]
-            plan, recipes, why = config.resolve_plan(list(flow.scorers))
-            check_curriculum(config.curriculum, plan, every)
-            for recipe in recipes.every:
-                check_refill(config, plan, recipe, flow)
-            able = recipes.able(flow.scorers)
-            loaded = time.perf_counter()
-            bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
-            begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, open_store(RunLayout(folder).records) as store, watched() as watch:
+        # 1. Everything that can be wrong before the application runs.
+        say("loading the application ...")
+        flow = workflow_of(workflow).named_by(config.roles_by)
+        all_tasks = as_tasks(tasks)
+        checked_tasks = all_tasks[:limit]
+        plan, recipes, why = config.resolve_plan(list(flow.scorers))
+        check_curriculum(config.curriculum, plan, all_tasks)
+        for recipe in recipes.every:
+            check_refill(config, plan, recipe, flow)
+        able = recipes.able(flow.scorers)
+        loaded = time.perf_counter()
+        bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
+        begun = time.perf_counter()
 
-            def stub(variant: int, manner: Manner) -> StubResponder:
-                return StubResponder(
-                    plan=plan,
-                    scorers=flow.scorers,
-                    attribution=recipes.run.attribution,
-                    own=recipes.attributions(recipes.roles),
-                    provider_roles=[role for one in config.policy if one.kind == "provider" for role in one.roles],
-                    answers=answers,
-                    manner=manner,
-                    limit=calls,
-                    sampling={"temperature": config.sampling.temperature},
-                    variant=variant,
-                )
+        # 2. The runs.
+        source = Answers(answers, flow, config, plan, recipes, call_tools, calls)
 
-            at_once = config.concurrency > 1
-            runner = Runner(flow, store, stub, timeout, watch, Manner(call_tools=call_tools), at_once, say)
-            ran = run_sync(runner.run(listed))
-            ended = time.perf_counter()
-        outcomes = [run.outcome for one in ran for run in one.all]
-        seen = [call for one in ran for call in one.calls]
+        async def run_tasks() -> tuple[Runner, list[TaskRuns], list[CallRecord]]:
+            async with source.open(say) as responder:
+                at_once, offline = config.concurrency > 1, answers != PROVIDER
+                runner = Runner(flow, store, responder, timeout, watch, at_once, offline, say)
+                task_runs = await runner.run(checked_tasks)
+                judging = await calls_of_judge(flow, task_runs, store, responder(0)) if answers is None else []
+                return runner, task_runs, judging
+
+        runner, ran, judging = run_sync(run_tasks())
+        ended = time.perf_counter()
+
+        # 3. Roles, policies and groups, as training would see them.
+        outcomes = [run.outcome for task in ran for run in task.all]
+        seen = [call for task in ran for call in task.calls] + judging
         if flow.episode_judge is not None:
             outcomes = [replace(one, rewards={**one.rewards, "judge": 0.0}) for one in outcomes]  # it is not asked
             store.write([RewardRecord(outcome.episode.id, "judge", 0.0) for outcome in outcomes])
             store.flush()
-            seen = [*seen, *run_sync(_asked_of_judge(flow, outcomes, store, stub(0, Manner())))]
         local = rewards_by_role(store, seen)
         names = dict.fromkeys(name for outcome in outcomes for name in outcome.rewards)
         team = {name: fmean(one.rewards[name] for one in outcomes if name in one.rewards) for name in names}
         parts = runner.parts
         called = {f"{call.role}/" for call in seen}
-        idle = [
-            IdleCheck(**msgspec.structs.asdict(part), ran=parts.ran(part))
-            for part in parts.known
-            if not any(role.startswith(f"{part.role}/") for role in called)
-        ]
+        idle = []
+        for part in parts.known:
+            if not any(role.startswith(f"{part.role}/") for role in called):
+                idle.append(IdleCheck(**msgspec.structs.asdict(part), ran=parts.ran(part)))
         unseen = [one.role for one in idle if not one.ran and one.role in named_roles(config, flow)]
         rare = [*config.roles, *unseen]
         policies, findings = None, []
         try:
             if seen:
-                known = sorted({*unseen, *(call.role for call in seen)})
-                policies = config.resolve_policies(known, scored=able)
+                policies = config.resolve_policies(sorted({*unseen, *(call.role for call in seen)}), scored=able)
         except ConfigError as error:
             findings = [blocking(error, "policies")]
         roles = list(roles_of(seen, policies, flow, able))
-        groups, left_out = _groups(store, outcomes, seen, roles, plan, recipes)
+        groups, left_out = groups_of(store, outcomes, seen, roles, plan, recipes)
 
-        # what blocks comes first, in the order in which it would be met
-        command = f"cotune train {workflow} --tasks {tasks} --model MODEL" if isinstance(workflow, str) else ""
-        wrong = faults(flow, [one.shown.outcome for one in ran], seen, local, rare)
-        findings = [*fault_findings(wrong, ran, watch, command), *twice_findings(ran, store), *findings]
+        # 4. Findings: first those that block, in the order in which training would meet them.
+        errors = faults(flow, [task.shown.outcome for task in ran], seen, local, rare)
+        findings = [*fault_findings(errors, ran, watch), *pair_findings(ran, store), *findings]
         provided = {role.role for role in roles if role.kind == "provider"}
         templates = {role.role: bases.get(role.policy, bases.get("")) for role in roles if role.role not in provided}
         counts, unanswered = request_findings(templates, [call for call in seen if call.role in templates], store)
         findings += [*unanswered, *base_findings(templates)]
         findings += [Finding("warns", "tool_format", text) for text in config.one_format]
-        if not groups and not any(finding.level in ("blocks", "undecided") for finding in findings):
+        if answers == PROVIDER:
+            findings.append(Finding("note", "groups", "answers of a provider form no groups; training draws its own."))
+        elif not groups and not any(finding.level in ("blocks", "undecided") for finding in findings):
             text = "the plan would form no group: nothing would be trained."
             findings.append(Finding("blocks", "groups", text, "See the candidates left out above."))
         if flow.episode_judge is not None:
             findings.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
-        findings += [*role_findings(roles), *idle_findings(idle, seen, parts.known)]
-        named = workflow if isinstance(workflow, str) else "app:solve"
+        findings += [*role_findings(roles), *idle_findings(idle)]
         if prompts is not None:
             findings += use_findings(store, seen, prompts)
+        named = workflow if isinstance(workflow, str) else "app:solve"
         findings += prompt_findings(store, named, str(tasks) if isinstance(tasks, str | Path) else "tasks.jsonl")
         findings += call_findings(seen, roles, plan, config)
-        findings += refill_findings(config, plan, len(every), sum(len(one.calls) for one in ran) / len(ran))
+        findings += refill_findings(config, plan, len(all_tasks), sum(len(task.calls) for task in ran) / len(ran))
         if any(outcome.error is None for outcome in outcomes):
             findings += learning_findings(roles, local, team, recipes, rare)
         findings += [*run_findings(ran, watch), *connection_findings(outcomes, watch)]
-        done = time.perf_counter()
         return CheckReport(
             workflow=workflow if isinstance(workflow, str) else flow.name,
-            tasks=tuple(task.id for task in listed),
-            seconds=done - started,
+            tasks=tuple(task.id for task in checked_tasks),
+            answers=answers or "drawn",
+            seconds=time.perf_counter() - started,
             spent={"loading": loaded - started, "reading": begun - loaded, "running": ended - begun},
             plan=why,
-            frameworks=tuple(_frameworks()),
+            frameworks=tuple(frameworks()),
             runs=len(outcomes),
             roles=tuple(roles),
             idle=tuple(idle),
-            calls=tuple(_calls(seen, outcomes, counts, store)),
+            agents_known=not unlisted_roles(seen, parts.known),
+            calls=tuple(checked_calls(seen, outcomes, counts, store)),
             groups=tuple(groups),
             team=team,
             local={role: named for role, named in local.items() if named},
@@ -207,20 +210,77 @@ def check(
         )
 
 
-async def _asked_of_judge(
-    flow: Workflow, outcomes: Sequence[Outcome], store: Store, responder: StubResponder
+class Provider:
+    """Leaves every call to the application's own provider."""
+
+    async def respond(self, call: LiveCall) -> None:
+        return None
+
+
+@dataclass
+class Answers:
+    """Who answers the runs: `source` is what the user passed for `--answers`."""
+
+    source: str | None
+    flow: Workflow
+    config: TrainConfig
+    plan: Plan
+    recipes: Recipes
+    call_tools: bool
+    calls: int
+
+    @contextlib.asynccontextmanager
+    async def open(self, say: Callable[[str], None]) -> AsyncIterator[Callable[[int], CheckResponder]]:
+        """The responder of each run, by its number."""
+        options: dict[str, Any] = {
+            "plan": self.plan,
+            "attribution": self.recipes.run.attribution,
+            "own": self.recipes.attributions(self.recipes.roles),
+        }
+        drawn: dict[str, Any] = {
+            **options,
+            "scorers": self.flow.scorers,
+            "provider_roles": [
+                role for policy in self.config.policy if policy.kind == "provider" for role in policy.roles
+            ],
+            "sampling": {"temperature": self.config.sampling.temperature},
+        }
+        if self.source is None:
+            yield lambda run: CheckResponder(answers=DrawnAnswers(run, self.call_tools), limit=self.calls, **drawn)
+        elif self.source == PROVIDER:
+            yield lambda run: CheckResponder(answers=DrawnAnswers(run), real=Provider(), limit=self.calls)
+        elif self.source.startswith(RECORDS):
+            with open_store(self.source.removeprefix(RECORDS), read_only=True) as store:
+                recorded = RecordedAnswers(store)
+            yield lambda run: CheckResponder(answers=recorded.of_run(run), limit=self.calls, **drawn)
+        else:
+            sampling = self.config.sampling
+            model = answering(
+                self.flow,
+                policies=None,
+                model=self.source,
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                say=say,
+                **options,
+            )
+            async with model as real:
+                yield lambda run: CheckResponder(answers=DrawnAnswers(run), real=real, limit=self.calls)
+
+
+async def calls_of_judge(
+    flow: Workflow, ran: Sequence[TaskRuns], store: Store, responder: CheckResponder
 ) -> list[CallRecord]:
     """The calls of a judge that is a role of the run."""
-    ended = next((outcome.episode for outcome in outcomes if outcome.error is None), None)
-    if ended is None or not judging_role(flow):
+    episodes = [task.shown.outcome.episode for task in ran if task.shown.ended]
+    if not episodes or flow.episode_judge is None or not judging_role(flow):
         return []
     bench = Bench(workflow=flow, store=store, responder=responder, offline=True)
-    assert flow.episode_judge is not None
-    await bench.ask(flow.episode_judge, [finished(store, ended)] * 2, ended.task)
+    await bench.ask(flow.episode_judge, [finished(store, episodes[0])] * 2, episodes[0].task)
     return [call for episode in bench.episodes for call in store.calls(episode.id)]
 
 
-def _groups(
+def groups_of(
     store: Store,
     outcomes: Sequence[Outcome],
     seen: Sequence[CallRecord],
@@ -228,43 +288,39 @@ def _groups(
     plan: Plan,
     recipes: Recipes,
 ) -> tuple[list[GroupCheck], Mapping[str, int]]:
-    """The groups of a step in which every episode runs like the one that was seen."""
+    """The groups of a step in which every episode runs like the one shown, and what is left out, by reason."""
     trained = [role.role for role in roles if role.trained]
     shown = {call.episode for call in seen}
-    episodes = [outcome.episode for outcome in outcomes if outcome.episode.id in shown]
-    plan_kind: PlanKind = "tree" if plan.kind == "tree" else "independent"  # nothing is forked here
     collected = collect(
         store,
-        episodes,
-        plan=plan_kind,
+        [outcome.episode for outcome in outcomes if outcome.episode.id in shown],
+        plan="tree" if plan.kind == "tree" else "independent",  # nothing is forked here
         roles=trained,
         rewarded=lambda role: recipes.of_role(role).takes_rewards,
     )
-    kept = {call.id for call in seen}
-    collected = msgspec.structs.replace(collected, samples=[one for one in collected.samples if one.call in kept])
-    samples = list(_repeated(collected, plan))
-    built = [
-        build_groups([sample for sample in samples if sample.role in among], recipe, ", ".join(among))
-        for recipe, among in recipes.by_recipe(trained)
-    ]
-    found = [
-        GroupCheck(
-            task=group.samples[0].task,
-            roles=tuple(dict.fromkeys(sample.role for sample in group.samples)),
-            turns=tuple(sorted({sample.turn for sample in group.samples})),
-            size=len(group.samples),
-        )
-        for one in built
-        for group in one.groups
-    ]
-    left_out = sum((Counter(one.left_out) for one in built), Counter(collected.left_out))
-    own = sum(refused(call) for episode in episodes for call in store.calls(episode.id))
-    return found, +(left_out - Counter(failed_call=own))
+    ids = {call.id for call in seen}
+    collected = msgspec.structs.replace(collected, samples=[one for one in collected.samples if one.call in ids])
+    samples = list(repeated(collected, plan))
+    groups = []
+    left_out = Counter(collected.left_out)
+    for recipe, among in recipes.by_recipe(trained):
+        built = build_groups([sample for sample in samples if sample.role in among], recipe, ", ".join(among))
+        left_out += Counter(built.left_out)
+        for group in built.groups:
+            groups.append(
+                GroupCheck(
+                    task=group.samples[0].task,
+                    roles=tuple(dict.fromkeys(sample.role for sample in group.samples)),
+                    turns=tuple(sorted({sample.turn for sample in group.samples})),
+                    size=len(group.samples),
+                )
+            )
+    return groups, +left_out
 
 
-def _repeated(collected: Collected, plan: Plan) -> Iterable[Sample]:
-    """Under independent rollouts the samples of all episodes of a task; prompts that read other calls differ. Under a
-    replay plan those of all forks, as if every call were forked."""
+def repeated(collected: Collected, plan: Plan) -> Iterable[Sample]:
+    """The samples of `plan.k` equal episodes under independent rollouts, where prompts that read other calls differ; of
+    forks at every call under a replay plan."""
     if plan.kind == "tree":
         yield from collected.samples
         return
@@ -278,7 +334,7 @@ def _repeated(collected: Collected, plan: Plan) -> Iterable[Sample]:
             yield msgspec.structs.replace(sample, id=f"{number}{sample.id}", rollout=rollout, prompt=own, branch=own)
 
 
-def _calls(
+def checked_calls(
     calls: Sequence[CallRecord], outcomes: Sequence[Outcome], tokens: Mapping[str, int], store: Store
 ) -> Iterable[CallCheck]:
     tasks = {outcome.episode.id: outcome.episode.task.id for outcome in outcomes}
@@ -305,9 +361,9 @@ def _calls(
         )
 
 
-def _frameworks() -> Iterator[Framework]:
+def frameworks() -> Iterator[Framework]:
     """Frameworks that the application has loaded, and whether their versions can be recorded."""
     for name, (oldest, beyond) in SUPPORTED.items():
         if name.replace("-", "_") in sys.modules:
-            found, ok = installed([name]).get(name, ""), refusal(name) is None
-            yield Framework(name=name, version=found, supported=f">={oldest},<{beyond}", ok=ok)
+            version, ok = installed([name]).get(name, ""), refusal(name) is None
+            yield Framework(name=name, version=version, supported=f">={oldest},<{beyond}", ok=ok)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from cotune.episodes.episode import Outcome
-from cotune.errors import CotuneError, SamplerError
-from cotune.integrations.models.chat.content import for_template
+from cotune.errors import ConfigError, CotuneError, SamplerError
+from cotune.integrations.models.chat.content import for_template, text_of
 from cotune.integrations.models.chat.reply_grammar import unenforceable
 from cotune.recording.app_parts import Part
 from cotune.records.images import holds_images, images_of
@@ -17,165 +18,185 @@ from cotune.runtime.user_code import origin, phrase
 from cotune.storage.protocol import Store
 from cotune.tables import plural
 from cotune.trainer.before.check.bases import CheckedBase
-from cotune.trainer.before.check.causes import Made
 from cotune.trainer.before.check.report import IdleCheck
-from cotune.trainer.before.check.runs import Run, TaskRuns
+from cotune.trainer.before.check.runs import PAIRS, Run, TaskRuns
 from cotune.trainer.before.check.watch import Watch
-from cotune.trainer.before.findings import Finding, RoleCheck, blocking
-from cotune.trainer.before.stub.fitting import quotes
-from cotune.trainer.before.stub.words import message_text
+from cotune.trainer.before.findings import Finding, Level, RoleCheck, blocking
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.schedules.task_pool import extra_tasks
 
-_NAME_THEM = (
+NAME_THEM = (
     "Name them: --roles-by caller (the function that calls), --roles-by model or a function of yours leave the "
     'application as it is; with cotune.role("name"): ... stands in it. See docs/how-to/roles.md.'
 )
-_RARE = "List roles that call on some tasks only under `roles` in the configuration."
-_UNSEEN = (
+RARE = "List roles that call on some tasks only under `roles` in the configuration."
+DECIDE = (
+    "Let a model decide: --answers MODEL (a small one), --answers provider (your application's own), or --answers "
+    "records:ADDRESS (answers that cotune trace recorded)."
+)
+UNSEEN = (
     "If it is a model, its calls are neither recorded nor trained, and the dry run made them: give its client the "
     "address of `with cotune.gateway()`, see docs/how-to/gateway.md."
 )
-_PERSON = "Training has nobody to answer: take the reply from the task, or from a model in a role of its own."
-_TOGETHER = (
+PERSON = "Training has nobody to answer: take the reply from the task, or from a model in a role of its own."
+TOGETHER = (
     "Training runs several episodes at once: make what they share in the workflow function, or set concurrency = 1."
 )
-_OUTLIVES = "One episode must not see another: make histories, memories, teams and thread ids in the workflow function."
-_VARIES = "Time, chance or an id in a prompt does that; candidates are compared under one prompt."
-_BY_MODEL = ("member", "agent")
+OUTLIVES = "One episode must not see another: make histories, memories, teams and thread ids in the workflow function."
+VARIES = "Time, chance or an id in a prompt does that; candidates are compared under one prompt."
+ALWAYS_CALL = ("member", "agent")
 """Kinds of parts that always call a model."""
-_ROOM = 60
+SHOWN_DIFFERENCE = 60
 """Characters that are shown where two prompts differ."""
-_LONGEST = 600
+LONGEST_ERROR = 600
 
 
-def fault_findings(
-    faults: Iterable[CotuneError], tasks: Sequence[TaskRuns], watch: Watch, command: str
-) -> Iterator[Finding]:
-    """Errors that make training pointless. Where only made-up answers failed the verdict is left open, with the command
-    that decides it."""
+def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns], watch: Watch) -> Iterator[Finding]:
+    """Errors that make training pointless. What fails after an answer may be due to that answer: then the verdict stays
+    open."""
     ended = any(task.shown.ended for task in tasks)
-    person = watch.asked and not ended
-    if person:
-        yield Finding("blocks", "runs", f"it waits for a person: {next(iter(watch.asked.values()))}.", _PERSON)
-    decide = f"The model's own answers decide it: {command or 'cotune train'} looks at up to 16 episodes first."
-    decide += f" {_other(tasks)}"
-    made = {text for task in tasks for text in Made.of(task.shown.calls).texts}
+    runs = [run for task in tasks for run in task.runs]
+    waiting = [watch.asked[run.id] for run in runs if run.id in watch.asked and waited(run, ended)]
+    if waiting:
+        yield Finding("blocks", "runs", f"it waits for a person: {waiting[0]}.", PERSON)
+    cut = sum(run.cut for run in runs)
     for fault in faults:
-        if not ended and all(task.undecided for task in tasks):
-            manners = dict.fromkeys(run.manner.about for run in tasks[0].runs if run.manner.about)
-            tried = f" {len(tasks[0].runs)} runs failed, also those {', '.join(manners)}." if manners else ""
-            answer = tasks[0].runs[0].cause.answer
-            yield Finding("undecided", "runs", f"{_short(fault.cause)} Made up before it: {answer}.{tried}", decide)
-        elif ended and any(quotes(fault.cause, text) for text in made):
-            yield Finding("undecided", "", fault.cause, decide)
-        elif not (person and _end_of_input(fault)):
+        if waiting and end_of_input(fault):
+            continue
+        known = isinstance(fault, ConfigError) and "Did you mean" in fault.remedy
+        by_answers = not (ended or waiting) and all(run.cut or run.answered for run in runs)
+        if known or not (ended or by_answers) or (ended and not answers_decide(fault, tasks)):
             yield blocking(fault)
+            continue
+        text = shorten(fault.cause)
+        if by_answers:
+            last = next((run.last_answer for run in runs if run.last_answer), "")
+            text += f" Last answer before it: {last}." if last else ""
+            text += f" All {len(runs)} runs failed"
+            text += f", {cut} of them at a limit of time or calls." if cut else "."
+        limits = "Raise --timeout or --calls if a run may need more. " if cut else ""
+        yield Finding("undecided", "runs" if by_answers else "", text, limits + DECIDE)
 
 
-def _other(tasks: Sequence[TaskRuns]) -> str:
-    """How to make up other answers; without tools only where the application has some."""
-    tools = any(run.stub.offered for task in tasks for run in task.runs)
-    told = "Give an answer that the application can read with --answer TEXT"
-    return f"{told}, or leave its tools alone with --no-tools." if tools else f"{told}."
+def answers_decide(fault: CotuneError, tasks: Sequence[TaskRuns]) -> bool:
+    """Whether a fault of runs that ended may be due to their answers: a scorer that fails, or a role that only other
+    answers lead to."""
+    if isinstance(fault, ConfigError):
+        return True
+    return any(str(call.error) in str(fault) for task in tasks for call in task.calls if call.error)
 
 
-def _short(text: str) -> str:
+def shorten(text: str) -> str:
     """An error without the traceback that a framework put into its text."""
     head = text.partition("\nTraceback")[0].strip()
-    return head if len(head) <= _LONGEST else f"{head[:_LONGEST]} ..."
+    return head if len(head) <= LONGEST_ERROR else f"{head[:LONGEST_ERROR]} ..."
 
 
-def _end_of_input(error: BaseException | None) -> bool:
-    return error is not None and ("EOF" in str(error) or _end_of_input(error.__cause__))
+def waited(run: Run, others_ended: bool) -> bool:
+    """Whether a run that asked a person failed for want of a reply."""
+    return not run.ended and (not others_ended or end_of_input(run.outcome.error))
 
 
-def twice_findings(tasks: Sequence[TaskRuns], store: Store) -> Iterator[Finding]:
-    """A second run of a task fails while another episode runs, or remembers an earlier one."""
+def end_of_input(error: BaseException | None) -> bool:
+    return error is not None and ("EOF" in str(error) or end_of_input(error.__cause__))
+
+
+def pair_findings(tasks: Sequence[TaskRuns], store: Store) -> Iterator[Finding]:
+    """Runs at once that fail, or whose prompts show that something outlives an episode."""
     told: dict[str, Finding] = {}
     for task in tasks:
-        if task.alone:
-            error = next(run.outcome.error for run in task.twice if run.outcome.error is not None)
-            text = f"task {task.task.id} ends well alone, and fails while two episodes run at once: "
-            yield Finding("blocks", "runs", text + _short(error.cause), _TOGETHER)
-        for run in task.twice:
-            for finding in _changed(task.shown, run, store):
+        failed = task.failed_pairs
+        if failed:
+            errors = [run.outcome.error for pair in failed for run in pair if run.outcome.error is not None]
+            cut = any(run.cut for pair in failed for run in pair)
+            cut = any(run.cut for pair in failed for run in pair)
+            each_time = len(failed) == PAIRS and not task.fails_by_chance and not cut
+            level: Level = "blocks" if each_time else "undecided"
+            text = f"task {task.task.id} ends well alone, and fails while two episodes run at once "
+            text += f"({len(failed)} of {plural(len(task.pairs), 'pair')}): {shorten(errors[0].cause)}"
+            yield Finding(level, "runs", text, TOGETHER)
+        elif any(run.cut for pair in task.pairs for run in pair):
+            text = f"task {task.task.id}: both of two runs at once reached a limit, so nothing is known of conflicts."
+            yield Finding("warns", "runs", text, "Raise --timeout.")
+        for run in (run for pair in task.pairs for run in pair):
+            for finding in changed_prompts(task.shown, run, store):
                 told.setdefault(finding.about, finding)
     yield from told.values()
 
 
-def _changed(first: Run, again: Run, store: Store) -> Iterator[Finding]:
-    """How the first prompt of each role differed in another run of the same task with the same answers."""
-    before, after = _prompts(first.calls, store), _prompts(again.calls, store)
+def changed_prompts(first: Run, again: Run, store: Store) -> Iterator[Finding]:
+    """How the first prompt of each role differs in another run of the same task with the same answers."""
+    before, after = prompts_by_role(first.calls, store), prompts_by_role(again.calls, store)
     for role in sorted(before.keys() & after.keys()):
         one, other = before[role][0], after[role][0]
         if other in before[role] or one in after[role]:  # it may be asked several things at once, in any order
             continue
-        if len(one) == len(other):
-            a, b = next((a, b) for a, b in zip(one, other, strict=True) if a != b)
-            text, grown = f"differs between runs of the same task: {_difference(a, b)}", a in b or b in a
-        else:
+        if len(one) != len(other):
             low, high = sorted((len(one), len(other)))
-            text, grown = f"has {plural(low, 'message')} in one run and {high} in another run of the same task", True
-        if grown:
-            yield Finding("warns", role, f"its first prompt {text}: something outlives an episode.", _OUTLIVES)
+            text, grew = f"has {plural(low, 'message')} in one run and {high} in another run of the same task", True
         else:
-            yield Finding("note", role, f"its first prompt {text}.", _VARIES)
+            old, new = next((old, new) for old, new in zip(one, other, strict=True) if old != new)
+            pairs = enumerate(zip(old, new, strict=False))
+            start = next((i for i, (left, right) in pairs if left != right), min(len(old), len(new)))
+            begin = max(0, start - SHOWN_DIFFERENCE // 3)
+            shown = " and ".join(repr(text[begin : begin + SHOWN_DIFFERENCE]) for text in (old, new))
+            text, grew = f"differs between runs of the same task: {shown}", old in new or new in old
+        if grew:
+            yield Finding("warns", role, f"its first prompt {text}: something outlives an episode.", OUTLIVES)
+        else:
+            yield Finding("note", role, f"its first prompt {text}.", VARIES)
 
 
-def _prompts(calls: Iterable[CallRecord], store: Store) -> dict[str, list[list[str]]]:
-    """By role: the texts of its prompts. Ids of tool calls, which differ in every run, are not in them."""
+def prompts_by_role(calls: Iterable[CallRecord], store: Store) -> dict[str, list[list[str]]]:
     texts: dict[str, list[list[str]]] = {}
     for call in calls:
         texts.setdefault(call.role, []).append([message_text(store.message(name)) for name in call.messages])
     return texts
 
 
-def _difference(one: str, other: str) -> str:
-    """Where two texts first differ, as both say it."""
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    begin = max(0, at - _ROOM // 3)
-    return " and ".join(repr(text[begin : begin + _ROOM]) for text in (one, other))
+def message_text(message: Mapping[str, Any]) -> str:
+    """Text of a message, with the names and arguments of its tool calls but not their ids, which differ in each run."""
+    text = text_of(message.get("content"))
+    for tool in message.get("tool_calls") or ():
+        function = tool.get("function") or {}
+        text += f"{function.get('name')}{function.get('arguments')}"
+    return text
 
 
 def run_findings(tasks: Sequence[TaskRuns], watch: Watch) -> Iterator[Finding]:
     """Runs that failed where another one did not, and failures that the application or its framework swallowed."""
     runs = [run for task in tasks for run in task.runs]
-    failed = [(task, run) for task in tasks for run in task.runs if not run.ended]
-    if failed and any(run.ended for run in runs):
-        task, run = failed[0]
-        assert run.outcome.error is not None
-        text = f"{len(failed)} of {plural(len(runs), 'run')} failed; the first, on task {task.task.id}: "
-        text += _short(run.outcome.error.cause)
-        text += f" Made up before it: {run.cause.answer}." if run.cause.answer else ""
+    failed = [run for run in runs if not run.ended]
+    if failed and len(failed) < len(runs):
+        first = failed[0].outcome
+        assert first.error is not None
+        text = f"{len(failed)} of {plural(len(runs), 'run')} failed; the first, on task {first.episode.task.id}: "
+        text += shorten(first.error.cause)
+        text += f" Last answer before it: {failed[0].last_answer}." if failed[0].last_answer else ""
         remedy = "A model may answer like that too: have the workflow return a low reward."
-        remedy = f"{remedy} {_other(tasks)}" if run.cause.by_answer else f"{run.outcome.error.remedy} {remedy}"
-        yield Finding("warns", "runs", text, remedy)
+        yield Finding("warns", "runs", text, f"{first.error.remedy} {remedy}".strip())
     if watch.asked and any(run.ended for run in runs):
         text = f"a person is asked and never answers: {next(iter(watch.asked.values()))}."
-        yield Finding("warns", "runs", text, _PERSON)
-    yield from _logged([run for task in tasks for run in task.all])
+        yield Finding("warns", "runs", text, PERSON)
+
+    counts: Counter[str] = Counter()
+    last_answers: dict[str, str] = {}
+    every = [run for task in tasks for run in task.all]
+    for run in every:
+        if run.ended and run.calls:
+            raised = {f"{shorten(phrase(error))}{origin(error)}" for error in run.logged}
+            counts.update(raised)
+            last_answers = {**dict.fromkeys(raised, run.last_answer), **last_answers}
+    for text, count in counts.items():
+        told = f"raised in {count} of {plural(len(every), 'run')}, and swallowed by the application or its framework: "
+        remedy = "The calls behind it are missing here, and in training if a model answers like that."
+        yield Finding("warns", "runs", told + text, f"Last answer of that run: {last_answers[text]}. {remedy}")
+
     for task in tasks:
         if task.shown.ended and (count := sum(task.shown.outcome.live.failures.values())):
             text = f"{plural(count, 'call')} failed and the application went on as if nothing had happened."
             remedy = "Such an episode ends well and is trained on, without these calls. Let the error through."
             yield Finding("warns", f"task {task.task.id}", text, remedy)
-
-
-def _logged(runs: Sequence[Run]) -> Iterator[Finding]:
-    """Exceptions that a framework logged, each once."""
-    counts: Counter[str] = Counter()
-    remedies: dict[str, str] = {}
-    for run in runs:
-        raised = {f"{_short(phrase(error))}{origin(error)}" for error in run.logged if run.ended and run.calls}
-        counts.update(raised)
-        remedy = "The calls behind it are missing here, and in training"
-        if run.cause.by_answer:
-            remedy = f"Made up before it: {run.cause.answer}. {remedy} where a model answers like that"
-        remedies = {**dict.fromkeys(raised, f"{remedy}."), **remedies}
-    for text, count in counts.items():
-        told = f"raised in {count} of {plural(len(runs), 'run')}, and swallowed by the application or its framework: "
-        yield Finding("warns", "runs", told + text, remedies[text])
 
 
 def connection_findings(outcomes: Sequence[Outcome], watch: Watch) -> Iterator[Finding]:
@@ -189,15 +210,13 @@ def connection_findings(outcomes: Sequence[Outcome], watch: Watch) -> Iterator[F
         passed.update(outcome.live.notes.get("embeddings", {}))
     for kind, count in counts.items():
         yield Finding("warns", f"{kind} ({count})", texts[kind])
+    for address, count in passed.items():
+        text = f"{plural(count, 'request')} for embeddings got fixed vectors; nothing was sent. Training sends them."
+        yield Finding("note", address, text)
     for address, count in watch.connections.items():
-        if address in passed:
-            text = f"{plural(passed[address], 'request')} for embeddings went there. They are no calls: training "
-            yield Finding("note", address, f"{text}sends them too.")
-        else:
-            text = (
-                f"the application itself connected there, {plural(count, 'time')} in {plural(len(outcomes), 'run')}: "
-            )
-            yield Finding("warns", address, f"{text}a tool, or a model that cotune does not see.", _UNSEEN)
+        times = f"{plural(count, 'time')} in {plural(len(outcomes), 'run')}"
+        text = f"the application itself connected there, {times}: a tool, or a model that cotune does not see."
+        yield Finding("warns", address, text, UNSEEN)
 
 
 def role_findings(roles: Sequence[RoleCheck]) -> Iterator[Finding]:
@@ -210,35 +229,33 @@ def role_findings(roles: Sequence[RoleCheck]) -> Iterator[Finding]:
             yield Finding("note", one.role, f"not trained: {one.reason}")
         if one.role == "app":
             text = f"Calls made outside any agent or node share the role `app`: {one.calls}."
-            yield Finding("warns", "app", text, _NAME_THEM)
+            yield Finding("warns", "app", text, NAME_THEM)
 
 
-def idle_findings(idle: Sequence[IdleCheck], calls: Sequence[CallRecord], known: Sequence[Part]) -> Iterator[Finding]:
-    """Parts of the application that never called: those that never ran, and those that work without a model. And
-    whether there may be agents that no framework lists."""
-    if not calls:
-        return
+def idle_findings(idle: Sequence[IdleCheck]) -> Iterator[Finding]:
+    """Parts of the application that never called: those that never ran, and those that work without a model."""
     missed: dict[tuple[str, str], list[str]] = {}
     for one in idle:
         if not one.ran and one.waits:
-            yield Finding("warns", one.role, f"the graph stops before it ({one.waits}) and is not resumed.", _PERSON)
-        elif not one.ran or one.kind in _BY_MODEL:
+            yield Finding("warns", one.role, f"the graph stops before it ({one.waits}) and is not resumed.", PERSON)
+        elif not one.ran or one.kind in ALWAYS_CALL:
             missed.setdefault((one.kind, one.of), []).append(one.role)
     for (kind, of), roles in missed.items():
-        how = "never called" if kind in _BY_MODEL else "never ran"
-        text = f"{how} with these made-up answers ({plural(len(roles), kind)} of {of})."
-        text += "" if kind in _BY_MODEL else " The dry run does not tell whether it calls a model."
-        yield Finding(
-            "warns", ", ".join(roles), text, f"Other answers or tasks may lead there: --answer, --limit. {_RARE}"
-        )
-    if quiet := [one.role for one in idle if one.ran and one.kind not in _BY_MODEL]:
+        how = "never called" if kind in ALWAYS_CALL else "never ran"
+        text = f"{how} in these runs ({plural(len(roles), kind)} of {of})."
+        text += "" if kind in ALWAYS_CALL else " The dry run does not tell whether it calls a model."
+        remedy = f"Other answers or tasks may lead there: --answers, --limit. {RARE}"
+        yield Finding("warns", ", ".join(roles), text, remedy)
+    if quiet := [one.role for one in idle if one.ran and one.kind not in ALWAYS_CALL]:
         yield Finding("note", ", ".join(quiet), "ran without a call of its own.")
+
+
+def unlisted_roles(calls: Sequence[CallRecord], known: Sequence[Part]) -> list[str]:
+    """Roles that no framework lists: there may be other agents that did not call."""
     listed = {part.role for part in known}
     teams = tuple(f"{part.of}/" for part in known if part.kind == "member")
-    unlisted = dict.fromkeys(call.role for call in calls if call.role not in listed and not call.role.startswith(teams))
-    if unlisted:
-        text = f"no framework lists {', '.join(unlisted)}: roles that did not call may be missing."
-        yield Finding("note", "roles", text, _RARE)
+    roles = dict.fromkeys(call.role for call in calls)
+    return [role for role in roles if role not in listed and not role.startswith(teams)]
 
 
 def refill_findings(config: TrainConfig, plan: Plan, tasks: int, calls: float) -> Iterator[Finding]:

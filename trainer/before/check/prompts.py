@@ -24,7 +24,7 @@ def use_findings(store: Store, calls: Sequence[CallRecord], prompts: Prompts) ->
         part = use.part
         if not use.calls:
             text = f"{part.name}: its role made no call in the dry run, so nothing is known of it."
-            yield Finding("warns", "prompts", text, "Take more tasks (--limit), or other answers (--answer).")
+            yield Finding("warns", "prompts", text, "Take more tasks (--limit), or other answers (--answers).")
         elif not use.matched:
             text = f"{part.name} is unmatched: none of {plural(use.calls, 'call')} of {', '.join(part.roles)} has it"
             where = f"the nearest text differs from character {use.reach + 1} on" if use.reach else "no text begins so"

@@ -13,7 +13,7 @@ from cotune.recording.app_parts import Part
 from cotune.tables import BAD, GOOD, QUIET, cells, grid, plural, scores
 from cotune.trainer.before.findings import STYLES, Finding, RoleCheck
 
-Verdict = Literal["trainable", "undecided", "not trainable as it is"]
+Verdict = Literal["trainable", "undecided", "not trainable"]
 
 
 _SPENT = {
@@ -73,6 +73,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 
     workflow: str
     tasks: tuple[str, ...]
+    answers: str = "drawn"
+    """Who answered: "drawn", a model, "provider" or "records:ADDRESS"."""
     seconds: float
     spent: Mapping[str, float] = {}
     """Seconds of loading the application, reading the models' tokenizers, and running the application."""
@@ -82,6 +84,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """Runs of the tasks, all together."""
     roles: tuple[RoleCheck, ...]
     idle: tuple[IdleCheck, ...] = ()
+    agents_known: bool = True
+    """Whether frameworks list all roles: otherwise other agents may exist."""
     calls: tuple[CallCheck, ...]
     groups: tuple[GroupCheck, ...]
     team: Mapping[str, float]
@@ -91,9 +95,9 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether something blocks; `undecided` where all that failed was a made-up answer."""
+        """Whether something blocks; `undecided` where other answers may decide."""
         levels = {finding.level for finding in self.findings}
-        return "not trainable as it is" if "blocks" in levels else "undecided" if "undecided" in levels else "trainable"
+        return "not trainable" if "blocks" in levels else "undecided" if "undecided" in levels else "trainable"
 
     @property
     def trainable(self) -> bool:
@@ -114,7 +118,7 @@ def _parts(report: CheckReport) -> Iterable[RenderableType]:
     yield Text.assemble(
         ("dry run ", "bold"),
         f"of {report.workflow} on {plural(len(report.tasks), 'task')} ({', '.join(report.tasks)}), ",
-        f"{plural(report.runs, 'run')} with made-up answers\n{report.seconds:.1f} s: ",
+        f"{plural(report.runs, 'run')}, answers: {report.answers}\n{report.seconds:.1f} s: ",
         ", ".join(f"{_SPENT[what]} {seconds:.1f} s" for what, seconds in report.spent.items() if seconds >= 0.05),
         f"\n{report.plan}\n",
     )
@@ -126,7 +130,8 @@ def _parts(report: CheckReport) -> Iterable[RenderableType]:
     yield from _rewards(report)
     yield from _findings(report.findings)
     style = {"trainable": GOOD, "undecided": STYLES["undecided"]}.get(report.verdict, BAD)
-    yield Text.assemble(("\n", ""), (report.verdict, style))
+    others = "" if report.agents_known else " (other agents may exist: no framework lists them)"
+    yield Text.assemble(("\n", ""), (report.verdict, style), (others, QUIET))
 
 
 def _frameworks(report: CheckReport) -> Text:
@@ -201,7 +206,7 @@ def _groups(groups: Sequence[GroupCheck]) -> Iterable[RenderableType]:
 
 
 def _rewards(report: CheckReport) -> Iterable[RenderableType]:
-    yield Text.assemble(("outcome of the made-up answers: ", QUIET), scores(report.team) if report.team else "none")
+    yield Text.assemble(("outcome of the runs: ", QUIET), scores(report.team) if report.team else "none")
     for role, named in report.local.items():
         line = Text(f"rewards of {role}: ", style=QUIET)
         shown = (

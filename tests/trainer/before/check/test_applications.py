@@ -116,7 +116,7 @@ def test_a_supervisor_takes_every_way_and_ends_and_a_node_that_never_ran_is_name
     assert idle(report) == {"lawyer": False}
     (finding,) = [f for f in report.findings if f.about == "lawyer"]
     assert finding.level == "warns"
-    assert finding.text.startswith("never ran with these made-up answers (1 node of LangGraph).")
+    assert finding.text.startswith("never ran in these runs (1 node of LangGraph).")
 
 
 def test_a_scorer_of_a_node_that_never_ran_blocks_nothing() -> None:
@@ -148,11 +148,6 @@ def test_a_node_behind_a_later_answer_is_found_in_another_run() -> None:
     assert [(call.role, call.turn) for call in report.calls] == [("judge", 0), ("revise", 0)]
 
 
-def test_an_answer_that_fits_a_schema_is_used() -> None:
-    report = dry(of(_team()), answers=['{"next": "critic"}', '{"next": "FINISH"}', '{"next": "lawyer"}'])
-    assert roles(report) == {"supervisor", "critic"}, "lawyer is no choice of the schema"
-
-
 def test_a_crash_on_a_made_up_answer_says_so_and_leaves_the_verdict_open() -> None:
     def count(state: State) -> dict[str, Any]:
         return {"plan": [ChatOpenAI(model="m").invoke("how many?").text.split("~")[3]]}
@@ -164,12 +159,11 @@ def test_a_crash_on_a_made_up_answer_says_so_and_leaves_the_verdict_open() -> No
     (finding,) = [f for f in report.findings if f.level == "undecided"]
     assert report.verdict == "undecided" and not report.trainable
     assert "IndexError: list index out of range" in finding.text
-    assert 'Made up before it: count: "stub answer 1".' in finding.text
-    assert "cotune train" in finding.remedy and "--answer" in finding.remedy
-    assert "--no-tools" not in finding.remedy, "it has no tools"
+    assert 'Last answer before it: count (turn 0): "drawn answer 1".' in finding.text
+    assert "--answers MODEL" in finding.remedy
 
 
-def test_a_scorer_that_hangs_is_not_blamed_on_the_made_up_answers() -> None:
+def test_a_scorer_that_hangs_leaves_the_verdict_open() -> None:
     @cotune.workflow
     async def solve(task: Any) -> float:
         with cotune.role("first"):
@@ -183,9 +177,9 @@ def test_a_scorer_that_hangs_is_not_blamed_on_the_made_up_answers() -> None:
         await asyncio.sleep(60)
         return 1.0
 
-    (finding,) = [f for f in dry(solve.cotune, timeout=4.0).findings if f.level == "blocks"]
+    (finding,) = [f for f in dry(solve.cotune, timeout=2.0).findings if f.level == "undecided"]
     assert "'second' was open (its scorer was running)" in finding.text
-    assert finding.remedy.startswith("Look at what takes so long")
+    assert finding.remedy.startswith("Raise --timeout")
 
 
 def test_scorers_that_train_nobody_are_said() -> None:
@@ -335,7 +329,7 @@ def solve(task):
 WITHOUT_GRAMMARS = "import sys; sys.modules['llguidance'] = None; from cotune.cli.main import main; sys.exit(main())"
 
 
-@pytest.mark.parametrize(("asks", "status", "verdict"), [(True, 1, "not trainable as it is"), (False, 3, "undecided")])
+@pytest.mark.parametrize(("asks", "status", "verdict"), [(True, 1, "not trainable"), (False, 3, "undecided")])
 def test_a_person_is_not_waited_for_and_the_status_is_the_verdict(
     tmp_path: Path, asks: bool, status: int, verdict: str
 ) -> None:
@@ -352,4 +346,4 @@ def test_a_person_is_not_waited_for_and_the_status_is_the_verdict(
     told = " ".join(f"{f['text']} {f['remedy']}" for f in report["findings"] if f["level"] in ("blocks", "undecided"))
     line = ASKS.splitlines().index('        input("Go on? ")') + 1
     assert f"it waits for a person: input('Go on? ') at {tmp_path}/app.py:{line} in solve" in told or not asks
-    assert "cotune train app:solve --tasks tasks.jsonl --model MODEL" in told or asks
+    assert "--answers MODEL" in told or asks

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 import cotune
-from tests.trainer.before.check.apps.table import NOT, Row, model, said
+from tests.trainer.before.check.apps.table import NOT, UNDECIDED, Row, model, said
 
 
 class State(TypedDict, total=False):
@@ -222,7 +222,7 @@ TABLES = {"orders": "id, total", "customers": "id, name"}
 
 
 def corrected_by_a_tool() -> Any:
-    """A tool that says which names there are; only behind a right one another agent works."""
+    """A tool that says which names there are; only behind a right one another agent works, which is not found."""
 
     @tool
     def describe(table: str) -> str:
@@ -420,11 +420,9 @@ ROWS = {
     "reflects": Row(reflects, {"write", "reflect"}),
     "graded": Row(graded, {"write", "grade"}),
     "interrupted": Row(interrupted, {"draft", "send"}, never=["never"]),
-    "functional": Row(
-        functional, {"writing/outline", "writing/essay"}, says=[("note", "roles that did not call may be missing")]
-    ),
+    "functional": Row(functional, {"writing/outline", "writing/essay"}, agents_known=False),
     "maps_over_json": Row(maps_over_json, {"plan", "research", "report"}),
-    "has_a_mistake": Row(has_a_mistake, {"write"}, NOT, [("blocks", "KeyError: 'qestion'")], ["made-up answer may be"]),
-    "corrected_by_a_tool": Row(corrected_by_a_tool, {"analyst", "explainer"}),
+    "has_a_mistake": Row(has_a_mistake, {"write"}, UNDECIDED, [("undecided", "KeyError: 'qestion'")]),
+    "corrected_by_a_tool": Row(corrected_by_a_tool, {"analyst"}),
     "remembers": Row(remembers, {"answer"}, says=[("warns", "outlives an episode")]),
 }

@@ -10,7 +10,7 @@ from typing import Any
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
 
-TRAINABLE, UNDECIDED, NOT = "trainable", "undecided", "not trainable as it is"
+TRAINABLE, UNDECIDED, NOT = "trainable", "undecided", "not trainable"
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Row:
     says: Sequence[tuple[str, str]] = ()
     never: Sequence[str] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    agents_known: bool | None = None
+    """Whether the report says that frameworks list all agents; None: not looked at."""
 
 
 def model(**options: Any) -> ChatOpenAI:

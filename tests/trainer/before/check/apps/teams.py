@@ -147,14 +147,14 @@ def core(broken: bool = False, first: type = Ask, asks: type[Router | Solver] = 
 
 
 ROWS = {
-    "core_quotes_an_example": Row(
-        lambda: core(asks=Solver), {"router", "worker"}, says=[("warns", "Made up before it: router")]
-    ),
+    "core_quotes_an_example": Row(lambda: core(asks=Solver), {"router", "worker"}, never=["swallowed"]),
     "swarm": Row(swarm, {"planner", "analyst", "lawyer", "writer"}),
     "flow_with_a_condition": Row(flow_with_a_condition, {"writer", "critic", "editor"}),
     "shared_team": Row(shared_team, {"one", "two"}, NOT, [("blocks", "two episodes"), ("warns", "outlives")]),
     "with_a_person": Row(with_a_person, {"assistant"}, NOT, [("blocks", "waits for a person")]),
-    "core_reads_json": Row(core, {"router", "worker"}),
+    "core_reads_json": Row(
+        core, {"router"}, says=[("warns", "Last answer of that run: router"), ("note", "worker: ran without a call")]
+    ),
     "core_handler_raises": Row(
         lambda: core(True, Job), {"worker"}, says=[("warns", "no shelf to put it"), ("note", "router")]
     ),

@@ -1,0 +1,38 @@
+"""Fixed answers to requests for embeddings, for runs that contact no provider."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from cotune.recording.recorder import LiveEpisode
+
+DIMENSIONS = 1536
+"""The length of a vector if the request names none: that of OpenAI's smaller models."""
+
+
+def count_embeddings(episode: LiveEpisode, address: str) -> None:
+    """Count a request for embeddings by the `host:port` that it is meant for."""
+    counts: Counter[str] = episode.notes.setdefault("embeddings", Counter())
+    counts[address] += 1
+
+
+def fixed_embeddings(raw: bytes) -> bytes:
+    """The answer to a request: the same vector of length 1 for every input. Raises ValueError for a body that is not a
+    JSON object."""
+    body: Any = msgspec.json.decode(raw)
+    if not isinstance(body, Mapping):
+        raise ValueError("the body is not a JSON object")
+    inputs = body.get("input")
+    # A list of token ids is one input; a list of texts or of such lists is several.
+    several = isinstance(inputs, list) and not (inputs and isinstance(inputs[0], int))
+    length = int(body.get("dimensions") or DIMENSIONS)
+    vector = [length**-0.5] * length
+    data = []
+    for index in range(len(inputs) if several and isinstance(inputs, list) else 1):
+        data.append({"object": "embedding", "index": index, "embedding": vector})
+    usage = {"prompt_tokens": 0, "total_tokens": 0}
+    return msgspec.json.encode({"object": "list", "data": data, "model": body.get("model") or "", "usage": usage})

@@ -1,0 +1,115 @@
+"""Reading prompts: the options, dates, examples, JSON and forms that a prompt or a description shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from cotune.integrations.models.chat.content import text_of
+
+DAY = datetime(2000, 1, 15, 9, 30)
+STRFTIME = {"YYYY": "%Y", "YY": "%y", "MM": "%m", "DD": "%d", "HH": "%H", "SS": "%S"}
+DATE_FORM = re.compile(r"(?<!\w)(?:YYYY|YY|MM|DD|HH)(?:[-/.: T](?:YYYY|YY|MM|DD|HH|SS))+(?!\w)", re.I)
+STRFTIME_FORM = re.compile(r"%[aAbBdfHIjmMpSyYzZ](?:[-/.:, T]*%[aAbBdfHIjmMpSyYzZ])+")
+OPTIONS = re.compile(
+    r"(?:(?:valid|available|allowed|known|possible|supported|existing|accepted|following)\b[^:\n]{0,40}?(?::| are| is)"
+    r"|select from:|choose (?:from|one of|between):?|one of(?: the following)?[^:\n\[(]{0,30}:?|must be:?|expected:?"
+    r"|options:?|either)[ \t]*([^\n]+)",
+    re.I,
+)
+QUOTED = re.compile(r"""(?<!\w)(['"`])([^'"`\n]{1,40})\1(?!\w)""")
+QUOTED_LIST = re.compile(r"""((['"`])[^'"`\n]{1,40}\2(?:, *|,? or |,? and | *\| *))+(['"`])[^'"`\n]{1,40}\3""")
+PLAIN_LIST = re.compile(r"\b[\w-]+(?:, [\w-]+)+,? or [\w-]+")
+BULLET = re.compile(r"^\s*[-*•]\s*[`'\"]?([\w][\w -]{0,40}?)[`'\"]?\s*(?:\(|:|–|—|$)", re.M)
+EXAMPLE = re.compile(r"(?:e\.g\.|eg\.|for example|for instance|such as|example:)[ ,:]*(.{1,80})", re.I | re.S)
+QUOTED_EXAMPLE = re.compile(r"(?:e\.g\.|for example|for instance|such as)[:,]? *(['\"`])([^\n]{1,200}?)\1(?!\w)", re.I)
+CAPITALS = re.compile(r"\b[A-Z][A-Z_]{3,}(?: [A-Z][A-Z_]{3,})?\b")
+QUOTED_PHRASE = re.compile(r"""(?<!\w)['"`]([A-Za-z][\w -]{1,23})['"`](?!\w)""")
+YES_OR_NO = re.compile(r"\b(?:is|are|was|does|do|did|can|has|have|should|will)\b[^.?!\n]*\?", re.I)
+EMPHASIS = frozenset(
+    {"ALWAYS", "NEVER", "MUST", "ONLY", "SHOULD", "DO_NOT", "IMPORTANT", "CRITICAL", "REQUIRED", "WARNING", "NOTE"}
+    | {"NOTES", "YOUR", "THIS", "THAT", "WITH", "WILL", "FROM", "HAVE", "WHEN", "EACH", "MORE", "THAN", "THEN", "TODO"}
+    | {"JSON", "YAML", "HTML", "HTTP", "HTTPS", "MARKDOWN", "TEXT", "NULL", "NONE", "TRUE", "FALSE", "FORMAT", "INPUT"}
+    | {"OUTPUT", "TASK", "TASKS", "CONTEXT", "RULE", "RULES", "EXAMPLE", "EXAMPLES", "SYSTEM", "USER", "ROLE", "GOAL"}
+    | {"QUESTION", "ANSWER"}
+)
+"""Words in capitals that stress or name something, and are no answers."""
+MOST_OPTIONS = 8
+
+
+def own_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The application's instructions in a prompt: its system messages, and the last message."""
+    instructions = [message for message in messages if message.get("role") in ("system", "developer")]
+    if messages and messages[-1] not in instructions:
+        instructions.append(messages[-1])
+    return "\n".join(text_of(message.get("content")) for message in instructions)
+
+
+def date_in(text: str) -> str:
+    """A moment in the form that a text asks for (YYYY-MM-DD, HH:MM, %d/%m/%Y); empty without one."""
+    if form := STRFTIME_FORM.search(text):
+        return DAY.strftime(form[0])
+    form = DATE_FORM.search(text)
+    if form is None:
+        return ""
+    template = form[0].upper()
+    if hours := re.search("HH", template):  # behind hours, MM stands for minutes
+        template = template[: hours.start()] + template[hours.start() :].replace("MM", "%M")
+    for letters, code in STRFTIME.items():
+        template = template.replace(letters, code)
+    return DAY.strftime(template)
+
+
+def options_in(text: str) -> list[str]:
+    """The options that a text lists: `select from: a, b`, `valid names are 'x' and 'y'`, `'m' or 'f'`."""
+    for listed in OPTIONS.finditer(text):
+        options = split_list(listed[1])
+        if len(options) > 1 or (options and QUOTED.search(listed[1])):
+            return options[:MOST_OPTIONS]
+    listed = QUOTED_LIST.search(text) or PLAIN_LIST.search(text)
+    return split_list(listed[0])[:MOST_OPTIONS] if listed else []
+
+
+def split_list(text: str) -> list[str]:
+    """The parts of a list in a sentence: the quoted ones if there are any, else those between commas."""
+    quoted = [phrase for _, phrase in QUOTED.findall(text)]
+    if quoted:
+        return list(dict.fromkeys(quoted))
+    bracketed = re.match(r"[\[({]([^\])}]*)[\])}]", text.strip())
+    sentence = bracketed[1] if bracketed else text.split(". ")[0]
+    options = []
+    for part in re.split(r",|;|\||\bor\b|\band\b", sentence):
+        option = part.strip(" .:`*()[]{}")
+        if option and len(option.split()) <= 3 and option not in options:
+            options.append(option)
+    return options
+
+
+def example_in(text: str) -> str:
+    """The example that a description gives of a value; empty without one."""
+    example = EXAMPLE.search(text)
+    if example is None:
+        return ""
+    if quoted := QUOTED.match(example[1].lstrip("( ")):
+        return quoted[2]
+    return re.split(r"[,;)\n]|\. |\bor\b", example[1].strip("( "))[0].strip(" '\"`.")
+
+
+def names_in(text: str, names: Sequence[str]) -> list[str]:
+    """The given names that occur in a text."""
+    return [name for name in dict.fromkeys(names) if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
+
+
+def listed_names(text: str) -> list[str]:
+    """Names that a text lists as bullets or after a word such as "available"."""
+    return list(dict.fromkeys([*BULLET.findall(text), *options_in(text)]))
+
+
+def answer_words(text: str) -> list[str]:
+    """Short answers that a prompt may wait for: listed options, words in capitals, quoted phrases."""
+    words = options_in(text) + [word for word in CAPITALS.findall(text) if word not in EMPHASIS]
+    words += ["yes", "no"] if YES_OR_NO.search(text) else []
+    words += [phrase for phrase in QUOTED_PHRASE.findall(text) if phrase.upper() not in EMPHASIS]
+    return list(dict.fromkeys(words))[:MOST_OPTIONS]

@@ -1,0 +1,135 @@
+"""Answers an application's calls without training's models: scored and recorded as in training."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+
+from cotune.algorithms.recipes import Attribution
+from cotune.errors import WorkflowError
+from cotune.recording.recorder import LiveCall, Responder
+from cotune.records.answers import Answer
+from cotune.records.plans import Plan
+from cotune.records.structs import PolicyRef
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams, TokenBytes
+from cotune.sampling.responder import PolicyResponder
+from cotune.sampling.scoring import AnyScorer
+
+Message = Mapping[str, Any]
+ENDLESS = "on one task and did not stop"
+"""Part of the error of an episode that makes more calls than it may."""
+STOPPED_AFTER = 4
+"""An application that swallows the refusal of further calls is stopped after this many times the limit."""
+
+
+@dataclass(eq=False, kw_only=True)
+class CheckResponder:
+    """Answers the calls of one run. Plan, scorers and the choice of a candidate work as in training.
+
+    `answers(call)` returns a function from the index of a candidate to its message. With `real` that responder answers
+    instead: a model, or the application's own provider for one that returns None. `limit` bounds the calls of the
+    episode: beyond it the episode fails. `sampling` overrides the request's parameters, as in training.
+    """
+
+    answers: Callable[[LiveCall], Callable[[int], Message]]
+    real: Responder | None = None
+    plan: Plan | None = None
+    scorers: Mapping[str, AnyScorer] = field(default_factory=dict)
+    attribution: Attribution = field(default_factory=Attribution)
+    own: Mapping[str, Attribution] = field(default_factory=dict)
+    provider_roles: Collection[str] = ()
+    limit: int = 64
+    sampling: Mapping[str, Any] | None = None
+    meeting: threading.Barrier | None = None
+    """The first call waits here, a second at most, for that of another run, so that both overlap."""
+    calls: Counter[str] = field(default_factory=Counter, init=False)
+    """Calls by episode, refused ones too."""
+
+    async def respond(self, call: LiveCall) -> Answer | None:
+        """Answer a call, or raise WorkflowError beyond the limit of calls."""
+        self.count(call)
+        if self.meeting is not None and self.calls.total() == 1:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                await asyncio.to_thread(self.meeting.wait, 1.0)  # the other run may be in another event loop
+        if self.real is not None:
+            return await self.real.respond(call)
+        provided = call.role in self.provider_roles
+        if provided:
+            call.unsupported_reason = ""
+        candidates = MessageSampler(self.answers(call))
+        inner = PolicyResponder(
+            cast(Sampler, candidates),
+            candidates,
+            {call.role: PolicyRef("drawn")},
+            plan=None if provided else self.plan,
+            scorers={} if provided else self.scorers,
+            attribution=self.attribution,
+            own=self.own,
+            override=self.sampling,
+        )
+        answer = await inner.respond(call)
+        assert answer is not None
+        return msgspec.structs.replace(answer, policy=None, prompt_ids=()) if provided else answer
+
+    @property
+    def cut(self) -> bool:
+        """Whether the episode made more calls than it may."""
+        return any(count > self.limit for count in self.calls.values())
+
+    def count(self, call: LiveCall) -> None:
+        self.calls[call.episode.id] += 1
+        count = self.calls[call.episode.id]
+        if count > STOPPED_AFTER * self.limit:
+            raise asyncio.CancelledError(f"the application made {self.limit} calls {ENDLESS}")
+        if count > self.limit:
+            raise WorkflowError(
+                f"The application made {self.limit} calls {ENDLESS}; the last one by {call.role!r}.",
+                "Raise --calls if an episode may need more.",
+            )
+
+
+class MessageSampler:
+    """Sampler and chat format of one call: the token ids of a candidate are the bytes of its message."""
+
+    image_tokens: tuple[int, ...] = ()
+
+    def __init__(self, message: Callable[[int], Message]) -> None:
+        self.message = message
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, **_: Any) -> list[int]:
+        return list(msgspec.json.encode([messages, tools], enc_hook=str))
+
+    def images(self, messages: Sequence[Message]) -> tuple[bytes, ...]:
+        return ()
+
+    def reads(self, option: str) -> bool:
+        return True
+
+    def grammar(
+        self, asked: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, prompt: Sequence[int]
+    ) -> str:
+        return ""
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
+        completions = []
+        for index in range(n):
+            ids = tuple(msgspec.json.encode(self.message(index), enc_hook=str))
+            top = tuple(((id, -1.0),) for id in ids) if params.top_logprobs else ()
+            completions.append(Completion(ids, (-1.0,) * len(ids), "stop", top))
+        return completions
+
+    def token_bytes(self, token_ids: Sequence[int]) -> list[TokenBytes]:
+        return [TokenBytes(bytes([id])) for id in token_ids]
+
+    def parse(self, token_ids: Sequence[int], stop: Sequence[str] = (), **_: Any) -> tuple[str, dict[str, Any], str]:
+        message = msgspec.json.decode(bytes(token_ids))
+        return message.get("content") or "", message, "tool_calls" if message.get("tool_calls") else "stop"
