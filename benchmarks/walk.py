@@ -33,7 +33,7 @@ from cotune.trainer.before.answers.drawn import DrawnAnswers
 from cotune.trainer.before.answers.responder import CheckResponder
 
 K = 4
-MODEL, RESPONDER = "trainer/before/stub/", "sampling/responder.py"
+MODEL, RESPONDER = "trainer/before/answers/", "sampling/responder.py"
 
 
 class State(TypedDict):

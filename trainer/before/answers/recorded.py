@@ -10,6 +10,8 @@ from cotune.records.structs import CallRecord, Episode
 from cotune.storage.protocol import Store
 from cotune.trainer.before.answers.responder import Message
 
+NO_RECORD = "The records have no answer"
+
 
 class RecordedAnswers:
     """The answers of recorded episodes, by role and turn. Run number `run` takes another episode of the task, or of any
@@ -38,7 +40,7 @@ class RecordedAnswers:
             record = recorded[run % len(recorded)].get((call.role, call.turn))
             if record is None:
                 raise WorkflowError(
-                    f"The records have no answer for turn {call.turn} of role {call.role!r}.",
+                    f"{NO_RECORD} for turn {call.turn} of role {call.role!r}.",
                     "Record more episodes (cotune trace), or pass other --answers.",
                 )
             candidate = record.candidates[0]

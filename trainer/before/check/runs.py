@@ -14,6 +14,7 @@ from cotune.episodes.workflows import Workflow
 from cotune.recording.app_parts import Parts
 from cotune.records.structs import CallRecord, Task
 from cotune.storage.protocol import Store
+from cotune.trainer.before.answers.recorded import NO_RECORD
 from cotune.trainer.before.answers.responder import ENDLESS, CheckResponder
 from cotune.trainer.before.check.watch import Watch
 
@@ -46,8 +47,10 @@ class Run:
 
     @property
     def answered(self) -> bool:
-        """Whether it failed after an answer, and not because a call was refused."""
-        return bool(self.last_answer) and not self.outcome.live.failures
+        """Whether it failed after an answer, or for want of a recorded one, and not because a call was refused."""
+        failed = [str(call.error) for call in self.calls if call.status not in ("ok", "cancelled")]
+        missing = [error for error in failed if NO_RECORD in error]
+        return bool(self.last_answer or missing) and len(missing) == len(failed)
 
     @property
     def roles(self) -> set[str]:

@@ -628,6 +628,12 @@ def test_the_command_tells_by_its_status(
     assert "plan.kind = 'tree'" in capsys.readouterr().err
 
 
+def test_the_removed_flag_names_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "app:solve", "--tasks", "tasks.jsonl", "--answer", "yes"])
+    assert "--answers" in capsys.readouterr().err
+
+
 def test_the_report_fits_a_terminal(provider: Provider) -> None:
     from rich.console import Console
 
