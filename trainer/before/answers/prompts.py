@@ -68,8 +68,8 @@ def options_in(text: str) -> list[str]:
         options = split_list(listed[1])
         if len(options) > 1 or (options and QUOTED.search(listed[1])):
             return options[:MOST_OPTIONS]
-    listed = QUOTED_LIST.search(text) or PLAIN_LIST.search(text)
-    return split_list(listed[0])[:MOST_OPTIONS] if listed else []
+    plain = QUOTED_LIST.search(text) or PLAIN_LIST.search(text)
+    return split_list(plain[0])[:MOST_OPTIONS] if plain else []
 
 
 def split_list(text: str) -> list[str]:
