@@ -107,7 +107,7 @@ def test_the_readme_example_is_checked(wheel: Path, tmp_path: Path) -> None:
     ("arguments", "status", "said"),
     [
         (("--help",), 0, "gateway  Record"),
-        (("check", *RUN), 1, "not trainable as it is"),
+        (("check", *RUN), 1, "\nnot trainable\n"),
         (("show", "traced"), 0, "team 1"),
         (("runs", "."), 0, "team: trace 1"),
         (("show", "traced", "--json"), 0, '"rewards":{"team":1.0}'),

@@ -74,7 +74,7 @@ def test_texts_stay_what_they_are(store: Store, odd: list[str]) -> None:
     assert store.first_episodes(phase, None, [task])[task] <= id
     assert (role, 1) in [(found, min(count, 1)) for found, count in store.answered_by(policy)] or phase == "check"
     assert role in {row[0] for row in store.use(0)[1]} and role in {row[1] for row in store.tally(app)}
-    assert store.episode_named(id[-20:]) == id and store.episode_named(asked or "x") == (asked or "x")
+    assert store.episode_named(id[-20:]) == id and store.episode_named(f"{asked}!") == f"{asked}!"
     store.outcomes_by_task(phase, "lowest"), store.outcomes_by_step(phase, "lowest", [task]), store.failed_episodes()
     store.delete([id], (app, f"{key}!"))
     assert store.counts() == before and store.rewards([id, rewards[1].target]) == {id: {}, rewards[1].target: {}}

@@ -135,7 +135,7 @@ def run() -> None:
     summary = cotune.train(solve, [task, {"id": "b"}], config, out="runs/r1", model="some/model", steps=3)
     assert_type(summary, RunSummary)
     assert_type(cotune.resume("runs/r1", changes={"steps": 6}), RunSummary)
-    dry = cotune.check(solve, [task], config, answers=["yes"], steps=3)
+    dry = cotune.check(solve, [task], config, answers="provider", steps=3)
     assert_type(dry, CheckReport)
     manifest = cotune.export("runs/r1", "adapters", best=True, gguf="q8_0")
     assert_type(manifest, Manifest)
