@@ -6,8 +6,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 import os
+import re
 import runpy
 import shlex
 import sys

@@ -160,8 +160,7 @@ class LiveEpisode:
     rollout: int = 0
     offline: bool = False
     """Whether a call that the responder leaves is refused instead of going to the application's provider."""
-    fixed_embeddings: bool = False
-    """Whether requests for embeddings are answered with fixed vectors instead of going to a provider."""
+    fixed_embeddings: bool = False  # see `EpisodeOptions`
     redactors: Sequence[Redactor] = ()
     keep_token_ids: bool = False
     parts: Parts | None = None

@@ -235,10 +235,7 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
     else:
         _warn_of_unseen(episode, request)
         if episode.fixed_embeddings and request.method == "POST" and request.url.path.endswith("/embeddings"):
-            try:
-                return _response(request, 200, "application/json", fixed_embeddings(request.content), "cotune")
-            except UNREADABLE as error:
-                return _error_response(request, 400, f"the request cannot be read: {error!r}")
+            return _response(request, 200, "application/json", fixed_embeddings(request.content), "cotune")
         return None
     exchange = _exchange.get() or _Exchange(retried=False)
     if exchange.call is not None:
