@@ -96,10 +96,10 @@ def test_replaced_parameters_are_counted(ran) -> None:
         assert line["notes"] == ["24 calls asked for presence_penalty and were sampled without it."]
 
 
-def test_check_names_what_training_replaces() -> None:
-    found = check(
-        application(plan), [{"id": "a"}], convert({"model": "none"}), answers=['{"move": "left", "steps": 3}']
-    )
+def test_check_names_what_training_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    found = check(application(plan), [{"id": "a"}], convert({"model": "none"}))
     said = [finding.text for finding in found.findings if finding.about == "planner"]
     assert "asks for presence_penalty 1.5; training samples without it." in said
 
