@@ -25,7 +25,7 @@ from cotune.terminal import LogFormat, harmless, suggest
 COMMANDS = {
     "Run": {
         "doctor": "Report whether a run fits on this machine or a Ray cluster",
-        "check": "Run the application on made-up answers; report what would train",
+        "check": "Run the application on drawn answers; report what would train",
         "train": "Train the policies of an application's roles",
         "eval": "Compare trained policies with the base, with confidence intervals",
         "trace": "Record the application with the model that it uses today",

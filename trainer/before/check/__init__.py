@@ -1,1 +1,1 @@
-"""`cotune check`: a dry run of an application with made-up answers."""
+"""`cotune check`: a dry run of an application with drawn answers."""
