@@ -95,7 +95,11 @@ class Parser(argparse.ArgumentParser):
         return group
 
     def shorten(self) -> None:
-        """Leave the further arguments out of the help and the usage."""
+        """Leave the further arguments out of the help and the usage, also of the forms of this command."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for form in action.choices.values():
+                    form.shorten()
         further = [action for group in self.groups for action in group._group_actions]
         if further:
             self.epilog = f"{self.prog} --help-all shows {len(further)} more"

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from cotune.cli.command import Formatter, Parser, described, filled, width
 from cotune.errors import CotuneError
+from cotune.near_names import did_you_mean, near_names
 from cotune.recording.context import current_episode
 from cotune.runtime.interrupts import ends_as_interrupts, interrupt_ends, interrupt_raises
 from cotune.runtime.process_exit import INTERRUPTED, leave, own_process
@@ -100,6 +101,16 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
     return top
 
 
+def reject_unknown_command(line: Sequence[str]) -> None:
+    """Exit with status 2 and the nearest names if the command of `line` does not exist."""
+    # No flag before the command takes a value, so the first word that is not a flag is the command.
+    name = next((word for word in line if not word.startswith("-")), None)
+    commands = [command for group in COMMANDS.values() for command in group]
+    if name is not None and name not in commands:
+        remedy = did_you_mean(near_names(name, commands)) or "cotune --help lists the commands."
+        parser([]).error(f"{name!r} is not a command. {remedy}")
+
+
 def of_use(record: logging.LogRecord) -> bool:
     """Whether a log line tells something: not the lines of an application whose episode was stopped, whose calls all
     fail then, each with its retries. `-v` shows all."""
@@ -108,12 +119,19 @@ def of_use(record: logging.LogRecord) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
+    """Run a command, or print the help if there is none.
+
+    Returns the exit status: 0 done, 1 an error, 2 wrong usage, 130 interrupted.
+    """
     if "_ARGCOMPLETE" in os.environ:
         from cotune.integrations.exchange.argcomplete.completion import complete
 
         complete(parser([*os.environ.get("COMP_LINE", "").split(), "--help-all"]))
     argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        parser(argv).print_help()
+        return 0
+    reject_unknown_command(argv)
     arguments = parser(argv).parse_args(argv)
     shown = logging.StreamHandler()
     shown.setFormatter(LogFormat())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -22,8 +21,6 @@ def arguments(command: Parser) -> None:
         sub = below.add_parser(name, help=module.TEXT, **described(module.TEXT, module.EXAMPLE))
         sub.set_defaults(run_subcommand=module.run)
         module.arguments(sub)
-        if "--help-all" not in sys.argv:
-            sub.shorten()
 
 
 def run(a: argparse.Namespace) -> int:

@@ -111,7 +111,23 @@ def test_only_the_command_that_is_asked_for_is_imported():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "['runs']"
 
 
-@pytest.mark.parametrize("arguments", [[], ["tarin"], ["trace", "app:solve"], ["train", "--policies", "both"]])
+def test_without_a_command_the_help_is_shown(capsys):
+    assert cli.main([]) == 0
+    assert "cotune train app:solve" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [(["tarin"], "train"), (["-v", "evla", "app:solve"], "eval"), (["xyzzy"], "cotune --help lists the commands.")],
+)
+def test_a_mistyped_command_gets_a_suggestion(arguments, remedy, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert remedy in capsys.readouterr().err.partition("is not a command")[2]
+
+
+@pytest.mark.parametrize("arguments", [["tarin"], ["trace", "app:solve"], ["train", "--policies", "both"]])
 def test_wrong_usage_is_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
