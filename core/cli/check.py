@@ -30,8 +30,6 @@ def arguments(command: Parser) -> None:
         help="who answers: a small model (folder or Hugging Face id), provider (the application's own) or "
         "records:ADDRESS (recorded answers); by default answers are drawn and no provider is contacted",
     )
-    # Without this line, argparse would take --answer for an abbreviation of --answers.
-    command.add_argument("--answer", type=removed_answer, help=argparse.SUPPRESS)
     command.add_argument("--no-tools", action="store_true", help="drawn answers call no tool: no tool is run")
     command.add_argument(
         "--calls", type=int, default=64, metavar="N", help="most calls of a run (default: %(default)s)"
@@ -46,12 +44,6 @@ def arguments(command: Parser) -> None:
         metavar="FILE",
         help="write the report as JSON to FILE, or without FILE to standard output; the application's own output goes "
         "to standard error",
-    )
-
-
-def removed_answer(text: str) -> str:
-    raise argparse.ArgumentTypeError(
-        "was removed. Use --answers: a small model, provider, or records:ADDRESS (answers that cotune trace recorded)."
     )
 
 

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from cotune.cli.command import Formatter, Parser, described, filled, width
+from cotune.cli.removed import removed_flag
 from cotune.errors import CotuneError
 from cotune.near_names import did_you_mean, near_names
 from cotune.recording.context import current_episode
@@ -101,14 +102,17 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
     return top
 
 
-def reject_unknown_command(line: Sequence[str]) -> None:
-    """Exit with status 2 and the nearest names if the command of `line` does not exist."""
+def reject_unknown_words(line: Sequence[str]) -> None:
+    """Exit with status 2 if the command of `line` does not exist, naming the nearest ones, or if one of its flags was
+    removed, naming what to use instead."""
     # No flag before the command takes a value, so the first word that is not a flag is the command.
     name = next((word for word in line if not word.startswith("-")), None)
     commands = [command for group in COMMANDS.values() for command in group]
     if name is not None and name not in commands:
         remedy = did_you_mean(near_names(name, commands)) or "cotune --help lists the commands."
         parser([]).error(f"{name!r} is not a command. {remedy}")
+    if name is not None and (fault := removed_flag(name, line)):
+        parser([]).error(f"{name}: {fault}")
 
 
 def of_use(record: logging.LogRecord) -> bool:
@@ -131,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         parser(argv).print_help()
         return 0
-    reject_unknown_command(argv)
+    reject_unknown_words(argv)
     arguments = parser(argv).parse_args(argv)
     shown = logging.StreamHandler()
     shown.setFormatter(LogFormat())
