@@ -1,4 +1,4 @@
-"""Prompts, weights, or both? `strategy = "p, w"` and "w, p" on a small model that obeys its prompt, two roles.
+"""Prompts, weights, or both? In either order, on a small model that obeys its prompt, two roles.
 
     python -m benchmarks.prompts_and_weights                          # 3 seeds
     python -m benchmarks.prompts_and_weights --seeds 0 --steps 2 --fresh 50
@@ -11,9 +11,10 @@ A script writes new texts in place of a reflection model. It knows nothing of th
 instructions for either role. So this shows what prompts and weights give together on a model that obeys, and in which
 order. It does not show what a reflection model is worth, nor how well a large model obeys.
 
-Each seed has a base model of its own. `p` alone is the first stage of "p, w", and `w` alone that of "w, p". Stages are
-kept or not by their own held-out tasks; the figures are of fresh tasks, single samples at temperature 1. Results are
-appended to OUT/results.jsonl and not computed again; runs are resumed. The last line is JSON.
+`p` is `cotune prompts improve` and `w` is `cotune train --prompts`, called as functions. Each seed has a base model of
+its own. `p` alone is the first half of "p, w", and `w` alone the first half of "w, p". Prompts are used if the held-out
+tasks show that they are better. The figures are of fresh tasks, single samples at temperature 1. Results are added to
+OUT/results.jsonl and not computed again; runs are resumed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Task, Usage
 from cotune.records.tasks import as_tasks
 from cotune.storage.open_store import open_store
-from cotune.trainer.config.train import convert
+from cotune.storage.run_layout import is_run
 from cotune.trainer.prompting.evaluations import HELD_OUT, Evaluations, answering_in_search
-from cotune.trainer.prompting.options import ImproveOptions
+from cotune.trainer.prompting.improve import improve
+from cotune.trainer.prompting.options import ImproveOptions, PromptRun
 from cotune.trainer.prompting.spending import Spending
-from cotune.trainer.prompting.strategy import Stage, is_strategy, resume_strategy, run_strategy
 from examples.tiny_model import Demonstration, base_builder
 
 COLOURS = ("red", "blue", "green", "pink", "white", "black", "brown", "gold")
@@ -157,11 +158,10 @@ class Script:
         return Answer(candidates=(said,), usage=Usage(prompt_tokens=1, completion_tokens=1))
 
 
-def settings(model: Path, held_out: Path, strategy: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Of the trainings."""
+def settings(model: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Settings of a training."""
     return {
         "model": str(model),
-        "strategy": strategy,
         "steps": options.steps,
         "tasks_per_step": 16,
         "seed": seed,
@@ -169,13 +169,13 @@ def settings(model: Path, held_out: Path, strategy: str, seed: int, options: arg
         "lora": {"rank": 16, "alpha": 32.0},
         "learner": {"lr": options.lr, "betas": [0.9, 0.95], "seed": seed, "threads": 1},
         "sampling": {"max_tokens": 3},
-        "evaluation": {"tasks": str(held_out)},
+        "evaluation": {"tasks": "none"},
         "checkpoint_every": 100,
     }
 
 
-def result(strategy: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The stages of a strategy, and what is reached before the first and after each."""
+def result(order: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What is reached before the first step of an order ("p, w" or "w, p") and after each step."""
     folder = options.out / f"seed{seed}"
     model, held_out = folder / "base", folder / "held_out.jsonl"
     listed = make_tasks(seed)
@@ -183,33 +183,48 @@ def result(strategy: str, seed: int, options: argparse.Namespace) -> dict[str, A
     if not (model / "tokenizer_config.json").is_file():
         console.print(f"seed {seed}: warming up a base model")
         build(model, seed=seed)
-    asked = listed[options.tasks :][: options.held_out]
-    held_out.write_text("".join(json.dumps(task) + "\n" for task in asked))
-    run = folder / strategy.replace(", ", "-")
-    if is_strategy(run):
-        report = resume_strategy(run, workflow=words, tasks=tasks, reflector=Script(seed))
-    else:
-        config = convert(settings(model, held_out, strategy, seed, options))
-        search = ImproveOptions(max_calls=options.calls, rounds=options.rounds, seed=seed, minibatch=8, credit=0.0)
-        report = run_strategy(words, tasks, config, search, out=run, reflector=Script(seed))
-    if not report.finished:
-        raise SystemExit(f"{run}: stopped; the same command goes on")
+    held_out_tasks = listed[options.tasks :][: options.held_out]
+    held_out.write_text("".join(json.dumps(task) + "\n" for task in held_out_tasks))
+
+    prompts: Prompts | None = None
+    prompts_dir, weights, held = "", "", None
     reached = {"base": _reached(model, None, "", fresh)}
-    prompts, weights = None, ""
-    for stage in report.stages:
-        if stage.kept:
-            prompts, weights = _after(run, stage, prompts, weights)
-        reached[stage.letter if stage.number == 1 else "both"] = _reached(model, prompts, weights, fresh)
-    stages = [
-        {"letter": s.letter, "kept": s.kept, "held_out": s.held_out and s.held_out.to_json()} for s in report.stages
-    ]
+    for number, letter in enumerate(order.split(", "), 1):
+        out = folder / order.replace(", ", "-") / f"{number}-{letter}"
+        step_seed = seed + number - 1
+        if letter == "p":
+            search = ImproveOptions(
+                model=None if weights else str(model),
+                run=weights or None,
+                eval_tasks=str(held_out),
+                max_calls=options.calls,
+                rounds=options.rounds,
+                seed=step_seed,
+                minibatch=8,
+                credit=0.0,
+                max_tokens=3,
+            )
+            begun = PromptRun(out).described.is_file()
+            report = improve(words, tasks, search, out=out, resume=begun, reflector=Script(seed))
+            held = report.held_out and report.held_out.to_json()
+            if report.verdict == "better":
+                prompts, prompts_dir = read_prompts(out), str(out)
+        else:
+            _train(tasks, out, {**settings(model, step_seed, options), "prompts": prompts_dir})
+            weights = str(out)
+        reached[letter if number == 1 else "both"] = _reached(model, prompts, weights, fresh)
     texts = {} if prompts is None else {part.name: "".join(part.now.texts) for part in prompts.parts if part.edited}
-    return {"reached": reached, "stages": stages, "texts": texts}
+    return {"reached": reached, "held_out": held, "texts": texts}
 
 
-def _after(run: Path, stage: Stage, prompts: Prompts | None, weights: str) -> tuple[Prompts | None, str]:
-    there = run / stage.folder
-    return (read_prompts(there), weights) if stage.letter == "p" else (prompts, str(there))
+def _train(tasks: list[dict[str, Any]], out: Path, table: dict[str, Any]) -> None:
+    """Train in the folder `out`, or continue the run that is there."""
+    if is_run(out):
+        summary = cotune.resume(out, workflow=words, tasks=tasks)
+    else:
+        summary = cotune.train(words, tasks, table, out=out)
+    if not summary.finished:
+        raise SystemExit(f"{out}: stopped. Run the same command to continue.")
 
 
 def _reached(model: Path, prompts: Prompts | None, weights: str, tasks: Sequence[Task]) -> int:
@@ -244,20 +259,22 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4000, help="of models, in each search (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=60, help="of each search (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=160, help="to train and to search on (default: %(default)s)")
-    parser.add_argument("--held-out", type=int, default=150, help="tasks that decide on a stage (default: %(default)s)")
+    parser.add_argument(
+        "--held-out", type=int, default=150, help="tasks that decide on the prompts (default: %(default)s)"
+    )
     parser.add_argument("--fresh", type=int, default=300, help="tasks of the figures (default: %(default)s)")
     options = parser.parse_args()
     kept = KeptResults(options, "steps", "lr", "calls", "rounds", "tasks", "held_out", "fresh")
     for seed in map(int, options.seeds.split(",")):
-        for strategy in ("p, w", "w, p"):
-            if line := kept.once(partial(result, strategy, seed, options), strategy=strategy, seed=seed):
-                console.print(f"seed {seed}: {strategy}: {line['reached']} of {options.fresh}")
+        for order in ("p, w", "w, p"):
+            if line := kept.once(partial(result, order, seed, options), strategy=order, seed=seed):
+                console.print(f"seed {seed}: {order}: {line['reached']} of {options.fresh}")
     table = Table(title="Two roles, Qwen3 of 0.3M parameters: share of fresh tasks solved, temperature 1")
     for title in ("", "success", "95% interval", "by seed"):
         table.add_column(title)
     found = {}
-    for (strategy, name), title in ROWS.items():
-        lines = kept.lines(strategy=strategy)
+    for (order, name), title in ROWS.items():
+        lines = kept.lines(strategy=order)
         if lines:
             found[title] = over_seeds(lines, options.fresh, name)
             table.add_row(title, *success_cells(found[title]))

@@ -16,7 +16,6 @@ from cotune.records.policies import TRAINED
 from cotune.storage.checkpoints import newest_checkpoint, read_best, steps_of
 from cotune.storage.run_layout import RunLayout, read_run, read_run_json
 from cotune.terminal import tell
-from cotune.trainer.prompting.kept import is_strategy, kept_of
 from cotune.trainer.reporting.loggers import send_export
 
 _UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the application's own provider"}
@@ -37,8 +36,7 @@ def export(
     any_prompts: bool = False,
     say: Callable[[str], None] = tell,
 ) -> Manifest:
-    """Write the trained policies of a run to the folder `out`: PEFT folders with roles.json and a model card. Of a run
-    of several stages these are the weights and prompts that are kept.
+    """Write the trained policies of a run to the folder `out`: PEFT folders with roles.json and a model card.
 
     `best` takes the best checkpoint by held-out evaluation in place of the newest, as far as there is one. With `merge`
     each policy is a whole model, with `gguf` one GGUF file in this precision. The card has the figures of `evaluation`,
@@ -56,10 +54,6 @@ def export(
     """
     if push:
         check_repository(push)
-    if is_strategy(run):
-        run, found = kept_of(run)
-        prompts = prompts or found
-        say(f"of several stages, the weights of {run} are kept")
     chosen = prompts_for(run, prompts, any_prompts=any_prompts)
     manifest = export_run(
         run, out, best=best, merge=merge, gguf=gguf, evaluation=evaluation, model=model, prompts=chosen

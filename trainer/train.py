@@ -84,9 +84,6 @@ def train(
     flow = workflow_of(workflow)
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
     chosen = convert({**table, **settings})
-    if chosen.strategy:
-        remedy = "Use cotune train --strategy, or cotune.trainer.prompting.strategy.run_strategy; or leave it out."
-        raise ConfigError("strategy", chosen.strategy, "is for several stages, and this is one training", remedy)
     if chosen.from_records and tasks is not None:
         fault = f"cannot be used with recipe {chosen.recipe}, whose tasks are the recorded ones"
         raise ConfigError("tasks", tasks, fault, "Leave them out.")

@@ -12,7 +12,7 @@ EXTRA = "train"
 
 
 def arguments(command: Parser) -> None:
-    command.add_argument("run", metavar="RUN", help="run folder, also of several stages (train --strategy)")
+    command.add_argument("run", metavar="RUN", help="run folder")
     command.add_argument(
         "--out", required=True, metavar="DIR", help="folder to write: a new or empty one, or an earlier export"
     )

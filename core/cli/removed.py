@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+_SEARCH_FIRST = "Run cotune prompts improve, which has it, then cotune train --prompts FOLDER."
+
 REMOVED_FLAGS: Mapping[str, str] = {
     "check --answer": "Use --answers: a small model, provider, or records:ADDRESS (what cotune trace recorded).",
+    "train --strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
+    "train --reflection": _SEARCH_FIRST,
+    "train --reflection-url": _SEARCH_FIRST,
+    "train --reflection-key-env": _SEARCH_FIRST,
+    "train --max-calls": _SEARCH_FIRST,
+    "train --max-cost": _SEARCH_FIRST,
+    "train --price": _SEARCH_FIRST,
+    "train --yes": _SEARCH_FIRST,
 }
 """By command and flag, a sentence that tells the user what to do. Add a row when you remove a flag."""
 

@@ -17,8 +17,6 @@ EXTRA = "train"
 
 
 def arguments(command: Parser) -> None:
-    from cotune.cli.prompts.stages import stage_arguments
-
     command.add_argument("workflow", nargs="?", help=APP)
     command.add_argument("--tasks", metavar="FILE", help=TASKS)
     command.add_argument(
@@ -47,7 +45,6 @@ def arguments(command: Parser) -> None:
     figures.add_argument(
         "--explain", action="store_true", help="explain each column and figure of a step, and train nothing"
     )
-    stage_arguments(command.more("stages of prompts and weights"))
     machine = command.more("machine")
     add_fields(machine, "cluster.address")
     add_trust(machine)
@@ -61,33 +58,22 @@ def run(a: argparse.Namespace) -> int:
         return 0
     if a.resume or a.workflow:
         tell(f"opening the run {a.resume} ..." if a.resume else f"loading {a.workflow} ...")
-    from cotune.cli.prompts.stages import resume_stages, run_stages, take_search
     from cotune.reading.words import change_text
     from cotune.tables import plural
     from cotune.trainer.config.train import load_config, read_toml
-    from cotune.trainer.prompting.kept import is_strategy
     from cotune.trainer.train import resume, train
 
     fields = {**fields_of(a), **settings(a.set)}
-    search = take_search(a, fields)
-    if a.resume and is_strategy(a.resume):
-        return resume_stages(a, fields, search)
     if not a.resume and a.workflow is None:
         remedy = "Name one, as in cotune train app:solve --tasks tasks.jsonl, or pass --resume RUN."
         raise ConfigError("workflow", None, "is missing", remedy)
-    config = None if a.resume else load_config(a.config, fields)
-    if search and not (config and config.strategy):
-        remedy = 'Add --strategy "p, w", or search with cotune prompts improve.'
-        raise ConfigError(next(iter(search)), None, "is an option of searches for prompts, and there is none", remedy)
-    if config is None:
+    if a.resume:
         if a.out is not None:
             raise ConfigError("out", a.out, "cannot be used with --resume, which names the run", "Leave out --out.")
         changes = {**read_toml(a.config), **fields}
         summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks, changes=changes)
-    elif config.strategy:
-        return run_stages(a, config, search)
     else:
-        summary = train(a.workflow, a.tasks, config, out=a.out)
+        summary = train(a.workflow, a.tasks, load_config(a.config, fields), out=a.out)
     state = "finished" if summary.finished else "stopped"
     tell(f"{state} after {plural(summary.steps, 'step')} in {summary.seconds:.0f} s: {summary.path}")
     for change in summary.headline.changes:

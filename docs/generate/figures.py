@@ -41,8 +41,8 @@ PROMPTS_AND_WEIGHTS = {
     ("p, w", "base"): "untrained, prompts of the application",
     ("p, w", "p"): "prompts alone (`p`)",
     ("w, p", "w"): "weights alone (`w`)",
-    ("p, w", "both"): "`p, w`",
-    ("w, p", "both"): "`w, p`",
+    ("p, w", "both"): "`p`, then `w`",
+    ("w, p", "both"): "`w`, then `p`",
 }
 WORKLOADS = {
     "search": "search",

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 
 from cotune.errors import ConfigError
 
-REMOVED: Mapping[str, str] = {}
+REMOVED: Mapping[str, str] = {
+    "strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
+}
 """By dotted name, such as "learner.seed" ("policy.NAME" for a field of [[policy]], "prompts.NAME" for an option of a
 search for prompts): a sentence that tells the user what to do, such as "Use seed." """
 

@@ -33,7 +33,6 @@ from cotune.trainer.config.refill import RefillConfig
 from cotune.trainer.config.replay import ReplayConfig
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.config.sampling import SamplingConfig
-from cotune.trainer.config.strategy import stages_of
 from cotune.trainer.config.teachers import check_teachers, teacher_of
 
 Layout = Literal["shared", "lora", "full"]
@@ -98,8 +97,6 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prompts: str = ""
     """File of edited prompts, or a folder that has one: calls go out with them; see docs/how-to/prompts.md. The run
     keeps a copy as prompts.json."""
-    strategy: str = ""
-    """Stages of prompts (p) and weights (w), as in "p, w, p"; docs/how-to/prompts.md#prompts-and-weights."""
     init: str = ""
     """Run or export whose policies this run starts from, instead of the untrained model; see
     docs/how-to/distillation.md."""
@@ -154,7 +151,6 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.profile is not None and not 1 <= self.profile <= self.steps:
             raise ConfigError("profile", self.profile, f"is not a step of the run, 1 to {self.steps}")
         _check_failure(self.on_failure)
-        stages_of(self.strategy)
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
             raise ConfigError("mode", self.mode, "must be sync if cluster.colocate is true")
@@ -331,6 +327,10 @@ def load_config(path: str | Path | None, flags: Mapping[str, Any]) -> TrainConfi
     """
     table = read_toml(path)
     for name, value in flags.items():
+        # A file may have a table [prompts], as it serves both commands. A flag is meant for this run.
+        if name.startswith("prompts."):
+            remedy = "Pass it to cotune prompts improve, then cotune train --prompts FOLDER."
+            raise ConfigError(name, value, "is an option of searches for prompts, and a run searches for none", remedy)
         if value is not None:
             assign(table, name, value)
     return convert(table)

@@ -57,14 +57,16 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def compare_held_out(
-    evaluations: Evaluations, base: Prompts, best: Prompts, tasks: Sequence[Task], *, comparisons: int = 1
+    evaluations: Evaluations, base: Prompts, best: Prompts, tasks: Sequence[Task]
 ) -> HeldOut | None:
-    """Run both on the held-out tasks, once each; None where no outcome is known. `comparisons` are those that these
-    tasks are asked for altogether. Raises as `Evaluations.run` does."""
+    """Run both on the held-out tasks, once each; None where no outcome is known.
+
+    Raises as `Evaluations.run` does.
+    """
     before = await evaluations.run(base, tasks, phase=HELD_OUT)
     after = await evaluations.run(best, tasks, phase=HELD_OUT)
     asked = len(evaluations.asked(HELD_OUT) - {base.id})
-    return compared(before, after, asked=comparisons * max(asked, 1))
+    return compared(before, after, asked=max(asked, 1))
 
 
 def compared(before: Sequence[Tried], after: Sequence[Tried], *, asked: int = 1) -> HeldOut | None:

@@ -58,12 +58,10 @@ def improve(
     resume: bool = False,
     responder: Responder | None = None,
     reflector: Responder | None = None,
-    comparisons: int = 1,
 ) -> ImproveReport:
     """Search for better prompts; `out` is a new folder, or with `resume` that of a search that was interrupted.
 
     `responder` answers the application's calls, and `reflector` those of the reflection model, in place of who would.
-    `comparisons` are those that the held-out tasks are asked for altogether, where other searches ask them too.
     Raises CotuneError subclasses for bad input, and where models cannot be reached; what was found until then is in the
     folder.
     """
@@ -78,7 +76,7 @@ def improve(
     if options.prompts is None and prompts_of(options.run) is not None:
         options = msgspec.structs.replace(options, prompts=options.run)
     known = as_tasks(tasks)
-    split = msgspec.structs.replace(split_for_search(known, options), comparisons=comparisons)
+    split = split_for_search(known, options)
     folder = PromptRun(out)
     about = {
         "app": whole_address(workflow) if isinstance(workflow, str) else "",
@@ -190,9 +188,7 @@ async def _searched(
             say(f"comparing the best prompts with those before on {plural(len(tasks.held_out), 'held-out task')} ...")
             spending.reserve = 0
             try:
-                held = await compare_held_out(
-                    problem.evaluations, base, best, tasks.held_out, comparisons=tasks.comparisons
-                )
+                held = await compare_held_out(problem.evaluations, base, best, tasks.held_out)
             except LimitReached as error:
                 why = f"{error} The held-out tasks were not all asked."
     except BaseException:

@@ -26,8 +26,6 @@ class SearchTasks(msgspec.Struct, frozen=True):
     validation: Sequence[Task]
     held_out: Sequence[Task]
     notes: Sequence[str] = ()
-    comparisons: int = 1
-    """How often the held-out tasks are asked altogether, by this search and by others."""
 
 
 def split_for_search(tasks: Sequence[Task], options: ImproveOptions) -> SearchTasks:

@@ -15,7 +15,7 @@ EXAMPLE = (
 NOT_SHOWN = 3
 """Exit status where the held-out tasks show no improvement."""
 ASKING = ("reflection", "reflection_url", "reflection_key_env", "max_calls", "max_cost")
-"""Options of a search that `cotune train` has as well."""
+"""Options that say who proposes texts, and what a search may spend."""
 
 
 def arguments(command: Parser) -> None:

@@ -127,6 +127,24 @@ def test_a_mistyped_command_gets_a_suggestion(arguments, remedy, capsys):
     assert remedy in capsys.readouterr().err.partition("is not a command")[2]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["check", "app:solve", "--answer", "x"], "check: --answer was removed. Use --answers: "),
+        (["check", "app:solve", "--answer=x"], "check: --answer was removed. Use --answers: "),
+        (
+            ["-v", "train", "app:solve", "--strategy", "p, w"],
+            "train: --strategy was removed. Run cotune prompts improve",
+        ),
+    ],
+)
+def test_a_removed_flag_names_its_replacement(arguments, remedy, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert remedy in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["tarin"], ["trace", "app:solve"], ["train", "--policies", "both"]])
 def test_wrong_usage_is_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -140,6 +158,10 @@ def test_wrong_usage_is_status_2(arguments, capsys):
     [
         (["train"], "cotune train: workflow is missing. Name one, as in "),
         (["train", "a:b", "--tasks", "t", "--set", "x"], "cotune train: --set = 'x' must be FIELD=VALUE."),
+        (
+            ["train", "a:b", "--tasks", "t", "--model", "m", "--set", "prompts.rounds=8"],
+            "cotune train: prompts.rounds = 8 is an option of searches for prompts, and a run searches for none. ",
+        ),
         (["train", "--resume", "nowhere"], "cotune train: nowhere holds no run: there is no run.json."),
         (["trace", "nowhere:solve", "--tasks", "t"], "cotune trace: app = 'nowhere:solve' must be a module"),
         (["export", "nowhere", "--out", "there"], "cotune export: nowhere holds no run"),
