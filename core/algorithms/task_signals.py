@@ -19,6 +19,10 @@ HALF = 0.5
 PRIOR = 2.0
 """Rewards that the average of all tasks counts as, beside those that a task has shown."""
 
+EVEN_SHARE = 0.1
+"""Share of an adaptive pool's draws that takes all tasks alike. Without it, a task whose first groups had equal rewards
+might never be tried again. The pool's gain was measured with this share."""
+
 
 class GroupSignal(msgspec.Struct, frozen=True, kw_only=True):
     """One group of a task: its roles, its episodes, the rewards that it has and their variance (population).

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from cotune.algorithms.task_signals import TaskFacts, chances
+from cotune.algorithms.task_signals import EVEN_SHARE, TaskFacts, chances
 from cotune.errors import RunError
 from cotune.reading.headline import SINGLE
 from cotune.reading.run import OpenedRun
@@ -79,7 +79,6 @@ class TaskPage(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Curriculum(msgspec.Struct):
     pool: str = "even"
-    floor: float = 0.1
 
 
 class _Known(msgspec.Struct):
@@ -104,7 +103,7 @@ def _draws(run: OpenedRun, tasks: Iterable[str]) -> tuple[dict[str, float], bool
         return {}, settings.pool == "adaptive"
     places = {name: i for i, name in enumerate(dict.fromkeys([*tasks, *known.tasks]))}
     roles = {role for policy in played if policy.kind in TRAINED for role in policy.roles}
-    found = chances(places, known.tasks, roles, settings.floor) * len(places)
+    found = chances(places, known.tasks, roles, EVEN_SHARE) * len(places)
     return {name: float(found[place]) for name, place in places.items()}, settings.pool == "adaptive"
 
 

@@ -20,8 +20,6 @@ class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     pool: Literal["even", "adaptive"] = "even"
     """even: passes over all tasks | adaptive: tasks are drawn by the variance that the rewards of their groups are
     expected to have, p(1 - p) for rewards of 0 and 1, with an equal share for each trained role."""
-    floor: float = 0.1
-    """Share of an adaptive pool's draws that takes all tasks alike, so that none is forgotten."""
     k_easy: int | None = None
     """Episodes of a task that was easy the last time; default: plan.k. For independent rollouts."""
     easy: float = 0.6
@@ -29,8 +27,6 @@ class CurriculumConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         check_bounds(self, "level_steps", least=1, table="curriculum.")
-        if not 0.0 < self.floor <= 1.0:
-            raise ConfigError("curriculum.floor", self.floor, "must be a share above 0 and up to 1")
         if self.by and self.pool == "adaptive":
             fault = "has no effect with curriculum.pool = 'adaptive', which draws from all tasks"
             raise ConfigError("curriculum.by", self.by, fault, "Leave one of the two out.")

@@ -11,6 +11,8 @@ from cotune.errors import ConfigError
 
 REMOVED: Mapping[str, str] = {
     "strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
+    "curriculum.floor": "Leave it out: an adaptive pool draws a tenth of its tasks alike.",
+    "evaluation.limit": "Leave it out, and name a shorter file of held-out tasks in evaluation.tasks.",
 }
 """By dotted name, such as "learner.seed" ("policy.NAME" for a field of [[policy]], "prompts.NAME" for an option of a
 search for prompts): a sentence that tells the user what to do, such as "Use seed." """

@@ -57,8 +57,6 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     where it has 50 or more: these are never trained on."""
     every: int = 10
     """Steps between evaluations; there is one before the first step and one after the last too."""
-    limit: int | None = None
-    """Take only so many held-out tasks: the first of a file."""
     keep_best: bool = False
     """Also keep the checkpoint of the best evaluation; `cotune export --best` takes it."""
     best_by: str = ""
@@ -69,7 +67,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """End the run after so many evaluations without a better one."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "every", "limit", "patience", table="evaluation.")
+        check_bounds(self, "every", "patience", table="evaluation.")
         if self.tasks == NO_TASKS and (name := self.needing_tasks):
             fault = f"has no effect with evaluation.tasks = {NO_TASKS!r}"
             raise ConfigError(f"evaluation.{name}", getattr(self, name), fault, "Pass --eval-tasks FILE.")

@@ -47,9 +47,8 @@ def split_tasks(tasks: Sequence[Task], config: TrainConfig) -> Split:
     if config.from_records or config.evaluation.tasks:
         return Split(tasks=tasks, held_out=_of_file(config.evaluation, tasks))
     tenth = min(len(tasks) // SHARE, MOST)
-    wanted = min(tenth, config.evaluation.limit or MOST)
-    own = _chosen(tasks, wanted, config) if tenth >= LEAST else set()
-    if len(own) < min(LEAST, wanted) or tenth < LEAST:
+    own = _chosen(tasks, tenth, config) if tenth >= LEAST else set()
+    if len(own) < LEAST:
         few = f"no task is held out: {plural(len(tasks), 'task')}, and {SHARE * LEAST} different ones are needed"
         if needing := config.evaluation.needing_tasks:
             raise ConfigError(
@@ -107,7 +106,7 @@ def _of_file(config: EvaluationConfig, tasks: Sequence[Task]) -> list[Task]:
     if config.tasks in ("", NO_TASKS):
         return []
     try:
-        return load_tasks(config.tasks)[: config.limit]
+        return load_tasks(config.tasks)
     except ConfigError as error:
         raise ConfigError("evaluation.tasks", error.value, error.fault, error.remedy) from None
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from cotune.algorithms.samples import Codes, Floats
-from cotune.algorithms.task_signals import TaskFacts, chances
+from cotune.algorithms.task_signals import EVEN_SHARE, TaskFacts, chances
 from cotune.records.plans import seed_of
 from cotune.records.structs import Task
 from cotune.trainer.config.curriculum import CurriculumConfig
@@ -57,7 +57,7 @@ class TaskPool:
             own = [count for first, count in self._counts if first <= step][-1]
             if own >= len(self._ids):
                 return DrawnTasks(tuple(self._ids))
-            order = in_order(chances(self._places, known, roles, self._config.floor), [self._seed, step])
+            order = in_order(chances(self._places, known, roles, EVEN_SHARE), [self._seed, step])
             drawn = [self._ids[i] for i in order[: own + extra_tasks(self._budget, own)].tolist()]
             return DrawnTasks(tuple(drawn[:own]), tuple(drawn[own:]))
         own_ids = tuple(task.id for task in self._even.of(step))

@@ -22,7 +22,7 @@ def run(tmp_path: Path) -> Path:
             fields = {"workflow": "w", "phase": "train", "training_step": 0, "started": 1.0, "latency": 1.0}
             store.write([Episode(id=f"E{number}", task=Task(id=task, input={}), **fields)])
             store.write([RewardRecord(f"E{number}", "team", value)])
-    config = {"curriculum": {"pool": "adaptive", "floor": 0.5}}
+    config = {"curriculum": {"pool": "adaptive"}}
     (tmp_path / "run.json").write_text(json.dumps({"id": "r", "config": config}))
     checkpoint = tmp_path / "checkpoints" / "step-000001"
     checkpoint.mkdir(parents=True)
@@ -39,7 +39,7 @@ def test_tasks_have_the_share_that_an_adaptive_pool_gives_them(run: Path) -> Non
     opened = OpenedRun(run)
     page = tasks(opened, "train")
     # The average variance is 0.125 and weighs as much as two rewards: 0.0625, 0.1875 and, untried, 0.125.
-    expected = {name: 0.5 + 0.5 * 3 * weight / 6 for name, weight in (("a", 1), ("b", 3), ("c", 2))}
+    expected = {name: 0.1 + 0.9 * 3 * weight / 6 for name, weight in (("a", 1), ("b", 3), ("c", 2))}
     assert {row.id: row.draws for row in page.rows} == pytest.approx(expected)
     assert page.adaptive and [row.id for row in page.rows] == ["a", "b", "c"]
     assert [row.id for row in tasks(opened, "train", order="hardest").rows] == ["b", "c", "a"]

@@ -86,7 +86,7 @@ def test_a_run_spends_fewer_episodes_on_easy_tasks_also_after_a_resume(trainer):
         ({"k_easy": 1}, "curriculum.k_easy = 1 must be 2 or more"),
         ({"k_easy": 9}, r"curriculum.k_easy = 9 is more than plan.k \(4\)"),
         ({"pool": "adaptive", "by": "hard"}, "curriculum.by = 'hard' has no effect with curriculum.pool"),
-        ({"pool": "adaptive", "floor": 0.0}, "curriculum.floor = 0.0 must be a share above 0"),
+        ({"pool": "adaptive", "floor": 0.2}, "curriculum.floor = 0.2 was removed from the configuration"),
         ({"pool": "hard"}, "curriculum.pool = 'hard' is not one of"),
     ],
 )

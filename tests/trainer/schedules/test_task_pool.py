@@ -116,7 +116,7 @@ GRADED = [
     for letter, kind in zip(LETTERS, ["easy", "hard", "easy", "hard", "mixed", "mixed"] * 2, strict=True)
 ]
 SETTINGS = {
-    "curriculum": {"pool": "adaptive", "floor": 0.05},
+    "curriculum": {"pool": "adaptive"},
     "tasks_per_step": 4,
     "plan": {"k": 8},
     "learner": {"lr": 1e-4},
