@@ -28,7 +28,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """The reward that counts, by default the plain sum of the outcome, and for which roles (None: all).
 
     `on_failure` is what a failed episode counts, as in training; with `by_seat` it counts for the role alone whose call
-    ended last. `others` are the goals of the roles whose policies are trained on something else.
+    ended last. `others` are the goals of the roles whose policies are trained on something else. `taught` are roles
+    whose policies learn from a teacher instead of rewards: each counts what the episode is worth to the other roles.
     """
 
     attribution: Attribution = Attribution(horizon="terminal")
@@ -37,11 +38,14 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     roles: Collection[str] | None = None
     by_seat: bool = False
     others: tuple[Goal, ...] = ()
+    taught: tuple[str, ...] = ()
 
     def of_role(self, role: str) -> Goal:
-        """The goal of one role alone."""
+        """The goal of one role alone; of a taught role, the goal of all."""
+        if role in self.taught:
+            return self
         part = next((one for one in self.others if role in (one.roles or ())), self)
-        return msgspec.structs.replace(part, roles=[role], others=())
+        return msgspec.structs.replace(part, roles=[role], others=(), taught=())
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,22 +78,42 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def goal_of(recipe: Recipe | None, on_failure: str, roles: Collection[str] | None = None) -> Goal:
-    """What a run with this recipe goes by; the plain sum without one, and where it learns from a teacher."""
+    """What a run with this recipe goes by.
+
+    It is the plain sum of the outcome without a recipe, and the outcome by the recipe's weights if the recipe learns
+    from a teacher.
+    """
     failed = failure_reward(on_failure)
-    if recipe is None or not recipe.takes_rewards:
+    if recipe is None:
         return Goal(on_failure=failed)
+    if not recipe.takes_rewards:
+        return Goal(attribution=_weighted_outcome(recipe), on_failure=failed)
     how = recipe.attribution
     return Goal(attribution=how, key=recipe.key, on_failure=failed, roles=roles, by_seat=recipe.by_seat)
 
 
+def _weighted_outcome(recipe: Recipe) -> Attribution:
+    """The outcome of whole episodes by a recipe's weights."""
+    how = recipe.attribution
+    return Attribution(horizon="terminal", weights=how.weights, other=how.other, team_weight=how.team_weight)
+
+
 def goal_of_policies(recipes: Recipes, on_failure: str, players: Mapping[str, str]) -> Goal:
     """What a run goes by whose policies may have recipes of their own; `players` are the trained roles with the
-    policies that play them. Each role is judged by what its policy is trained on."""
-    parts = by_equal((recipes.of(policy), role) for role, policy in players.items())
-    if len(parts) < 2:
-        return goal_of(parts[0][0] if parts else recipes.run, on_failure, list(players))
-    found = [msgspec.structs.replace(goal_of(recipe, on_failure), roles=roles) for recipe, roles in parts]
-    return msgspec.structs.replace(found[0], others=tuple(found[1:]))
+    policies that play them.
+
+    Each role is judged by the rewards that its policy is trained on. A role whose policy learns from a teacher has no
+    such rewards: it is judged by those of the other roles. If all policies learn from teachers, the outcome counts, by
+    the run's weights.
+    """
+    taught = tuple(role for role, policy in players.items() if not recipes.of(policy).takes_rewards)
+    parts = by_equal((recipes.of(policy), role) for role, policy in players.items() if role not in taught)
+    if not parts and taught:
+        return Goal(attribution=_weighted_outcome(recipes.run), on_failure=failure_reward(on_failure))
+    if not parts:
+        return goal_of(recipes.run, on_failure, [])
+    goals = [goal_of(recipe, on_failure, roles) for recipe, roles in parts]
+    return msgspec.structs.replace(goals[0], others=tuple(goals[1:]), taught=taught)
 
 
 def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:
@@ -120,9 +144,11 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
     reward. A role's reward in an episode is the mean over its calls, or the return from its first call where the recipe
     sums rewards up to the end.
     """
+    if goal.taught:
+        return _with_taught(worth(played, msgspec.structs.replace(goal, taught=())), goal.taught)
     if goal.others:
-        first = msgspec.structs.replace(goal, others=())
-        return _together(played, [worth(played, one) for one in (first, *goal.others)])
+        goals = [msgspec.structs.replace(goal, others=()), *goal.others]
+        return _together(played, goals, [worth(played, one) for one in goals])
     samples = [sample for one in played if _counts(one.episode, goal) for sample in _samples(one, goal)]
     found = _by_role(samples, goal)
     sound = [found[one.episode.id] for one in played if one.episode.status == "ok" and one.episode.id in found]
@@ -141,23 +167,36 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
         by_role=[found.get(id, {}) for id in ids],
         failed=[id in failed for id in ids],
         floor=floor,
-        opposed=_opposed(sound, goal.attribution, sorted({name for one in played for name in one.outcome})),
+        opposed=_opposed(sound, dict.fromkeys(_names(sound), goal.attribution), _components(played)),
     )
 
 
-def _together(played: Sequence[Played], parts: Sequence[Worth]) -> Worth:
+def _with_taught(of_others: Worth, taught: Collection[str]) -> Worth:
+    """The worth of episodes with the taught roles added, each with the reward of the episode. Their mean stays."""
+    by_role = []
+    for rewards, reward in zip(of_others.by_role, of_others.reward, strict=True):
+        shared = {} if reward is None else dict.fromkeys(taught, reward)
+        by_role.append({**rewards, **shared})
+    return msgspec.structs.replace(of_others, by_role=by_role)
+
+
+def _together(played: Sequence[Played], goals: Sequence[Goal], parts: Sequence[Worth]) -> Worth:
     """What the episodes are worth, where roles go by different goals, each by its part."""
     by_role: list[dict[str, float]] = []
     for found in zip(*(part.by_role for part in parts), strict=True):
         own = {role: value for one in found for role, value in one.items()}
         by_role.append({role: value for role, value in own.items() if role != NO_ROLE} or own)
     sound = [own for one, own in zip(played, by_role, strict=True) if one.episode.status == "ok" and own]
+    opposed = tuple(role for part in parts for role in part.opposed)
+    if not opposed:  # players of one game may differ in a setting of their recipe, and so be in different parts
+        attributions = {role: goal.attribution for goal in goals for role in goal.roles or ()}
+        opposed = _opposed(sound, attributions, _components(played))
     return Worth(
         reward=[fmean(own.values()) if own else None for own in by_role],
         by_role=by_role,
         failed=[any(marks) for marks in zip(*(part.failed for part in parts), strict=True)],
         floor=min([0.0, *(fmean(own.values()) for own in sound)]),
-        opposed=tuple(role for part in parts for role in part.opposed),
+        opposed=opposed,
     )
 
 
@@ -204,11 +243,25 @@ def _names(by_role: Sequence[Mapping[str, float]]) -> list[str]:
     return sorted({role for found in by_role for role in found})
 
 
-def _opposed(sound: Sequence[Mapping[str, float]], how: Attribution, names: Sequence[str]) -> tuple[str, ...]:
-    """The roles whose rewards always add up to the same, although the outcome weighs differently for each."""
+def _components(played: Sequence[Played]) -> list[str]:
+    return sorted({name for one in played for name in one.outcome})
+
+
+def _opposed(
+    sound: Sequence[Mapping[str, float]], attributions: Mapping[str, Attribution], components: Sequence[str]
+) -> tuple[str, ...]:
+    """The roles whose rewards always add up to the same, although the outcome weighs differently for each.
+
+    `attributions` are those of the roles; without one of a role (that of an episode without calls) nobody is opposed.
+    """
     roles = _names(sound)
-    weights = {tuple(weight_of(name, role, how, outcome=True) for name in names) for role in roles}
-    if len(weights) < 2 or not how.takes_outcome or how.scope != "own":
+    weights = set()
+    for role in roles:
+        how = attributions.get(role)
+        if how is None or not how.takes_outcome or how.scope != "own":
+            return ()
+        weights.add(tuple(weight_of(name, role, how, outcome=True) for name in components))
+    if len(weights) < 2:
         return ()
     totals = [sum(by_role.values()) for by_role in sound]
     size = max(abs(value) for by_role in sound for value in by_role.values())

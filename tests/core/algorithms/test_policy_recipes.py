@@ -126,3 +126,47 @@ def test_each_role_is_judged_by_what_its_policy_is_trained_on() -> None:
     assert found.reward == [1.25, 0.5, 0.0] and found.failed == [False, False, True] and found.floor == 0.0
     assert worth(episodes, goal.of_role("b")).reward == [0.5, 1.0, 0.0]
     assert goal_of_policies(Recipes(run=weighed), "lowest", {"a": "a"}) == goal_of(weighed, "lowest", ["a"])
+
+
+def test_a_role_with_a_teacher_is_judged_by_the_rewards_of_the_others() -> None:
+    """Minutes cost reward. A plain sum would count them as a gain of the writer."""
+    weights = {"correct": 1.0, "minutes": -0.5}
+    recipes = Recipes(run=recipe("dr_mas", weights=weights), own={"w": recipe("self_distill", weights=weights)})
+    episodes = [
+        played(0, {"correct": 0.0, "minutes": 6.0}, ("solver", {}), ("writer", {})),
+        played(1, {"correct": 1.0, "minutes": 2.0}, ("solver", {}), ("writer", {})),
+        played(2, {}, ("writer", {}), status="error", error="boom", blame="infrastructure"),
+    ]
+    goal = goal_of_policies(recipes, "lowest", {"solver": "s", "writer": "w"})
+    found = worth(episodes, goal)
+    assert found.by_role == [{"solver": -3.0, "writer": -3.0}, {"solver": 0.0, "writer": 0.0}, {}]
+    assert found.reward == [-3.0, 0.0, None]
+    assert worth(episodes, goal.of_role("writer")) == found
+
+
+def test_a_role_with_a_teacher_beside_two_recipes_counts_their_mean() -> None:
+    own = {"b": recipe("dr_mas", weights={"short": 1.0}), "w": recipe("self_distill")}
+    recipes = Recipes(run=recipe("dr_mas", weights={"correct": 2.0}), own=own)
+    episode = played(0, {"correct": 1.0, "short": 0.5}, ("a", {}), ("b", {}), ("writer", {}))
+    goal = goal_of_policies(recipes, "lowest", {"writer": "w", "a": "a", "b": "b"})
+    found = worth([episode], goal)
+    assert found.by_role == [{"a": 2.0, "b": 0.5, "writer": 1.25}] and found.reward == [1.25]
+
+
+@pytest.mark.parametrize(("settings", "reward"), [({"weights": {"correct": 1.0, "minutes": -0.5}}, -2.0), ({}, 7.0)])
+def test_without_a_policy_that_learns_from_rewards_the_weights_of_the_run_count(settings: Any, reward: float) -> None:
+    recipes = Recipes(run=recipe("distill", **settings), own={"w": recipe("self_distill")})
+    goal = goal_of_policies(recipes, "lowest", {"solver": "s", "writer": "w"})
+    episode = played(0, {"correct": 1.0, "minutes": 6.0}, ("solver", {}), ("writer", {}))
+    assert worth([episode], goal).reward == [reward]
+
+
+def test_players_of_one_game_are_opposed_also_if_their_recipes_differ_in_a_setting() -> None:
+    recipes = Recipes(run=recipe("marshal"), own={"w": recipe("marshal", clip_high=0.3)})
+    goal = goal_of_policies(recipes, "lowest", {"white": "w", "black": "b"})
+    episodes = [
+        played(i, {"white": won, "black": -won}, ("white", {}), ("black", {})) for i, won in enumerate([1.0, -1.0] * 4)
+    ]
+    assert sorted(worth(episodes, goal).opposed) == ["black", "white"]
+    shared = [played(i, {"team": float(i)}, ("white", {}), ("black", {})) for i in range(8)]
+    assert worth(shared, goal).opposed == ()
