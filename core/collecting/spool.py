@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 
 from cotune.errors import RunError
 from cotune.records.ids import new_id
-from cotune.storage.file_lock import FileLock
+from cotune.storage.file_lock import FileLock, LockHeldError
 
 log = logging.getLogger("cotune.collect")
 
@@ -258,7 +258,7 @@ def _new(folder: Path) -> tuple[str, FileLock]:
     between its making and its locking: then another name is taken."""
     for _ in range(20):
         name = new_id()
-        with contextlib.suppress(RunError):
+        with contextlib.suppress(LockHeldError):
             lock = _lock(folder, name)
             if lock.is_in_place():
                 return name, lock

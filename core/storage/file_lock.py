@@ -11,8 +11,12 @@ from cotune.runtime.forks import survives_fork
 from cotune.storage.whole_file import is_full
 
 
+class LockHeldError(RunError):
+    """Another process holds the lock."""
+
+
 def is_held(path: Path) -> bool:
-    """Whether the process is there that a lock's side file names. Looks without taking the lock."""
+    """Whether the process that a lock's side file names still runs. Looks without taking the lock."""
     try:
         os.kill(int(path.read_text()), 0)
     except PermissionError:
@@ -23,12 +27,15 @@ def is_held(path: Path) -> bool:
 
 
 class FileLock:
-    """Holds an exclusive lock on a side file that names the holder's process id."""
+    """Holds an exclusive lock on a side file that contains the holder's process id."""
 
     def __init__(self, path: Path, what: str) -> None:
-        """Take the lock at once. `what` names the guarded thing. Raises RunError naming the process that holds it,
-        or the file that cannot be made."""
-        import fcntl
+        """Take the lock at once, without waiting. `what` names the guarded thing in messages.
+
+        Raises LockHeldError with the process that holds it, and RunError if the file cannot be made or its file system
+        has no locks.
+        """
+        from filelock import lock_descriptor
 
         self._path = path
         self._names_holder = False
@@ -39,14 +46,22 @@ class FileLock:
             remedy = "Free some space" if is_full(error) else "Check the rights of the folder"
             raise RunError(cause, f"{remedy}, or choose another one.") from None
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            locked = lock_descriptor(self._fd, blocking=False)
+        except OSError as error:
+            # ENOLCK or ENOSYS on NFS and Lustre that are mounted without locks, EIO on some FUSE file systems.
             self.release()
             raise RunError(
+                f"{what} cannot be locked: the file system of {path} refuses locks ({error.strerror}).",
+                "Use a folder on another file system, such as a local disk, or mount this one with locks "
+                "(Lustre: -o flock; NFS: with its lock service).",
+            ) from None
+        if not locked:
+            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            self.release()
+            raise LockHeldError(
                 f"{what} is being written by process {holder}.",
                 "Wait until it ends or stop it; reading is possible meanwhile.",
-            ) from None
+            )
         try:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, str(os.getpid()).encode(), 0)
@@ -57,7 +72,7 @@ class FileLock:
         survives_fork(self)
 
     def is_in_place(self) -> bool:
-        """Whether the path still leads to the file that is locked, which others may have removed."""
+        """Whether the path still leads to the locked file. Another process may have removed it."""
         with contextlib.suppress(OSError):
             return self._fd is not None and os.path.samestat(os.fstat(self._fd), self._path.stat())
         return False

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from cotune.errors import RunError
+from cotune.storage.file_lock import FileLock, LockHeldError
 
 _LOCK = ".owner"
 _ALSO = ".also"
@@ -26,42 +27,41 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def owned_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """A fresh folder under `parent`, removed in the end.
 
-    Its owner holds a lock on a file in it, which the system gives back however the owner ends: folders of the same
-    prefix whose lock is free are what killed owners left, and are removed first.
+    Its owner holds a lock on a file in it, which the system gives back however the owner ends. Folders of the same
+    prefix whose lock is free were left by killed owners, and are removed first. Raises RunError on a file system
+    without locks.
     """
     for left in parent.glob(f"{prefix}-*"):
         _remove_if_free(left)
-    folder, lock = _made_and_locked(parent, prefix)
+    folder, lock = _create_locked(parent, prefix)
     try:
         yield folder
     finally:
         _remove(folder)
-        os.close(lock)
+        lock.release()
 
 
-def _made_and_locked(parent: Path, prefix: str) -> tuple[Path, int]:
+def _create_locked(parent: Path, prefix: str) -> tuple[Path, FileLock]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if (folder / _LOCK).exists():
-            return folder, lock
-        os.close(lock)  # somebody who started at the same moment has taken it for one that was left
+        # Another process that starts at the same moment may lock or remove the folder before this one locks it.
+        with contextlib.suppress(LockHeldError):
+            lock = FileLock(folder / _LOCK, f"The temporary folder {folder}")
+            if lock.is_in_place():
+                return folder, lock
+            lock.release()
 
 
 def _remove_if_free(folder: Path) -> None:
+    if not (folder / _LOCK).exists():
+        return  # another process is making or removing it
     try:
-        lock = os.open(folder / _LOCK, os.O_RDWR)
-    except OSError:
-        return  # being made or removed by another process, or of another user
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(folder)
-    except BlockingIOError:
-        pass
-    finally:
-        os.close(lock)
+        lock = FileLock(folder / _LOCK, f"The temporary folder {folder}")
+    except RunError:
+        return  # in use, or of another user
+    _remove(folder)
+    lock.release()

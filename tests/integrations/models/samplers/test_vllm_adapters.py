@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -84,7 +85,7 @@ with owned_folder(pathlib.Path({str(tmp_path)!r}), "mine") as folder:
 def test_a_folder_that_another_start_takes_for_a_left_one_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = temp_dir.fcntl.flock
+    lock = fcntl.flock
 
     def late(file: int, how: int) -> None:
         """The other has looked between the making of the folder and its lock."""
@@ -93,7 +94,7 @@ def test_a_folder_that_another_start_takes_for_a_left_one_is_made_again(
         temp_dir._remove_if_free(made)
         lock(file, how)
 
-    monkeypatch.setattr(temp_dir.fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     with owned_folder(tmp_path, "mine") as folder:
         assert list(tmp_path.iterdir()) == [folder]
     assert list(tmp_path.iterdir()) == []
