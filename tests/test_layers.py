@@ -21,9 +21,8 @@ FOREIGN_IN_CORE = {"filelock", "msgspec", "numpy"}
 TERMINAL = {"rich"}
 PRINTS = {
     "tables.py",
-    *(f"cli/{name}.py" for name in ("runs", "trace", "printing/episode", "printing/groups", "printing/overview")),
-    "cli/printing/prompts.py",
-    "cli/printing/steps.py",
+    *(f"cli/printing/{name}.py" for name in ("episode", "groups", "overview", "prompts", "runs", "steps")),
+    "cli/trace.py",
 }
 """Modules of core that are imported only to print; all others open rich where they need it."""
 RIGHT = ("cotune.integrations", "cotune.adapters", "cotune.trainer")

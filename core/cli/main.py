@@ -14,7 +14,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from cotune.cli.command import Formatter, Parser, described, filled, width
-from cotune.cli.removed import removed_flag
+from cotune.cli.removed import REMOVED_COMMANDS, removed_flag
 from cotune.errors import CotuneError
 from cotune.near_names import did_you_mean, near_names
 from cotune.recording.context import current_episode
@@ -34,10 +34,8 @@ COMMANDS = {
         "replay": "Repeat recorded episodes: one from a call on, or all as a test",
     },
     "Look": {
-        "runs": "List the runs of a folder: state, recipe, steps, figures",
-        "show": "Show a run in the terminal: episodes, calls, curves, groups",
+        "show": "Show a folder of runs or a run: episodes, calls, curves, groups",
         "view": "Show runs in the browser: curves, episodes, groups, tasks",
-        "report": "Write one HTML file of a run, to send to somebody",
     },
     "Records": {
         "gateway": "Record applications in any language, as a proxy of their provider",
@@ -103,11 +101,13 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def reject_unknown_words(line: Sequence[str]) -> None:
-    """Exit with status 2 if the command of `line` does not exist, naming the nearest ones, or if one of its flags was
-    removed, naming what to use instead."""
+    """Exit with status 2 if the command of `line` does not exist, naming the nearest ones, or if it or one of its flags
+    was removed, naming what to use instead."""
     # No flag before the command takes a value, so the first word that is not a flag is the command.
     name = next((word for word in line if not word.startswith("-")), None)
     commands = [command for group in COMMANDS.values() for command in group]
+    if name in REMOVED_COMMANDS:
+        parser([]).error(f"{name} was removed. {REMOVED_COMMANDS[name]}")
     if name is not None and name not in commands:
         remedy = did_you_mean(near_names(name, commands)) or "cotune --help lists the commands."
         parser([]).error(f"{name!r} is not a command. {remedy}")

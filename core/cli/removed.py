@@ -1,8 +1,14 @@
-"""Flags that earlier versions had, and what to use instead."""
+"""Commands and flags that earlier versions had, and what to use instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
+REMOVED_COMMANDS: Mapping[str, str] = {
+    "report": "Use cotune show RUN --html FILE.",
+    "runs": "Use cotune show FOLDER.",
+}
+"""By command, a sentence that tells the user what to do."""
 
 _SEARCH_FIRST = "Run cotune prompts improve, which has it, then cotune train --prompts FOLDER."
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from cotune.cli.command import RECORDS, Parser
+from cotune.cli.command import Parser, add_repeated, prices
+from cotune.cli.servers.view import PRICE, RUNS
 from cotune.errors import ConfigError
+from cotune.reading.find_runs import holds_records, open_runs
 from cotune.storage.episode_filters import EpisodeFilters
-from cotune.terminal import terminal
+from cotune.storage.open_store import is_path
+from cotune.terminal import tell, terminal
 
 EXAMPLE = "cotune show runs/r1 --groups"
+EXTRA = "view"
+EXTRA_FOR = "--html"
+_FILTERS = ("task", "role", "status", "min_reward", "max_reward")
 
 
 def arguments(command: Parser) -> None:
-    command.add_argument("run", metavar="RUN", help=RECORDS)
+    command.add_argument("run", nargs="?", default="runs", metavar="RUN", help=f"{RUNS}: its runs are listed")
     view = command.add_mutually_exclusive_group()
     view.add_argument("--episode", metavar="ID", help="one episode as a tree of calls")
     view.add_argument("--steps", action="store_true", help="curves by role and policy, and a line for each step")
     view.add_argument("--groups", action="store_true", help="groups by role and turn; samples left out, with reasons")
     view.add_argument("--profile", action="store_true", help="where the time of profiled steps went")
+    view.add_argument("--html", type=Path, metavar="FILE", help="write one HTML page of the run, to send to somebody")
     command.add_argument("--explain", action="store_true", help="with --steps: explain each curve and column")
     command.add_argument("--full", action="store_true", help="with --episode: whole prompts and answers")
     command.add_argument("--task", metavar="ID", help="episodes of one task only")
@@ -32,16 +40,24 @@ def arguments(command: Parser) -> None:
         "--limit", type=int, default=20, metavar="N", help="episodes or steps listed (default: %(default)s)"
     )
     command.add_argument("--json", action="store_true", help="the episodes, the episode or the steps as lines of JSON")
+    add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", f"with --html: {PRICE}")
 
 
 def run(a: argparse.Namespace) -> int:
+    if is_path(a.run) and not holds_records(Path(a.run)):
+        return _list(a)
     filters = EpisodeFilters(
         task=a.task or "", role=a.role or "", status=a.status or "", low=a.min_reward, high=a.max_reward
     )
     if a.explain and not a.steps:
         remedy = "For example: cotune show RUN --steps --explain"
         raise ConfigError("--explain", None, "has no effect without --steps", remedy)
-    if a.json:
+    if a.price and not a.html:
+        remedy = "For example: cotune show RUN --html FILE --price gpt-4o-mini=0.15/0.60"
+        raise ConfigError("--price", None, "has no effect without --html", remedy)
+    if a.html:
+        _write_page(a)
+    elif a.json:
         _print_json(a, filters)
     elif a.profile:
         from cotune.integrations.profiling.step import print_profile, read_profiles
@@ -58,6 +74,38 @@ def run(a: argparse.Namespace) -> int:
         shown = show_run(a.run, episode=a.episode, groups=a.groups, filters=filters, full=a.full, limit=a.limit)
         terminal().print(shown)
     return 0
+
+
+def _list(a: argparse.Namespace) -> int:
+    """List the runs of a folder. Raises RunError if it has none."""
+    from cotune.cli.printing.runs import list_runs
+
+    runs = open_runs([a.run])
+    views = ("episode", "steps", "groups", "profile", "html", "explain", "full", "json", "price")
+    if flag := _first_flag(a, (*views, *_FILTERS)):
+        remedy = f"For example: cotune show {runs[-1].path} {flag} ..."
+        raise ConfigError(flag, None, f"needs one run, and {a.run} is a folder of {len(runs)}", remedy)
+    a.result = str(runs[-1].path)
+    terminal().print(list_runs(runs), crop=False)
+    return 0
+
+
+def _write_page(a: argparse.Namespace) -> None:
+    from cotune.integrations.web.viewer.report import write_report
+
+    if flag := _first_flag(a, ("explain", "full", "json", *_FILTERS)):
+        raise ConfigError(flag, None, "cannot be used with --html", "The page shows the whole run.")
+    write_report(a.run, a.html, prices(a.price))
+    tell(f"wrote {a.html}, {a.html.stat().st_size / 1024:,.0f} KB: it opens in any browser, without a network")
+
+
+def _first_flag(a: argparse.Namespace, names: tuple[str, ...]) -> str:
+    """The first flag among these that the command line has, or an empty text."""
+    for name in names:
+        value = getattr(a, name)
+        if value is not None and value is not False and value != []:
+            return f"--{name.replace('_', '-')}"
+    return ""
 
 
 def _print_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:

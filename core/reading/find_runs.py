@@ -70,7 +70,7 @@ class FoundRuns:
                 yield str(address), None
                 continue
             path = Path(address)
-            if _is_source(path):
+            if holds_records(path):
                 yield path, None
                 continue
             if not path.is_dir():
@@ -105,7 +105,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
     except OSError:
         return
     for path in inside:
-        if _is_source(path):
+        if holds_records(path):
             yield path
         elif depth > 1 and not path.is_symlink():
             yield from _below(path, depth - 1)
@@ -118,7 +118,8 @@ def _changed(folder: Path) -> float:
         return 0.0
 
 
-def _is_source(path: Path) -> bool:
+def holds_records(path: Path) -> bool:
+    """Whether a path is a run, a recording or a records file, and not a folder of these."""
     return path.is_file() or is_run(path) or (path / RECORDS).is_file()
 
 

@@ -72,7 +72,7 @@ def test_the_wheel_has_every_module(base_environment: Path) -> None:
 
 def test_the_viewer_needs_its_extra_alone(wheel: Path, folder: Path, tmp_path: Path) -> None:
     environment = install(wheel, tmp_path / "venv", "view")
-    done = cotune(environment, folder, "report", "traced", "--out", str(tmp_path / "report.html"))
+    done = cotune(environment, folder, "show", "traced", "--html", str(tmp_path / "report.html"))
     assert done.stdout.startswith("wrote ") and "uPlot" in (tmp_path / "report.html").read_text(), done.stderr
     command = [environment / "cotune", "view", "traced", "--port", "0"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
@@ -109,7 +109,7 @@ def test_the_readme_example_is_checked(wheel: Path, tmp_path: Path) -> None:
         (("--help",), 0, "gateway  Record"),
         (("check", *RUN), 1, "\nnot trainable\n"),
         (("show", "traced"), 0, "team 1"),
-        (("runs", "."), 0, "team: trace 1"),
+        (("show", "."), 0, "team: trace 1"),
         (("show", "traced", "--json"), 0, '"rewards":{"team":1.0}'),
         (("sft", "traced", "--out", "sft.jsonl"), 1, "wrote 0 lines"),
         (("otel", "export", "traced", "--out", "spans.jsonl"), 0, "exported 1 span of 1 episode"),
@@ -133,7 +133,7 @@ def test_works_without_an_extra(
         (("serve", "./nowhere"), "train"),
         (("gateway", "--upstream", "http://127.0.0.1:9"), "gateway"),
         (("view", "traced"), "view"),
-        (("report", "traced", "--out", "report.html"), "view"),
+        (("show", "traced", "--html", "report.html"), "view"),
         (("otel", "export", "traced", "--endpoint", "http://127.0.0.1:9"), "otel"),
         (("trace", *RUN, "--out", "other", "--otlp", "http://127.0.0.1:9"), "otel"),
     ],

@@ -81,7 +81,7 @@ def test_every_flag_is_there_with_its_help(site: Path) -> None:
         }
         assert terms.issuperset(action.option_strings or [action.metavar or action.dest]), (words, action.dest)
         assert action.help, (words, action.dest)
-    assert {"cotune train", "cotune otel import", "cotune report"} <= {words for words, _ in found}
+    assert {"cotune train", "cotune otel import", "cotune show"} <= {words for words, _ in found}
 
 
 def test_every_example_is_a_line_of_its_own(site: Path) -> None:

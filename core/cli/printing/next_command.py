@@ -128,15 +128,13 @@ def _sft(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _show(a: argparse.Namespace, status: int) -> list[Words]:
-    if a.json:
+    if a.json or a.html:
         return []
+    if newest := getattr(a, "result", None):  # it listed a folder of runs
+        return [["cotune", "show", _near(newest)]]
     if a.episode:
         return [["cotune", "replay", a.run, "--episode", a.episode]]
     return [["cotune", "view", a.run]]
-
-
-def _runs(a: argparse.Namespace, status: int) -> list[Words]:
-    return [["cotune", "show", _near(a.result)]]
 
 
 def _otel(a: argparse.Namespace, status: int) -> list[Words]:
@@ -189,10 +187,8 @@ _NEXT: Mapping[str, Callable[[argparse.Namespace, int], list[Words]]] = {
     "eval": _eval,
     "trace": _trace,
     "replay": _replay,
-    "runs": _runs,
     "show": _show,
     "view": _nothing,
-    "report": _nothing,
     "gateway": _nothing,
     "collect": _nothing,
     "records": _records,

@@ -14,16 +14,12 @@ from cotune.terminal import tell
 
 EXAMPLE = "cotune view runs/r1 runs/r2"
 EXTRA = "view"
+RUNS = "run folder, records file, postgresql://..., or folder of runs (default: runs)"
 PRICE = "price per million tokens of a provider's model, for the costs that are shown"
 
 
 def arguments(command: Parser) -> None:
-    command.add_argument(
-        "runs",
-        nargs="*",
-        metavar="RUN",
-        help="run folder, records file, postgresql://..., or folder of runs (default: runs)",
-    )
+    command.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
     add_address(command, port=8200)
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", PRICE)
 

@@ -1,4 +1,4 @@
-"""`cotune report`: a run as one HTML file, to send to somebody: figures, curves, episodes before and after."""
+"""`cotune show --html`: a run as one HTML file, to send to somebody: figures, curves, episodes before and after."""
 
 from __future__ import annotations
 

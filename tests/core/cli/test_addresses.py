@@ -71,8 +71,7 @@ COMMANDS = {
     "otel": ["otel", "export", "RECORDS", "--out", "OUT", "--content", "--tokens"],
     "score": ["score", "RECORDS", "APP"],
     "label": ["judge", "RECORDS", "--to-label", "OUT"],
-    "runs": ["runs", "RECORDS"],
-    "report": ["report", "RECORDS", "--out", "OUT"],
+    "html": ["show", "RECORDS", "--html", "OUT"],
     "list": ["records", "list", "RECORDS", "--by", "role,version"],
 }
 

@@ -80,7 +80,7 @@ def test_help_is_one_screen_with_every_command_in_its_group(capsys, monkeypatch)
             groups[line.rstrip(":")] = []
     assert groups == {
         "Run": ["doctor", "check", "train", "eval", "trace", "replay"],
-        "Look": ["runs", "show", "view", "report"],
+        "Look": ["show", "view"],
         "Records": ["gateway", "collect", "records", "score", "judge", "sft", "otel"],
         "Prompts and weights": ["prompts", "export", "serve"],
     }
@@ -105,10 +105,10 @@ def test_help_of_train_shows_the_usual_flags_and_the_way_to_the_others(capsys):
 
 def test_only_the_command_that_is_asked_for_is_imported():
     code = (
-        "import sys; from cotune.cli.main import COMMANDS, parser; parser(['runs', 'x'])\n"
+        "import sys; from cotune.cli.main import COMMANDS, parser; parser(['doctor', 'x'])\n"
         "print([name for group in COMMANDS.values() for name in group if f'cotune.cli.{name}' in sys.modules])"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "['runs']"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "['doctor']"
 
 
 def test_without_a_command_the_help_is_shown(capsys):
@@ -141,6 +141,20 @@ def test_a_mistyped_command_gets_a_suggestion(arguments, remedy, capsys):
 def test_a_removed_flag_names_its_replacement(arguments, remedy, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
+    assert ended.value.code == 2
+    assert remedy in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"),
+    [
+        ("runs", "runs was removed. Use cotune show FOLDER."),
+        ("report", "report was removed. Use cotune show RUN --html FILE."),
+    ],
+)
+def test_a_removed_command_names_its_replacement(command, remedy, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "runs/r1"])
     assert ended.value.code == 2
     assert remedy in capsys.readouterr().err
 

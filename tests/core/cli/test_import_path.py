@@ -19,7 +19,7 @@ from cotune.cli.main import main
 
 sys.argv[0] = "cotune"
 for words in (
-    ["show", "."], ["show", ".", "--groups"], ["runs", "."], ["report", ".", "--out", "r.html"],
+    ["show", "."], ["show", ".", "--groups"], ["show", ".."], ["show", ".", "--html", "r.html"],
     ["sft", ".", "--out", "s.jsonl"], ["otel", ".", "--out", "o.jsonl"], ["view", "nothing-here"],
     ["serve", "nothing-here"], ["export", ".", "--out", "e"], ["judge", ".", "--labels", "none.jsonl"],
     ["doctor"],

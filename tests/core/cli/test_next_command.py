@@ -106,7 +106,7 @@ def test_from_records_to_what_learns_from_them(follow: Follow) -> None:
     (learn,) = follow("cotune sft runs/t --out sft.jsonl")
     assert learn == f"cotune train app:solve --recipe sft --records runs/t --model {MODEL}"
     follow(f"{learn.replace(MODEL, 'base')} --steps 1 --out runs/sft")
-    assert follow("cotune runs") == ["cotune show runs/t"]
+    assert follow("cotune show runs") == ["cotune show runs/t"]
 
 
 def test_from_prompts_to_their_use(follow: Follow) -> None:

@@ -1,4 +1,4 @@
-"""`cotune runs`, and what `cotune show` prints of steps, of whole prompts, and for programs, at a width of 80."""
+"""What `cotune show` prints of a folder of runs, of steps, of whole prompts, and for programs, at a width of 80."""
 
 from __future__ import annotations
 
@@ -96,16 +96,44 @@ def test_a_curve_is_drawn_from_its_lowest_to_its_highest_value():
 
 
 def test_runs_of_a_folder_have_a_line_each(run, capsys):
-    said = words(told(capsys, "runs", run.parent))
+    said = words(told(capsys, "show", run.parent))
     assert said[0] == "run state recipe steps episodes figure, first to last"
     assert said[2] == "r1 finished dr_mas 5 of 5 2 reward of planner: 0 in step 1, 1 in"
     (run / "metrics.jsonl").write_text(json.dumps(metrics(0)) + "\n")
-    assert "r1 stopped dr_mas 1 of 5 2" in words(told(capsys, "runs", run))[2]
+    assert "r1 stopped dr_mas 1 of 5 2" in words(told(capsys, "show", run.parent))[2]
 
 
 def test_a_folder_without_runs_is_said(tmp_path, capsys):
-    assert main(["runs", str(tmp_path)]) == 1
+    assert main(["show", str(tmp_path)]) == 1
     assert "hold no run and no records" in capsys.readouterr().err
+
+
+def test_without_a_path_the_runs_in_runs_are_listed(run, capsys, monkeypatch):
+    monkeypatch.chdir(run.parent.parent)
+    assert words(told(capsys, "show"))[2].startswith("r1 finished dr_mas")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--steps"], ["--status", "error"], ["--min-reward", "0"], ["--json"], ["--html", "page.html"]]
+)
+def test_flags_of_one_run_are_rejected_for_a_folder_of_runs(run, capsys, flags):
+    assert main(["show", str(run.parent), *flags]) == 1
+    error = capsys.readouterr().err
+    assert f"{flags[0]} needs one run, and {run.parent} is a folder of 1." in error
+    assert f"cotune show {run} {flags[0]} ..." in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        (["--html", "page.html", "--role", "writer"], "--role cannot be used with --html"),
+        (["--html", "page.html", "--json"], "--json cannot be used with --html"),
+        (["--price", "m=1/2"], "--price has no effect without --html"),
+    ],
+)
+def test_the_page_is_of_a_whole_run(run, capsys, flags, fault):
+    assert main(["show", str(run), *flags]) == 1
+    assert fault in capsys.readouterr().err
 
 
 def test_steps_are_curves_and_a_line_each(run, capsys):

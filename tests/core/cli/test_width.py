@@ -12,8 +12,8 @@ import pytest
 from rich.console import RenderableType
 
 from cotune.cli.printing.overview import show_run
+from cotune.cli.printing.runs import list_runs
 from cotune.cli.printing.steps import show_steps
-from cotune.cli.runs import list_runs
 from cotune.cli.score import _table as score_table
 from cotune.episodes.rescore import Rescored, Rescoring
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, ModeUse, RoleStatistics, TaskEnding

@@ -17,7 +17,7 @@ from cotune.adapters.card import card, read_background
 from cotune.algorithms.goal import Goal
 from cotune.cli.main import main
 from cotune.cli.printing.overview import show_run
-from cotune.cli.runs import list_runs
+from cotune.cli.printing.runs import list_runs
 from cotune.episodes.workflows import Workflow
 from cotune.integrations.web.viewer.episodes import Filters, listed
 from cotune.integrations.web.viewer.pages import build_app

@@ -51,6 +51,6 @@ def test_a_command_says_that_the_disk_is_full(tmp_path: Path, capsys: pytest.Cap
     from cotune.storage.sqlite_store import SqliteStore
 
     SqliteStore.open(tmp_path).close()
-    for command in (["report", str(tmp_path), "--out"], ["otel", "export", str(tmp_path), "--content", "--out"]):
+    for command in (["show", str(tmp_path), "--html"], ["otel", "export", str(tmp_path), "--content", "--out"]):
         main([*command, "/dev/full"])
-    assert "cotune report: The disk of /dev/full is full" in capsys.readouterr().err
+    assert "cotune show: The disk of /dev/full is full" in capsys.readouterr().err

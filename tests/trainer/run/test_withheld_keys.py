@@ -68,7 +68,7 @@ def test_values_that_an_old_run_holds_are_not_shown(run: Path, capsys: pytest.Ca
         shown = settings(opened)
     assert shown["cluster.env.FIRST_KEY"] == shown["cluster.runtime_env.env_vars.OTHER_KEY"] == WITHHELD
     assert "cluster.env.FIRST_KEY" in str(shown["changes"]) and "secret" not in str(shown)
-    for words in (["show", str(run)], ["runs", str(run)], ["report", str(run), "--out", str(run / "r.html")]):
+    for words in (["show", str(run)], ["show", str(run.parent)], ["show", str(run), "--html", str(run / "r.html")]):
         main(words)
     assert "secret" not in "".join(capsys.readouterr()) + (run / "r.html").read_text()
 

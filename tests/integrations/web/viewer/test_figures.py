@@ -89,9 +89,9 @@ def screens(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     found["report"] = re.sub(r"<[^>]+>", " ", plain)
     opened.close()
     found["card"] = card(MANIFEST, read_background(run))
-    for command in ("runs", "show"):
-        assert main([command, str(run)]) == 0
-        found[command] = capsys.readouterr().out
+    for name, path in (("list of runs", run.parent), ("run", run)):
+        assert main(["show", str(path)]) == 0
+        found[name] = capsys.readouterr().out
     return {name: " ".join(said.split()) for name, said in found.items()}
 
 

@@ -427,7 +427,7 @@ def test_an_open_viewer_finds_new_runs(tmp_path, capsys):
         assert httpx.get(f"{server.url}/changed").json()["stamp"] != before["stamp"]
         said = text(f"{server.url}/?all=1")
         assert f"{tmp_path / 'runs' / 'second'} · app:solve · 2001-09-09" in said
-    assert main(["runs", str(tmp_path)]) == 0
+    assert main(["show", str(tmp_path)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert f"runs-second: {tmp_path / 'runs' / 'second'} · app:solve · 2001-09-09" in told
 
