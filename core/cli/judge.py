@@ -14,7 +14,8 @@ EXTRA = "train"
 
 
 def arguments(command: Parser) -> None:
-    command.add_argument("run", metavar="RUN", help=RECORDS)
+    text = f"{RECORDS}; with --labels, loads the scorers of the application that it names, or of --app"
+    command.add_argument("run", metavar="RUN", help=text)
     command.add_argument(
         "--labels",
         metavar="FILE",

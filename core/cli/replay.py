@@ -19,7 +19,8 @@ EXTRA = "train"
 def arguments(command: Parser) -> None:
     from cotune.trainer.replay.options import ReplayOptions
 
-    command.add_argument("run", metavar="RUN", help=RECORDS)
+    text = f"{RECORDS}; runs the application that it names, or that of --workflow"
+    command.add_argument("run", metavar="RUN", help=text)
     add_fields(command, *ReplayOptions.__struct_fields__, table=ReplayOptions)
     add_trust(command)
 

@@ -14,7 +14,7 @@ from cotune.episodes.workflows import load_workflow
 from cotune.errors import ConfigError
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import folder_of, is_path, open_store
-from cotune.storage.run_layout import redactor_of
+from cotune.storage.run_code import redactor_of
 from cotune.tables import grid, plural
 from cotune.terminal import tell, terminal
 

@@ -28,7 +28,8 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--resume",
         metavar="RUN",
-        help="continue a stopped, killed or finished run under its own configuration. Settings that are safe to change "
+        help="continue a stopped, killed or finished run under its own configuration; runs the application and the "
+        "functions that the run names. Settings that are safe to change "
         "(--steps, --tasks-per-step, memory, machines, ...) may be given; see docs/reference/run-folder.md",
     )
     add_fields(

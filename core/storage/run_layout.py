@@ -18,7 +18,6 @@ RUN/opponents/         weights of earlier versions that later steps may play aga
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -172,14 +171,6 @@ def read_run(path: str | Path) -> RunDescription:
     return msgspec.structs.replace(found, model=relocated(found.model, known, Path(path).absolute()))
 
 
-def redactor_of(folder: Path | None) -> str:
-    """The redactor of the run whose records are in a folder: its own ones, or those of its evaluation; "" for none."""
-    if folder is None:
-        return ""
-    run = next((one for one in (folder, folder.parent) if is_run(one)), None)
-    return "" if run is None else str(read_config(run).get("redact", ""))
-
-
 def relocated(path: str, described: Mapping[str, Any], run: Path) -> str:
     """`path` of run.json if it exists; else its place next to the run, if the whole project has moved."""
     if Path(path).exists() or not Path(path).is_absolute():
@@ -213,8 +204,7 @@ def whole_address(address: str) -> str:
 
 
 def address_now(address: str, described: Mapping[str, Any], run: Path) -> str:
-    """An address of run.json where it is now. What its module imports is found as when the run was started."""
-    sys.path[:0] = [path for path in (described.get("folder"), str(Path.cwd())) if path and path not in sys.path]
+    """An address of run.json where it is now. Nothing is imported; see `run_code` for that."""
     source, _, name = address.rpartition(":")
     return f"{relocated(source, described, run)}:{name}"
 

@@ -31,7 +31,8 @@ from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.checkpoints import newest_checkpoint, steps_of
 from cotune.storage.open_store import open_store
-from cotune.storage.run_layout import RunLayout, read_config
+from cotune.storage.run_code import import_as_run_did
+from cotune.storage.run_layout import RunLayout, read_config, read_run_json
 from cotune.storage.whole_file import of_system
 from cotune.tables import plural
 from cotune.terminal import terminal
@@ -94,7 +95,10 @@ def evaluate(
     # Everything that can be wrong is checked before a model is loaded.
     evaluated = open_evaluated_policies(source, chosen.model)
     evaluated.check_bases()
-    trained = convert(read_config(source)) if of_run else None
+    trained = None
+    if of_run:
+        trained = convert(read_config(source))
+        import_as_run_did(read_run_json(source))
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
     if trained is not None:
         app = app.redacted(trained.redact, keep_token_ids=trained.keep_token_ids)

@@ -29,6 +29,7 @@ from cotune.storage.file_lock import FileLock
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
+from cotune.storage.run_code import import_as_run_did
 from cotune.storage.run_layout import whole_address
 from cotune.tables import plural
 from cotune.terminal import terminal
@@ -36,7 +37,14 @@ from cotune.trainer.prompting.credit import Credit, Turns, measure
 from cotune.trainer.prompting.evaluations import Evaluations, answering_in_search, check_judge
 from cotune.trainer.prompting.found import earlier_base, find_base, guard_of, improved
 from cotune.trainer.prompting.held_out import HeldOut, compare_held_out
-from cotune.trainer.prompting.options import ImproveOptions, PromptRun, check_changes, read_search, with_whole_places
+from cotune.trainer.prompting.options import (
+    ImproveOptions,
+    PromptRun,
+    StoredSearch,
+    check_changes,
+    read_search,
+    with_whole_places,
+)
 from cotune.trainer.prompting.outcome import ImproveReport, described, write_candidates
 from cotune.trainer.prompting.problem import Accepted, PromptProblem
 from cotune.trainer.prompting.reflection import Reflection
@@ -66,6 +74,8 @@ def improve(
     folder.
     """
     options = with_whole_places(options)
+    if resume:
+        import_as_run_did({"folder": read_search(out).cwd})
     app = workflow_of(workflow).redacted(options.redact).named_by(options.roles_by)
     if options.reflection is None and reflector is None:
         raise ConfigError("reflection", None, "is missing", "Name a model that writes texts: --reflection gpt-5-mini")
@@ -98,14 +108,13 @@ def _opened(folder: PromptRun, now: dict[str, Any], resume: bool) -> Iterator[st
     if folder.described.exists() and not resume:
         raise RunError(f"{folder.path} already holds a search.", "Choose another --out, or go on with --resume.")
     if resume:
-        read_search(folder.path)
+        before = read_search(folder.path)
     folder.path.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.lock, f"The search {folder.path}")
     try:
         if resume:
-            before = json.loads(folder.described.read_bytes())
             _check_same(before, now)
-            now = {**before, "options": now["options"]}
+            now = {**json.loads(folder.described.read_bytes()), "options": now["options"]}
         else:
             now = {**now, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "secret": secrets.token_hex(16)}
         write_atomically(folder.described, json.dumps(now, indent=2).encode())
@@ -114,11 +123,11 @@ def _opened(folder: PromptRun, now: dict[str, Any], resume: bool) -> Iterator[st
         lock.release()
 
 
-def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_same(before: StoredSearch, now: dict[str, Any]) -> None:
     """Raise ConfigError where a search that goes on would be another one."""
-    if before["task_ids"] != now["task_ids"]:
+    if before.task_ids != now["task_ids"]:
         raise ConfigError("tasks", None, "are others than those of the search", "Name the same file, or a new --out.")
-    check_changes(before["options"], now["options"])
+    check_changes(before.options, now["options"])
 
 
 async def _improve(

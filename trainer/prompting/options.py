@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import msgspec
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
 from cotune.records.prices import Prices
 from cotune.storage.run_layout import address_now, whole_address
+from cotune.storage.typed_json import read_typed
 from cotune.trainer.config.faults import PAGE
 from cotune.trainer.config.removed import removed_setting
 from cotune.trainer.config.train import read_toml
@@ -175,16 +175,24 @@ class PromptRun:
         self.lock = self.path / "lock"
 
 
-def read_search(path: str | Path) -> tuple[str, str, dict[str, Any]]:
-    """Of a search that was begun: the address of its application, its tasks file, and its options. Modules are found
-    from where it was begun. Raises RunError."""
+class StoredSearch(msgspec.Struct, frozen=True, kw_only=True):
+    """improve.json of a search: its application ("" for one given as an object), the folder in which it was started,
+    its tasks and options, and the secret of its marks."""
+
+    app: str
+    cwd: str
+    tasks: str
+    task_ids: list[str]
+    options: dict[str, Any]
+    secret: str
+
+
+def read_search(path: str | Path) -> StoredSearch:
+    """The search of a folder, with its application where it is now. Raises RunError."""
     run = PromptRun(path)
-    file = run.described
-    if not file.is_file():
+    if not run.described.is_file():
         raise RunError(f"{path} holds no search to go on with.", "Leave out --resume.")
-    try:
-        read = json.loads(file.read_bytes())
-        app = address_now(read["app"], {"folder": read["cwd"]}, run.path) if read["app"] else ""
-        return app, str(read["tasks"]), dict(read["options"])
-    except (ValueError, KeyError, TypeError):
-        raise RunError(f"{file} is broken.", "Begin a new search, with another --out.") from None
+    search = read_typed(run.described, StoredSearch, "Begin a new search, with another --out.")
+    if not search.app:
+        return search
+    return msgspec.structs.replace(search, app=address_now(search.app, {"folder": search.cwd}, run.path))

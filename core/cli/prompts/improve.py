@@ -26,7 +26,9 @@ def arguments(command: Parser) -> None:
     command.add_argument("--tasks", metavar="FILE", help=TASKS)
     command.add_argument("--out", required=True, metavar="DIR", help="new folder; with --resume that of the search")
     command.add_argument(
-        "--resume", action="store_true", help="go on with a search that was interrupted, or whose limits were raised"
+        "--resume",
+        action="store_true",
+        help="continue a search that was interrupted, or whose limits were raised; runs the application that it names",
     )
     command.add_argument("--config", metavar="FILE", help="TOML file with a table [prompts]. Flags override it")
     add_fields(command, "eval_tasks", *ASKING, table=ImproveOptions)
@@ -63,8 +65,10 @@ def run(a: argparse.Namespace) -> int:
     given = {**fields_of(a), **settings(a.set)}
     if a.price:
         given["prices"] = prices(a.price)
-    workflow, tasks, table = read_search(a.out) if a.resume else ("", "", {})
-    workflow, tasks = a.workflow or workflow, a.tasks or tasks
+    workflow, tasks, table = a.workflow, a.tasks, {}
+    if a.resume:
+        search = read_search(a.out)
+        workflow, tasks, table = workflow or search.app, tasks or search.tasks, search.options
     for name, value in (("workflow", workflow), ("tasks", tasks)):
         if not value:
             raise ConfigError(name, None, "is missing", f"For example: {EXAMPLE}")

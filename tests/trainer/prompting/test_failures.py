@@ -187,8 +187,15 @@ def test_a_search_goes_on_from_another_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(other)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path != str(work)])
     monkeypatch.delitem(sys.modules, "sought")
-    app, tasks, table = read_search(work / "p")
-    improve(app, tasks, load_options(None, {"rounds": 3}, table), out=work / "p", resume=True, **given)
+    search = read_search(work / "p")
+    improve(
+        search.app,
+        search.tasks,
+        load_options(None, {"rounds": 3}, search.options),
+        out=work / "p",
+        resume=True,
+        **given,
+    )
 
 
 def test_an_interrupted_resume_keeps_the_verdict(tmp_path: Path) -> None:
