@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import pytest
 from cotune.integrations.cluster.runtime import open_ray
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from tests.postgres import Server, server
+
+# In the background of a shell, which ignores Ctrl-C there, programs that tests start would ignore it too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray would kill actors when other processes fill the machine's memory.

@@ -171,6 +171,7 @@ def test_a_step_in_which_everything_fails_names_the_cause_and_goes_on_once_it_is
     assert not (trainer.folder / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.long
 def test_a_late_role_on_a_cluster_has_a_critic_that_sees_the_reference(ray_runtime: str, trainer: Trainer) -> None:
     cluster = {"address": "local", "engine": "transformers", "learners": 1, "rollout_workers": 1}
     tasks = [{**task, "reference": f"say {task['letter']}"} for task in LATE]
