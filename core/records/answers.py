@@ -117,18 +117,18 @@ def _candidate(index: int, candidate: Candidate, faults: list[str]) -> Candidate
         logprobs = ()
     return Candidate(
         index=index,
-        text=_plain(text),
+        text=storable(text),
         message=_message(candidate.message, where, faults),
         token_ids=token_ids,
         logprobs=logprobs,
-        finish_reason=_plain(finish),
+        finish_reason=storable(finish),
         malformed=bool(candidate.malformed),
         shown=candidate.shown,
     )
 
 
 def _message(given: Any, where: str, faults: list[str]) -> dict[str, Any]:
-    plain = _plain(given)
+    plain = storable(given)
     if not isinstance(plain, dict):
         faults.append(f"{where}message is {_kind(given)}")
         return {"role": "assistant", "content": None, MALFORMED: {"message": plain}}
@@ -148,7 +148,7 @@ def _message(given: Any, where: str, faults: list[str]) -> dict[str, Any]:
     return {**message, MALFORMED: wrong} if wrong else message
 
 
-def _plain(value: Any) -> Any:
+def storable(value: Any) -> Any:
     """The value as it is after JSON and back. What JSON cannot hold becomes its `repr`, a lone surrogate its escape,
     and a value nested too deeply a text in brackets."""
     try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from cotune.errors import RunError
 from cotune.records.structs import Record
+from cotune.records.wire import storable_record
 from cotune.storage.schema import DAY, WIDTHS, encode
 from cotune.storage.sql.transaction import Database, Transactions
 
@@ -35,6 +36,7 @@ RECENT_IDS = 32768
 RETRY = (0.05, 2.0)
 """First and longest pause in seconds before a failed transaction is tried again."""
 
+_UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError, struct.error)
 
 _STOPPED = "the thread that writes has ended"
 
@@ -139,9 +141,13 @@ class Writer:
         self, records: Sequence[Record], counts: Mapping[str, int] | None = None, kept: bool = False
     ) -> tuple[Batch | None, str | None]:
         """The batch that holds these records now, None where they cannot be encoded; or why they cannot be queued."""
+        known = () if self._db.shared else self._known
         try:
-            rows, size = encode(records, () if self._db.shared else self._known)
-        except (TypeError, ValueError, OverflowError, RecursionError, struct.error) as error:
+            try:
+                rows, size = encode(records, known)
+            except _UNENCODABLE:  # rare, so only now is every value looked at
+                rows, size = encode(list(map(storable_record, records)), known)
+        except _UNENCODABLE as error:
             if not (kept and (len(records) > 1 or counts)):
                 self._lose(len(records), "a record cannot be encoded", error)
             return None, None

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from cotune.errors import ConfigError, RequestRefused
 from cotune.integrations.models.chat.content import parsed
 
@@ -71,11 +73,20 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
 
 
 def is_call(call: Any) -> bool:
-    """Whether a value is a call: a name, and arguments that are an object or the JSON of one."""
+    """Whether a value is a call: a name, and arguments that are an object, or the text of one.
+
+    The arguments must be JSON to every reader. Python's own parser also takes NaN, Infinity, numbers that overflow and
+    halves of a surrogate pair. An application may refuse those, and no record can hold them.
+    """
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return False
     arguments = call.get("arguments", {})
-    return isinstance(_value(arguments) if isinstance(arguments, str) else arguments, dict)
+    try:
+        call["name"].encode()
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return isinstance(msgspec.json.decode(written), dict)
+    except (ValueError, TypeError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
+        return False
 
 
 def tool_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,9 +72,19 @@ def _has_long(value: Any) -> bool:
 
 
 def test_what_cannot_be_sent_is_counted() -> None:
-    loop: list[Any] = []
-    loop.append(loop)
     given = records("fine")
-    packed, lost = pack([given[0], Message("bad", {"content": loop}), *given[1:]])
+    huge = Candidate(index=0, text="", message={}, token_ids=(1 << 70,))
+    packed, lost = pack([given[0], CallRecord(id="d", episode="e", role="r", step=1, turn=1, candidates=(huge,))])
     assert lost == 1
-    assert unpack(packed) == given
+    assert unpack(packed) == given[:1]
+
+
+def test_what_json_cannot_hold_is_replaced() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    given = [Message("m", {"content": endless, "half": "\ud83d"}), *records("fine")]
+    packed, lost = pack(given)
+    assert lost == 0
+    first, *others = unpack(packed)
+    assert first == Message("m", "[dict that is no JSON]")
+    assert others == given[1:]

@@ -302,7 +302,7 @@ def test_what_is_sent_twice_is_stored_once(store):
 
 def test_one_record_that_cannot_be_encoded_takes_no_other_with_it(store):
     large = Candidate(index=0, text="", message={}, token_ids=(2**40,))
-    store.commit([call(), call(id="C2", candidates=(large,)), episode("\ud83d"), episode()])
+    store.commit([call(), call(id="C2", candidates=(large,)), call(id="C3", candidates=(large,)), episode()])
     assert ([c.id for c in store.calls("E1")], store.lost) == (["C1"], 2)
     assert store.has_episode("E1")
 
@@ -483,6 +483,27 @@ def test_a_strange_parameter_costs_nothing(store):
     store.flush()
     assert store.calls("E1")[0].params == {"http_client": "<class 'object'>"}
     assert store.lost == 0
+
+
+def test_half_of_a_surrogate_pair_costs_no_record(store):
+    """A model may write one into anything, and UTF-8 cannot hold it: it becomes its escape."""
+    half, escaped = "a\ud83d", "a\\ud83d"
+    answer = Candidate(index=0, text=half, message={"role": "assistant", "content": half}, token_ids=(1, 2))
+    whole = Candidate(index=1, text="b", message={"role": "assistant", "content": "b"})
+    store.write([
+        Message("m", {"role": "user", "content": [half]}),
+        call(candidates=(answer, whole), chosen=0, error=half, params={half: half}, sampling={"stop": [half]}),
+        Episode(id="E1", task=Task(id="t", input={"q": half}), workflow="w"),
+    ])  # fmt: skip
+    store.flush()
+    assert store.lost == 0
+    assert store.message("m") == {"role": "user", "content": [escaped]}
+    [stored] = store.calls("E1")
+    assert [c.text for c in stored.candidates] == [escaped, "b"]
+    assert stored.candidates[0].message["content"] == escaped
+    assert stored.candidates[0].token_ids == (1, 2)
+    assert (stored.error, stored.params, stored.sampling) == (escaped, {escaped: escaped}, {"stop": [escaped]})
+    assert store.episode("E1").task.input == {"q": escaped}
 
 
 def test_later_changes_of_a_message_do_not_reach_the_store(store):
