@@ -163,9 +163,14 @@ def storable(value: Any) -> Any:
 
 
 def clean(value: Any) -> Any:
-    """A JSON value as any reader takes it: long integers as texts, lone surrogates escaped, no NaN."""
+    """A JSON value as any reader takes it: long integers as texts, lone surrogates escaped, no NaN.
+
+    Two halves of a surrogate pair that stand side by side, as two events of a stream may bring them, become one
+    character.
+    """
     if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
+        joined = value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+        return joined.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
         return {clean(key): clean(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -112,11 +112,16 @@ class MessageStream:
         if kind == "error":
             raise ProviderFailed(f"error event: {event.get('error')}")
         if kind == "message_start":
-            self._message.update(event["message"])
+            self._message.update(event.get("message") or {})
         elif kind == "content_block_start":
             self._blocks[number(event, "index")] = dict(event["content_block"])
         elif kind == "content_block_delta":
-            block, delta = self._blocks[event["index"]], event["delta"]
+            index, delta = number(event, "index"), event["delta"]
+            if index not in self._blocks and delta.get("type") in _GROWING:
+                # Servers leave out the event that announces a text; clients do without.
+                field = _GROWING[delta["type"]]
+                self._blocks[index] = {"type": field, field: ""}
+            block = self._blocks[index]
             if delta.get("type") == "input_json_delta":
                 grow(block, "partial", delta["partial_json"])
             elif field := _GROWING.get(delta.get("type")):
@@ -127,6 +132,9 @@ class MessageStream:
         return bool(kind == "message_stop")
 
     def over(self, *, done: bool) -> bool:
+        return False
+
+    def holds_answer(self) -> bool:
         return False
 
     def some(self) -> bool:

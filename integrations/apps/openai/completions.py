@@ -177,6 +177,9 @@ class ChatStream:
     def over(self, *, done: bool) -> bool:
         return done or (bool(self._choices) and all(choice["finish_reason"] for choice in self._choices.values()))
 
+    def holds_answer(self) -> bool:
+        return False
+
     def some(self) -> bool:
         """Whether it says anything."""
         messages = [choice["message"] for choice in self._choices.values()]
@@ -193,10 +196,29 @@ class ChatStream:
 
 
 def events(raw: bytes) -> Iterator[bytes]:
-    """The data of each event of a stream that has one line of it."""
-    for line in raw.replace(b"\r\n", b"\n").split(b"\n"):
+    """The data of each server-sent event of a stream. Lines of data that belong to one event are joined."""
+    lines: list[bytes] = []
+    for line in raw.splitlines():
         if line.startswith(b"data:"):
-            yield line[5:].strip()
+            lines.append(line[5:].strip())
+        elif not line and lines:
+            yield from _event_data(lines)
+            lines = []
+    yield from _event_data(lines)
+
+
+def _event_data(lines: list[bytes]) -> list[bytes]:
+    """One event for all lines, but one for each where the first line is an event by itself.
+
+    Some servers leave out the empty line between events.
+    """
+    if len(lines) < 2:
+        return lines
+    try:
+        msgspec.json.decode(lines[0], type=msgspec.Raw)
+    except msgspec.DecodeError:
+        return [b"\n".join(lines)]
+    return lines
 
 
 def grow(fields: dict[str, Any], name: str, more: Any) -> None:

@@ -33,6 +33,10 @@ class Stream(Protocol):
         """Whether the answer is whole though no event was the last; `done`: the stream ended with [DONE]."""
         ...
 
+    def holds_answer(self) -> bool:
+        """Whether the last event holds the whole answer, whatever came before it."""
+        ...
+
     def some(self) -> bool:
         """Whether it says anything."""
         ...
@@ -113,7 +117,7 @@ def finish(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, str
     """
     found = None
     try:
-        body = body_of_stream(form, raw) if streamed else _decoded(raw)
+        body = body_of_stream(form, raw) if streamed else decoded(raw)
         if body is None:
             return False
         found = form.answer(body)
@@ -130,26 +134,40 @@ def finish(call: LiveCall, form: Form, asked: Mapping[str, Any], raw: bytes, str
     return True
 
 
-def _decoded(raw: bytes) -> Any:
-    """JSON as the SDK takes it, which is more than JSON has: NaN, and surrogates that stand alone."""
+def decoded(raw: bytes) -> Any:
+    """JSON as the SDK takes it, which is more than JSON has: NaN, and halves of surrogate pairs."""
     try:
         return msgspec.json.decode(raw)
-    except msgspec.DecodeError as broken:
-        if "truncated" not in str(broken):
-            with contextlib.suppress(ValueError, RecursionError):
-                return json.loads(raw, parse_constant=lambda name: None)
+    except msgspec.DecodeError:
+        # msgspec also calls a text cut short that ends with half of a surrogate pair.
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(raw, parse_constant=lambda name: None)
         raise
 
 
 def body_of_stream(form: Form, raw: bytes) -> dict[str, Any] | None:
-    """The body that a stream adds up to; None when it was not read to its end."""
-    stream, done = form.stream(), False
+    """The body that a stream adds up to; None when it was not read to its end.
+
+    The last event of a Responses stream holds the whole answer. The client takes it from there, so faults of the events
+    before it do not matter. In any other stream the first fault is raised at the end.
+    """
+    stream, done, ended = form.stream(), False, False
+    fault: Exception | None = None
     for data in events(raw):
-        if done := data == b"[DONE]":
+        if done := data.startswith(b"[DONE]"):
             break
-        if stream.take(msgspec.json.decode(data)):
-            return stream.body(whole=True)
-    return stream.body(whole=True) if stream.over(done=done) else None
+        event = decoded(data)
+        try:
+            ended = stream.take(event)
+        except BROKEN as broken:
+            fault = fault or broken
+        if ended:
+            break
+    if ended and stream.holds_answer():
+        return stream.body(whole=True)
+    if fault is not None:
+        raise fault
+    return stream.body(whole=True) if ended or stream.over(done=done) else None
 
 
 def part_of(form: Form, raw: bytes, streamed: bool) -> Answer | None:
@@ -160,7 +178,7 @@ def part_of(form: Form, raw: bytes, streamed: bool) -> Answer | None:
     stream = form.stream()
     for data in events(raw[: raw.rfind(b"\n") + 1]):
         with contextlib.suppress(ProviderFailed, *BROKEN):
-            stream.take(msgspec.json.decode(data))
+            stream.take(decoded(data))
     with contextlib.suppress(ProviderFailed, *BROKEN):
         return form.answer(stream.body(whole=False)) if stream.some() else None
     return None

@@ -227,6 +227,8 @@ class ResponseStream:
     def __init__(self) -> None:
         self._response: dict[str, Any] | None = None
         self._items: dict[int, dict[str, Any]] = {}
+        self._done: set[int] = set()
+        """Items that came as a whole."""
 
     def take(self, event: Any) -> bool:
         """Add an event; whether it is the last. Raises ProviderFailed for an error event."""
@@ -234,15 +236,25 @@ class ResponseStream:
         if kind == "error" or event.get("error"):
             raise ProviderFailed(f"error event: {event.get('error') or event.get('message')}")
         if kind in _LAST:
-            self._response = event["response"]
+            self._response = dict(event["response"])
         elif kind in ("response.output_item.added", "response.output_item.done"):
-            self._items[number(event, "output_index")] = dict(event["item"])
+            index = number(event, "output_index")
+            self._items[index] = dict(event["item"])
+            if kind == "response.output_item.done":
+                self._done.add(index)
         elif kind in _GROWS:
-            _GROWS[kind](self._items[event["output_index"]], event)
+            item_type, add = _GROWS[kind]
+            index = number(event, "output_index")
+            # Servers leave out events that announce an item or a part of it; clients do without.
+            item = self._items.setdefault(index, {"type": item_type, "role": "assistant"})
+            add(item, event)
         return self._response is not None
 
     def over(self, *, done: bool) -> bool:
-        return False
+        return done and bool(self._items) and self._done.issuperset(self._items)
+
+    def holds_answer(self) -> bool:
+        return self._response is not None
 
     def some(self) -> bool:
         """Whether it says anything."""
@@ -250,22 +262,46 @@ class ResponseStream:
 
     def body(self, *, whole: bool) -> dict[str, Any]:
         """The response; where it is not `whole`, the items so far with the status `interrupted`."""
-        if whole and self._response is not None:
-            return self._response
-        return {"status": "interrupted", "output": [self._items[index] for index in sorted(self._items)]}
+        items = [self._items[index] for index in sorted(self._items)]
+        if not whole:
+            return {"status": "interrupted", "output": items}
+        if self._response is None:
+            return {"status": "completed", "output": items}
+        if not self._response.get("output") and items:  # the last event repeats the output on most servers, not on all
+            return {**self._response, "output": items}
+        return self._response
 
 
-_GROWS: dict[str, Callable[[dict[str, Any], Mapping[str, Any]], None]] = {
-    "response.content_part.added": lambda item, event: item.setdefault("content", []).append(dict(event["part"])),
-    "response.reasoning_summary_part.added": lambda item, event: item.setdefault("summary", []).append(
-        dict(event["part"])
+def _part(item: dict[str, Any], field: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an item that an event belongs to: of its `content` or its `summary`. New ones are empty texts."""
+    kind = {"content": "output_text", "summary": "summary_text"}[field]
+    at = number(event, f"{field}_index")
+    parts: list[dict[str, Any]] = item.setdefault(field, [])
+    while len(parts) <= at:
+        parts.append({"type": kind, "text": ""})
+    return parts[at]
+
+
+def _grow_content(item: dict[str, Any], event: Mapping[str, Any]) -> None:
+    grow(_part(item, "content", event), "text", event["delta"])
+
+
+def _grow_summary(item: dict[str, Any], event: Mapping[str, Any]) -> None:
+    grow(_part(item, "summary", event), "text", event["delta"])
+
+
+def _grow_arguments(item: dict[str, Any], event: Mapping[str, Any]) -> None:
+    grow(item, "arguments", event["delta"])
+
+
+_GROWS: dict[str, tuple[str, Callable[[dict[str, Any], Mapping[str, Any]], None]]] = {
+    "response.content_part.added": ("message", lambda item, event: _part(item, "content", event).update(event["part"])),
+    "response.reasoning_summary_part.added": (
+        "reasoning",
+        lambda item, event: _part(item, "summary", event).update(event["part"]),
     ),
-    "response.output_text.delta": lambda item, event: grow(
-        item["content"][event["content_index"]], "text", event["delta"]
-    ),
-    "response.reasoning_summary_text.delta": lambda item, event: grow(
-        item["summary"][event["summary_index"]], "text", event["delta"]
-    ),
-    "response.function_call_arguments.delta": lambda item, event: grow(item, "arguments", event["delta"]),
+    "response.output_text.delta": ("message", _grow_content),
+    "response.reasoning_summary_text.delta": ("reasoning", _grow_summary),
+    "response.function_call_arguments.delta": ("function_call", _grow_arguments),
 }
-"""By type of an event: how it is added to its item."""
+"""By type of an event: the type of its item, and how it is added to it."""
