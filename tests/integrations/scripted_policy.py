@@ -1,4 +1,4 @@
-"""Episodes whose calls a policy answers with scripted replies, through the product's own template, parser and records."""
+"""Episodes whose calls a policy answers with scripted replies: real template, parser and records."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class ScriptedSampler:
         self.replies = replies
         self.asked: list[tuple[list[int], SamplingParams]] = []
 
-    async def sample(self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef) -> list[Completion]:
+    async def sample(
+        self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef
+    ) -> list[Completion]:
         self.asked.append((list(prompt), params))
         completions = []
         for candidate in range(n):

@@ -190,8 +190,8 @@ class ChatStream:
         for choice in self._choices.values():
             choice["finish_reason"] = choice["finish_reason"] or (None if whole else "interrupted")
             tools = choice["message"].get("tool_calls")
-            if isinstance(tools, dict):  # by number while they grow: a stream may skip some
-                choice["message"]["tool_calls"] = [tools[position] for position in sorted(tools)]
+            if isinstance(tools, _ToolCalls):
+                choice["message"]["tool_calls"] = tools.in_order()
         return {**self._completion, "choices": [self._choices[index] for index in sorted(self._choices)]}
 
 
@@ -252,7 +252,7 @@ def _add(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
     for key, value in (part.get("delta") or {}).items():
         if key == "tool_calls":
             for tool in value or []:
-                _add_tool(message.setdefault("tool_calls", {}), tool)
+                message.setdefault("tool_calls", _ToolCalls()).add(tool)
         elif key == "content" and not isinstance(value, str | list | None):
             raise TypeError(f"content is of type {type(value).__name__}")
         elif value is not None and key != "role":
@@ -277,15 +277,42 @@ def _join(fields: dict[str, Any], key: str, more: Any) -> None:
         fields[key] = more
 
 
-def _add_tool(tools: dict[int, dict[str, Any]], part: Mapping[str, Any]) -> None:
-    if part.get("index") is not None:
-        position = number(part, "index")
-    else:  # some providers number no calls: an id begins one
-        position = max(tools, default=-1) + (1 if part.get("id") or not tools else 0)
-    function = part.get("function") or {}
-    if position not in tools:
-        tools[position] = {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
-    tool = tools[position]
-    tool["id"] = part.get("id") or tool["id"]
-    for name in ("name", "arguments"):
-        grow(tool["function"], name, function.get(name) or "")
+class _ToolCalls:
+    """The tool calls of a choice while they grow.
+
+    An index is meant to be one call's. Some servers give all parallel calls the same index, or none, so a new id that
+    comes together with a name begins a call as well. A new id alone does not: some servers make one up for every piece.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[int, int], dict[str, Any]] = {}
+        """By index and, under one index, by the order in which they came."""
+        self._counts: dict[int, int] = {}
+        """By index, how many calls have it."""
+        self._by_id: dict[tuple[int, Any], dict[str, Any]] = {}
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        """Add a piece of a call. Raises ValueError or TypeError for a mistyped one."""
+        index, id, function = number(part, "index"), part.get("id"), part.get("function") or {}
+        count = self._counts.get(index, 0)
+        last = self._calls.get((index, count - 1))
+        known = self._by_id.get((index, id)) if id else None
+        if known is not None:
+            call = known
+        elif last is not None and not (last["id"] and id and function.get("name")):
+            call = last
+        else:
+            if len(self._calls) == MOST_PARTS:
+                raise ValueError(f"there are more than {MOST_PARTS} tool calls")
+            call = {"id": None, "type": "function", "function": {"name": "", "arguments": ""}}
+            self._calls[index, count] = call
+            self._counts[index] = count + 1
+        if id:
+            call["id"] = id
+            self._by_id[index, id] = call
+        for name in ("name", "arguments"):
+            grow(call["function"], name, function.get(name) or "")
+
+    def in_order(self) -> list[dict[str, Any]]:
+        """The calls by their index, which may skip some."""
+        return [self._calls[key] for key in sorted(self._calls)]
