@@ -12,6 +12,10 @@ from cotune.storage.protocol import Store
 from cotune.storage.sqlite_store import SqliteStore
 
 
+class StoreUnavailableError(RunError):
+    """The server of a store does not answer now. It may do so later."""
+
+
 def _postgres(address: Path | str, read_only: bool) -> Store:
     try:  # by its name: core imports no integration, and no package beyond its own
         module = import_module("cotune.integrations.exchange.postgres.store")

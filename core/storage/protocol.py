@@ -39,6 +39,11 @@ class Store(Protocol):
         ...
 
     @property
+    def failing(self) -> bool:
+        """Whether the disk or the server did not take the last transaction, so that records wait."""
+        ...
+
+    @property
     def lost(self) -> int:
         """Records that could not be stored, since the store was opened."""
         ...

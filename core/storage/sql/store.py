@@ -91,6 +91,10 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
             self._writer.flush()
 
     @property
+    def failing(self) -> bool:
+        return self._writer is not None and self._writer.failing
+
+    @property
     def lost(self) -> int:
         return self._writer.lost if self._writer else 0
 

@@ -102,6 +102,11 @@ class Writer:
         self._thread.start()
 
     @property
+    def failing(self) -> bool:
+        """Whether the last transaction failed, and is tried again."""
+        return self._failing
+
+    @property
     def lost(self) -> int:
         """Records dropped since the store was opened."""
         return self._counted["lost"]

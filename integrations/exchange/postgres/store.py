@@ -3,41 +3,66 @@ that the address names as its `search_path`."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Self
 
+import msgspec
 import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.numeric import FloatLoader
 from psycopg.types.string import StrDumper
 
 from cotune.errors import RunError, error_line
 from cotune.integrations.exchange.postgres.months import drop_month, months
 from cotune.integrations.exchange.postgres.tables import (
+    INDEXED,
     LOCK,
+    MOST_SHORTENED,
     NUMBERED,
     SCHEMA,
+    SHORTENED,
     TYPES,
     UPGRADES,
+    VERSION,
     insertion,
     month_of,
     partition,
     stage,
     translated,
 )
-from cotune.storage.open_store import without_password
-from cotune.storage.schema import COLUMNS, TABLES, VERSION, WITHDRAWN, NameList, Row
+from cotune.storage.open_store import StoreUnavailableError, without_password
+from cotune.storage.schema import COLUMNS, TABLES, WITHDRAWN, NameList, Row
 from cotune.storage.sql.store import SqlStore, StoreFailure
 from cotune.storage.sql.upkeep import key_columns
 from cotune.storage.sql.writer import Writer
 
 log = logging.getLogger("cotune.store")
 Connection = psycopg.Connection[Row]
+
+PATIENCE = {
+    "application_name": "cotune",
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+"""Parameters of connections, unless the address has its own: a server that has gone is noticed within 25 seconds, and
+not after the two hours of most systems."""
+IDLE_SECONDS = 10
+"""After which the server ends a transaction whose process does nothing: all other writers wait for it."""
+LOCK_SECONDS = 20
+"""How long a writer waits for its turn before the attempt counts as failed."""
+LOOK_SECONDS = 5.0
+"""Seconds between two looks at a writer that does not give up its turn."""
 
 _ESCAPED_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
 
@@ -50,19 +75,32 @@ class PostgresStore(SqlStore[Connection]):
     def open(cls, address: str, read_only: bool = False) -> Self:
         """Open the records in the database `address`; a writer makes their tables, or brings them up to date.
 
-        Raises RunError when nobody answers, or when it has no records (read_only) or those of another version.
+        Raises StoreUnavailableError if no server answers now, and RunError if the database has no records (read_only),
+        has records of another version, or refuses the user.
         """
         address, shown = str(address), without_password(str(address))
         try:
-            if read_only:
-                with _connect(address) as db:
-                    _check(db, shown)
-                return cls(shown, lambda: _connect(address), None, None)
-            with _connect(address, writes=True) as db:
-                _prepare(db, shown)
-            return cls(shown, lambda: _connect(address), Writer(PostgresDatabase(address, shown)), None)
+            return cls._open(address, shown, read_only)
+        except psycopg.Error as error:
+            if isinstance(error, psycopg.errors.LockNotAvailable) or not _answers(address):
+                text = f"The store {shown} does not answer: {error_line(error)}."
+                raise StoreUnavailableError(text, "Check that the server runs, and the address.") from error
+            if not isinstance(error, psycopg.OperationalError):
+                raise _unusable(shown, error) from error
+        try:
+            return cls._open(address, shown, read_only)  # the server may have come up just now
         except psycopg.Error as error:
             raise _unusable(shown, error) from error
+
+    @classmethod
+    def _open(cls, address: str, shown: str, read_only: bool) -> Self:
+        if read_only:
+            with _connect(address) as db:
+                _check(db, shown)
+            return cls(shown, lambda: _connect(address), None, None)
+        with _connect(address, writes=True) as db:
+            _prepare(db, shown)
+        return cls(shown, lambda: _connect(address), Writer(PostgresDatabase(address, shown)), None)
 
     @property
     def folder(self) -> None:
@@ -73,7 +111,7 @@ class PostgresStore(SqlStore[Connection]):
         again = bool(self._readers)
         try:
             with self._reader() as db:
-                return db.execute(translated(sql), [*map(_asked, parameters)]).fetchall()
+                return _whole(db, db.execute(translated(sql), [*map(_asked, parameters)]).fetchall())
         except psycopg.OperationalError as error:
             if not again:
                 raise _unusable(self.address, error) from error
@@ -116,10 +154,11 @@ class PostgresDatabase:
             self._db.close()
             self._db = _connect(self._address, writes=True)
         self._db.execute("BEGIN")
-        self._db.execute(f"SELECT pg_advisory_xact_lock({LOCK})")
+        _take_turn(self._db)
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
-        cursor = self._db.execute(translated(sql), [*map(_asked, parameters)])
+        with _faults_of_values():
+            cursor = self._db.execute(translated(sql), [*map(_asked, parameters)])
         return cursor.fetchall() if cursor.description else []
 
     def insert(self, table: str, values: Sequence[Any]) -> None:
@@ -128,7 +167,7 @@ class PostgresDatabase:
         rows = _once(table, [values[at : at + width] for at in range(0, len(values), width)])
         if table in NUMBERED:
             self._make_partitions(table, [row[0] for row in rows])
-        with self._db.transaction(), self._db.cursor() as cursor:
+        with _faults_of_values(), self._db.transaction(), self._db.cursor() as cursor:
             cursor.execute(stage(table))
             cursor.execute(f"DELETE FROM stage_{table}")  # of this transaction, mostly none: TRUNCATE makes a new file
             with cursor.copy(f"COPY stage_{table} ({', '.join(names)}) FROM STDIN (FORMAT BINARY)") as copy:
@@ -167,6 +206,47 @@ class PostgresDatabase:
         return []
 
 
+@contextlib.contextmanager
+def _faults_of_values() -> Iterator[None]:
+    """Raise DataError for a value that is above a limit of PostgreSQL, such as one too long for an index. psycopg calls
+    that an OperationalError, like a full disk; but to wait and try again is of no use."""
+    try:
+        yield
+    except psycopg.OperationalError as error:
+        if (error.sqlstate or "").startswith("54"):  # class 54: program limit exceeded
+            raise psycopg.DataError(error_line(error)) from error
+        raise
+
+
+def _whole(db: Connection, rows: list[Row]) -> list[Row]:
+    """Rows of a query, with the whole texts in place of shortened ones."""
+    texts: dict[str, str] = {}
+    for row in rows:
+        for value in row:
+            if not isinstance(value, str) or len(value) > MOST_SHORTENED or value in texts:
+                continue
+            if match := SHORTENED.search(value):
+                texts[value] = _whole_text(db, match[1], value)
+    if not texts:
+        return rows
+    return [tuple(texts.get(value, value) if isinstance(value, str) else value for value in row) for row in rows]
+
+
+def _whole_text(db: Connection, column: str, shortened: str) -> str:
+    """The whole text of a shortened one, from a record that has it; `shortened` if none has."""
+    table = next(table for table, columns in INDEXED.items() if column in columns)
+    found = db.execute(f"SELECT body FROM {table} WHERE {column} = %s LIMIT 1", [shortened]).fetchall()
+    if not found:
+        return shortened
+    record = msgspec.json.decode(found[0][0])
+    value = record[column]
+    if column == "task":
+        value = value["id"]
+    elif column == "policy":
+        value = value["name"]
+    return str(_stored(value))
+
+
 def _types(table: str) -> list[str]:
     kinds = [column.split()[1] for column in TABLES[table] if not column.startswith("PRIMARY KEY")]
     return [TYPES[kind] for kind in kinds]
@@ -196,7 +276,9 @@ def _asked(value: Any) -> Any:
 
 
 def _connect(address: str, writes: bool = False) -> Connection:
-    db = psycopg.connect(address, autocommit=True, application_name="cotune")
+    chosen = conninfo_to_dict(address)
+    patience = {name: value for name, value in PATIENCE.items() if name not in chosen}
+    db = psycopg.connect(address, autocommit=True, **patience)
     db.adapters.register_dumper(str, StrDumper)
     db.adapters.register_loader("numeric", FloatLoader)
     db.execute("SET jit TO off")  # it costs more than these queries take
@@ -205,13 +287,44 @@ def _connect(address: str, writes: bool = False) -> Connection:
     if not writes:
         db.execute("SET work_mem TO '64MB'")  # figures sort and hash the ids of all episodes
         db.execute("SET default_transaction_read_only TO on")
+    else:
+        db.execute(f"SET idle_in_transaction_session_timeout TO {1000 * IDLE_SECONDS}")
+        db.execute(f"SET lock_timeout TO {1000 * LOCK_SECONDS}")
     return db
+
+
+def _answers(address: str) -> bool:
+    """Whether a server takes connections at this address; not one that is starting up."""
+    return psycopg.pq.PGconn.ping(make_conninfo(address, connect_timeout=5).encode()) == psycopg.pq.Ping.OK
+
+
+def _take_turn(db: Connection) -> None:
+    """Wait until no other process writes. Raises LockNotAvailable after `LOCK_SECONDS`; by then the server was told to
+    end the transaction of a process that has stopped in the middle of it."""
+    try:
+        db.execute(f"SELECT pg_advisory_xact_lock({LOCK})")
+    except psycopg.errors.LockNotAvailable:
+        if db.info.transaction_status == psycopg.pq.TransactionStatus.INERROR:
+            db.execute("ROLLBACK")
+        before = db.execute(_COPYING).fetchall()
+        time.sleep(LOOK_SECONDS)
+        for pid in {pid for pid, *_ in before if before == db.execute(_COPYING).fetchall()}:
+            log.warning("a writer that stands still is disconnected (process %d of the server)", pid)
+            db.execute("SELECT pg_terminate_backend(%s)", [pid])
+        raise
+
+
+_COPYING = f"""SELECT pid, xact_start, bytes_processed FROM pg_locks JOIN pg_stat_activity USING (pid)
+    JOIN pg_stat_progress_copy USING (pid) WHERE locktype = 'advisory' AND objid = {LOCK} AND granted
+    AND wait_event = 'ClientRead' AND usename = current_user AND pg_locks.database = pg_stat_progress_copy.datid"""
+"""The process of the server that has the turn to write and waits for rows from its client. The server's time-out for
+idle transactions does not apply then: for the server, COPY is running."""
 
 
 def _prepare(db: Connection, name: str) -> None:
     """Make the tables, or bring them up to date; one process at a time."""
     with db.transaction():
-        db.execute(f"SELECT pg_advisory_xact_lock({LOCK})")
+        _take_turn(db)
         if _version(db) is None:
             schema = db.execute(
                 "SELECT quote_ident((parse_ident(current_setting('search_path'), false))[1])"

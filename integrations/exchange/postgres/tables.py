@@ -6,7 +6,10 @@ import re
 from datetime import UTC, datetime
 
 from cotune.records.ids import ulid
-from cotune.storage.schema import ADD_APP, COLUMNS, CONFLICTS, FIGURES, INDEXES, TABLES, VERSION
+from cotune.storage.schema import COLUMNS, CONFLICTS, FIGURES, INDEXES, TABLES
+
+VERSION = 7
+"""Version of the tables in PostgreSQL; raised when they change, with a step in `UPGRADES`."""
 
 LOCK = 0x636F7475
 """Advisory lock of the one transaction that writes."""
@@ -17,6 +20,24 @@ TYPES = {"TEXT": "text", "BLOB": "bytea", "REAL": "float8", "INTEGER": "int4"}
 NUMBERED = ("calls", "episodes", "rewards")
 """Tables whose rows have a number, `rowid`, in the order of their commits. They are partitioned by the month of their
 ids, which begin with their time."""
+
+
+INDEXED = {"episodes": ("task", "phase"), "calls": ("role", "model", "policy")}
+"""Columns of indexes that may hold long texts of applications. An index entry takes 2,704 bytes at most, so a text of
+more than 500 bytes is stored there as its beginning with a hash. The column `body` has the whole text."""
+
+SHORTENED = re.compile(f"…({'|'.join(sum(INDEXED.values(), ()))})-[0-9a-f]{{1,16}}-[0-9a-f]{{1,16}}\\Z")
+"""How a shortened text ends: with the name of its column, and the hash."""
+
+MOST_SHORTENED = 150
+"""Characters of a shortened text, at the most."""
+
+_INDEXED = """
+CREATE OR REPLACE FUNCTION indexed(name text, value text) RETURNS text LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN octet_length($2) <= 500 THEN $2
+        ELSE left($2, 100) || '…' || $1 || '-' || to_hex(hashtextextended($2, 0)) || '-' ||
+             to_hex(hashtextextended($2, 1)) END $$;
+"""
 
 
 def _columns(table: str) -> str:
@@ -49,7 +70,7 @@ CREATE OR REPLACE FUNCTION instr(text, text) RETURNS int4 LANGUAGE sql IMMUTABLE
 CREATE OR REPLACE FUNCTION date(float8, text) RETURNS text LANGUAGE sql IMMUTABLE
     AS $$ SELECT to_char(to_timestamp($1) AT TIME ZONE 'UTC', 'YYYY-MM-DD') $$;
 """
-"""Those of SQLite's functions that queries use."""
+"""Functions of SQLite that queries use."""
 
 SCHEMA = f"""
 CREATE TABLE store (version int4 NOT NULL);
@@ -58,6 +79,7 @@ INSERT INTO store VALUES ({VERSION});
 {INDEXES}
 {FIGURES}
 {_FUNCTIONS}
+{_INDEXED}
 CREATE VIEW candidates AS
     SELECT calls.id || '.' || (value ->> 'index') AS id, calls.id AS call, calls.episode, calls.role, calls.turn,
            (value ->> 'index')::int4 AS "index", value ->> 'text' AS text, (value ->> 'tokens')::int4 AS tokens,
@@ -66,11 +88,19 @@ CREATE VIEW candidates AS
     FROM calls, json_array_elements(calls.candidates::json) AS value;
 """
 
+
+def _shorten(table: str) -> str:
+    """The statement that shortens the long texts of a table that an earlier version has stored."""
+    changes = ", ".join(f"{name} = indexed('{name}', {name})" for name in INDEXED[table])
+    long = " OR ".join(f"octet_length({name}) > 500" for name in INDEXED[table])
+    return f"UPDATE {table} SET {changes} WHERE {long};"
+
+
 UPGRADES = {
-    4: f"{ADD_APP} {_FUNCTIONS} UPDATE store SET version = 5;",
-    5: f"{FIGURES} UPDATE store SET version = {VERSION};",
+    5: f"{FIGURES} UPDATE store SET version = 6;",
+    6: f"{_INDEXED} {' '.join(map(_shorten, INDEXED))} UPDATE store SET version = 7;",
 }
-"""What brings a store of a version to the next one."""
+"""The statements that bring a store of a version to the next one."""
 
 
 def stage(table: str) -> str:
@@ -81,13 +111,22 @@ def stage(table: str) -> str:
 
 def insertion(table: str) -> str:
     """The statement that takes the rows from there."""
-    columns = ", ".join(COLUMNS[table])
+    columns = COLUMNS[table]
+    indexed = INDEXED.get(table, ())
+    values = [f"indexed('{name}', {name})" if name in indexed else name for name in columns]
     conflict = CONFLICTS[table].format(next="excluded.rowid")
-    return f"INSERT INTO {table} ({columns}) SELECT {columns} FROM stage_{table} {conflict}"
+    return f"INSERT INTO {table} ({', '.join(columns)}) SELECT {', '.join(values)} FROM stage_{table} {conflict}"
+
+
+_EQUAL = re.compile(r"\b(task|phase|role|model|policy) = \?")
+_AMONG = re.compile(r"\b(task|phase|role|model|policy) IN \(SELECT value FROM")
 
 
 def translated(sql: str) -> str:
-    """A query in SQLite's dialect as psycopg takes it; LIKE does not distinguish cases there."""
+    """A query in SQLite's dialect as psycopg takes it; LIKE does not distinguish cases there. Values that are compared
+    with a column of `INDEXED` are shortened as the column is."""
+    sql = _EQUAL.sub(r"\1 = indexed('\1', ?)", sql)
+    sql = _AMONG.sub(r"\1 IN (SELECT indexed('\1', value) FROM", sql)
     return sql.replace("%", "%%").replace("?", "%s").replace(" LIKE ", " ILIKE ")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ from cotune.integrations.web.http.server import RunningServer, running, stopped_
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import key_target, pack_ids
 from cotune.records.structs import Record
-from cotune.storage.open_store import without_password
+from cotune.storage.open_store import StoreUnavailableError, without_password
 from cotune.storage.protocol import Store
 from cotune.terminal import suggest
 
@@ -50,6 +51,10 @@ MOST_WAITING = 64 << 20
 """Bytes of bodies, as they came, that are being stored; while there are more, applications are asked to wait."""
 THREADS = 8
 """Batches that are read and committed at once."""
+SLOW_SECONDS = 5.0
+"""How long a commit may take before GET /health says so, for example while another writer blocks the database."""
+OPENING_PAUSE = 2.0
+"""Seconds between two attempts to reach the database at the start."""
 FEEDBACK = "/v1/feedback"
 
 
@@ -75,6 +80,8 @@ class Collector:
         """Bytes of bodies that are being stored."""
         self.failing = False
         """Whether the store did not take the last batch."""
+        self._commits: set[float] = set()
+        """When each commit that is under way began, by the clock of `time.monotonic`."""
         self._work = ThreadPoolExecutor(THREADS, "cotune-collect")
 
     async def batch(self, request: Request) -> Response:
@@ -162,6 +169,7 @@ class Collector:
         refused: Counter[str] = Counter()
         kept = admitted(records, app, self._path, refused)
         begun = time.monotonic()
+        self._commits.add(begun)
         try:
             self.store.commit(kept, left_out)
         except CotuneError as error:
@@ -170,6 +178,8 @@ class Collector:
             log.error("A batch cannot be stored: %s", error)
             text = "The store takes no records now: send the batch again later."
             raise RequestError(503, text, code="store_failed", headers={"retry-after": "5"}) from None
+        finally:
+            self._commits.discard(begun)
         self.counts.add("commits", outcome="ok")
         self.failing = False
         self.counts.add("commit_seconds", time.monotonic() - begun)
@@ -188,7 +198,12 @@ class Collector:
 
     async def health(self, request: Request) -> Response:
         """GET /health."""
-        status = "store_failed" if self.failing else "ok"
+        seconds = time.monotonic() - min(self._commits.copy(), default=math.inf)
+        status = "ok"
+        if self.failing:
+            status = "store_failed"
+        elif seconds > SLOW_SECONDS:
+            status = "store_slow"
         return json_response({"status": status, "lost": self.store.lost, "waiting_bytes": self.waiting})
 
     async def metrics(self, request: Request) -> Response:
@@ -270,11 +285,27 @@ def running_collector(
     )
 
 
+def _await_store(address: str, say: Callable[[str], None]) -> None:
+    """Return once the database of `address` answers. Raises what opening it raises for any other reason."""
+    told = False
+    while True:
+        try:
+            open_folder(address).close()
+            return
+        except StoreUnavailableError as error:
+            if not told:
+                say(f"Waiting for the store. {error}")
+                told = True
+            time.sleep(OPENING_PAUSE)
+
+
 def collect(
     address: str, apps: Apps, say: Callable[[str], None], *, limits: BodyLimits | None = None, host: str, port: int
 ) -> None:
-    """Run a collector until Ctrl-C, SIGTERM or SIGHUP, and commit what was received."""
-    with stopped_by_signals(), running_collector(address, apps, limits=limits, host=host, port=port) as found:
+    """Run a collector until Ctrl-C, SIGTERM or SIGHUP, and commit what was received. Waits for its database first."""
+    with stopped_by_signals(), contextlib.ExitStack() as stack:
+        _await_store(address, say)
+        found = stack.enter_context(running_collector(address, apps, limits=limits, host=host, port=port))
         say(f"Collecting at {found.url}")
         say(f"Records: {found.opened.store.address}")
         say("Ctrl-C stops it.")

@@ -235,8 +235,9 @@ def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store |
     async def health(request: Request) -> Response:
         access.check_local(request.scope)
         stored = {"lost": store.lost, "refused": store.refused} if store is not None else {}
+        status = "store_failed" if store is not None and store.failing else "ok"
         counts = {"requests": proxy.counts, "in_flight": proxy.in_flight}
-        return json_response({"status": "ok", **counts, **episodes.health(), **stored})
+        return json_response({"status": status, **counts, **episodes.health(), **stored})
 
     return application(
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from cotune.records.structs import (
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
+from cotune.storage.sqlite_store import SqliteStore
 
 ODD = [
     "'; DROP TABLE calls; --", '"; DELETE FROM episodes', "%s", "%", "?", "?1", "%(name)s", "$1", "_", "\\", "\\u0000",
@@ -43,6 +45,21 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(texts, min_size=12, max_size=12))
 def test_texts_stay_what_they_are(store: Store, odd: list[str]) -> None:
+    check(store, odd)
+
+
+def test_texts_that_no_index_takes(store: Store) -> None:
+    """An index of PostgreSQL takes 2,704 bytes. These texts begin alike, and cannot be compressed."""
+    rng = random.Random(1)
+    for size in (501, 5_000, 200_000):
+        long = ["The same beginning. " * 10 + rng.randbytes(size // 2).hex() for _ in range(12)]
+        long[3:5] = ["desk", "4711"]  # names of applications and keys are short
+        long[8:12] = ["said", "correct", "because", "asked"]  # as are those of rewards, and texts for searches
+        check(store, long)
+        check(store, long)
+
+
+def check(store: Store, odd: list[str]) -> None:
     role, model, policy, app, key, task, phase, error, said, name, why, asked = odd
     app = app.replace("/", "")  # the name of an application has none
     before = store.counts()
@@ -87,3 +104,15 @@ def test_a_nul_is_shown_in_a_database(store: Store) -> None:
     found = store.episode_lines(EpisodeFilters(task="a\0b"), 9)
     assert [row[1] for row in found] in (["a\0b"], ["a\u2400b"])
     assert len(store.rewards([id])[id]) == 1
+
+
+def test_a_row_that_no_index_takes_is_lost_alone(store: Store) -> None:
+    rng, before = random.Random(2), store.lost
+    ids = [new_id() for _ in range(5)]
+    long = rng.randbytes(4_000).hex()
+    episodes = [Episode(id=id, task=Task(id="t", input=1), workflow="w") for id in (*ids[:3], long, *ids[3:])]
+    store.commit(episodes)
+    assert all(store.episode(id) for id in ids)
+    if not isinstance(store, SqliteStore):
+        assert store.lost - before == 1
+    store.delete([*ids, long])
