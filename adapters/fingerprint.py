@@ -16,6 +16,7 @@ import msgspec
 
 from cotune.errors import AdapterError
 from cotune.storage.checkpoints import CHECKPOINT, read_identity, steps_of
+from cotune.storage.run_layout import EARLIER
 
 HASHES = "hashes.json"
 """File of a checkpoint that holds the hash of every other one, by its path in the folder."""
@@ -140,7 +141,7 @@ def changed(folder: Path, expected: Mapping[str, str] | None = None, source: str
 
 def checkpoint_fault(checkpoint: Path, run: str) -> str | None:
     """The fault of a checkpoint of the run with this id: a file that was changed, or is not among the hashes, or
-    another run or step than its own. None where there is none. Runs of older versions have an empty id."""
+    another run or step than its own. None where there is none."""
     if wrong := changed(checkpoint):
         return wrong
     listed = msgspec.json.decode((checkpoint / HASHES).read_bytes(), type=dict[str, str])
@@ -150,9 +151,11 @@ def checkpoint_fault(checkpoint: Path, run: str) -> str | None:
             return f"{name} is not in {HASHES}"
     found = read_identity(checkpoint)
     if found is None:
-        return f"{CHECKPOINT} cannot be read" if run else None
+        return f"{CHECKPOINT} cannot be read"
+    if not found.run:
+        return f"it does not name its run; {EARLIER} reads it"
     if found.run != run:
-        return f"it is of another run: {found.run or 'one without an id'}, this one is {run or 'without an id'}"
+        return f"it is of another run: {found.run}, this one is {run or 'without an id'}"
     if found.steps != steps_of(checkpoint):
         return f"it is the checkpoint after {found.steps} steps"
     return None

@@ -52,9 +52,10 @@ def arguments(command: Parser) -> None:
     way.add_argument("store", metavar="FROM", help=RECORDS)
     way.add_argument("target", metavar="TO", help=RECORDS)
 
-    text = "Bring records of an older version up to date"
-    way = ways.add_parser("upgrade", help=text, **described(text, "cotune records upgrade runs/r1"))
-    way.add_argument("store", metavar="RECORDS", help=RECORDS)
+    text = "Bring the tables of a database that an older cotune made up to date"
+    example = "cotune records upgrade postgresql://localhost/cotune"
+    way = ways.add_parser("upgrade", help=text, **described(text, example))
+    way.add_argument("store", metavar="ADDRESS", help="postgresql://...")
 
 
 def run(a: argparse.Namespace) -> int:
@@ -142,9 +143,11 @@ def _copy(a: argparse.Namespace) -> int:
 
 
 def _upgrade(a: argparse.Namespace) -> int:
-    from cotune.storage.open_store import open_store
-    from cotune.storage.schema import VERSION
+    from cotune.integrations.exchange.postgres.tables import VERSION
+    from cotune.storage.open_store import is_path, open_store
 
+    if is_path(a.store):
+        raise ConfigError("store", a.store, "is a file; only databases are upgraded", "Name a postgresql:// address.")
     with open_store(a.store) as store:
         tell(f"{store.address} has records of version {VERSION}")
     return 0

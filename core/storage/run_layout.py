@@ -36,6 +36,9 @@ RECORDS = "records.db"
 """Name of the records file in a run folder."""
 WITHHELD = "(not kept: taken from the environment)"
 """Written in place of the value of an environment variable."""
+EARLIER = "cotune 0.1.0 at commit 953ea891"
+"""The last cotune that reads checkpoints without the id of their run, and that upgrades records files of versions 3 to
+5."""
 _RUN = "run.json"
 _FUNCTIONS = ("redact", "roles_by", "advantage", "token_loss", "teacher_sees")
 """Settings that may name a function, wherever in a configuration."""

@@ -32,7 +32,7 @@ Row = tuple[Any, ...]
 Timed = TypeVar("Timed", CallRecord, Episode)
 
 VERSION = 6
-"""Version of the tables, `user_version` of a records file; raised when they change, with a step in `UPGRADES`."""
+"""Version of the tables of a records file, its `user_version`; raised when they change."""
 
 APPLICATION = 0x636F7475
 """`application_id` of a records file ("cotu")."""
@@ -90,12 +90,7 @@ CREATE INDEX calls_by_policy ON calls (policy) WHERE policy IS NOT NULL;
 CREATE INDEX episodes_failed ON episodes (phase) WHERE status = 'error';
 CREATE INDEX episodes_with_success ON episodes (phase) WHERE success IS NOT NULL;
 """
-"""What version 6 has added: indexes with all that sums over calls and episodes read, so that they need no rows."""
-
-ADD_APP = "".join(
-    f"ALTER TABLE {table} ADD COLUMN app TEXT NOT NULL DEFAULT '';" for table in ("rewards", "feedback", "replaced")
-)
-"""What version 5 has added: whose reward it is."""
+"""Indexes with all columns that sums over calls and episodes read, so that they need no rows."""
 
 COLUMNS = {
     table: [column.split()[0] for column in columns if not column.startswith("PRIMARY KEY")]

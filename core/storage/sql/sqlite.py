@@ -1,4 +1,4 @@
-"""A records file as SQLite has it: its tables, its connections, and how files of older versions are brought up."""
+"""A records file as SQLite has it: its tables and its connections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from cotune.errors import RunError
 from cotune.storage.damage import unusable
-from cotune.storage.schema import ADD_APP, APPLICATION, COLUMNS, CONFLICTS, FIGURES, INDEXES, TABLES, VERSION, Row
+from cotune.storage.run_layout import EARLIER
+from cotune.storage.schema import APPLICATION, COLUMNS, CONFLICTS, FIGURES, INDEXES, TABLES, VERSION, Row
 
 MOST_VALUES = 32766
 """Values in one statement. The interpreter lock is handed over once per statement, and a busy application gives it back
@@ -38,46 +39,6 @@ CREATE VIEW candidates AS
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {VERSION};
 """
-
-_CALL = "CASE WHEN json_valid(body) THEN json_extract(body, '$.{}') END".format
-_SUCCESS = """CASE WHEN json_valid(metrics) THEN CASE json_type(metrics, '$.success')
-    WHEN 'text' THEN CASE lower(json_extract(metrics, '$.success'))
-        WHEN 'true' THEN 1.0 WHEN 'yes' THEN 1.0 WHEN 'false' THEN 0.0 WHEN 'no' THEN 0.0 END
-    WHEN 'null' THEN NULL WHEN 'array' THEN NULL WHEN 'object' THEN NULL
-    ELSE json_extract(metrics, '$.success') END END"""
-
-
-def _time(name: str) -> str:
-    return f"CAST(coalesce({_CALL(name)}, 0) AS REAL)"
-
-
-_FROM_3 = {
-    "images": "SELECT id, media_type, data, unixepoch() FROM old",
-    "messages": "SELECT id, body, unixepoch() FROM old",
-    "segments": "SELECT id, parent, token_ids, unixepoch() FROM old",
-    "calls": f"""SELECT id, episode, step, role, turn, status, prompt, prompt_tokens, completion_tokens, '',
-        coalesce({_CALL("model")}, ''), {_CALL("policy.name")}, {_CALL("policy.version")}, {_time("started")},
-        {_time("latency")}, json_array_length(iif(json_valid(candidates), candidates, '[]')), body, candidates,
-        token_ids, logprobs FROM old ORDER BY rowid""",
-    "episodes": f"""SELECT id, task, phase, training_step, status, '', '', {_time("started")}, {_time("latency")},
-        CAST(coalesce({_CALL("calls")}, 0) AS INTEGER), {_CALL("error")}, {_CALL("blame")}, {_SUCCESS}, body, metrics
-        FROM old ORDER BY rowid""",
-    "rewards": "SELECT target, name, value, at, '' FROM old",
-    "feedback": "SELECT target, name, text, at, cut, '' FROM old",
-}
-_CHANGED_3 = "".join(
-    f"ALTER TABLE {table} RENAME TO old; {_table(table, TABLES[table])} INSERT INTO {table} {rows}; DROP TABLE old;"
-    for table, rows in _FROM_3.items()
-)
-UPGRADES = {
-    3: f"""DROP VIEW candidates; DROP INDEX calls_by_episode; DROP INDEX episodes_by_step; DROP INDEX episodes_by_task;
-    {_CHANGED_3} {_table("replaced", TABLES["replaced"])} {INDEXES} {FIGURES}
-    {SCHEMA[SCHEMA.index("CREATE VIEW") :]}""",
-    4: f"{ADD_APP} PRAGMA user_version = 5;",
-    5: f"{FIGURES} PRAGMA user_version = {VERSION};",
-}
-"""What brings a file of a version to a later one."""
-
 
 _COUNTED = ("calls", "episodes", "rewards")
 """Tables whose rows are told apart by their numbers, as what is new (`Store.marks`, `Store.newest`)."""
@@ -181,17 +142,12 @@ class SqliteDatabase:
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
-    """With synchronous=NORMAL a commit is in the system's cache when it returns: it outlives the process. A file of an
-    older version is brought up to this one."""
+    """With synchronous=NORMAL a commit is in the system's cache when it returns: it outlives the process."""
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5.0)
     try:
         if db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            version = version_of(db, path)
-            db.execute("PRAGMA journal_mode = WAL")
-            while version in UPGRADES:
-                db.executescript(f"BEGIN IMMEDIATE; {UPGRADES[version]} COMMIT;")
-                version = version_of(db, path)
             check(db, path)
+            db.execute("PRAGMA journal_mode = WAL")
         else:
             db.execute("PRAGMA page_size = 8192")
             db.execute("PRAGMA journal_mode = WAL")
@@ -248,16 +204,11 @@ def version_of(db: sqlite3.Connection, path: Path) -> int:
 def check(db: sqlite3.Connection, path: Path) -> None:
     """Raises RunError unless this is a records file of this version."""
     version = version_of(db, path)
-    if version in UPGRADES:
-        raise RunError(
-            f"{path} has records of version {version}; this cotune reads version {VERSION}.",
-            f"Bring it up to date: cotune records upgrade {path}",
-        )
     if version != VERSION:
-        raise RunError(
-            f"{path} has records of version {version}; this cotune reads version {VERSION}.",
-            "Use the cotune that wrote it, or start a new run folder.",
-        )
+        remedy = "Use the cotune that wrote it, or start a new run folder."
+        if 3 <= version < VERSION:
+            remedy = f"Bring it up to date with {EARLIER}: cotune records upgrade {path}"
+        raise RunError(f"{path} has records of version {version}; this cotune reads version {VERSION}.", remedy)
     try:
         for table, columns in COLUMNS.items():
             db.execute(f"SELECT {', '.join(columns)} FROM {table} LIMIT 0")

@@ -86,6 +86,16 @@ def test_list(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "color" in capsys.readouterr().err
 
 
+def test_upgrade(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_store(address):
+        pass
+    is_database = "://" in address
+    assert main(["records", "upgrade", address]) == (0 if is_database else 1)
+    out, err = capsys.readouterr()
+    expected = "has records of version 7" if is_database else "is a file; only databases are upgraded"
+    assert expected in (out if is_database else err)
+
+
 def test_prune(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with open_store(address) as store:
         old = write(store, range(4), 40.0)

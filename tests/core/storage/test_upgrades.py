@@ -1,11 +1,9 @@
-"""Records of an older version are brought up to this one, and read the same."""
+"""Databases of an older version are brought up to this one; files are refused. Both stores read the same."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
@@ -24,51 +22,10 @@ from cotune.records.structs import (
     Segment,
     Task,
 )
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.schema import FIGURES
 from tests.postgres import Server
-
-VERSION_3 = """
-CREATE TABLE images (id TEXT PRIMARY KEY, media_type TEXT NOT NULL, data BLOB NOT NULL);
-CREATE TABLE messages (id TEXT PRIMARY KEY, body TEXT NOT NULL);
-CREATE TABLE segments (id TEXT PRIMARY KEY, parent TEXT, token_ids BLOB NOT NULL);
-CREATE TABLE calls (
-    id TEXT PRIMARY KEY, episode TEXT NOT NULL, step INTEGER NOT NULL, role TEXT NOT NULL, turn INTEGER NOT NULL,
-    status TEXT NOT NULL, prompt TEXT, prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
-    body TEXT NOT NULL, candidates TEXT NOT NULL, token_ids BLOB NOT NULL, logprobs BLOB NOT NULL);
-CREATE INDEX calls_by_episode ON calls (episode, step);
-CREATE TABLE episodes (
-    id TEXT PRIMARY KEY, task TEXT NOT NULL, phase TEXT NOT NULL, training_step INTEGER, status TEXT NOT NULL,
-    body TEXT NOT NULL, metrics TEXT NOT NULL);
-CREATE INDEX episodes_by_step ON episodes (phase, training_step);
-CREATE INDEX episodes_by_task ON episodes (task);
-CREATE TABLE rewards (target TEXT, name TEXT, value REAL, at REAL, PRIMARY KEY (target, name)) WITHOUT ROWID;
-CREATE TABLE feedback (
-    target TEXT, name TEXT, text TEXT, at REAL, cut INTEGER, PRIMARY KEY (target, name)) WITHOUT ROWID;
-CREATE TABLE consumed (
-    target TEXT PRIMARY KEY, training_step INTEGER NOT NULL, is_group INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-CREATE VIEW candidates AS
-    SELECT calls.id || '.' || json_extract(value, '$.index') AS id, calls.id AS call, calls.episode, calls.role,
-           calls.turn, json_extract(value, '$.index') AS "index", json_extract(value, '$.text') AS text,
-           json_extract(value, '$.tokens') AS tokens, json_extract(value, '$.finish_reason') AS finish_reason,
-           json_extract(value, '$.index') IS json_extract(calls.body, '$.chosen') AS chosen
-    FROM calls, json_each(iif(json_valid(calls.candidates), calls.candidates, '[]'));
-PRAGMA application_id = 1668248693;
-PRAGMA user_version = 3;
-ATTACH '{new}' AS new;
-INSERT INTO images SELECT id, media_type, data FROM new.images;
-INSERT INTO messages SELECT id, body FROM new.messages;
-INSERT INTO segments SELECT id, parent, token_ids FROM new.segments;
-INSERT INTO calls SELECT id, episode, step, role, turn, status, prompt, prompt_tokens, completion_tokens, body,
-    candidates, token_ids, logprobs FROM new.calls ORDER BY rowid;
-INSERT INTO episodes SELECT id, task, phase, training_step, status, body, metrics FROM new.episodes ORDER BY rowid;
-INSERT INTO rewards SELECT target, name, value, at FROM new.rewards;
-INSERT INTO feedback SELECT target, name, text, at, cut FROM new.feedback;
-INSERT INTO consumed SELECT * FROM new.consumed;
-INSERT INTO counters SELECT * FROM new.counters;
-"""
 
 
 def fill(store: Store) -> None:
@@ -133,61 +90,43 @@ def told(store: Store) -> dict[str, object]:
     }
 
 
-def test_a_file_of_version_3(tmp_path: Path) -> None:
-    with open_store(tmp_path / "new.db") as store:
-        fill(store)
-        expected = told(store)
-    old = tmp_path / "old.db"
-    db = sqlite3.connect(old)
-    db.executescript(VERSION_3.format(new=tmp_path / "new.db"))
-    db.close()
-    with pytest.raises(RunError, match=r"version 3.*cotune records upgrade"):
-        open_store(old, read_only=True)
-    with open_store(old) as store:
-        assert told(store) == expected
-    with open_store(old, read_only=True) as store:
-        assert told(store) == expected
-    columns = """SELECT m.name, c.name, c.type, c."notnull", c.pk
-        FROM sqlite_master AS m, pragma_table_info(m.name) AS c ORDER BY m.name, c.cid"""
-    indexes = "SELECT name, tbl_name FROM sqlite_master WHERE type = 'index' ORDER BY name"
-    for sql in (columns, indexes):
-        made, upgraded = (sqlite3.connect(tmp_path / name).execute(sql).fetchall() for name in ("new.db", "old.db"))
-        assert upgraded == made
-
-
-def downgraded(execute: Callable[[str], object], version: str) -> None:
-    """Version 4 from this one: without the applications of rewards, and without the indexes of figures."""
-    for index in re.findall("CREATE INDEX ([a-z_]+)", FIGURES):
-        execute(f"DROP INDEX {index}")
-    for table in ("rewards", "feedback", "replaced"):
-        execute(f"ALTER TABLE {table} DROP COLUMN app")
-    execute(version)
-
-
-def test_a_file_of_version_4(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [2, 3, 5, 7])
+def test_a_file_of_another_version_is_refused(version: int, tmp_path: Path) -> None:
     with open_store(tmp_path / "records.db") as store:
         fill(store)
-        expected = told(store)
     with contextlib.closing(sqlite3.connect(tmp_path / "records.db")) as db:
-        downgraded(db.execute, "PRAGMA user_version = 4")
-    with pytest.raises(RunError, match=r"version 4.*cotune records upgrade"):
-        open_store(tmp_path, read_only=True)
-    with open_store(tmp_path) as store:
-        assert told(store) == expected
+        db.execute(f"PRAGMA user_version = {version}")
+    upgraded = version in (3, 5)
+    remedy = r"at commit [0-9a-f]{8}: cotune records upgrade" if upgraded else "Use the cotune that wrote it"
+    for read_only in (True, False):
+        with pytest.raises(RunError, match=f"has records of version {version}.*{remedy}"):
+            open_store(tmp_path, read_only=read_only)
 
 
-def test_a_database_of_version_4(postgres: Server) -> None:
+def test_a_database_of_version_6(postgres: Server) -> None:
+    """Its indexes took long texts if they could be compressed."""
+    long = "again and again " * 400
     with open_store(address := postgres.database()) as store:
         fill(store)
-        expected = told(store)
     with psycopg.connect(address) as db:
-        downgraded(db.execute, "UPDATE store SET version = 4")
-    with pytest.raises(RunError, match=r"version 4.*cotune records upgrade"):
+        db.execute(
+            "UPDATE episodes SET task = %s, phase = %s, body = jsonb_set(jsonb_set(body::jsonb, '{task,id}', "
+            "to_jsonb(%s::text)), '{phase}', to_jsonb(%s::text))::text WHERE id = 'E1'",
+            [long, long, long, long],
+        )
+        db.execute("DROP FUNCTION indexed")
+        db.execute("UPDATE store SET version = 6")
+    with pytest.raises(RunError, match=r"version 6.*cotune records upgrade"):
         open_store(address, read_only=True)
     with open_store(address) as store:
-        assert told(store) == expected
-        store.commit([RewardRecord("E1", "team", 7.0, 9.0)])
-        assert store.rewards(["E1"]) == {"E1": {"team": 7.0}}
+        (episode,) = store.episodes(task=long)
+        assert (episode.id, episode.task.id, episode.phase) == ("E1", long, long)
+        assert list(store.episodes(phase=long)) == [episode]
+        ((_, task, phase),) = [row[:3] for row in store.episode_lines(EpisodeFilters(task=long), 9)]
+        assert (task, phase) == (long, long)
+    with psycopg.connect(address) as db:
+        ((task, phase),) = db.execute("SELECT task, phase FROM episodes WHERE id = 'E1'").fetchall()
+        assert len(task) < 150 > len(phase) and task != phase
 
 
 def test_every_reader_sees_the_same_in_both_stores(tmp_path: Path, postgres: Server) -> None:
