@@ -7,14 +7,16 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cotune.adapters.conversations import LocalResponder
+from cotune.adapters.model_names import ModelNames, name_models
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.apps.openai.chat_request import ChatRequest
@@ -64,11 +66,14 @@ class ChatEndpoint:
         limits: BodyLimits,
         prompts: Prompts | None = None,
         recording: Recording | None = None,
+        names: ModelNames | None = None,
     ) -> None:
-        self.local = local
+        self.names = names or name_models(local, prompts=prompts is not None)
+        # Calls carry the role that their model name leads to, or the name itself where the default answers.
+        self.local = replace(local, served=self.names.served, others=self.names.default)
         self.access = access
         self.limits = limits
-        self.responder = _Responder(local)
+        self.responder = _Responder(self.local)
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
         self.not_enforced: Counter[str] = Counter()
@@ -101,14 +106,11 @@ class ChatEndpoint:
             self.in_flight -= 1
 
     def find(self, model: str) -> ServedModel:
-        """The policy of a model name. Raises RequestError (404) with the known names."""
-        found = self.local.served.get(model)
-        if found is not None:
-            return found
-        if self.local.others is None or model in self.local.left_to_provider:
-            text = f"There is no model {model!r} here; the models are: {', '.join(self.local.served)}."
-            raise RequestError(404, text, param="model", code="model_not_found")
-        return self.local.others
+        """The policy of a model name. Raises RequestError (404) with the known names and what to do."""
+        served = self.names.find(model)
+        if served is None:
+            raise RequestError(404, self.names.fault(model), param="model", code="model_not_found")
+        return served
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = await read_json(scope, receive, self.access, ChatRequest, self.limits)
@@ -126,7 +128,9 @@ class ChatEndpoint:
             self._failed(call, "cancelled", type(error).__name__)
             raise
         self.counts["ok"] += 1
-        headers = {"content-type": kind, **({"cache-control": "no-cache"} if request.stream else {})}
+        headers = {"content-type": kind, "x-cotune-policy": quote(str(self.find(request.model).policy), safe="@ ")}
+        if request.stream:
+            headers["cache-control"] = "no-cache"
         if self._recording is not None:
             headers |= {"x-cotune-episode": call.episode.id, "x-cotune-call": call.id}
         await Response(content, headers=headers)(scope, receive, send)
@@ -134,9 +138,8 @@ class ChatEndpoint:
     def _call(self, request: ChatRequest, key: str) -> LiveCall:
         """The call of a request, which is recorded once it has ended where requests are, in an episode that the
         application calls `key`."""
-        found = self.find(request.model)
         # A further name of a role is that role's: its prompts are edited too.
-        role = found.name if request.model in self.local.served else request.model
+        role = self.find(request.model).name or request.model
         asked, caller = msgspec.structs.asdict(request), CallerContext(role, "serve", given=True)
         if self._recording is not None:
             call = self._opened(self._recording, key).start(caller, asked)

@@ -20,6 +20,7 @@ from cotune.integrations.models.chat.content import text_of
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.ids import canonical, pack_ids
+from cotune.records.policies import UNTRAINED
 from cotune.records.structs import PolicyRef
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
 from cotune.sampling.protocol import SamplingParams
@@ -134,7 +135,7 @@ class LocalResponder(PolicyResponder):
         """By call that is being answered."""
 
     def longest(self, role: str) -> int:
-        policy = self.policies.get(role)
+        policy = self.policies.get(role, self.others)
         return self._local.max_model_len if policy is None else self._local.length(policy)
 
     async def respond(self, call: LiveCall) -> Answer | None:
@@ -161,7 +162,9 @@ class LocalResponder(PolicyResponder):
     def _policy(self, role: str) -> PolicyRef | None:
         policy = super()._policy(role)
         if self.unlisted[role] == 1:
-            who = "the application's own provider" if policy is None else "the untrained model"
+            who = "the application's own provider"
+            if policy is not None:
+                who = "the untrained model" if policy == UNTRAINED else f"policy {policy}"
             log.warning("No policy here is named %r (there are: %s): %s answers.", role, self._names, who)
         return policy
 

@@ -3,6 +3,7 @@ Ollama, with a roles.json."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ from cotune.adapters.manifest import (
     serve_commands,
     write_manifest,
 )
-from cotune.errors import AdapterError, ConfigError, RunError
+from cotune.errors import AdapterError, ConfigError, CotuneError, RunError
 from cotune.integrations.models.folder.folder import (
     folder_sees_images,
     locate_model,
@@ -46,8 +47,11 @@ from cotune.records.policies import TRAINED, UNTRAINED, LoraSpec, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
 from cotune.storage.checkpoints import SavedPolicy, newest_checkpoint, read_best, read_policies, step_folders
 from cotune.storage.metrics_file import read_metrics
+from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunDescription, RunLayout, read_run, read_run_json, relocated
 from cotune.storage.whole_file import is_full, sync
+
+log = logging.getLogger("cotune")
 
 
 def export_run(
@@ -82,7 +86,25 @@ def export_run(
         background=read_background(Path(run), Path(evaluation) if evaluation else None),
         prompts=prompts,
         trained_with=read_run(run).prompts or AS_WRITTEN,
+        models=_models_asked(Path(run)),
     )
+
+
+def _models_asked(run: Path) -> dict[str, tuple[str, ...]]:
+    """The model names that each role of the application asked for in the records that a run learned from; none where
+    these are gone."""
+    learned_from = read_run(run).config.records
+    address, app = (learned_from.path, learned_from.app) if learned_from.path else (run, "")
+    try:
+        with open_store(address, read_only=True) as store:
+            asked = store.models_asked(app)
+    except CotuneError as error:
+        log.warning("The export has no model names of roles, as the records cannot be read: %s", error)
+        return {}
+    models: dict[str, tuple[str, ...]] = {}
+    for role, model in asked:
+        models[role] = (*models.get(role, ()), *([model] if model else []))
+    return models
 
 
 def write_export(
@@ -96,14 +118,15 @@ def write_export(
     background: Background | None = None,
     prompts: Prompts | None = None,
     trained_with: str = "",
+    models: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export.
 
     `others` is the untrained model that plays a role which none of them does; None leaves that to the application's
     provider. With `merge` an adapter is added to its base model, with `gguf` the whole is one GGUF file of this
     precision. `trained_with` is the id of the prompts that the policies were trained with, where it is not that of
-    `prompts`. The folder appears complete or not at all. Raises ConfigError when `out` holds anything but an export,
-    and for a model that cannot be written as GGUF.
+    `prompts`, and `models` has the model names that each recorded role asked for. The folder appears complete or not at
+    all. Raises ConfigError when `out` holds anything but an export, and for a model that cannot be written as GGUF.
     """
     target = Path(out).absolute()
     if target.exists() and not (target.is_dir() and (is_export(target) or not any(target.iterdir()))):
@@ -124,6 +147,8 @@ def write_export(
     try:
         partial.mkdir(parents=True)
         manifest = _write(partial, policies, others, run, merge, gguf, prompts, trained_with)
+        manifest = msgspec.structs.replace(manifest, models=dict(models or {}))
+        write_manifest(partial, manifest)
         write_card(partial, manifest, background)
         _sync(partial)
         old = target.with_name(f".{target.name}.{os.getpid()}.old")
@@ -194,9 +219,7 @@ def _write(
     )
     if prompts is not None:
         write_prompts(folder, prompts)
-    manifest = msgspec.structs.replace(manifest, serve=serve_commands(manifest))
-    write_manifest(folder, manifest)
-    return manifest
+    return msgspec.structs.replace(manifest, serve=serve_commands(manifest))
 
 
 def _write_policy(

@@ -69,7 +69,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     `other_roles` plays a role that is not among `roles`: if that is the untrained model, `other_base`. `prompts` is the
     id of the edited prompts beside it (prompts.json), with which the policies are used; empty without any.
     `trained_with` is the id of those that they were trained with, where it is another (AS_WRITTEN: the application's
-    own)."""
+    own). `models` has the model names that each recorded role asked for, also roles that no policy plays; it is empty
+    where the records are not known."""
 
     format: int
     cotune: str
@@ -82,6 +83,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     serve: dict[str, list[str]] = {}
     prompts: str = ""
     trained_with: str = ""
+    models: dict[str, tuple[str, ...]] = {}
 
     def policy(self, role: str) -> ExportedPolicy:
         """The policy of a role. Raises AdapterError for an unknown one, with the roles there are."""

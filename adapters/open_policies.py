@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 from cotune.adapters.bases import Moved
 from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.load import Export, load_export
-from cotune.adapters.manifest import ExportedPolicy, is_export
+from cotune.adapters.manifest import Base, ExportedPolicy, Manifest, is_export
 from cotune.adapters.restarting import EngineThatEnds, Restarting
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
@@ -20,7 +20,6 @@ from cotune.integrations.models.chat.tool_formats import AUTO, check_tool_format
 from cotune.integrations.models.engines import EngineConfig, open_sampler, products_dtype
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.integrations.models.per_policy import PolicySampler
-from cotune.near_names import did_you_mean, near_names
 from cotune.records.policies import UNTRAINED
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import ChatFormat, Sampler
@@ -43,8 +42,9 @@ class ServedModel:
 class LocalPolicies:
     """Samplers in this process, as one, with the policies of each role published to them.
 
-    `others` answers for any role or name that is not listed; None leaves it to its provider. `chats` and `lengths` are
-    of policies whose base has others than `chat` and `max_model_len`, by name; `engines` has an engine for each base.
+    `others` answers for any role that is not listed; None leaves it to its provider. `chats` and `lengths` are of
+    policies whose base has others than `chat` and `max_model_len`, by name; `engines` has an engine for each base.
+    `manifest` is the export's, None for a plain model.
     """
 
     sampler: Sampler
@@ -56,6 +56,7 @@ class LocalPolicies:
     chats: Mapping[str, ChatFormat] = field(default_factory=dict)
     lengths: Mapping[str, int] = field(default_factory=dict)
     engines: Sequence[Restarting] = ()
+    manifest: Manifest | None = None
 
     def length(self, policy: PolicyRef) -> int:
         """How many tokens a prompt of this policy and its reply may have."""
@@ -71,18 +72,22 @@ async def open_local(
     base: Moved = None,
     names: Sequence[str] = (),
     tool_format: str | None = None,
+    untrained: bool = False,
 ) -> LocalPolicies:
     """Open an export, or a model folder or Hugging Face id served under its own name and `names`.
 
     `base` says where base models of an export are now, if elsewhere. `tool_format` is how the model writes tool calls;
-    None: as the export says, or "auto". Raises AdapterError, ConfigError, SyncError before anything is served.
+    None: as the export says, or "auto". With `untrained` the base model of an export can answer too. Raises
+    AdapterError, ConfigError, SyncError before anything is served.
     """
     check_tool_format(tool_format or AUTO)
     if not is_export(Path(source)):
         return await _open_model(source, base, names, tool_format or AUTO)
     if names:
         raise ConfigError("role", names[0], "cannot be used with an export, which names its roles", "Leave it out.")
-    export = load_export(source, base)
+    export = load_export(source, base, untrained=untrained)
+    if untrained:
+        base_of_others(export.manifest)
     if not export.engines:
         raise AdapterError(f"{export.folder} leaves every role to a provider.", "There is nothing to serve.")
     if tool_format and len(export.engines) > 1:
@@ -90,20 +95,6 @@ async def open_local(
         remedy = "Write it into roles.json, as tool_format of each `base` of that model."
         raise ConfigError("tool_format", tool_format, fault, remedy)
     return await _open_export(export, tool_format)
-
-
-def with_aliases(local: LocalPolicies, aliases: Mapping[str, str]) -> LocalPolicies:
-    """The same under further names: a role answers for each name that `aliases` gives it.
-
-    Raises ConfigError for a role that is not served, and a name that is.
-    """
-    for name, role in aliases.items():
-        if role not in local.served:
-            fault = f"names a role that is not served; the roles are {', '.join(local.served)}"
-            raise ConfigError("aliases", f"{name}={role}", fault, did_you_mean(near_names(role, local.served)))
-        if name in local.served:
-            raise ConfigError("aliases", f"{name}={role}", f"cannot rename a role: {name} is one", "Leave it out.")
-    return replace(local, served={**local.served, **{name: local.served[role] for name, role in aliases.items()}})
 
 
 async def _open_model(source: str | Path, base: Moved, names: Sequence[str], tool_format: str) -> LocalPolicies:
@@ -151,25 +142,42 @@ async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies
     bases = list(zip(export.engines, opened, strict=True))
     others = {policy.name: engine for base, engine in bases[1:] for policy in base.policies}
     samplers = {name: engine.sampler for name, engine in others.items()}
-    served = {role: _served(role, manifest.policy(role)) for role in export.roles}
-    untrained = ExportedPolicy(name=UNTRAINED.name, kind="frozen", version=0, base=manifest.other_base)
+    served = {role: served_policy(role, manifest.policy(role)) for role in export.roles}
     return LocalPolicies(
         PolicySampler(samplers, first.sampler) if several else first.sampler,
         first.chat,
         served,
         [entry.role for entry in manifest.roles if entry.role not in served],
         first.max_model_len,
-        others=_served("any other", untrained) if untrained.base else None,
+        others=served_base(manifest.other_base) if manifest.other_base else None,
         chats={name: engine.chat for name, engine in others.items()},
         lengths={name: engine.max_model_len for name, engine in others.items()},
         engines=[engine.sampler for engine in opened],
+        manifest=manifest,
     )
 
 
-def _served(name: str, policy: ExportedPolicy) -> ServedModel:
+def served_policy(name: str, policy: ExportedPolicy) -> ServedModel:
+    """A policy of an export under a name."""
     assert policy.base is not None, "policies of a provider are served by nobody here"
     digest = policy.base.sha256.weights
     return ServedModel(name, policy.ref, policy.kind, policy.base.model, digest, policy.fingerprint or digest)
+
+
+def served_base(base: Base) -> ServedModel:
+    """The untrained model, for names that belong to no role."""
+    return served_policy("", ExportedPolicy(name=UNTRAINED.name, kind="frozen", version=0, base=base))
+
+
+def base_of_others(manifest: Manifest) -> Base:
+    """The model that `--default base` means. Raises ConfigError where policies have different base models."""
+    if manifest.other_base is not None:
+        return manifest.other_base
+    if len(manifest.bases) > 1:
+        models = ", ".join(base.model for base in manifest.bases)
+        fault = f"is not one model: the policies have different ones ({models})"
+        raise ConfigError("default", UNTRAINED.name, fault, "Name a policy.")
+    return manifest.bases[0]
 
 
 @dataclass(frozen=True)

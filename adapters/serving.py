@@ -19,7 +19,8 @@ from starlette.types import ASGIApp
 
 from cotune.adapters.bases import Moved
 from cotune.adapters.chat_endpoint import ChatEndpoint, Recording
-from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local, with_aliases
+from cotune.adapters.model_names import ModelNames, name_models
+from cotune.adapters.open_policies import LocalPolicies, ServedModel, open_local
 from cotune.adapters.prompts import prompts_for, told
 from cotune.collecting.open_sink import open_sink
 from cotune.integrations.web.http.limits import BodyLimits
@@ -32,6 +33,7 @@ from cotune.integrations.web.http.requests import (
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
 from cotune.prompts.edits import Prompts
 from cotune.recording.redaction import Redactor, check_redactor
+from cotune.records.policies import UNTRAINED
 from cotune.terminal import suggest, tell
 
 logger = logging.getLogger("cotune.serve")
@@ -50,15 +52,17 @@ def build_app(
     limits: BodyLimits | None = None,
     prompts: Prompts | None = None,
     recording: Recording | None = None,
+    names: ModelNames | None = None,
 ) -> Starlette:
-    """The ASGI application, which answers with edited `prompts`. With a `token`, all but /health needs
-    `Authorization: Bearer TOKEN`."""
+    """The ASGI application, which answers with edited `prompts`. `names` say which policy answers a model name. With a
+    `token`, all but /health needs `Authorization: Bearer TOKEN`."""
     access = Access(token)
-    chat = ChatEndpoint(local, access, limits or BodyLimits(), prompts, recording)
+    chat = ChatEndpoint(local, access, limits or BodyLimits(), prompts, recording, names)
 
     async def models(request: Request) -> Response:
         access.check(request.scope)
-        return json_response({"object": "list", "data": [_model(n, s, local) for n, s in local.served.items()]})
+        listed = [_model(name, served, local) for name, served in chat.names.served.items()]
+        return json_response({"object": "list", "data": listed})
 
     async def model(request: Request) -> Response:
         access.check(request.scope)
@@ -98,7 +102,9 @@ class Endpoint:
     url: str
     port: int
     local: LocalPolicies
-    _running: RunningServer[LocalPolicies]
+    names: ModelNames
+    """Which policy answers a model name."""
+    _running: RunningServer[tuple[LocalPolicies, ModelNames]]
     prompts: Prompts | None = None
     """The edited prompts that it answers with."""
 
@@ -117,17 +123,19 @@ def serving(
     tool_format: str | None = None,
     prompts: Prompts | str | Path | None = None,
     any_prompts: bool = False,
+    default: str = "",
     **options: Any,
 ) -> contextlib.AbstractContextManager[Endpoint]:
     """Serve an export, a model folder or a Hugging Face id from a background thread.
 
     `base` says where base models of an export are now, if elsewhere; `names` are further names of a plain model,
-    `tool_format` is how it writes tool calls; `prompts` and `any_prompts` are as of `serve`, `options` those of
-    `serving_local`. Raises ConfigError, AdapterError, SyncError when it cannot start.
+    `tool_format` is how it writes tool calls; `prompts`, `any_prompts` and `default` are as of `serve`, `options` those
+    of `serving_local`. Raises ConfigError, AdapterError, SyncError when it cannot start.
     """
     chosen = prompts_for(source, prompts, any_prompts=any_prompts)
-    opened = functools.partial(open_local, source, base=base, names=names, tool_format=tool_format)
-    return serving_local(opened, prompts=chosen, **options)
+    untrained = default == UNTRAINED.name
+    opened = functools.partial(open_local, source, base=base, names=names, tool_format=tool_format, untrained=untrained)
+    return serving_local(opened, prompts=chosen, default=default, **options)
 
 
 @contextlib.contextmanager
@@ -138,6 +146,7 @@ def serving_local(
     port: int = 0,
     token: str | None = None,
     aliases: Mapping[str, str] | None = None,
+    default: str = "",
     limits: BodyLimits | None = None,
     prompts: Prompts | None = None,
     records: str | Path | None = None,
@@ -146,23 +155,24 @@ def serving_local(
 ) -> Iterator[Endpoint]:
     """Serve the policies that `opened` opens, in the server's loop, and close them with it; port 0 takes a free one.
 
-    Entered once requests are answered. `aliases` are names under which a role answers too. Requests are recorded at
-    `records`, the address of a store or, for the application `app`, of a collector.
+    Entered once requests are answered. `aliases` are names under which a role answers too, and `default` is the policy
+    of all other names. Requests are recorded at `records`, the address of a store or, for the application `app`, of a
+    collector.
     """
 
     @contextlib.asynccontextmanager
-    async def opening() -> AsyncIterator[tuple[ASGIApp, LocalPolicies]]:
+    async def opening() -> AsyncIterator[tuple[ASGIApp, tuple[LocalPolicies, ModelNames]]]:
         local = await opened()
         try:
-            named = with_aliases(local, aliases or {})
+            names = name_models(local, aliases, default, prompts=prompts is not None)
             with contextlib.nullcontext() if records is None else open_sink(records, app) as sink:
                 recording = None if sink is None else Recording(sink, app, redactors)
-                yield build_app(named, token, limits, prompts, recording), named
+                yield build_app(local, token, limits, prompts, recording, names), (local, names)
         finally:
             await local.aclose()
 
-    with running(opening, host=host, port=port, token=token, name="cotune-serve") as found:
-        yield Endpoint(f"{found.url}/v1", found.port, found.opened, found, prompts)
+    with running(opening, host=host, port=port, token=token, name="cotune-serve") as server:
+        yield Endpoint(f"{server.url}/v1", server.port, *server.opened, server, prompts)
 
 
 def serve(
@@ -174,6 +184,7 @@ def serve(
     model: Moved = None,
     names: Sequence[str] = (),
     aliases: Mapping[str, str] | None = None,
+    default: str = "",
     tool_format: str | None = None,
     max_body: int = 16 << 20,
     max_values: int = 250_000,
@@ -186,8 +197,10 @@ def serve(
 ) -> None:
     """Serve an export, or a plain model, over an OpenAI-compatible API until Ctrl-C, SIGTERM or SIGHUP.
 
-    The names of the models are the roles of an export; of a plain model its own and `names`. By `aliases` a role
-    answers for further names. `model` is the base model of an export where it lies elsewhere than the export says (of
+    The model names of an export are its roles, and the names that one role asked for in training; of a plain model its
+    own and `names`. By `aliases` a role answers for further names. `default` names the policy that answers all other
+    names, or is "base" for the untrained model; without it they are refused, unless the only policy of the export
+    played every recorded role. `model` is the base model of an export where it lies elsewhere than the export says (of
     several, a mapping from the old place to the new one), `tool_format` how the model writes tool calls. Requests need
     `token` (default: the environment's COTUNE_TOKEN), if there is one, and have at most `max_body` bytes and
     `max_values` JSON values. Requests are answered with the edited prompts that the export was trained with, if any, or
@@ -208,6 +221,7 @@ def serve(
         port=port,
         token=token or os.environ.get("COTUNE_TOKEN"),
         aliases=aliases,
+        default=default,
         limits=BodyLimits(max_body, max_values),
         prompts=prompts,
         any_prompts=any_prompts,
@@ -222,17 +236,16 @@ def serve(
             say(f"  {told(endpoint.prompts)}")
         if records is not None:
             say(f"  records: {records}")
-        for name, entry in local.served.items():
-            who = name if name == entry.name else f"{name}, as {entry.name}"
+        for name, entry in endpoint.names.served.items():
+            who = name if entry.name in ("", name) else f"{name}, as {entry.name}"
             say(f"  {who}: {entry.policy} ({entry.kind}), weights {entry.fingerprint[:12]}, {entry.base}")
         for role in local.left_to_provider:
             say(f"  {role}: not here, its provider answers")
-        if local.others is not None:
-            say(f"  any other name: {local.others.policy}, the untrained model ({local.others.base})")
-            say("  where the application asks for another name, give it to a role: --as NAME=ROLE")
-            say("  roles that ask for one name are told apart by cotune.deployed only, in the application's process")
+        for note in endpoint.names.notes():
+            say(f"  {note}")
         say("Ctrl-C stops it.")
-        suggest(f"OPENAI_BASE_URL={endpoint.url} python my_app.py")
+        if not endpoint.names.shared:
+            suggest(f"OPENAI_BASE_URL={endpoint.url} python my_app.py")
         endpoint.wait()
 
 

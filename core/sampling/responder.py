@@ -140,7 +140,7 @@ class PolicyResponder:
 
     def chat_of(self, role: str) -> ChatFormat:
         """The chat format of the policy that answers a role."""
-        policy = self.policies.get(role)
+        policy = self.policies.get(role, self.others)
         return self.chat if policy is None else self.chats.get(policy.name, self.chat)
 
     def longest(self, role: str) -> int | None:

@@ -193,6 +193,11 @@ class Store(Protocol):
         first calls."""
         ...
 
+    def models_asked(self, app: str = "") -> list[tuple[str, str]]:
+        """Role and model name of the application's calls, each pair once: not of judges, nor of calls that proposed
+        prompts. Of one application alone, or all."""
+        ...
+
     def failed_episodes(self) -> list[tuple[str, str | None, int]]:
         """Phase, error and number of failed episodes, the commonest first."""
         ...

@@ -70,6 +70,8 @@ class RunRecords(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str = ""
     """Run folder or records file to learn from, with recipe sft or dpo."""
+    app: str = ""
+    """Learn only from the episodes of this application."""
 
 
 class RunDistill(msgspec.Struct, frozen=True, kw_only=True):

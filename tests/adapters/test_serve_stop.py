@@ -12,6 +12,7 @@ from cotune.adapters import serving as module
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplerInfo
+from tests.adapters.test_model_names import manifest
 
 
 class Idle:
@@ -29,10 +30,10 @@ class Idle:
 
 def test_it_says_that_a_server_cannot_tell_apart_roles_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
+    export = manifest({"planner": "planner", "writer": "writer"}, {"planner": ["m"], "writer": ["m"]})
 
     async def opened(source: Any, **options: Any) -> LocalPolicies:
-        stand_in = ServedModel("base", PolicyRef("base", 0), "frozen", "/models/tiny", "b" * 64, "f" * 64)
-        return LocalPolicies(Idle(), None, {"writer": stand_in}, [], 64, others=stand_in)
+        return LocalPolicies(Idle(), None, {}, [], 64, manifest=export)
 
     def say(line: str) -> None:
         lines.append(line)
@@ -41,7 +42,11 @@ def test_it_says_that_a_server_cannot_tell_apart_roles_of_one_name(monkeypatch: 
 
     monkeypatch.setattr(module, "open_local", opened)
     module.serve("adapters/", port=0, say=say)
-    assert [line for line in lines if "cotune.deployed" in line and "one name" in line]
+    assert lines[-3:] == [
+        "  planner and writer both ask for m: use cotune.deployed",
+        "  any other name is refused. Start the server with --default POLICY (planner, writer) or --default base.",
+        "Ctrl-C stops it.",
+    ]
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

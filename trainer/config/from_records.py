@@ -27,8 +27,6 @@ class RecordsConfig(RunRecords, frozen=True, kw_only=True, forbid_unknown_fields
     since: str = ""
     """Learn only from what came later: a time ago (7d), a day (2026-11-30), or last: new episodes and newly rewarded
     ones since the last run in the same folder of runs that learned from these records."""
-    app: str = ""
-    """Learn only from the episodes of this application."""
     version: int | None = None
     """Learn only from episodes in which a policy of this version answered."""
     held_out: float = 0.1

@@ -32,6 +32,13 @@ def arguments(command: Parser) -> None:
     add_repeated(command, "--role", "NAME", "further model name for a plain model")
     text = "answer for this model name too, by the role: --as gpt-4o-mini=planner"
     add_repeated(command, "--as", "NAME=ROLE", text, dest="aliases")
+    command.add_argument(
+        "--default",
+        metavar="POLICY",
+        default="",
+        help="policy that answers all other model names, or base: the untrained model "
+        "(default: none, unless one policy played every role)",
+    )
     add_fields(command, *BodyLimits.__struct_fields__, table=BodyLimits)
     command.add_argument(
         "--tool-format",
@@ -60,6 +67,7 @@ def run(a: argparse.Namespace) -> int:
         model=moved(a.model),
         names=a.role,
         aliases=pairs("--as", a.aliases, "NAME=ROLE", "For example: --as gpt-4o-mini=planner"),
+        default=a.default,
         tool_format=a.tool_format,
         prompts=a.prompts,
         any_prompts=a.any_prompts,

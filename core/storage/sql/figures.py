@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cotune.errors import RecordError
+from cotune.records.structs import JUDGING, REFLECTING
 from cotune.storage.episode_filters import COUNTED, ORDERS, CallFilters, EpisodeFilters
 from cotune.storage.outcomes import ALL_OWN, LOWEST_SUM, REPORTED, outcome_means, outcome_sum, solved, success_counts
 from cotune.storage.schema import FEEDBACK, NameList, Row, in_parts
@@ -122,6 +123,14 @@ class Figures(ABC):
             (after,) if after else (),
         )
         return (found[0][0] if found else after), [row[1:] for row in found]
+
+    def models_asked(self, app: str = "") -> list[tuple[str, str]]:
+        of_app = "AND calls.app = ?" if app else ""
+        return self.rows(
+            f"""SELECT DISTINCT role, model FROM calls JOIN episodes ON episodes.id = calls.episode
+            WHERE phase NOT IN (?, ?) {of_app} ORDER BY role, model""",
+            (JUDGING, REFLECTING, *([app] if app else [])),
+        )
 
     def failed_episodes(self) -> list[tuple[str, str | None, int]]:
         return self.rows(

@@ -329,6 +329,19 @@ def test_figures_of_calls_are_summed_by_role_and_model(store):
     assert store.use(last) == (last + 1, [("navigator", "other", 1, 0, 1, 10, 3, 0.0, 0)])
 
 
+def test_models_that_roles_asked_for_are_those_of_the_application(store):
+    asked = [("E1", "writer", "small"), ("E1", "writer", "big"), ("E2", "writer", "big"), ("E2", "critic", "")]
+    store.commit([call(e, f"C{i}", i, role=role, model=model) for i, (e, role, model) in enumerate(asked)])
+    store.commit([call("E3", "J1", role="judge", model="j"), call("E4", "R1", role="reflection", model="r")])
+    store.commit([call("E5", "D1", role="clerk", model="desk", app="desk"), episode("E5", app="desk")])
+    store.commit(
+        [episode("E1"), episode("E2"), episode("E3", phase="judge"), episode("E4", phase="prompts-reflection")]
+    )
+    of_desk = [("clerk", "desk")]
+    assert store.models_asked("desk") == of_desk
+    assert store.models_asked() == [*of_desk, ("critic", ""), ("writer", "big"), ("writer", "small")]
+
+
 def test_an_episode_belongs_to_the_first_application_that_writes_for_it(store):
     store.commit([call("E1", "C1", app="desk", candidates=(Candidate(index=0, text="", message={}),))])
     store.commit([

@@ -1,0 +1,148 @@
+"""Which policy answers the model name that a request to `cotune serve` asks for.
+
+A server sees no roles, only model names. An export keeps the names that each role asked for in training
+(`Manifest.models`), so that an application that asks for `gpt-4o-mini` gets the policy of the role that did so.
+`cotune.deployed` sees roles and needs nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cotune.adapters.manifest import Manifest
+from cotune.adapters.open_policies import LocalPolicies, ServedModel, base_of_others, served_base, served_policy
+from cotune.errors import ConfigError
+from cotune.near_names import did_you_mean, near_names
+from cotune.records.policies import UNTRAINED
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The names of a server. Any name that is neither in `served` nor in `shared` gets `default`, or a 404."""
+
+    served: Mapping[str, ServedModel]
+    """Model name -> policy: roles, names given by `--as`, and names that one role asked for in training."""
+    shared: Mapping[str, Sequence[str]]
+    """Model name -> the roles that asked for it, which a server cannot tell apart."""
+    default: ServedModel | None = None
+    remedy: str = ""
+    """What a 404 recommends."""
+    left_to_provider: Sequence[str] = ()
+    plain: bool = False
+    """Whether they are those of a plain model, which somebody has listed."""
+
+    def find(self, model: str) -> ServedModel | None:
+        """The policy that answers a model name; None for a name that gets a 404."""
+        if model in self.served:
+            return self.served[model]
+        if model in self.shared or model in self.left_to_provider:
+            return None
+        return self.default
+
+    def fault(self, model: str) -> str:
+        """Why no policy answers `model`, and how to change that."""
+        if roles := self.shared.get(model):
+            return f"{_shared_said(model, roles)}, or start the server with --as {model}=ROLE."
+        known = f"There is no model {model!r} here; the models are: {', '.join(self.served)}."
+        if model in self.left_to_provider:
+            return f"{known} Training left role {model!r} to its provider."
+        return f"{known} {self.remedy}".rstrip()
+
+    def notes(self) -> list[str]:
+        """Sentences for the start of the server: who answers names that are not listed, and which nobody answers."""
+        said = [_shared_said(name, roles) for name, roles in self.shared.items()]
+        if self.default is not None:
+            said.append(f"any other name: {self.default.policy} ({self.default.kind}), {self.default.base}")
+        elif not self.plain:
+            said.append(f"any other name is refused. {self.remedy}")
+        return said
+
+
+def _shared_said(name: str, roles: Sequence[str]) -> str:
+    both = "both" if len(roles) == 2 else "all"
+    return f"{', '.join(roles[:-1])} and {roles[-1]} {both} ask for {name}: use cotune.deployed"
+
+
+def name_models(
+    local: LocalPolicies, aliases: Mapping[str, str] | None = None, default: str = "", *, prompts: bool = False
+) -> ModelNames:
+    """Give each model name its policy.
+
+    `aliases` map further names to roles. `default` names the policy for all other names, or is "base" for the untrained
+    model; without it, the only policy of an export takes them if it played every recorded role. `prompts` says that
+    requests are edited by role, so that a name must lead to one role. Raises ConfigError for an alias or a default that
+    the export does not have.
+    """
+    served = dict(local.served)
+    for name, role in (aliases or {}).items():
+        if role not in local.served:
+            fault = f"names a role that is not served; the roles are {', '.join(local.served)}"
+            raise ConfigError("aliases", f"{name}={role}", fault, did_you_mean(near_names(role, local.served)))
+        if name in local.served:
+            raise ConfigError("aliases", f"{name}={role}", f"cannot rename a role: {name} is one", "Leave it out.")
+        served[name] = local.served[role]
+
+    manifest = local.manifest
+    if manifest is None:
+        if default:
+            fault = "chooses among the policies of an export, and this is a plain model"
+            raise ConfigError("default", default, fault, "Name each further model name with --role NAME.")
+        return ModelNames(
+            served, {}, remedy="Start the server with --role NAME to give the model another name.", plain=True
+        )
+
+    # Roles that training saw and that no policy plays were answered by the untrained model, and still are.
+    for role in manifest.models:
+        if role not in served and role not in local.left_to_provider and local.others is not None:
+            served[role] = replace(local.others, name=role)
+
+    shared: dict[str, list[str]] = {}
+    for name, roles in _roles_by_model(manifest).items():
+        if name in served:
+            continue
+        policies = {served[role].policy if role in served else None for role in roles}
+        if len(roles) > 1 and (prompts or len(policies) > 1):
+            shared[name] = roles
+        elif roles[0] in served:
+            served[name] = replace(served[roles[0]], name=roles[0] if len(roles) == 1 else "")
+
+    choices = [policy.name for policy in manifest.policies if policy.base is not None]
+    answers_others = _default_model(local, manifest, default or _policy_of_all_roles(manifest, prompts), choices)
+    remedy = f"Start the server with --default POLICY ({', '.join(choices)}) or --default {UNTRAINED.name}."
+    return ModelNames(served, shared, answers_others, remedy, local.left_to_provider)
+
+
+def _roles_by_model(manifest: Manifest) -> dict[str, list[str]]:
+    """Model name -> the roles that asked for it in training."""
+    roles: dict[str, list[str]] = {}
+    for role, models in manifest.models.items():
+        for model in models:
+            roles.setdefault(model, []).append(role)
+    return roles
+
+
+def _policy_of_all_roles(manifest: Manifest, prompts: bool) -> str:
+    """The policy that played every recorded role, if it is the only one; empty otherwise."""
+    played = [entry.role for entry in manifest.roles]
+    if len(manifest.policies) != 1 or manifest.policies[0].base is None or not manifest.models:
+        return ""
+    if not set(manifest.models) <= set(played) or (prompts and len(played) > 1):
+        return ""
+    return manifest.policies[0].name
+
+
+def _default_model(
+    local: LocalPolicies, manifest: Manifest, default: str, choices: Sequence[str]
+) -> ServedModel | None:
+    if not default:
+        return None
+    if default == UNTRAINED.name:
+        return served_base(base_of_others(manifest))
+    policy = next((one for one in manifest.policies if one.name == default and one.base is not None), None)
+    if policy is None:
+        fault = f"is not a policy of the export; choose from: {', '.join(choices)}, {UNTRAINED.name}"
+        raise ConfigError("default", default, fault, did_you_mean(near_names(default, choices)))
+    roles = [entry.role for entry in manifest.roles if entry.policy == policy.name]
+    # A policy with one role answers as that role, so that its edited prompts apply.
+    return served_policy(roles[0] if len(roles) == 1 else "", policy)
