@@ -102,9 +102,9 @@ class Team:
 
     def __init__(self, model: Path, method: str, seed: int) -> None:
         self.recipe = recipe(method, clip_high=0.28, entropy=0.03)
-        settings = LearnerSettings(lr=3e-3, betas=(0.9, 0.95), seed=seed, threads=1)
+        settings = LearnerSettings(lr=3e-3, betas=(0.9, 0.95), threads=1)
         policies = policies_for("lora", ROLES, LoraSpec(rank=16, alpha=32.0))
-        self.learner = LocalLearner.open(str(model), policies, settings, self.recipe.loss)
+        self.learner = LocalLearner.open(str(model), policies, settings, self.recipe.loss, seed=seed)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.tokens = 0
         torch.manual_seed(seed)

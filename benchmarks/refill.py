@@ -164,7 +164,7 @@ def train_to(run: Path, way: str, seed: int, steps: int, options: argparse.Names
             "checkpoint_every": EVERY,
             "plan": {"kind": "independent", "k": 8},
             "overrides": {"clip_high": 0.28, "entropy": 0.03, "zero_variance": True},
-            "learner": {**app.settings["learner"], "seed": seed, "dtype": options.dtype},
+            "learner": {**app.settings["learner"], "dtype": options.dtype},
             "evaluation": {"tasks": str(held_out), "every": EVERY},
             **WAYS[way],
         }

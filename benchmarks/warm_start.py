@@ -44,8 +44,8 @@ console = Console(stderr=True)
 def settings(model: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Those of the example, with a policy of its own for its one role."""
     table = tomllib.loads(Path(CONFIG).read_text())
-    own = {"model": str(model), "policies": "shared", "seed": seed, "tasks_per_step": options.tasks_per_step}
-    return {**table, **own, "learner": {**table["learner"], "seed": seed}}
+    changes = {"model": str(model), "policies": "shared", "seed": seed, "tasks_per_step": options.tasks_per_step}
+    return {**table, **changes}
 
 
 def result(seed: int, traced: Path, options: argparse.Namespace) -> dict[str, Any]:

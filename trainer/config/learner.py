@@ -50,9 +50,6 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
     """Memory that the learner's process may take in all ("6GiB"), on the GPU where it has one. Passes keep below it,
     also where `micro_batch_tokens` allows larger ones; a row that does not fit by itself is an error."""
 
-    seed: int = 0
-    """Seed of the adapters' initial weights and of the order of rows."""
-
     quantize: Literal["none", "4bit"] = "none"
     """4bit: the frozen base of adapters in four bits (QLoRA), on a GPU, in one process. The sampler keeps its own
     precision, and the gap between both grows."""

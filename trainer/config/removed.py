@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from cotune.errors import ConfigError
 
 REMOVED: Mapping[str, str] = {
+    "learner.seed": "Use seed.",
     "strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
     "curriculum.floor": "Leave it out: an adaptive pool draws a tenth of its tasks alike.",
     "evaluation.limit": "Leave it out, and name a shorter file of held-out tasks in evaluation.tasks.",

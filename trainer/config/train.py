@@ -112,8 +112,8 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keep_token_ids: bool = False
     """Store the token ids of redacted messages. Training on them needs these, and they can be read as text."""
     seed: int = 0
-    """The seed of each call is derived from this one, the place of the call, and the application's seed if it sets
-    one."""
+    """Decides the order of tasks and of rows, the adapters' initial weights, and, with the place of a call and the
+    application's own seed if it sets one, the seed of each call."""
     profile: int | None = None
     """Number of a step to profile, from 1: a trace and a table of its time are written; see docs/how-to/profile.md."""
     loggers: tuple[Tool, ...] = ()

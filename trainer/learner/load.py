@@ -33,11 +33,13 @@ def open_policy_models(
     *,
     reference: Container[str],
     names: Collection[str] | None = None,
+    seed: int = 0,
 ) -> dict[str, PolicyModel]:
     """The trained policies by name, or those of them in `names`; frozen and provider policies are left out.
 
-    A `full` model in `reference` keeps a frozen copy (an adapter's reference is its base). A policy starts from the
-    same weights whatever else is opened with it. Raises ConfigError for a model that cannot be trained this way.
+    A `full` model in `reference` keeps a frozen copy (an adapter's reference is its base). The initial weights of a
+    policy's adapter follow from `seed` and its place among the trained policies, whatever else is opened with it.
+    Raises ConfigError for a model that cannot be trained this way.
     """
     device = _device(settings.device)
     trained = [spec for spec in policies.specs.values() if spec.trained]
@@ -47,7 +49,7 @@ def open_policy_models(
         for index, spec in enumerate(trained):
             if names is not None and spec.name not in names:
                 continue
-            torch.manual_seed(settings.seed + SEED_STRIDE * index)
+            torch.manual_seed(seed + SEED_STRIDE * index)
             path = spec.model or model
             if spec.kind == "full":
                 network = LogprobModel(_freeze_sight(_load(path, "float32", device, settings)), settings)

@@ -71,13 +71,14 @@ class LocalLearner:
         loss: LossSpec,
         group: ProcessGroup | None = None,
         own: Mapping[str, Method] = {},
+        seed: int = 0,
     ) -> None:
         self._policies = dict(policies)
         self._methods = methods = {name: own.get(name, Method(settings, loss)) for name in policies}
         self._group, self._lock = group or SingleProcess(), threading.RLock()
         self._tracer = Tracer(next(iter(policies.values())).device)
         self._seen: dict[str, Mapping[str, Seen]] = {}
-        self._order = {name: torch.Generator().manual_seed(settings.seed) for name in policies}
+        self._order = {name: torch.Generator().manual_seed(seed) for name in policies}
         self._optimizers = {name: build_optimizer(of, methods[name].settings) for name, of in policies.items()}
         self._critic = Critic({name: (p.width, methods[name].loss) for name, p in policies.items()}, self._group)
         self._passes = choose_pass_sizes(self._policies.values(), settings, self._group)
@@ -90,15 +91,24 @@ class LocalLearner:
 
     @classmethod
     def open(
-        cls, model: str, policies: Policies, settings: LearnerSettings, loss: LossSpec, own: Mapping[str, Method] = {}
+        cls,
+        model: str,
+        policies: Policies,
+        settings: LearnerSettings,
+        loss: LossSpec,
+        own: Mapping[str, Method] = {},
+        seed: int = 0,
     ) -> LocalLearner:
-        """Load `model` for every trained policy; `own` are other methods of some. Raises ConfigError."""
+        """Load `model` for every trained policy; `own` are other methods of some. Raises ConfigError.
+
+        `seed` decides the adapters' initial weights and the order of rows.
+        """
         check_losses(loss, *(method.loss for method in own.values()))
         check_hardware(settings)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        models = open_joined(model, policies, settings, needing_untrained(policies, loss, own))
-        return cls(models, settings, loss, own=own)
+        models = open_joined(model, policies, settings, needing_untrained(policies, loss, own), seed)
+        return cls(models, settings, loss, own=own, seed=seed)
 
     def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
         """Raises GroupError for unusable rows, LearnerError for one that does not fit into memory."""

@@ -155,6 +155,7 @@ class Cluster:
             loss,
             self._settings,
             own,
+            self._config.seed,
         )
         self._stack.push_async_callback(learner.aclose)
         self._learner, self._open_policies = learner, set(policies.specs)

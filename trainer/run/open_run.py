@@ -162,7 +162,7 @@ async def open_local_learner(
     from cotune.trainer.learner.local import LocalLearner
 
     return await asyncio.to_thread(
-        OwnThread, lambda: LocalLearner.open(config.model, policies, config.learner, loss, own)
+        OwnThread, lambda: LocalLearner.open(config.model, policies, config.learner, loss, own, config.seed)
     )
 
 

@@ -53,8 +53,8 @@ def test_a_policy_learns_as_it_does_alone(tiny_base: Path, other_base: Path) -> 
     models = team._policies
     assert models["two"].network is models["three"].network is not models["one"].network
     for index, (name, base) in enumerate({"one": tiny_base, "two": other_base, "three": other_base}.items()):
-        seeded = msgspec.structs.replace(FAST, seed=SEED_STRIDE * index)
-        alone = LocalLearner.open(str(base), policies(**{name: None}), seeded, LossSpec())
+        seed = SEED_STRIDE * index
+        alone = LocalLearner.open(str(base), policies(**{name: None}), FAST, LossSpec(), seed=seed)
         for before, after in zip(alone.logprobs(name, ROWS), team.logprobs(name, ROWS), strict=True):
             np.testing.assert_array_equal(before, after)
         expected, found = gradients(alone, name), gradients(team, name)

@@ -66,9 +66,9 @@ class OpenRanks:
     def __exit__(self, *_: object) -> None:
         self.group.close()
 
-    def learner(self, model, policies, settings, loss, own=None) -> FsdpLearner:
+    def learner(self, model, policies, settings, loss, own=None, seed=0) -> FsdpLearner:
         """A learner on these ranks; the one before serves no more."""
         specs = [spec for spec in policies.specs.values() if spec.trained]
         pool = Pool(self.group, [spec.name for spec in specs], TIMEOUT)
-        pool.call("open", model, policies, settings, loss, list(pool.names), own or {})
+        pool.call("open", model, policies, settings, loss, list(pool.names), own or {}, seed)
         return FsdpLearner(specs, [pool])

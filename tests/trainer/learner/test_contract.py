@@ -30,8 +30,8 @@ class Opener:
     def __init__(self, open_policies):
         self.policies = open_policies
 
-    def __call__(self, base, layout="lora", settings=FAST, loss=None, roles=("a", "b")):
-        return self.policies(base, policies_for(layout, roles, SMALL), settings, loss or LossSpec())
+    def __call__(self, base, layout="lora", settings=FAST, loss=None, roles=("a", "b"), seed=0):
+        return self.policies(base, policies_for(layout, roles, SMALL), settings, loss or LossSpec(), seed=seed)
 
 
 @pytest.fixture(params=["local", "fsdp"])
@@ -331,7 +331,7 @@ def test_a_resumed_run_is_bit_exact(opened, base, tmp_path, layout):
     for rows in steps[1:]:
         straight.update("a", rows)
     expected = {name: snapshot(straight, name) for name in ("a", "b")}
-    resumed = opened(base, layout, change(settings, seed=99))  # another start and order, overwritten by load
+    resumed = opened(base, layout, settings, seed=99)  # another start and order, overwritten by load
     resumed.load(tmp_path)
     for rows in steps[1:]:
         resumed.update("a", rows)

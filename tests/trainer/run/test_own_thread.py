@@ -13,7 +13,7 @@ from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.run.open_run import open_local_learner
 from cotune.trainer.run.own_thread import OwnThread
-from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
+from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, same
 
 
 def test_a_runs_learner_works_in_one_thread_that_ends_with_it(base, monkeypatch, tmp_path):
@@ -44,6 +44,17 @@ def test_a_runs_learner_works_in_one_thread_that_ends_with_it(base, monkeypatch,
     gc.collect()
     seen[0].join(10)
     assert not seen[0].is_alive()
+
+
+def test_adapters_start_from_the_seed_of_the_run(base):
+    async def started(seed):
+        config = TrainConfig(model=base, learner=FAST, seed=seed)
+        learner = await open_local_learner(config, policies_for("lora", ["a"], SMALL), LossSpec(), {})
+        return learner.weights("a")
+
+    first, again, other = (asyncio.run(started(seed)) for seed in (1, 1, 2))
+    assert same(first, again)
+    assert not same(first, other)
 
 
 def test_errors_come_out_of_the_thread(base):

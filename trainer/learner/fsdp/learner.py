@@ -100,9 +100,10 @@ class FsdpLearner:
         loss: LossSpec,
         cluster: ClusterConfig,
         own: Mapping[str, Method] = {},
+        seed: int = 0,
     ) -> FsdpLearner:
         """Start the pools of `cluster` in this process's Ray and load `model` for every trained policy; those in `own`
-        are trained by methods of their own.
+        are trained by methods of their own. `seed` decides the adapters' initial weights and the order of rows.
 
         Raises ConfigError for what does not fit into the cluster or cannot be trained, LearnerError when a worker
         fails.
@@ -117,7 +118,8 @@ class FsdpLearner:
         try:
             for started in starting:
                 started.result()
-            learner._all(lambda pool: pool.call("open", model, policies, settings, loss, list(pool.names), dict(own)))
+            opening = (model, policies, settings, loss)
+            learner._all(lambda pool: pool.call("open", *opening, list(pool.names), dict(own), seed))
         except BaseException:
             learner._close()
             raise

@@ -123,6 +123,7 @@ class FsdpWorker:
         loss: LossSpec,
         names: list[str],
         own: Mapping[str, Method] = {},
+        seed: int = 0,
     ) -> None:
         """Load the policies in `names`, divide their weights, and build the optimizers."""
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
@@ -131,10 +132,10 @@ class FsdpWorker:
         # Whole models stay in the memory of the CPU; only this rank's part goes to the device.
         whole = msgspec.structs.replace(settings, device="cpu")
         opened = open_policy_models(
-            model, policies, whole, reference=needing_untrained(policies, loss, own), names=names
+            model, policies, whole, reference=needing_untrained(policies, loss, own), names=names, seed=seed
         )
         shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.precision)
-        self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own)
+        self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own, seed)
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:
         return dict(self._learner.update(policy, unpack_rows(rows), lr_scale=lr_scale))

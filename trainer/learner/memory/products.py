@@ -26,14 +26,14 @@ from cotune.trainer.learner.policy_model import PolicyModel
 
 
 def open_joined(
-    model: str, policies: Policies, settings: LearnerSettings, reference: Container[str]
+    model: str, policies: Policies, settings: LearnerSettings, reference: Container[str], seed: int = 0
 ) -> dict[str, PolicyModel]:
     """The policies of a learner of one process (`open_policy_models`). On the CPU each frozen layer and its adapters
     are one step."""
     frozen = all(spec.kind != "full" for spec in policies.specs.values() if spec.trained)
     device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     loaded = replace(settings, dtype="float32") if frozen and rounds_products(settings.precision, device) else settings
-    opened = open_policy_models(model, policies, loaded, reference=reference)
+    opened = open_policy_models(model, policies, loaded, reference=reference, seed=seed)
     if device == "cpu" and loaded.precision == "float32" and frozen:
         for policy in {id(policy.network): policy for policy in opened.values()}.values():
             join_layers(policy.network, getattr(torch, settings.precision))
