@@ -49,7 +49,7 @@ from examples.plan_path import rewards
 
 TRAIN_SEED, FRESH_SEED = 100, 900
 ROLES = ("navigator", "driver")
-WAYS = {"tree": "at_grpo", "dr_mas": "dr_mas", "replay": "c3", "replay_forks": "c3"}
+WAYS = {"tree": "at_grpo", "dr_mas": "dr_mas", "replay": "c3_branches", "replay_forks": "c3"}
 """The recipe of each."""
 K, FORK_K, FORKS = 8, 4, 4
 console = Console(stderr=True)

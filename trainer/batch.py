@@ -61,7 +61,7 @@ def collect_samples(run: RolloutRun, episodes: Sequence[Episode], step: int | No
         versions=run.state.versions if step is None else None,
         max_lag=run.config.ahead,
         on_failure=failure_reward(run.config.on_failure),
-        continuations=run.config.replay.continuations,
+        continuations=lambda role: role in recipes and recipes[role].trains_branches,
         rewarded=lambda role: recipes[role].takes_rewards,
         others=run.recipes.joins_calls,
         seats=lambda role: role in recipes and recipes[role].by_seat,

@@ -60,7 +60,7 @@ def collect(
     versions: Mapping[str, int] | None = None,
     max_lag: int = 0,
     on_failure: OnFailure = "lowest",
-    continuations: bool = False,
+    continuations: Callable[[str], bool] = lambda role: False,
     rewarded: Callable[[str], bool] = lambda role: True,
     others: bool = False,
     seats: Callable[[str], bool] = lambda role: False,
@@ -69,9 +69,9 @@ def collect(
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
     Under a replay plan samples are the calls at which an episode is forked: of the episode itself, and in each of its
-    branches (`Episode.fork`) the call in its place; with `continuations` also what a branch goes on to say. What a
-    branch repeats from the record is no candidate of its own. Without `trunks` the answers of the episode itself are
-    left out, as where they chose the forks.
+    branches (`Episode.fork`) the call in its place; later calls of a branch only for roles with `continuations`.
+    Calls that a branch repeats from the record are no candidates of their own. Without `trunks` the answers of the
+    episode itself are left out, as where they chose the forks.
 
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
     only the chosen one is, and the episode's outcome will do. Those of a role that is not `rewarded` need none.
@@ -115,7 +115,8 @@ def collect(
             seen.add(call.role)
             if call.status == "timeout" and (roles is None or call.role in roles):
                 timed_out.add(episode.id)
-            forked = plan != "replay" or call.id in trunk_calls or (continuations and episode.fork is not None)
+            continues = episode.fork is not None and continuations(call.role)
+            forked = plan != "replay" or call.id in trunk_calls or continues
             reason = (
                 _episode_reason(episode, plan, on_failure)
                 or _call_reason(call, roles, versions or {}, max_lag)

@@ -15,6 +15,7 @@ _OWN_AND_SEAT = Attribution(outcome=True, seats=True)
 _ROLLOUT = Term(key=("task",), attribution=_TERMINAL, unit="trajectory")
 _KL_IN_REWARD = LossSpec(kl=0.01, kl_in="reward")
 _CRITIC = LossSpec(critic=True, kl=0.01, kl_in="reward")
+_SIBLINGS = Term(attribution=_TERMINAL, baseline="leave_one_out", scale="none")
 _EQUAL_LEFT_OUT = Filters(zero_variance=True)
 _REPLACE = msgspec.structs.replace
 
@@ -125,12 +126,22 @@ PUBLISHED = (
         A_j = R_j - 1 / (K - 1) sum of R_i over i != j (leave-one-out), without a division by a deviation. VinePPO
         (arXiv 2410.01679) takes V(s') - V(s) (equation 6, before the last step) with V the mean outcome of K
         continuations that are used for that alone (equation 5). Here the siblings themselves are the estimate of V(s),
-        and one continuation stands for V(s'), so each continuation begins with an answer that is trained on. Beyond
-        both, later calls of a branch have the A_j of the answer at its fork (`replay.continuations`): the outcomes of
-        the siblings are a baseline for whatever follows the fork.
+        and one continuation stands for V(s'), so each continuation begins with an answer that is trained on.
         """,
         plan="replay",
-        terms=(Term(attribution=_TERMINAL, baseline="leave_one_out", scale="none"),),
+        terms=(_SIBLINGS,),
+        filters=_EQUAL_LEFT_OUT,
+        trains_branches=False,
+    ),
+    Recipe(
+        name="c3_branches",
+        about="""`c3` with whole branches (arXiv 2603.06859): the default under a replay plan, not a published method.
+
+        Later calls of a branch are trained on too. They are in no group and have the A_j of the answer at their fork:
+        the outcomes of its siblings are a baseline for everything that follows the fork.
+        """,
+        plan="replay",
+        terms=(_SIBLINGS,),
         filters=_EQUAL_LEFT_OUT,
     ),
     Recipe(

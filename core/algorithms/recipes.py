@@ -32,7 +32,7 @@ MASK_BOUNDS: Mapping[Mask, tuple[float, float]] = {
 }
 """Where pi_old / pi_sampler is believed, by `mask`: IcePop's for tokens (arXiv 2510.18855), verl's for sequences."""
 
-USUAL: Mapping[PlanKind, str] = {"tree": "at_grpo", "independent": "dr_mas", "replay": "c3"}
+USUAL: Mapping[PlanKind, str] = {"tree": "at_grpo", "independent": "dr_mas", "replay": "c3_branches"}
 """The recipe of each plan where none is named."""
 
 FEEDBACK = "feedback"
@@ -281,6 +281,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     filters: Filters = Filters()
     shaping: Shaping = Shaping()
     loss: LossSpec = LossSpec()
+    trains_branches: bool = True
+    """Under a replay plan: whether later calls of a branch are trained on, not just the candidates of its fork."""
     about: str = ""
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ def regroup(
         plan=chosen.run.plan,
         roles=roles,
         on_failure=failure_reward(config.on_failure),
-        continuations=config.replay.continuations,
+        continuations=lambda role: of(role).trains_branches,
         rewarded=lambda role: of(role).takes_rewards,
         others=chosen.joins_calls,
         seats=lambda role: of(role).by_seat,

@@ -17,8 +17,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """[plan]"""
 
     kind: PlanKind | None = None
-    """tree | independent | replay (see docs/how-to/replay.md); without a value: replay for the recipe c3, tree when the
-    workflow has scorers and the recipe takes it, else independent."""
+    """tree | independent | replay (see docs/how-to/replay.md); without a value: replay for recipes c3 and
+    c3_branches, tree when the workflow has scorers and the recipe takes it, else independent."""
 
 
 class RunLearner(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,9 +44,6 @@ class RunReplay(msgspec.Struct, frozen=True, kw_only=True):
     """all | first:N (the first N calls) | every:N (each Nth) | entropy:N (the N whose answers have the highest
     mean -log p per token; these answers are not compared, so a fork has K branches) | role:NAME (all calls of a role).
     Only calls of trained roles count."""
-    continuations: bool = True
-    """Also train on later calls of a branch, with the advantage of the candidate at its fork. false: on the candidates
-    of the forks alone, as C3 has it (arXiv 2603.06859), which learns less per token."""
 
     @property
     def trunks(self) -> bool:
@@ -125,9 +122,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
     mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
     recipe: str | None = None
-    """at_grpo | dr_mas | c3 | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see
-    docs/reference/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts, c3
-    under a replay plan. sft | dpo learn from records, see docs/how-to/distillation.md."""
+    """at_grpo | dr_mas | c3 | c3_branches | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see
+    docs/reference/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts,
+    c3_branches under a replay plan. sft | dpo learn from records, see docs/how-to/distillation.md."""
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
     team_weight: float = 1.0

@@ -394,7 +394,7 @@ def test_a_stopped_run_is_status_130(trained, capsys):
     ("table", "field", "value", "allowed"),
     [
         ({}, "model", None, "a model folder, a GGUF file or a Hugging Face id"),
-        ({"model": "m", "recipe": "ppo"}, "recipe", "ppo", "at_grpo, c3, cispo"),
+        ({"model": "m", "recipe": "ppo"}, "recipe", "ppo", "at_grpo, c3, c3_branches"),
         ({"model": "m", "steps": 0}, "steps", 0, "a number above 0"),
         ({"model": "m", "episode_timeout": -1.0}, "episode_timeout", -1.0, "a number above 0"),
         ({"model": "m", "probe_bound": 0.0}, "probe_bound", 0.0, "a number above 0"),

@@ -110,6 +110,18 @@ def test_what_is_shown_of_a_step_is_what_it_was_trained_on(ran: tuple[Trainer, R
     opened.close()
 
 
+def test_recipe_c3_trains_on_the_candidates_of_forks_alone(trainer: Trainer):
+    trainer(application(relay), steps=1, recipe="c3", replay={"forks_per_episode": 2}, **SETTINGS)
+    (line,) = trainer.metrics()
+    trunks, branches = Records(trainer).of(0)
+    calls = Records(trainer).calls
+    sampled = [call for episode in (*trunks, *branches) for call in calls[episode.id] if call.replayed is None]
+    forks = 6 * 3
+    assert line["left_out"]["not_forked"] == len(sampled) - forks > 0
+    silent = sum(line["left_out"].get(name, 0) for name in ("zero_variance", "zero_advantage", "no_signal"))
+    assert line["rows"] == forks - silent
+
+
 def test_forks_by_entropy_have_fresh_candidates_alone(trainer: Trainer):
     """One fork in each of three episodes, with two branches: groups of two without the trunk's own answer."""
     plan = {"kind": "replay", "k": 2}
@@ -125,7 +137,7 @@ def test_forks_by_entropy_have_fresh_candidates_alone(trainer: Trainer):
 
 def test_the_budget_is_told_before_the_first_step(ran: tuple[Trainer, Records]):
     said = " ".join(ran[0].said.split())
-    assert "plan replay (k=3), recipe c3" in said
+    assert "plan replay (k=3), recipe c3_branches" in said
     # 3 calls, of which 2 are forked, each twice: 2 (3 - s) calls for a fork at step s
     assert "replay: an episode of 3.0 calls is forked at 2.0 of them, which makes 4.0 branches: about" in said
     assert said.index("replay: an episode of") < said.index("step 1/2")
