@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
@@ -39,10 +39,9 @@ class TraceOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Take only the first N tasks."""
     timeout: float = 600.0
     """Seconds for one episode."""
-    record_tools: bool = False
-    """Keep the results of a framework's tools, for cotune replay to return again."""
-    freeze: bool = False
-    """Keep the values of clock, uuid and random, for cotune replay to give again."""
+    record: Literal["tools", "frozen"] | None = None
+    """What cotune replay returns again. tools: the results of a framework's tools | frozen: these, and the values of
+    clock, uuid and random."""
     otlp: str | None = None
     """Also send each episode's spans to this OTLP/HTTP endpoint."""
     otlp_content: bool = False
@@ -78,7 +77,7 @@ def trace(
     from cotune.integrations.exchange.otel.spans import Detail
     from cotune.trainer.reporting.progress import episode_bar
 
-    if options.freeze:
+    if options.record == "frozen":
         start_freezing()
     flow = load_workflow(workflow).redacted(options.redact).named_by(options.roles_by)
     flow = flow.prompted(options.prompts)
@@ -104,8 +103,8 @@ def trace(
                 concurrency=options.concurrency,
                 timeout=options.timeout,
                 on_episode=advance,
-                record_tools=options.record_tools,
-                freeze=options.freeze,
+                record_tools=options.record is not None,
+                freeze=options.record == "frozen",
             )
             episodes = run_sync(rollout(flow, batch))
         store.flush()

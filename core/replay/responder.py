@@ -21,8 +21,8 @@ GAP = 0.005, 0.05
 """Seconds, at least and at most, between two of these answers: one by HTTP takes a while to arrive."""
 _CHANGED = "If the application was changed, record it again; docs/how-to/replay.md lists other causes of differences."
 _BY_CHANCE = (
-    "Set replay.freeze = true, or record with: cotune trace --freeze. Then clock, uuid and random give again what they "
-    "gave in the record."
+    'Set replay.tools = "frozen", or record with: cotune trace --record frozen. Then clock, uuid and random return '
+    "their recorded values."
 )
 
 

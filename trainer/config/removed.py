@@ -12,6 +12,7 @@ from cotune.errors import ConfigError
 REMOVED: Mapping[str, str] = {
     "learner.seed": "Use seed.",
     "replay.continuations": "Leave it out: later calls of a branch are trained on, except with recipe c3.",
+    "replay.freeze": 'Use replay.tools = "frozen".',
     "strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
     "curriculum.floor": "Leave it out: an adaptive pool draws a tenth of its tasks alike.",
     "evaluation.limit": "Leave it out, and name a shorter file of held-out tasks in evaluation.tasks.",

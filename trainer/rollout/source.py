@@ -141,8 +141,8 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> RolledOut:
                 fewer=often,
                 done=[episode for episode in known if episode.fork is None],
                 on_episode=ended,
-                record_tools=plan.kind == "replay" and config.replay.tools == "recorded",
-                freeze=plan.kind == "replay" and config.replay.freeze,
+                record_tools=plan.kind == "replay" and config.replay.tools != "run",
+                freeze=plan.kind == "replay" and config.replay.tools == "frozen",
             )
             judged.already(batch.done)
             if plan.kind != "replay":

@@ -54,7 +54,7 @@ async def open_run(
     say = progress.say
     config, auto = decide_precision(folder, config)
     plan, recipes, why = config.resolve_plan(list(workflow.scorers))
-    if plan.kind == "replay" and config.replay.freeze:
+    if plan.kind == "replay" and config.replay.tools == "frozen":
         start_freezing()
     saved = load_checkpoint(folder.checkpoints)
     async with contextlib.AsyncExitStack() as stack:

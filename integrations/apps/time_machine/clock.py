@@ -26,7 +26,7 @@ def install() -> None:
         import time_machine
     except ImportError:
         fault = "needs the package time-machine, which is not installed"
-        raise ConfigError("replay.freeze", True, fault, "pip install time-machine") from None
+        raise ConfigError("replay.tools", "frozen", fault, "pip install time-machine") from None
     _installed = True
     generate: Any = uuid._generate_time_safe  # type: ignore[attr-defined]
     real = time_machine.escape_hatch.time.time_ns

@@ -211,12 +211,12 @@ def test_what_was_traced_frozen_is_repeated(
     monkeypatch.setenv("NUMBERED", "1")
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
-    for name, words in (("plain", []), ("frozen", ["--freeze"])):
+    for name, words in (("plain", []), ("frozen", ["--record", "frozen"])):
         assert main(["trace", APP, "--tasks", str(tasks), "--out", str(tmp_path / name), *words]) == 0
     status, text = replay(capsys, str(tmp_path / "plain"), "--all", "--workflow", APP)
     assert status == 1 and "diverged 3" in text
     assert "3 x at one place, first: Turn 0 of role 'first' differs from the record in message 1 (user), ch" in text
-    assert "(it looks like a uuid). Set replay.freeze = true, or record with: cotune trace --freeze." in text
+    assert '(it looks like a uuid). Set replay.tools = "frozen", or record with: cotune trace --record frozen.' in text
     status, text = replay(capsys, str(tmp_path / "frozen"), "--all", "--workflow", APP)
     assert status == 0 and "same outcome 3" in text
 

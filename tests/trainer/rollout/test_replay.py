@@ -194,7 +194,7 @@ def test_a_frozen_run_repeats_prompts_with_a_date_and_an_id(trainer: Trainer):
         said += await ask("second", f"{time.time()} {random.random()} {said}")
         return {"team": sum(letter in "abcdefgh" for letter in said) / 8}
 
-    trainer(application(dated), steps=1, replay={"freeze": True}, **SETTINGS)
+    trainer(application(dated), steps=1, replay={"tools": "frozen"}, **SETTINGS)
     (line,) = trainer.metrics()
     assert line["replay"]["branches"] == 12 and line["replay"]["diverged"] == 0
 

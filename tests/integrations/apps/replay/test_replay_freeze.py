@@ -144,7 +144,7 @@ def test_without_it_the_divergence_names_what_it_looks_like(tmp_path: Path, form
     trunks = asyncio.run(run(lab, [0], freeze=False))
     (again,) = asyncio.run(run(lab, [0], scripts(lab, trunks), freeze=False))
     assert again.blame == "divergence"
-    assert f"(it looks like {form})" in again.error and "Set replay.freeze = true" in again.error
+    assert f"(it looks like {form})" in again.error and 'Set replay.tools = "frozen"' in again.error
     (frozen,) = asyncio.run(run(lab, [1]))
     assert asyncio.run(run(lab, [1], scripts(lab, [frozen])))[0].error is None
 
@@ -167,6 +167,8 @@ def test_without_its_package_it_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "time_machine", None)
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"n": 1}\n')
-    assert main(["trace", "nowhere:app", "--tasks", str(tasks), "--out", str(tmp_path / "out"), "--freeze"]) == 1
+    assert (
+        main(["trace", "nowhere:app", "--tasks", str(tasks), "--out", str(tmp_path / "out"), "--record", "frozen"]) == 1
+    )
     said = " ".join(capsys.readouterr().err.split())
-    assert "replay.freeze = True" in said and "pip install time-machine" in said and not (tmp_path / "out").exists()
+    assert "replay.tools = 'frozen'" in said and "pip install time-machine" in said and not (tmp_path / "out").exists()
