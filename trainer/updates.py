@@ -16,11 +16,6 @@ from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run.run import RolloutRun
-from cotune.trainer.schedules.opponents import keep_opponent, publish_opponents
-from cotune.trainer.schedules.routing import kept, opposing
-
-OPPONENTS = "opponents"
-"""Folder in the run folder of the versions that a later step may play against."""
 
 
 async def update_policies(
@@ -72,11 +67,8 @@ async def publish_version(run: RolloutRun, policy: str, version: int, *, probe: 
     spec = run.state.policies.specs[policy]
     served = run.published.setdefault(policy, [])
     lora = spec.lora if spec.kind == "lora" else None
-    routing, folder = opposing(run.config.routing, run.state.policies, policy), run.folder.path / OPPONENTS
-    if not served:
-        served += await publish_opponents(run.sampler, folder, routing, PolicyRef(policy, version), lora)
-    stays = kept(routing, version, run.config.ahead)
-    outdated = [proof for proof in served if proof.policy.version not in stays]
+    oldest = version - run.config.ahead  # rollouts that run ahead may still ask for this one
+    outdated = [proof for proof in served if proof.policy.version < oldest]
     weights = await asyncio.to_thread(run.learner.weights, policy)
     proof = await prove_publish(
         run.sampler,
@@ -89,4 +81,3 @@ async def publish_version(run: RolloutRun, policy: str, version: int, *, probe: 
     )
     run.published[policy] = [*(old for old in served if old not in outdated), proof]
     run.state.versions[policy] = version
-    await asyncio.to_thread(keep_opponent, folder, routing, proof.policy, weights)

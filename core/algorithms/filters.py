@@ -22,7 +22,7 @@ REASONS: Mapping[str, str] = {
     "cancelled_call": "the request was cancelled, or its answer not read to the end",
     "malformed_call": "what the provider sent is no answer, or breaks off",
     "opponent_failed": "another seat of the game failed the episode, so its outcome says nothing of this one",
-    "untrained_role": "no trained policy plays the role, or none did yet, or an earlier version did as opponent",
+    "untrained_role": "no trained policy plays the role, or none did yet",
     "no_policy": "an outside provider answered",
     "no_token_ids": "the engine or provider gave no token ids",
     "redacted": "a redactor changed its text, so its token ids are not stored",

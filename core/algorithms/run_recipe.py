@@ -21,7 +21,7 @@ from cotune.algorithms.recipes import USUAL, KlTo, Recipe
 from cotune.algorithms.samples import Floats
 from cotune.errors import ConfigError, GroupError, RunError
 from cotune.records.plans import PlanKind
-from cotune.records.policies import TRAINED, past_role, swapped_roles
+from cotune.records.policies import TRAINED, swapped_roles
 from cotune.records.structs import Episode
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
 from cotune.storage.outcomes import failure_reward
@@ -200,9 +200,7 @@ def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:
             routing = config_of(store).routing
             trained = [one for one in read_policies(checkpoint) if one.kind in TRAINED]
             roles = {role: one.name for one in trained for role in one.roles}
-            past = past_role(routing.past, step)
-            played = swapped_roles(roles, routing.swap, routing.swap_every, step)
-            return {role: name for role, name in played.items() if role != past}
+            return swapped_roles(roles, routing.swap, routing.swap_every, step)
     return None
 
 

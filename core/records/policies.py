@@ -125,11 +125,6 @@ def swapped_roles(roles: Mapping[str, str], ring: Sequence[str], every: int, ste
     return {**roles, **{role: roles[ring[(i + shift) % len(ring)]] for i, role in enumerate(ring)}}
 
 
-def past_role(past: Sequence[str], step: int) -> str | None:
-    """The role of `past` that an earlier version plays in `step`; None where the present ones play all."""
-    return past[step % len(past)] if past else None
-
-
 def policies_for(layout: Literal["shared", "lora", "full"], roles: Sequence[str], lora: LoraSpec) -> Policies:
     """One policy for all roles (`shared`, a LoRA), or one LoRA (`lora`) or one model (`full`) per role."""
     if layout == "shared":

@@ -58,8 +58,6 @@ class RunRouting(msgspec.Struct, frozen=True, kw_only=True):
     """Two or more roles that pass their policies around in a ring (CORY)."""
     swap_every: int = 5
     """Steps between two swaps."""
-    past: tuple[str, ...] = ()
-    """Roles that take turns: in each step one of them is played by an earlier version of its policy and not trained."""
 
 
 class RunRecords(msgspec.Struct, frozen=True, kw_only=True):

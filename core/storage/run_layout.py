@@ -12,7 +12,6 @@ RUN/notes.jsonl       thumbs and notes of people on candidates and episodes, fro
 RUN/profile/           where the time of steps went that were profiled: step-000012.json, step-000012.trace.json.gz
 RUN/loggers.json       ids of the run in experiment trackers; RUN/tensorboard/ and RUN/wandb/ are their files
 RUN/now.json           the phase of the run, while it is under way
-RUN/opponents/         weights of earlier versions that later steps may play against, where [routing] asks for them
 """
 
 from __future__ import annotations

@@ -9,10 +9,15 @@ from collections.abc import Mapping
 
 from cotune.errors import ConfigError
 
+_NO_PAST = "Leave it out: present versions play all roles. Train roles in turns with train in [[policy]]."
+
 REMOVED: Mapping[str, str] = {
     "learner.seed": "Use seed.",
     "replay.continuations": "Leave it out: later calls of a branch are trained on, except with recipe c3.",
     "replay.freeze": 'Use replay.tools = "frozen".',
+    "routing.past": _NO_PAST,
+    "routing.pool": _NO_PAST,
+    "routing.pool_every": _NO_PAST,
     "strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
     "curriculum.floor": "Leave it out: an adaptive pool draws a tenth of its tasks alike.",
     "evaluation.limit": "Leave it out, and name a shorter file of held-out tasks in evaluation.tasks.",

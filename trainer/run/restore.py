@@ -24,8 +24,7 @@ from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint, remove_ch
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import RunFolder, write_atomically
 from cotune.trainer.run.warm_start import warm_start
-from cotune.trainer.schedules.opponents import drop_opponents
-from cotune.trainer.updates import OPPONENTS, publish_version
+from cotune.trainer.updates import publish_version
 
 LEARNER_RESTARTS = 3
 """How often lost learners go on from the last checkpoint before the run stops."""
@@ -64,7 +63,6 @@ def _timeline(run: RolloutRun, checkpoint: Checkpoint) -> tuple[int, dict[str, i
     run.abandoned_versions = {name: max(of.get(name, 0) for of in taken) for name in set().union(*taken)}
     if checkpoint.timeline < len(rollbacks):
         for name, last in run.abandoned_versions.items():
-            drop_opponents(run.folder.path / OPPONENTS, PolicyRef(name, versions.get(name, 0)))
             if name in run.state.policies.specs:
                 versions[name] = last + 1
     return len(rollbacks), versions

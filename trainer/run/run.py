@@ -15,7 +15,7 @@ from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.task_signals import with_step
 from cotune.episodes.workflows import Workflow
 from cotune.records.plans import Plan, seed_of
-from cotune.records.policies import Policies, past_role
+from cotune.records.policies import Policies
 from cotune.records.structs import PolicyRef, Task
 from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.checkpoints import Best
@@ -26,7 +26,7 @@ from cotune.trainer.publish import Proof
 from cotune.trainer.rollout.protocol import EpisodeRunner
 from cotune.trainer.run.checkpoint import Checkpoint
 from cotune.trainer.run.run_folder import RunFolder
-from cotune.trainer.schedules.routing import opponent, players, swapped
+from cotune.trainer.schedules.routing import players, swapped
 from cotune.trainer.schedules.schedule import Levels
 from cotune.trainer.schedules.task_pool import TaskPool
 
@@ -168,8 +168,7 @@ class RolloutRun(Run):
 
     def trained_roles(self, step: int) -> dict[str, str]:
         """The roles that are trained in a step of training, and the policies that play them."""
-        policies, past = self.policies_at(step), past_role(self.config.routing.past, step)
-        return {role: name for role, name in policies.learning.items() if role != past}
+        return self.policies_at(step).learning
 
     def learning_roles(self, step: int) -> list[str]:
         """Those of them whose policies learn in that step."""
@@ -193,11 +192,5 @@ class RolloutRun(Run):
 
     def served(self, step: int | None = None) -> dict[str, PolicyRef]:
         """The version that answers each role in a step of training, or in no step; provider roles have none."""
-        if step is None:
-            return players(self.state.policies, self.state.versions)
-        routing = self.config.routing
-        found = players(self.policies_at(step), self.state.versions)
-        if past := past_role(routing.past, step):
-            versions = {0, *(proof.policy.version for proof in self.published.get(found[past].name, ()))}
-            found[past] = opponent(routing, step, found[past], versions, self.seed)
-        return found
+        policies = self.state.policies if step is None else self.policies_at(step)
+        return players(policies, self.state.versions)

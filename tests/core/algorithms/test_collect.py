@@ -274,7 +274,7 @@ def joined(book, attribution, **options):
 
 @pytest.mark.parametrize(("scope", "reward"), [("sum", 1.0 + 10.0 + 100.0), ("mean", 111.0 / 3)])
 def test_roles_that_are_not_trained_count_in_the_sum_and_mean_of_the_roles(book, scope, reward):
-    """In turn 0 act a, which is trained, b played by a past opponent, c by a provider, and d, which has no reward."""
+    """In turn 0 act a, which is trained, b of an untrained policy, c by a provider, and d, which has no reward."""
     book.episode("e")
     book.call("a", "e", rewards=[1.0])
     book.call("b", "e", role="b", rewards=[5.0, 10.0], chosen=1, policy=PolicyRef("b", 1))

@@ -1,4 +1,4 @@
-"""Roles whose policy changes over the steps: swapped in a ring, or played by an earlier version."""
+"""Roles whose policy changes over the steps: swapped in a ring."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from cotune.errors import ConfigError
 from cotune.reading.groups import step_groups
 from cotune.reading.run import OpenedRun
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
-from cotune.records.structs import PolicyRef
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.routing import RoutingConfig
-from cotune.trainer.schedules.routing import check_routing, kept, opponent, pool, swapped
-from tests.trainer.methods.test_published import duel
+from cotune.trainer.schedules.routing import check_routing, swapped
 from tests.trainer.tiny_app import application, converse, letters
 
 TWO = policies_for("lora", ["pioneer", "observer", "judge"], LoraSpec())
@@ -50,29 +48,13 @@ def test_three_roles_go_round():
     ]
 
 
-def test_the_pool_holds_earlier_versions_at_a_distance():
-    assert pool(RoutingConfig(past=("a",), pool=2), 5) == [3, 4]
-    assert pool(RoutingConfig(past=("a",), pool=3, pool_every=4), 10) == [0, 4, 8]
-    assert pool(RoutingConfig(past=("a",), pool=3), 0) == pool(RoutingConfig(), 9) == []
-    assert kept(RoutingConfig(past=("a",), pool=2, pool_every=4), 9, ahead=1) == {4, 8, 9} | {0}
-    assert kept(RoutingConfig(), 9, ahead=1) == {8, 9}
-
-
-def test_opponents_are_drawn_from_what_is_served():
-    routing = RoutingConfig(past=("a",), pool=3)
-    drawn = [opponent(routing, step, PolicyRef("p", 5), {0, 3, 4, 5}, seed=0).version for step in range(40)]
-    assert set(drawn) == {3, 4}
-    assert opponent(routing, 0, PolicyRef("p", 0), {0}, seed=0) == PolicyRef("p", 0)
-
-
 @pytest.mark.parametrize(
     ("routing", "message"),
     [
         ({"swap": ("pioneer",)}, r"routing.swap = \['pioneer'\] is not two or more different roles"),
         ({"swap_every": 0}, "routing.swap_every = 0 must be 1 or more"),
         ({"swap": ("pioneer", "nobody")}, "routing.swap = 'nobody' is not a trained role: observer, pioneer"),
-        ({"past": ("judge",)}, "routing.past = 'judge' is not a trained role: observer, pioneer"),
-        ({"swap": ("pioneer", "observer"), "past": ("observer",)}, "is in routing.swap too"),
+        ({"swap": ("pioneer", "judge")}, "routing.swap = 'judge' is not a trained role: observer, pioneer"),
     ],
 )
 def test_wrong_routing(routing, message):
@@ -109,23 +91,3 @@ def test_a_run_that_swaps_its_roles_trains_each_policy_on_what_it_said(trainer, 
     played = players(trainer.folder / "run")
     assert [next(iter(played[step]["first"])).partition("@")[0] for step in range(3)] == ["first", "second", "first"]
     assert [next(iter(played[step]["second"])).partition("@")[0] for step in range(3)] == ["second", "first", "second"]
-
-
-def test_past_versions_play_untrained_in_turn_and_are_there_after_a_resume(trainer):
-    app = application(duel)
-    settings = {"recipe": "self_redteam", "overrides": {"kl": 0.0}, "policies": "shared", "learner": {"lr": 1e-2}}
-    trainer(app, steps=4, routing={"past": ["white", "black"], "pool": 2}, **settings)
-    assert trainer.resume(app, steps=6).steps == 6
-    lines, played = trainer.metrics(), players(trainer.folder / "run")
-    present = [0, *(int(line["policies"].get("shared", {}).get("version", -1)) for line in lines)][:6]
-    assert present == [0, 1, 2, 3, 4, 5]  # every step has moved it
-    for step in range(6):
-        past, other = ("white", "black") if step % 2 == 0 else ("black", "white")
-        assert played[step][other] == {f"shared@{step}"}
-        (opponent_,) = played[step][past]
-        assert int(opponent_.partition("@")[2]) in (range(max(0, step - 2), step) if step else (0,))
-        assert lines[step]["roles"][other]["kept"] > 0
-        assert past not in lines[step]["roles"] and lines[step]["left_out"]["untrained_role"] == 12
-    grouped(trainer.folder / "run", lines)
-    kept_files = sorted(path.name for path in (trainer.folder / "run" / "opponents").iterdir())
-    assert kept_files == ["shared@4.safetensors", "shared@5.safetensors", "shared@6.safetensors"]
