@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -45,7 +46,15 @@ from cotune.prompts.file import write_prompts
 from cotune.reading.words import stayed_reasons, stayed_text
 from cotune.records.policies import TRAINED, UNTRAINED, LoraSpec, PolicyKind
 from cotune.sampling.protocol import Weights, fingerprint
-from cotune.storage.checkpoints import SavedPolicy, newest_checkpoint, read_best, read_policies, step_folders
+from cotune.storage.checkpoints import (
+    SavedPolicy,
+    checkpoint_name,
+    newest_checkpoint,
+    read_best,
+    read_policies,
+    step_folders,
+    steps_of,
+)
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunDescription, RunLayout, read_run, read_run_json, relocated
@@ -58,14 +67,15 @@ def export_run(
     run: str | Path,
     out: str | Path,
     *,
-    best: bool = False,
+    step: int | Literal["best"] | None = None,
     merge: bool = False,
     gguf: Precision | None = None,
     evaluation: str | Path | None = None,
     model: Moved = None,
     prompts: Prompts | None = None,
 ) -> Manifest:
-    """Export the newest checkpoint of a run, or each policy at its `best` held-out evaluation, as far as it has one.
+    """Export the newest checkpoint of a run, the one after `step` steps, or each policy at its "best" held-out
+    evaluation, as far as it has one.
 
     With `merge` an adapter is added to its base model: each policy is a whole model. With `gguf` that model is one file
     for llama.cpp and Ollama, its matrices in this precision. The card has the figures of `evaluation`, a folder that
@@ -75,7 +85,12 @@ def export_run(
 
     Raises RunError, ConfigError, AdapterError.
     """
-    policies = best_policies(run, model) if best else latest_policies(run, model)
+    if step is None:
+        policies = latest_policies(run, model)
+    elif step == "best":
+        policies = best_policies(run, model)
+    else:
+        policies = policies_at(run, step, model)
     return write_export(
         out,
         [replace(policy, stayed=_why_stayed(Path(run), policy)) for policy in policies],
@@ -321,7 +336,7 @@ def _why_stayed(run: Path, policy: TrainedPolicy) -> str:
         return ""
     newest = newest_checkpoint(RunLayout(run).checkpoints)
     if newest is not None and any(one.version for one in read_policies(newest) if one.name == policy.name):
-        return "the best evaluation came before its first one"
+        return "this checkpoint came before its first update"
     reasons = stayed_reasons(read_metrics(run)).get(policy.name)
     return stayed_text(reasons) if reasons else "no step has trained it"
 
@@ -330,6 +345,17 @@ def latest_policies(run: str | Path, model: Moved = None) -> list[TrainedPolicy]
     """Policies of the newest checkpoint of a run, with their weights; `model` says where its bases are now, if
     elsewhere. Raises RunError, AdapterError, ConfigError."""
     return _policies_of(read_run(run), _newest(run), model)
+
+
+def policies_at(run: str | Path, step: int, model: Moved = None) -> list[TrainedPolicy]:
+    """Policies of a run as they were after `step` steps; otherwise as `latest_policies`."""
+    checkpoints = RunLayout(run).checkpoints
+    if not (checkpoints / checkpoint_name(step)).is_dir():
+        kept = [steps_of(path) for path in step_folders(checkpoints)]
+        if not kept:
+            raise RunError(f"{run} has no checkpoint yet.", "Let the run finish a step.")
+        raise ConfigError("step", step, f"is no checkpoint of {run}", f"These are kept: {', '.join(map(str, kept))}.")
+    return _policies_of(read_run(run), checkpoints / checkpoint_name(step), model)
 
 
 def _newest(run: str | Path) -> Path:
@@ -346,7 +372,7 @@ def best_policies(run: str | Path, model: Moved = None) -> list[TrainedPolicy]:
     described, checkpoints = read_run(run), RunLayout(run).checkpoints
     best = read_best(checkpoints)
     if not best:
-        remedy = "Train with evaluation.tasks and evaluation.keep_best, or leave --best out."
+        remedy = "Train with evaluation.tasks and evaluation.keep_best, or leave --step out."
         raise RunError(f"{run} has kept no best checkpoint.", remedy)
     names = {figure.checkpoint for figure in best.values()}
     kept = {name: _policies_of(described, checkpoints / name, model) for name in names}

@@ -154,7 +154,7 @@ def read_step(folder: Path, calls: int) -> float:
     """CPU seconds to read one step's calls from a store with so many, which is made where it is not there."""
     file = folder / f"{calls}.db"
     with SqliteStore.open(file) as store:
-        if not store.counts()[2]:
+        if not store.counts()[1]:
             fill(store, calls, lambda _: None, lambda number: number // EPISODES)
             store.flush()
         step = calls // 3 // EPISODES // 2

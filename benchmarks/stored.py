@@ -161,14 +161,14 @@ def measure(address: str, calls: int, prune: bool, console: Console) -> dict[str
     found["load"] = [round(os.getloadavg()[0], 1)]
     with open_store(address) as opened:
         store = cast(SqlStore[Any], opened)
-        if not store.counts()[2]:
+        if not store.counts()[1]:
             began = time.perf_counter()
             found["fill_cpu_s"] = round(fill(store, calls, console.print), 1)
             found["fill_s"] = round(time.perf_counter() - began, 1)
             if "://" in address:
                 vacuum(address)
         store.flush()
-        table = Table("reading", "first, s", "again, s", title=f"{store.counts()[2]:,} calls")
+        table = Table("reading", "first, s", "again, s", title=f"{store.counts()[1]:,} calls")
         with viewing([address]) as pages:
             viewer = f"{pages.url}/run/{quote(pages.opened[0].name, safe='')}"
             for name, read in readings(store, address, viewer).items():

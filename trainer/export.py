@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from cotune.adapters.bases import Moved
 from cotune.adapters.export import export_run
@@ -25,7 +26,7 @@ def export(
     run: str | Path,
     out: str | Path,
     *,
-    best: bool = False,
+    step: int | Literal["best"] | None = None,
     merge: bool = False,
     gguf: Precision | None = None,
     evaluation: str | Path | None = None,
@@ -38,7 +39,8 @@ def export(
 ) -> Manifest:
     """Write the trained policies of a run to the folder `out`: PEFT folders with roles.json and a model card.
 
-    `best` takes the best checkpoint by held-out evaluation in place of the newest, as far as there is one. With `merge`
+    `step` takes the checkpoint after so many steps in place of the newest, or with "best" the best one of each policy
+    by held-out evaluation, as far as there is one. With `merge`
     each policy is a whole model, with `gguf` one GGUF file in this precision. The card has the figures of `evaluation`,
     a folder that `evaluate` wrote (default: the newest one in `run`). `model` is the base model where it lies elsewhere
     than the run says (of several, a mapping from the old place to the new one). The edited prompts that the run was
@@ -56,12 +58,12 @@ def export(
         check_repository(push)
     chosen = prompts_for(run, prompts, any_prompts=any_prompts)
     manifest = export_run(
-        run, out, best=best, merge=merge, gguf=gguf, evaluation=evaluation, model=model, prompts=chosen
+        run, out, step=step, merge=merge, gguf=gguf, evaluation=evaluation, model=model, prompts=chosen
     )
     kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
     trained = sorted(role for role, kind in kinds.items() if kind in TRAINED)
     say(f"exported {', '.join(trained)} to {out}{f', with {told(chosen)}' if chosen else ''}")
-    _say_checkpoint(RunLayout(run), best, {manifest.policy(role).name for role in trained}, say)
+    _say_checkpoint(RunLayout(run), step, {manifest.policy(role).name for role in trained}, say)
     for text in not_updated(manifest):
         say(text)
     for role in sorted(kinds.keys() - set(trained)):
@@ -78,15 +80,19 @@ def export(
     return manifest
 
 
-def _say_checkpoint(run: RunLayout, best: bool, policies: set[str], say: Callable[[str], None]) -> None:
-    """Which checkpoint it is."""
-    if best:
+def _say_checkpoint(
+    run: RunLayout, step: int | Literal["best"] | None, policies: set[str], say: Callable[[str], None]
+) -> None:
+    """Say which checkpoint was exported, if it is not the last one of a finished run."""
+    if step == "best":
         kept = read_best(run.checkpoints)
         say("best: " + ", ".join(f"{name} of {b.checkpoint} ({b.figure:.3f})" for name, b in sorted(kept.items())))
         for name in sorted(policies - kept.keys()):
             say(f"{name} has no best checkpoint, as no evaluation judged it: this is its newest one")
         return
-    checkpoint, steps = newest_checkpoint(run.checkpoints), read_run(run.path).config.steps
-    done = 0 if checkpoint is None else steps_of(checkpoint)
-    if steps is not None and done < steps:
-        say(f"the run is not finished: this is step {done} of {steps}")
+    newest, planned = newest_checkpoint(run.checkpoints), read_run(run.path).config.steps
+    done = 0 if newest is None else steps_of(newest)
+    if step is not None and step < done:
+        say(f"this is step {step}; the newest checkpoint is step {done}")
+    elif planned is not None and done < planned:
+        say(f"the run is not finished: this is step {done} of {planned}")

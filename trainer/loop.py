@@ -12,7 +12,7 @@ from cotune.errors import RunError
 from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.run_layout import read_run
 from cotune.storage.whole_file import is_full
-from cotune.trainer.guard import roll_back, safe_checkpoint
+from cotune.trainer.guard import safe_checkpoint
 from cotune.trainer.reporting.metrics import Updates
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run.checkpoint import save_checkpoint
@@ -81,7 +81,6 @@ async def make_steps(run: Run, source: Source) -> None:
                 with report.phase("checkpoint"):
                     await commit(run, due=due)
     await commit(run, due=True)
-    roll_back(run)
 
 
 async def commit(run: Run, *, due: bool = False) -> None:
@@ -93,7 +92,7 @@ async def commit(run: Run, *, due: bool = False) -> None:
         return
     described = read_run(run.folder.path)
     state.run, state.prompts = described.id, described.prompts
-    spare = {name for name in [safe_checkpoint(run)] if name}
+    spare = {name for name in [safe_checkpoint(run, state.steps)] if name}
     best = run.best if config.evaluation.keep_best else None
     try:
         await asyncio.to_thread(

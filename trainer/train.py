@@ -52,7 +52,6 @@ from cotune.trainer.reporting.summary import RunSummary, sum_up
 from cotune.trainer.rollout.source import RolloutSource
 from cotune.trainer.run.checkpoint import load_checkpoint, tidy_checkpoints
 from cotune.trainer.run.open_run import open_run
-from cotune.trainer.run.restore import finish_going_back
 from cotune.trainer.run.resume import apply_changes, base_digests, check_bases, check_files, check_tasks, tasks_digest
 from cotune.trainer.run.run import Run
 from cotune.trainer.run.run_folder import RunFolder
@@ -152,7 +151,6 @@ def resume(
         flow, listed = _resumed_app(folder, described, workflow, tasks)
         check_tasks(described, listed)
         tidy_checkpoints(folder.checkpoints)
-        finish_going_back(folder)
         saved = load_checkpoint(folder.checkpoints)
         done = saved[0].steps if saved else 0
         table = with_values(read_config(folder.path), changes or {})
@@ -305,7 +303,9 @@ async def _train(
                 raise
             if ended := run.ended:
                 progress.say(f"ended after step {run.state.steps}: {ended}")
-                folder.note_end("ended", ended)
+                if run.way_back:
+                    progress.say(run.way_back)
+                folder.note_end("ended", ended, run.way_back)
             elif run.stopping:
                 progress.say(f"stopped after step {run.state.steps}; saved. {go_on_with}")
                 folder.note_end("stopped", "It was stopped.")

@@ -78,7 +78,7 @@ def collect(
     `roles` are the trained roles (None: all); where they are mapped to the policies that play them, what another one
     has answered is not trained on. With `others` the rewards of calls that are not trained on are read too. `versions`
     is the version of each policy that is trained now; a candidate from more than `max_lag` versions before it, or
-    from a version after it (of a run that was rolled back), is stale.
+    from a version after it, is stale.
 
     `on_failure` is the reward of an episode that the policy failed, after weights and gates (`Sample.failure`). An
     episode that the infrastructure failed has no outcome: independent rollouts leave it out, while under a tree plan
@@ -241,8 +241,6 @@ def failure_of(episode: Episode, on_failure: OnFailure) -> Failure | None:
 def _episode_reason(episode: Episode, plan: PlanKind, on_failure: OnFailure) -> str | None:
     if episode.status == "ok":
         return None
-    if episode.status == "abandoned":
-        return "abandoned"
     if episode.status == "cancelled" or on_failure == "exclude":
         return "failed_episode"
     return "outage" if plan != "tree" and not episode.is_outcome else None

@@ -15,7 +15,6 @@ from cotune.records.plans import seed_of
 
 REASONS: Mapping[str, str] = {
     "failed_episode": "the episode was cancelled, or it failed and such episodes are excluded",
-    "abandoned": "the run was rolled back to a step before that of its episode",
     "outage": "a model's engine or provider, or the store, failed the episode, or it raised cotune.Outage",
     "failed_call": "the request failed, so there is no answer to learn from",
     "timed_out_call": "the request timed out",

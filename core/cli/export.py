@@ -18,7 +18,11 @@ def arguments(command: Parser) -> None:
     )
     add_moved(command, "run")
     command.add_argument(
-        "--best", action="store_true", help="the best checkpoint by held-out evaluation (evaluation.keep_best)"
+        "--step",
+        type=_step,
+        metavar="N|best",
+        help="the checkpoint after N steps, or the best one by held-out evaluation, which evaluation.keep_best keeps "
+        "(default: the newest)",
     )
     command.add_argument(
         "--merge", action="store_true", help="add each adapter to its base model: a whole model for each policy"
@@ -41,10 +45,16 @@ def arguments(command: Parser) -> None:
     add_trust(command)
 
 
+def _step(text: str) -> int | str:
+    if text == "best" or text.isdecimal():
+        return text if text == "best" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps nor best")
+
+
 def run(a: argparse.Namespace) -> int:
     from cotune.trainer.export import export
 
-    form = {"best": a.best, "merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation, "model": moved(a.model)}
+    form = {"step": a.step, "merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation, "model": moved(a.model)}
     form |= {"prompts": a.prompts, "any_prompts": a.any_prompts}
     export(a.run, a.out, push=a.push, private=a.private, say=tell, **form)
     if a.gguf:

@@ -16,6 +16,7 @@ REMOVED_FLAGS: Mapping[str, str] = {
     "check --answer": "Use --answers: a small model, provider, or records:ADDRESS (what cotune trace recorded).",
     "trace --record-tools": "Use --record tools.",
     "trace --freeze": "Use --record frozen.",
+    "export --best": "Use --step best.",
     "train --strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
     "train --reflection": _SEARCH_FIRST,
     "train --reflection-url": _SEARCH_FIRST,

@@ -31,9 +31,7 @@ def arguments(command: Parser) -> None:
     command.add_argument("--full", action="store_true", help="with --episode: whole prompts and answers")
     command.add_argument("--task", metavar="ID", help="episodes of one task only")
     command.add_argument("--role", help="episodes in which this role had a call")
-    command.add_argument(
-        "--status", choices=("ok", "error", "cancelled", "abandoned"), help="episodes that ended like this"
-    )
+    command.add_argument("--status", choices=("ok", "error", "cancelled"), help="episodes that ended like this")
     command.add_argument("--min-reward", type=float, metavar="X", help="least sum of an episode's rewards")
     command.add_argument("--max-reward", type=float, metavar="X", help="greatest sum of an episode's rewards")
     command.add_argument(

@@ -96,7 +96,7 @@ def read_texts(
 
 
 def _of_application(episode: Episode) -> bool:
-    return episode.phase not in (JUDGING, REFLECTING) and episode.status not in ("cancelled", "abandoned")
+    return episode.phase not in (JUDGING, REFLECTING) and episode.status != "cancelled"
 
 
 def _in_turn(episodes: Iterable[Episode]) -> Iterator[Episode]:

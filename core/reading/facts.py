@@ -37,8 +37,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     """When the run was begun; of records by themselves, when their latest episode was."""
     episodes: int
-    abandoned: int
-    """Episodes of steps that a rollback has abandoned."""
     calls: int
 
 
@@ -51,7 +49,7 @@ def further_bases(run: OpenedRun) -> dict[str, str]:
 def facts(run: OpenedRun) -> Facts:
     """A run by its configuration, its metrics and its records."""
     config, lines, about = run.config, run.metrics, run.description
-    episodes, abandoned, calls = run.store.counts()
+    episodes, calls = run.store.counts()
     plan: str = (config.plan.kind or "") if run.samples else ""
     if run.samples and not plan and lines and "path" in lines[-1]:
         # none was configured, and only under `tree` is a path chosen among candidates
@@ -72,7 +70,6 @@ def facts(run: OpenedRun) -> Facts:
         judge_cost=sum(line["counters"].get("judge.cost", 0.0) for line in lines),
         created=str(about.get("created") or "").replace("T", " ")[:16] or _day(last.started if last else 0.0),
         episodes=episodes,
-        abandoned=abandoned,
         calls=calls,
     )
 
@@ -115,7 +112,7 @@ class Trouble(msgspec.Struct, frozen=True):
     """Something that went wrong, and how often; 0 for a remark. `kind` says where it is from, `query` leads to its
     episodes, and `more` is the rest of an error."""
 
-    kind: Literal["episodes", "records", "cut", "calls", "rollback", "untrained", "precision", "last step"]
+    kind: Literal["episodes", "records", "cut", "calls", "untrained", "precision", "last step"]
     text: str
     count: int = 0
     query: dict[str, str] = {}
@@ -123,8 +120,8 @@ class Trouble(msgspec.Struct, frozen=True):
 
 
 def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) -> list[Trouble]:
-    """All that went wrong: causes of failed episodes, the `most` common ones first, lost records, rollbacks, and the
-    remarks of the last step. With `of_calls`, which takes seconds in a long run, also failed calls and roles without a
+    """All that went wrong: causes of failed episodes, the `most` common ones first, lost records, and the remarks of
+    the last step. With `of_calls`, which takes seconds in a long run, also failed calls and roles without a
     policy."""
     store, last = run.store, next(iter(run.metrics[-1:]), {})
     shown, others = shortened(causes(store.failed_episodes()), most)
@@ -146,7 +143,6 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
     if cut := store.cut_feedback():
         ends = "was too long, and its middle is cut" if cut == 1 else "were too long, and their middles are cut"
         found.append(Trouble("cut", f"{plural(cut, 'text')} beside rewards {ends}"))
-    found += [Trouble("rollback", back.text, 0, {"status": "abandoned"}) for back in run.about.rollbacks]
     if (precision := run.about.precision) and precision.fell_back:
         text = f"in float32, as sampler and learner differed in bfloat16 by {precision.gap:.2g} nats a token"
         found.append(Trouble("precision", text, 1))

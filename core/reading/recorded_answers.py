@@ -141,7 +141,7 @@ def _reason(
     if role is not None and call.role != role:
         return "other_role"
     if episode.status != "ok":
-        return "abandoned" if episode.status == "abandoned" else "failed_episode"
+        return "failed_episode"
     if call.status != "ok" or call.chosen is None or not call.candidates:
         return "failed_call" if call.status != "ok" else "no_answer"
     if not call.messages:

@@ -15,8 +15,7 @@ from cotune.records.blame import Blame
 from cotune.records.ids import unpack_ids
 
 CallStatus = Literal["ok", "error", "timeout", "cancelled", "malformed"]
-EpisodeStatus = Literal["ok", "error", "cancelled", "abandoned"]
-"""`abandoned` are episodes of steps that a rollback of their run has taken back."""
+EpisodeStatus = Literal["ok", "error", "cancelled"]
 
 JUDGING = "judge"
 """Phase of the episodes in which a judge that is a role of the run has compared others."""

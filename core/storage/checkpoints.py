@@ -26,11 +26,10 @@ _NAME_ONE = "Write the name of a step folder, like step-000012, into checkpoints
 
 
 class CheckpointIdentity(msgspec.Struct, frozen=True):
-    """A checkpoint's own description: its run by id, its steps, and how many rollbacks the run had made before."""
+    """A checkpoint's own description: its steps, and its run by id."""
 
     steps: int
     run: str = ""
-    timeline: int = 0
 
 
 class SavedPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +102,7 @@ def read_best(checkpoints: Path) -> dict[str, Best]:
     file = checkpoints / BEST
     if not file.is_file():
         return {}
-    return read_typed(file, dict[str, Best], "Remove it: export takes the newest checkpoint without --best.")
+    return read_typed(file, dict[str, Best], "Remove it: export takes the newest checkpoint without --step.")
 
 
 def read_policies(checkpoint: Path) -> list[SavedPolicy]:

@@ -12,8 +12,8 @@ import msgspec
 from cotune.errors import ConfigError
 from cotune.storage.outcomes import REPORTED
 
-COUNTED = "status NOT IN ('cancelled', 'abandoned')"
-"""The condition of SQL that an episode counts in figures: it came to an end, and no rollback has taken it back."""
+COUNTED = "status != 'cancelled'"
+"""The condition of SQL that an episode counts in figures: it came to an end."""
 
 
 _NEW = """(rowid > ? AND rowid <= ?
@@ -36,12 +36,14 @@ ORDERS = {
 
 
 class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that are empty or None do not matter. `status` may be `counted`, for all but cancelled and abandoned
-    episodes. `role` had a call in the episode; `low` and `high` bound the sum of its rewards; `step` is its number as
-    people see it, from 1; ids are below `before`. `app` is the application, and `version` that of the policy in one of
-    its calls; `since` and `until` bound the start, in seconds since the epoch. `new` are two marks of a store
-    (`Store.marks`): the episode, or a reward of it, was stored between them.
-    `solved` is `yes` or `no`, as the episode reports it; one with an error counts as not solved."""
+    """Fields that are empty or None do not matter. `status` may be `counted`, for all but cancelled episodes.
+
+    `role` had a call in the episode; `low` and `high` bound the sum of its rewards; `step` is its number as people see
+    it, from 1; ids are below `before`. `app` is the application, and `version` that of the policy in one of its calls;
+    `since` and `until` bound the start, in seconds since the epoch. `new` are two marks of a store (`Store.marks`): the
+    episode, or a reward of it, was stored between them. `solved` is `yes` or `no`, as the episode reports it; one with
+    an error counts as not solved.
+    """
 
     phase: str = ""
     status: str = ""

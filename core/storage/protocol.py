@@ -25,7 +25,7 @@ class Store(Protocol):
 
     def write(self, records: Sequence[Record]) -> None:
         """Queue records, in order, to be committed together. The first of an id stands, but that an episode may be
-        written again as cancelled or abandoned, which withdraws it. Never raises for a full disk: see `lost`."""
+        written again as cancelled, which withdraws it. Never raises for a full disk: see `lost`."""
         ...
 
     def commit(self, records: Sequence[Record], counts: Mapping[str, int] | None = None) -> None:
@@ -174,8 +174,8 @@ class Store(Protocol):
         """Texts beside rewards that were too long and are not whole."""
         ...
 
-    def counts(self) -> tuple[int, int, int]:
-        """Episodes, those of them that are abandoned, and calls."""
+    def counts(self) -> tuple[int, int]:
+        """Episodes and calls."""
         ...
 
     def newest(self) -> tuple[int, int]:
@@ -183,8 +183,8 @@ class Store(Protocol):
         ...
 
     def episodes_by_phase(self) -> list[tuple[Any, ...]]:
-        """Phase, episodes, those that ended ok, error, cancelled, abandoned, tasks, steps, mean seconds; phases in the
-        order of their first episodes."""
+        """Phase, episodes, those that ended ok, error, cancelled, tasks, steps, mean seconds; phases in the order of
+        their first episodes."""
         ...
 
     def use(self, after: int) -> tuple[int, list[tuple[Any, ...]]]:
@@ -260,7 +260,7 @@ class Store(Protocol):
         ...
 
     def steps(self, phase: str) -> list[int]:
-        """Training steps that have episodes of a phase, without those that a rollback abandoned."""
+        """Training steps that have episodes of a phase."""
         ...
 
     def recent_roles(self) -> list[str]:

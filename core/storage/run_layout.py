@@ -4,7 +4,6 @@ RUN/run.json           all that repeats the run: config, workflow, tasks, versio
 RUN/records.db         every episode, call, candidate and reward
 RUN/judge.db           answers of judges and their cost
 RUN/metrics.jsonl      one line per step
-RUN/abandoned.jsonl    the lines of steps that a rollback has abandoned
 RUN/end.json           why the run ended, where that was before its last step
 RUN/checkpoints/       step-000012/, `latest`, the name of the newest complete one, and best.json
 RUN/tokens/           what the learner saw of each token of a step: step-000012.npz, see `token_figures`
@@ -17,7 +16,7 @@ RUN/now.json           the phase of the run, while it is under way
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,7 +24,7 @@ import msgspec
 
 from cotune.errors import RunError
 from cotune.records.policies import PolicyKind
-from cotune.storage.checkpoints import latest_in, read_identity
+from cotune.storage.checkpoints import latest_in
 from cotune.storage.run_config import RunConfig
 from cotune.storage.typed_json import converted, read_if_typed, read_typed
 
@@ -64,32 +63,15 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
     fell_back: bool = False
 
 
-class Rollback(msgspec.Struct, frozen=True):
-    """A return to the checkpoint after the first `to` of `steps` steps, and why; `versions` were those served then."""
-
-    to: int
-    steps: int
-    why: str = ""
-    versions: dict[str, int] = {}
-
-    @property
-    def text(self) -> str:
-        """`steps 5 to 6 abandoned: rolled back to step 4, as ...`."""
-        steps = f"steps {self.to + 1} to {self.steps}" if self.steps > self.to + 1 else f"step {self.steps}"
-        return f"{steps} abandoned: rolled back to step {self.to}{f', as {self.why}' if self.why else ''}"
-
-
 class RunDescription(msgspec.Struct, frozen=True):
     """The part of run.json that is read again. `model` is a folder or Hugging Face id, `workflow` an address like
-    `app:solve`, `rollbacks` are those that the run has made, oldest first, `prompts` is the id of its edited
-    prompts, empty without any, and `precision` that of "auto"."""
+    `app:solve`, `prompts` is the id of its edited prompts, empty without any, and `precision` that of "auto"."""
 
     id: str = ""
     model: str | None = None
     held: Held = Held()
     workflow: str | None = None
     config: RunConfig = RunConfig()
-    rollbacks: tuple[Rollback, ...] = ()
     prompts: str = ""
     precision: Precision | None = None
 
@@ -129,7 +111,6 @@ class RunLayout:
         self.run_json = self.path / _RUN
         self.records = self.path / RECORDS
         self.metrics = self.path / "metrics.jsonl"
-        self.abandoned = self.path / "abandoned.jsonl"
         self.end = self.path / "end.json"
         self.lock = self.path / "lock"
         self.checkpoints = self.path / "checkpoints"
@@ -237,9 +218,3 @@ def without_values(described: Any, name: str = "") -> Any:
 def read_end(path: str | Path) -> RunEnd | None:
     """Why a run ended before its last step; None where no file gives a reason, or it cannot be read."""
     return read_if_typed(RunLayout(path).end, RunEnd)
-
-
-def is_abandoned(checkpoint: Path, rollbacks: Sequence[Rollback]) -> bool:
-    """Whether one of these rollbacks, those of its run, has abandoned a checkpoint."""
-    found = read_identity(checkpoint)
-    return found is not None and any(found.steps > rollback.to for rollback in rollbacks[found.timeline :])

@@ -106,7 +106,7 @@ WRITTEN = ("images", "messages", "segments", "calls", "episodes", "rewards", "fe
 """Tables that records are written to."""
 WIDTHS = {table: len(COLUMNS[table]) for table in WRITTEN}
 """Numbers of their columns."""
-WITHDRAWN = ("cancelled", "abandoned")
+WITHDRAWN = "cancelled"
 """How an episode may end after it has been stored with another end."""
 DAY = 86400.0
 """Seconds after which a message, image or segment that is used again is marked as used (`at`)."""
@@ -138,7 +138,7 @@ CONFLICTS = {
     **{table: _USED.format(table=table) for table in ("images", "messages", "segments")},
     "calls": "ON CONFLICT (id) DO NOTHING",
     "episodes": "ON CONFLICT (id) DO UPDATE SET status = excluded.status, body = excluded.body "
-    f"WHERE excluded.status IN {WITHDRAWN}",
+    f"WHERE excluded.status = '{WITHDRAWN}'",
     "rewards": "ON CONFLICT (target, name) DO UPDATE SET value = excluded.value, at = excluded.at, "
     "app = excluded.app, rowid = {next}",
     "feedback": "ON CONFLICT (target, name) DO UPDATE SET text = excluded.text, at = excluded.at, "

@@ -107,8 +107,8 @@ def test_a_policy_that_was_never_updated_is_named_with_the_reason(
     file.write_text(file.read_text().replace('"version": 0', '"version": 2'))
     write_hashes(file.parent)
     (run / "checkpoints" / "best.json").write_text(json.dumps({"planner": {"checkpoint": best.name, "figure": 0.5}}))
-    (policy,) = export_run(run, tmp_path / "best", best=True).policies
-    assert (policy.version, policy.stayed) == (0, "the best evaluation came before its first one")
+    (policy,) = export_run(run, tmp_path / "best", step="best").policies
+    assert (policy.version, policy.stayed) == (0, "this checkpoint came before its first update")
 
 
 def test_an_evaluation_elsewhere_is_named_and_must_be_one(

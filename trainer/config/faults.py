@@ -44,6 +44,10 @@ def fault(error: msgspec.ValidationError, table: Mapping[str, Any], kind: type[m
         message = f"is not one of {', '.join(_choices(field, kind))}"
     else:
         message = expected(message)
+        value = _lookup(table, field)
+        for name in value if isinstance(value, Mapping) else ():  # a table that has become a single value
+            if removed := removed_setting(f"{field}.{name}", value[name]):
+                return removed
         if message.startswith("must be a table, not") and field in kind.__struct_fields__:
             remedy = " ".join([*_inside(field, kind), PAGE])
     field = field or "config"

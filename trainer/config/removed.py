@@ -19,6 +19,10 @@ REMOVED: Mapping[str, str] = {
     "routing.pool": _NO_PAST,
     "routing.pool_every": _NO_PAST,
     "strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
+    "guard.action": 'Use guard = "off", "warn" or "stop", above the tables. To go back: cotune export RUN --step N.',
+    "guard.window": "Leave it out: the guard compares means over 5 steps.",
+    "guard.min_entropy": "Leave it out: an entropy that harms lowers the reward, which the guard watches.",
+    "guard.max_gap": "Leave it out: the bound is 0.25 nats a token.",
     "curriculum.floor": "Leave it out: an adaptive pool draws a tenth of its tasks alike.",
     "evaluation.limit": "Leave it out, and name a shorter file of held-out tasks in evaluation.tasks.",
 }

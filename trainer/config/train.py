@@ -26,10 +26,10 @@ from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.config.faults import PAGE, fault
 from cotune.trainer.config.from_records import DistillConfig, DpoConfig, RecordsConfig, check_records
-from cotune.trainer.config.guard import GuardConfig
 from cotune.trainer.config.learner import LearnerSettings, check_flex, check_one_process
 from cotune.trainer.config.policy import PolicyConfig, PolicySettings, ScheduleConfig, check_policies, first_written
 from cotune.trainer.config.refill import RefillConfig
+from cotune.trainer.config.removed import removed_setting
 from cotune.trainer.config.replay import ReplayConfig
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.config.sampling import SamplingConfig
@@ -58,7 +58,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     every: int = 10
     """Steps between evaluations; there is one before the first step and one after the last too."""
     keep_best: bool = False
-    """Also keep the checkpoint of the best evaluation; `cotune export --best` takes it."""
+    """Also keep the checkpoint of the best evaluation; `cotune export --step best` takes it."""
     best_by: str = ""
     """Held-out figure that says which is best: success (without a value, or else reward) | reward, by which each policy
     is judged by what the recipe trains its own roles on | outcome, the plain sum of the outcome | ROLE/NAME, a reward
@@ -127,6 +127,9 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How many of the newest checkpoints are kept."""
     probe_bound: float = 0.05
     """Largest mean gap between sampler and learner log-probabilities after a publish, in nats."""
+    guard: Literal["off", "warn", "stop"] = "warn"
+    """If training has collapsed: warn, or end the run. Both keep the checkpoint of the best steps and print how to go
+    back to it; see docs/how-to/figures.md."""
     lora: LoraSpec = LoraSpec()
     plan: PlanConfig = PlanConfig()
     replay: ReplayConfig = ReplayConfig()
@@ -136,7 +139,6 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     curriculum: CurriculumConfig = CurriculumConfig()
     refill: RefillConfig = RefillConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    guard: GuardConfig = GuardConfig()
     learner: LearnerSettings = LearnerSettings()
     cluster: ClusterConfig = ClusterConfig()
     records: RecordsConfig = RecordsConfig()
@@ -205,7 +207,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "plan.kind": self.plan.kind,
             "evaluation.tasks": self.evaluation.tasks not in ("", NO_TASKS),
             f"evaluation.{self.evaluation.needing_tasks}": self.evaluation.needing_tasks,
-            "guard.action": self.guard.action != "off",
+            "guard": self.guard == "stop",
             "curriculum.pool": self.curriculum.pool != "even",
             "refill.budget": self.refill.budget,
             "profile": self.profile,
@@ -382,6 +384,8 @@ def assign(table: dict[str, Any], dotted: str, value: Any) -> None:
     for parent in parents:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
+            if removed := removed_setting(dotted, value):
+                raise removed
             fault = f"is not a field of the configuration: {parent} is no table"
             raise ConfigError(dotted, value, fault, PAGE)
     table[leaf] = value

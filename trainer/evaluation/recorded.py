@@ -33,11 +33,7 @@ def read_recorded(
     with open_store(path, read_only=True) as store:
         episodes: dict[str, Episode] = {}
         for episode in store.episodes():
-            if (
-                episode.fork is None
-                and episode.status != "abandoned"
-                and not episode.phase.startswith(("eval", "check", JUDGING))
-            ):
+            if episode.fork is None and not episode.phase.startswith(("eval", "check", JUDGING)):
                 episodes.setdefault(episode.task.id, episode)
         if not episodes:
             raise ConfigError(

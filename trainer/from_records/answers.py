@@ -137,12 +137,10 @@ def _goes_on(row: TrainRow, before: TrainRow) -> bool:
 
 
 def learned_from(store: Store, left_out: Counter[str]) -> Iterator[Episode]:
-    """The episodes of a records file but for evaluations, first looks and abandoned ones, whose calls are counted."""
+    """The episodes of a records file but for evaluations and first looks, whose calls are counted."""
     for episode in store.episodes():
         if episode.phase.startswith("eval"):
             left_out["evaluation"] += episode.calls
-        elif episode.status == "abandoned":
-            left_out["abandoned"] += episode.calls
         elif episode.phase == "check":
             left_out["first_look"] += episode.calls
         else:

@@ -46,10 +46,9 @@ async def profiled(run: RolloutRun, report: StepReport) -> AsyncIterator[None]:
 def _recorded(run: RolloutRun, step: int) -> Iterator[Span]:
     """Episodes of the step, as spans of the application, and their calls."""
     for episode in run.store.episodes(training_step=step):
-        if episode.status != "abandoned":
-            yield Span("application", episode.started, episode.started + episode.latency)
-            for *_, began, seconds, _ in run.store.call_times(episode.id):
-                yield Span("answering", began, began + seconds)
+        yield Span("application", episode.started, episode.started + episode.latency)
+        for *_, began, seconds, _ in run.store.call_times(episode.id):
+            yield Span("answering", began, began + seconds)
 
 
 def _notes(run: RolloutRun) -> Iterator[str]:

@@ -55,7 +55,7 @@ def answering(
         override=at_temperature(config.sampling.temperature),
         provider_roles=tuple(run.provider_roles),
         others=stand_in(config.other_roles),
-        seed=config.seed if stream else run.seed,
+        seed=config.seed,
         stream=stream,
     )
 

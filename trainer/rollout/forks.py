@@ -41,7 +41,7 @@ def forks_of(run: RolloutRun, trunk: Episode) -> Forks:
     able = [call for call in calls if _trainable(call, roles)]
     forkable = [call for call in able if repeatable(calls, call)]
     config = run.config.replay
-    seed = seed_of(run.seed, "forks", trunk.training_step, trunk.task.id)
+    seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
     rule = fork_rule(config.forks)
     chosen = choose_forks(forkable, rule, config.forks_per_episode, seed)
     return Forks(chosen, len(able) - len(forkable), budget(calls, chosen, rule.branches(run.plan.k)))

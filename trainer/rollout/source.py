@@ -96,14 +96,14 @@ class RolloutSource:
     async def measure(self, rows: Rows, updates: Updates) -> StepMetrics:
         """Run held-out tasks where that is due."""
         self._held_out = await evaluate_held_out(self._run, self.report, self._progress)
-        return await self.report.metrics(self._batch, updates, self._held_out, self._rolled)
+        metrics = await self.report.metrics(self._batch, updates, self._held_out, self._rolled)
+        warning = watch(self._run, metrics)
+        return msgspec.structs.replace(metrics, notes=(*metrics.notes, warning)) if warning else metrics
 
     def complete(self) -> bool:
         """A checkpoint is due where some policy is better than before."""
         self._run.complete_step(self._batch.collected, self._batch.prepared)
-        better = note_best(self._run, self._held_out, self._progress)
-        watch(self._run)
-        return better
+        return note_best(self._run, self._held_out, self._progress)
 
 
 async def roll_out(run: RolloutRun, progress: Progress, step: int) -> RolledOut:

@@ -31,7 +31,7 @@ from cotune.storage.checkpoints import (
     steps_of,
 )
 from cotune.storage.metrics_file import read_metrics
-from cotune.storage.run_layout import RunDescription, is_abandoned, is_run, read_run
+from cotune.storage.run_layout import RunDescription, is_run, read_run
 from cotune.storage.whole_file import sync
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run.run_folder import write_atomically
@@ -55,8 +55,6 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     """The id of the run."""
     prompts: str = ""
     """The id of the edited prompts that it was trained with."""
-    timeline: int = 0
-    """Rollbacks that the run had made before."""
     versions: dict[str, int] = {}
     """The served version of each policy that has been published."""
     policies: Policies
@@ -166,7 +164,7 @@ def load_checkpoint(folder: Path) -> tuple[Checkpoint, Path] | None:
 
 
 def _way_back(folder: Path, run: RunDescription, broken: str = "") -> str:
-    there = [path for path in step_folders(folder) if path.name != broken and not is_abandoned(path, run.rollbacks)]
+    there = [path for path in step_folders(folder) if path.name != broken]
     whole = [path.name for path in there if checkpoint_fault(path, run.id) is None]
     if not whole:
         return f"No {'other ' if broken else ''}checkpoint of this run is whole: start a new run."

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cotune.errors import GapError, LearnerLost, RunError
+from cotune.errors import GapError, LearnerLost
 from cotune.records.structs import PolicyRef
-from cotune.storage.checkpoints import checkpoint_name, latest_in, newest_checkpoint, step_folders
-from cotune.storage.open_store import open_store
-from cotune.storage.protocol import Store
-from cotune.storage.run_layout import Rollback, is_abandoned, read_run
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import RolloutPipeline
 from cotune.trainer.run.best_checkpoint import find_best
-from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint, remove_checkpoint
+from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.run import RolloutRun
-from cotune.trainer.run.run_folder import RunFolder, write_atomically
 from cotune.trainer.run.warm_start import warm_start
 from cotune.trainer.updates import publish_version
 
@@ -40,71 +34,15 @@ async def restore(run: RolloutRun, checkpoint: Checkpoint, path: Path) -> list[s
         name, _, version = served.rpartition("@")
         await run.sampler.retire(PolicyRef(name, int(version)))
     run.published.clear()
-    timeline, versions = _timeline(run, checkpoint)
     run.store.release(checkpoint.steps)
-    now = {"policies": policies, "versions": versions, "timeline": timeline}
-    run.state = msgspec.structs.replace(checkpoint, **now, new_roles=())
+    versions = dict(checkpoint.versions)
+    run.state = msgspec.structs.replace(checkpoint, policies=policies, versions=versions, new_roles=())
     run.committed = checkpoint.steps
     run.folder.truncate_metrics(checkpoint.steps)
     notes = find_best(run)
     for policy, number in versions.items():
         await publish_version(run, policy, number)
     return notes
-
-
-def _timeline(run: RolloutRun, checkpoint: Checkpoint) -> tuple[int, dict[str, int]]:
-    """How many rollbacks the run has made, and the versions that the policies of the checkpoint have now: after a
-    rollback new ones, as those after them are taken. What was kept of abandoned steps is removed."""
-    rollbacks, versions = read_run(run.folder.path).rollbacks, dict(checkpoint.versions)
-    for path in step_folders(run.folder.checkpoints):
-        if is_abandoned(path, rollbacks):
-            remove_checkpoint(path)
-    taken = [rollback.versions for rollback in rollbacks]
-    run.abandoned_versions = {name: max(of.get(name, 0) for of in taken) for name in set().union(*taken)}
-    if checkpoint.timeline < len(rollbacks):
-        for name, last in run.abandoned_versions.items():
-            if name in run.state.policies.specs:
-                versions[name] = last + 1
-    return len(rollbacks), versions
-
-
-def go_back(folder: RunFolder, store: Store, rollback: Rollback) -> None:
-    """Go back to an earlier checkpoint of a run, and abandon the steps after it."""
-    described = folder.described
-    rollbacks = [*described.get("rollbacks", ()), msgspec.to_builtins(rollback)]
-    folder.describe_as({**described, "rollbacks": rollbacks})
-    _abandon(folder, store, rollback, len(rollbacks))
-
-
-def finish_going_back(folder: RunFolder) -> None:
-    """Finish a rollback that run.json tells of where it broke off."""
-    rollbacks, newest = read_run(folder.path).rollbacks, newest_checkpoint(folder.checkpoints)
-    if newest is not None and is_abandoned(newest, rollbacks):
-        with open_store(folder.records) as store:
-            _abandon(folder, store, rollbacks[-1], len(rollbacks))
-
-
-def _abandon(folder: RunFolder, store: Store, rollback: Rollback, number: int) -> None:
-    """Mark what belongs to the steps after those that a rollback keeps. Done again, it changes nothing."""
-    why, lost = f"the run was rolled back to step {rollback.to}", store.lost
-    store.flush()  # episodes that were rolled out ahead may have ended just now
-    for step in itertools.count(rollback.to):
-        found = list(store.episodes(training_step=step))
-        if not found and step > rollback.steps:
-            break
-        store.write(
-            [
-                msgspec.structs.replace(e, status="abandoned", error=f"{why}; {e.error}" if e.error else why)
-                for e in found
-                if e.status != "abandoned"
-            ]
-        )
-    store.flush()
-    if store.lost > lost:
-        cause = "The episodes that a rollback abandons could not be marked in the records."
-        raise RunError(cause, f"Free some space, then {folder.way_on}")
-    folder.abandon_metrics(rollback.to, number)
-    write_atomically(latest_in(folder.checkpoints), checkpoint_name(rollback.to).encode())
 
 
 async def begin_from(run: RolloutRun, source: str, names: Collection[str] | None = None) -> list[str]:

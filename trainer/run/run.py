@@ -14,7 +14,7 @@ from cotune.algorithms.prepare import Prepared
 from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.task_signals import with_step
 from cotune.episodes.workflows import Workflow
-from cotune.records.plans import Plan, seed_of
+from cotune.records.plans import Plan
 from cotune.records.policies import Policies
 from cotune.records.structs import PolicyRef, Task
 from cotune.sampling.protocol import ChatFormats, Sampler
@@ -51,7 +51,10 @@ class Run:
     stopping: bool = False
     ended: str = ""
     """Why the run ends before its last step, by its own settings."""
-    collapsed: bool = False
+    way_back: str = ""
+    """After the guard has ended the run: the commands that start again from its best time."""
+    collapse: str = ""
+    """The guard's warning, as long as the collapse lasts."""
     best: dict[str, Best] = field(default_factory=dict)
     """By policy, the checkpoint of its best evaluation."""
 
@@ -88,23 +91,15 @@ class RolloutRun(Run):
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     published: dict[str, list[Proof]] = field(default_factory=dict)
     """By policy, the proofs of the versions that the sampler serves, oldest first."""
-    abandoned_versions: dict[str, int] = field(default_factory=dict)
-    """By policy, the last version that was served before a rollback."""
     learner_restarts: int = 0
     fall_back: Callable[[float], Awaitable[None]] | None = None
     """With `learner.dtype = "auto"` in bfloat16: open sampler and learner again in float32, in their first state, as
     both differ by so many nats a token."""
     _working: asyncio.Future[Any] | None = None
 
-    @property
-    def seed(self) -> int:
-        """What the run draws from: after a rollback other numbers, so that what was abandoned is not repeated."""
-        timeline = self.state.timeline
-        return seed_of(self.config.seed, "timeline", timeline) if timeline else self.config.seed
-
     def next_version(self, policy: str) -> int:
-        """The version after all that a policy ever had, those that a rollback has abandoned included."""
-        return max(self.state.versions.get(policy, 0), self.abandoned_versions.get(policy, 0)) + 1
+        """The version of a policy after its present one."""
+        return self.state.versions.get(policy, 0) + 1
 
     async def interruptible(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`, or None when `stop` was called meanwhile."""

@@ -121,15 +121,6 @@ class RunFolder(RunLayout):
     def _write_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
         write_atomically(self.metrics, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
-    def abandon_metrics(self, steps: int, rollback: int) -> None:
-        """Move the lines after the first `steps` steps to abandoned.jsonl, with the number of the rollback."""
-        there = self.abandoned.read_text() if self.abandoned.exists() else ""
-        after = (line for line in read_metrics(self.path) if line["step"] >= steps)
-        lines = (json.dumps({**line, "rollback": rollback}) + "\n" for line in after)
-        more = "".join(line for line in lines if line not in there)
-        write_atomically(self.abandoned, (there + more).encode())
-        self.truncate_metrics(steps)
-
     def discard_unbegun(self) -> None:
         """Remove a run that ended before its first checkpoint, so that the folder is free for another try. What was
         in the folder before stays."""

@@ -64,10 +64,10 @@ def _train(a: argparse.Namespace, status: int) -> list[Words]:
     if not summary.versions:
         return [["cotune", "show", path, "--groups" if summary.groups or summary.candidates else "--steps"]]
     app = a.workflow or read_run_json(path)["workflow"] or APP
-    best = "--best" if read_best(RunLayout(path).checkpoints) else None
+    best = ["--step", "best"] if read_best(RunLayout(path).checkpoints) else []
     return [
         ["cotune", "eval", app, "--run", path, "--tasks", summary.held_out or HELD_OUT],
-        ["cotune", "export", path, "--out", "adapters/", best],
+        ["cotune", "export", path, "--out", "adapters/", *best],
         ["cotune", "view", path],
     ]
 

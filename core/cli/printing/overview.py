@@ -68,17 +68,14 @@ def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
     store = run.store
     wrong = [trouble for trouble in troubles(run, CAUSES) if trouble.kind != "last step"]
     bases = [(f"{name} has the base model {model}\n", "") for name, model in further_bases(run).items()]
-    told = [*bases, *_lines(wrong, "rollback", "episodes", "untrained", "cut", "precision")]
+    told = [*bases, *_lines(wrong, "episodes", "untrained", "cut", "precision")]
     yield Text.assemble(("records ", "bold"), store.address, "\n", *told)
     means: dict[str, dict[str, float | None]] = {}
     for phase, name, value, _ in store.outcome_means(run.config.on_failure):
         means.setdefault(phase, {})[name] = value
-    phases = store.episodes_by_phase()
-    back = ["abandoned>"] if any(abandoned for *_, abandoned, _, _, _ in phases) else []
-    ends = ("ok>", "error>", "cancelled>", *back)
-    counts = grid("phase", "episodes>", *ends, "tasks>", "steps>", "seconds>", "mean reward")
-    for phase, total, good, errors, cancelled, abandoned, tasks, steps, seconds in phases:
-        ended = (good, warn(errors), warn(cancelled), *([warn(abandoned)] if back else []))
+    counts = grid("phase", "episodes>", "ok>", "error>", "cancelled>", "tasks>", "steps>", "seconds>", "mean reward")
+    for phase, total, good, errors, cancelled, tasks, steps, seconds in store.episodes_by_phase():
+        ended = (good, warn(errors), warn(cancelled))
         counts.add_row(
             *cells((phase, total, *ended, tasks, steps or "", f"{seconds:.2f}")), scores(means.get(phase, {}))
         )

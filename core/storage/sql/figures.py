@@ -91,8 +91,7 @@ class Figures(ABC):
         return self.rows(
             """SELECT role, name, avg(value) FROM rewards
             JOIN calls ON calls.id = substr(target, 1, instr(target, '.') - 1)
-            WHERE instr(target, '.') > 0 AND episode NOT IN (SELECT id FROM episodes WHERE status = 'abandoned')
-            GROUP BY role, name ORDER BY name"""
+            WHERE instr(target, '.') > 0 GROUP BY role, name ORDER BY name"""
         )
 
     # Counts
@@ -100,9 +99,8 @@ class Figures(ABC):
     def cut_feedback(self) -> int:
         return int(self.rows(f"SELECT count(*) FROM {FEEDBACK} AND cut > 0")[0][0])
 
-    def counts(self) -> tuple[int, int, int]:
-        abandoned = "(SELECT count(*) FROM episodes WHERE status = 'abandoned')"
-        return self.rows(f"SELECT (SELECT count(*) FROM episodes), {abandoned}, (SELECT count(*) FROM calls)")[0]
+    def counts(self) -> tuple[int, int]:
+        return self.rows("SELECT (SELECT count(*) FROM episodes), (SELECT count(*) FROM calls)")[0]
 
     def newest(self) -> tuple[int, int]:
         calls, episodes = (f"(SELECT coalesce(max(rowid), 0) FROM {table})" for table in ("calls", "episodes"))
@@ -111,7 +109,7 @@ class Figures(ABC):
     def episodes_by_phase(self) -> list[Row]:
         return self.rows(
             f"""SELECT phase, count(*), {_TIMES.format("ok")}, {_TIMES.format("error")}, {_TIMES.format("cancelled")},
-                {_TIMES.format("abandoned")}, count(DISTINCT task), count(DISTINCT training_step), avg(latency)
+                count(DISTINCT task), count(DISTINCT training_step), avg(latency)
             FROM episodes GROUP BY phase ORDER BY min(id)"""
         )
 

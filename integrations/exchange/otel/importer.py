@@ -158,8 +158,8 @@ class _Reading:
         metrics = {str(name): metric(value) for name, value in given.items()} if isinstance(given, dict) else {}
         self.left_out.update("metric_not_a_number" for value in metrics.values() if value is None)
         status: EpisodeStatus = "ok" if self.root.failed is None else "error"
-        if (known := found.get(names.STATUS)) in ("cancelled", "abandoned"):
-            status = known
+        if found.get(names.STATUS) == "cancelled":
+            status = "cancelled"
         task = Task(id=str(found.get(names.TASK) or self.root.trace), input=decoded(found.get(names.TASK_INPUT)))
         return Episode(
             id=self.id,

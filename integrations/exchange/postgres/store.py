@@ -258,7 +258,7 @@ def _once(table: str, rows: list[Sequence[Any]]) -> list[Sequence[Any]]:
     found: dict[Any, Sequence[Any]] = {}
     for row in rows:
         key = tuple(row[:keys])
-        if key not in found or keys > 1 or (table == "episodes" and row[4] in WITHDRAWN):
+        if key not in found or keys > 1 or (table == "episodes" and row[4] == WITHDRAWN):
             found[key] = row
     return list(found.values())
 

@@ -79,14 +79,13 @@ def changed_part(viewer: Viewer, request: Request) -> Response:
 def curves_page(viewer: Viewer, request: Request) -> Response:
     """Curves of a run, or of several in the same charts."""
     run, shown = viewer.chosen(request)
-    back = [back.text for one in shown for back in one.about.rollbacks]
     names, found = [one.name for one in shown], charts(shown)
     if asked := request.query_params.get("csv"):
         chart = next((chart for chart in found if chart.id == asked), None)
         if chart is None:
             raise HTTPException(404, f"There is no chart {asked[:100]} here.")
         return chart_as_csv(chart)
-    return viewer.page(request, "curves.html", run, charts=found, shown=names, rolled_back=back)
+    return viewer.page(request, "curves.html", run, charts=found, shown=names)
 
 
 def configuration_page(viewer: Viewer, request: Request) -> Response:

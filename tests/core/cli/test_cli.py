@@ -330,7 +330,7 @@ def test_the_next_command_takes_the_best_checkpoint_where_one_is_kept(trained, c
     trained.path = str(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "best.json").write_text('{"planner": {"checkpoint": "step-000002", "figure": 0.5}}')
-    assert f"  or: cotune export {tmp_path} --out adapters/ --best" in said_at_the_end(capsys)
+    assert f"  or: cotune export {tmp_path} --out adapters/ --step best" in said_at_the_end(capsys)
 
 
 def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, capsys):

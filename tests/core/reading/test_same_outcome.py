@@ -190,8 +190,7 @@ def test_a_run_is_the_same_wherever_it_is_shown(tmp_path: Path) -> None:
         lines.append({"step": step, "outcome": {}, "roles": roles, "seconds": {"rollout": 30.0}, **about})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = {"steps": 4, "recipe": "at_grpo", "prices": {"m": [1e6, 2e6]}}
-    back = {"to": 2, "steps": 3, "why": "rewards fell"}
-    (folder / "run.json").write_text(json.dumps({"config": config, "rollbacks": [back]}))
+    (folder / "run.json").write_text(json.dumps({"config": config}))
     with SqliteStore.open(folder) as store:
         use = Usage(prompt_tokens=7, completion_tokens=11)
         store.write([Episode(id="e3", task=Task(id="t3", input=3), workflow="w", phase="train", training_step=1)])
@@ -208,7 +207,6 @@ def test_a_run_is_the_same_wherever_it_is_shown(tmp_path: Path) -> None:
         "reward of writer: 0.25 in step 1, 0.75 in step 2": "show runs card",
         "2 episodes of trace failed: no reason recorded": "show view report",
         "1 call of writer: timeout": "show report",
-        "step 3 abandoned: rolled back to step 2, as rewards fell": "show view report",
         "writer 3 1": "show view report",  # calls, failed
         "writer 3 1 3 0 21 33": "show",
         "writer 3 1 21 33 87": "view report",  # with tokens and cost

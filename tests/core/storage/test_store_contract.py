@@ -296,7 +296,7 @@ def test_what_is_sent_twice_is_stored_once(store):
     ]
     for _ in range(2):
         store.commit([*sent, *sent])
-    assert (store.calls("E1"), store.counts(), store.lost) == ([FULL_CALL], (1, 0, 1), 0)
+    assert (store.calls("E1"), store.counts(), store.lost) == ([FULL_CALL], (1, 1), 0)
     assert store.rewards(["E1"]) == {"E1": {"r": 1.0}}
 
 

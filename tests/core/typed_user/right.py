@@ -137,7 +137,7 @@ def run() -> None:
     assert_type(cotune.resume("runs/r1", changes={"steps": 6}), RunSummary)
     dry = cotune.check(solve, [task], config, answers="provider", steps=3)
     assert_type(dry, CheckReport)
-    manifest = cotune.export("runs/r1", "adapters", best=True, gguf="q8_0")
+    manifest = cotune.export("runs/r1", "adapters", step="best", gguf="q8_0")
     assert_type(manifest, Manifest)
     print(dry.verdict, dry.findings[0].text, manifest.policy("planner").folder)
     report = cotune.evaluate("runs/r1", solve, "held_out.jsonl", EvaluationOptions(limit=8), prices={"gpt": (0.1, 0.2)})

@@ -119,7 +119,7 @@ def test_the_export_says_which_policy_has_no_best(trainer: Trainer, capsys: pyte
 
     trainer(application(alone), evaluation=held_out(trainer, keep_best=True), plan=INDEPENDENT)
     assert list(best_of(trainer)) == ["first"]
-    assert main(["export", str(trainer.folder / "run"), "--out", str(trainer.folder / "out"), "--best"]) == 0
+    assert main(["export", str(trainer.folder / "run"), "--out", str(trainer.folder / "out"), "--step", "best"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "second has no best checkpoint, as no evaluation judged it: this is its newest one" in said
 

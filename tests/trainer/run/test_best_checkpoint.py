@@ -1,4 +1,4 @@
-"""The best checkpoint by held-out evaluation is kept and exported; runs that get no better, or collapse, end."""
+"""The best checkpoint by held-out evaluation is kept and exported; a run that gets no better ends."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from cotune.errors import ConfigError, RunError
 from cotune.reading.curves import charts
 from cotune.reading.evaluations import in_training
 from cotune.reading.run import OpenedRun
-from cotune.storage.checkpoints import Best, newest_checkpoint, read_best
-from cotune.trainer.config.guard import GuardConfig
-from cotune.trainer.guard import best_window, collapse
+from cotune.storage.checkpoints import Best, read_best
 from cotune.trainer.run.best_checkpoint import judged_figures
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask, letters
@@ -67,7 +65,7 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
     assert [line["held_out"]["outcome"] for line in trainer.metrics()] == [0.2, 0.8, 0.5, 0.8]
     assert [p.version for p in best_policies(run)] == [2, 2] and [p.version for p in latest_policies(run)] == [4, 4]
 
-    assert main(["export", str(run), "--out", str(trainer.folder / "best"), "--best"]) == 0
+    assert main(["export", str(run), "--out", str(trainer.folder / "best"), "--step", "best"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "best: first of step-000002 (0.800), second of step-000002 (0.800)" in said
     exported = json.loads((trainer.folder / "best" / "roles.json").read_text())
@@ -217,77 +215,10 @@ def test_a_run_without_a_kept_checkpoint_has_no_best_one(trainer: Trainer) -> No
         ({"evaluation": {"keep_best": True}}, "evaluation.keep_best"),
         ({"evaluation": {"patience": 3}}, "evaluation.patience"),
         ({"evaluation": {"patience": 0, "tasks": "x"}}, "evaluation.patience"),
-        ({"guard": {"window": 1}}, "guard.window"),
-        ({"guard": {"action": "pray"}}, "guard.action"),
+        ({"guard": "pray"}, "guard"),
     ],
 )
 def test_settings_that_do_not_fit(trainer: Trainer, settings: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         trainer(application(first=letters), **settings)
     assert caught.value.field == field
-
-
-def lines(rewards: Sequence[float], **figures: Sequence[float]) -> list[dict[str, Any]]:
-    """Metrics of steps with these rewards, and these figures, of the role `a`."""
-    return [
-        {"step": i, "roles": {"a": {"task_reward": reward, **{name: of[i] for name, of in figures.items()}}}}
-        for i, reward in enumerate(rewards)
-    ]
-
-
-GUARD = GuardConfig(action="stop", window=2)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "said"),
-    [
-        # gained 0.75 from 0.25; half of that is lost at once, but 4 standard errors of (1, 0) are 2
-        ([0.0, 0.5, 1.0, 1.0, 0.0], None),
-        ([0.0, 0.5, 1.0, 1.0, 0.0, 0.0], "the reward of role a fell from 1.000 to 0.000 (means over 2 steps)"),
-        # 0.375 is half of what was gained
-        ([0.0, 0.5, 1.0, 1.0, 0.65, 0.65], None),
-        ([0.0, 0.5, 1.0, 1.0, 0.6, 0.6], "the reward of role a fell from 1.000 to 0.600 (means over 2 steps)"),
-        # nothing gained: half of half the best is 0.225
-        ([0.9, 0.9, 0.7, 0.7], None),
-        ([0.9, 0.9, 0.6, 0.6], "the reward of role a fell from 0.900 to 0.600 (means over 2 steps)"),
-        ([0.9, 0.1], None),
-        ([0.5] * 9, None),
-    ],
-)
-def test_a_reward_that_collapses(rewards: list[float], said: str | None) -> None:
-    assert collapse(lines(rewards), GUARD) == said
-
-
-def test_entropy_and_gap_that_collapse() -> None:
-    steady = lines([0.5] * 4, entropy=[1.0, 0.5, 0.02, 0.01], sampler_gap_mean=[0.0, 0.0, 0.1, 0.3])
-    assert collapse(steady, GUARD) is None
-    low = GuardConfig(action="stop", window=2, min_entropy=0.02)
-    assert collapse(steady, low) == "the entropy of role a is 0.0150, below guard.min_entropy = 0.02"
-    wide = GuardConfig(action="stop", window=2, max_gap=0.1)
-    assert collapse(steady, wide) == "sampler and learner disagree on role a by 0.2000, above guard.max_gap = 0.1"
-
-
-def test_the_end_of_the_best_window() -> None:
-    assert best_window(lines([0.0, 0.5, 1.0, 1.0, 0.0, 0.0]), 2) == 4
-    assert best_window(lines([0.0]), 2) is None
-
-
-@pytest.mark.parametrize(("action", "latest"), [("stop", "step-000006"), ("roll_back", "step-000004")])
-def test_a_run_that_collapses_ends_and_may_go_back_to_its_best_time(trainer: Trainer, action: str, latest: str) -> None:
-    script = [0.0, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-    ran = [-3]  # the preflight's episodes
-
-    async def fading(task: Any) -> float:
-        step, ran[0] = max(ran[0] // 6, 0), ran[0] + 1
-        await ask("first", f"say {task['letter']}")
-        return script[step]
-
-    settings = {"plan": {"kind": "independent", "k": 2}, "concurrency": 1, "keep_checkpoints": 1, "steps": 8}
-    summary = trainer(application(fading), guard={"action": action, "window": 2}, **settings)
-    run: Path = trainer.folder / "run"
-    back = "; rolled back to step-000004" if action == "roll_back" else ""
-    assert summary.ended == f"the guard: the reward of role first fell from 1.000 to 0.000 (means over 2 steps){back}"
-    assert summary.steps == 6 and newest_checkpoint(run / "checkpoints") == run / "checkpoints" / latest
-    ran[0] = 6 * 3
-    again = trainer.resume(application(fading), guard={"action": "off"}, steps=7)
-    assert again.steps == 7 and again.ended == ""

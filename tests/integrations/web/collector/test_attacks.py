@@ -220,7 +220,7 @@ def test_nobody_writes_into_an_episode_of_another_application(kind: str, request
         own = call(id)
         send(found.url, [RewardRecord(early, "team", 1.0)], "shop")  # the episode is not there yet
         send(found.url, [*own, episode(id), *call(early), episode(early), RewardRecord(id, "team", 0.25)])
-        send(found.url, [*call(id, "forged"), episode(id, status="abandoned")], "shop")
+        send(found.url, [*call(id, "forged"), episode(id, status="cancelled")], "shop")
         send(found.url, [RewardRecord(id, "team", 1.0), RewardRecord(f"{own[1].id}.0", "local", 1.0)], "shop")
         found.opened.store.flush()
         store = found.opened.store

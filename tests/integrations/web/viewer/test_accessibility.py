@@ -24,7 +24,7 @@ axe.run(document, {resultTypes: ["violations", "incomplete"]}).then(done)
 UNREAD = ("Element content contains only non-text characters", "<text ")
 """Of these it cannot tell the contrast: arrows of buttons that have names, and text in drawings."""
 STATES = (
-    *("ok", "chosen", "finished", "error", "failed", "timeout", "malformed", "cancelled", "abandoned", "stopped"),
+    *("ok", "chosen", "finished", "error", "failed", "timeout", "malformed", "cancelled", "stopped"),
     *("redacted", "fail", "idle", "under-way", "recording"),
 )
 TOKENS = ("t1", "t2", "t3", "t4", "t5", "t-n2", "t-n1", "t-p1", "t-p2")

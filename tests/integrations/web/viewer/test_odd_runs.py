@@ -108,7 +108,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             else:
                 live.end("ok", rewards={"team": 1.0}, metrics={"success": 1.0})
     (folder.checkpoints / "best.json").write_text(json.dumps({"p": {"checkpoint": "step-000002", "figure": 0.5}}))
-    (folder.checkpoints / "step-000002" / "checkpoint.json").write_text('{"steps": 2, "run": "r", "timeline": 0}')
+    (folder.checkpoints / "step-000002" / "checkpoint.json").write_text('{"steps": 2, "run": "r"}')
     (path / "loggers.json").write_text('{"trackio": "1"}')
     evaluation(path / "held_out" / "step-000000.json")
     evaluation(path / "eval" / "evaluation.json")

@@ -1,9 +1,8 @@
-"""Steps that a rollback took back are shown as abandoned, and candidates without advantage by a badge of their own."""
+"""Candidates without advantage have a badge of their own."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from cotune.records.structs import CallRecord, Candidate, Episode, PolicyRef, Re
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.web.viewer.test_pages import text
 
-WHY = "the guard: the outcome team fell from 1 to 0"
 
-
-def sampled(episode: str, step: int, rewards: list[float], status: Any = "ok") -> list[Any]:
+def sampled(episode: str, step: int, rewards: list[float]) -> list[Any]:
     """An episode of one call with a candidate for each reward."""
     call = f"C{episode}"
     candidates = [
@@ -48,8 +45,6 @@ def sampled(episode: str, step: int, rewards: list[float], status: Any = "ok") -
             workflow="w",
             phase="train",
             training_step=step,
-            status=status,
-            error=None if status == "ok" else "the run was rolled back to step 1",
             calls=1,
         ),
     ]
@@ -57,32 +52,17 @@ def sampled(episode: str, step: int, rewards: list[float], status: Any = "ok") -
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Two steps, the second of them taken back; in the first a group with spread and one without."""
+    """A step with a group with spread and one without."""
     folder = tmp_path / "r1"
     folder.mkdir()
     config = {"steps": 4, "recipe": "at_grpo", "plan": {"kind": "tree", "k": 3}, "overrides": {"zero_variance": False}}
-    about = {"model": "m", "config": config, "rollbacks": [{"to": 1, "steps": 2, "why": WHY}]}
-    (folder / "run.json").write_text(json.dumps(about))
+    (folder / "run.json").write_text(json.dumps({"model": "m", "config": config}))
     counts = {"outcome": {}, "left_out": {}, "calls": 2, "candidates": 6, "groups": 2, "rows": 2}
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "roles": {"writer": {"reward": 0.5}}, **counts}))
     with SqliteStore.open(folder) as store:
         store.write(sampled("A", 0, [0.0, 0.5, 1.0]))
         store.write(sampled("B", 0, [0.5, 0.5, 0.5]))
-        store.write(sampled("C", 1, [0.0, 1.0, 1.0], "abandoned"))
     return folder
-
-
-def test_a_rollback_is_told_and_its_steps_are_abandoned(run: Path) -> None:
-    with viewing([run]) as server:
-        said = text(server.url)
-        assert f"step 2 abandoned: rolled back to step 1, as {WHY}" in said
-        groups = httpx.get(f"{server.url}/run/r1/groups").text
-        assert re.findall(r"<option[^>]*>(\d+)<", groups) == ["1"]
-        said = text(f"{server.url}/run/r1/episode/C")
-        assert "Abandoned: the run was rolled back to step 1 (nothing of it is trained on any more)" in said
-        listed = httpx.get(f"{server.url}/run/r1/episodes?status=abandoned").text
-        assert re.findall(r'class="main mono"[^>]*>(\w+)<', listed) == ["C"]
-        assert "Not in the curves: step 2 abandoned" in text(f"{server.url}/run/r1/curves")
 
 
 def test_candidates_without_advantage_have_a_badge_of_their_own(run: Path) -> None:
