@@ -240,8 +240,7 @@ def roll_out(
         ]
         for fork in choose_forks(calls, fork_rule("all"), FORKS, seed_of(seed, walk.name)):
             name = f"{walk.name}@{fork.step}"
-            samples |= samples_of(walk, "replay", [fork.step], name)
-            branches += [(walk.branch(fork.step, f"{name}/{i}"), name) for i in range(1, FORK_K)]
+            branches += [(walk.branch(fork.step, f"{name}/{i}"), name) for i in range(FORK_K)]
     team.play([walk for walk, _ in branches])
     for walk, name in branches:
         samples |= samples_of(walk, "replay", [0], name)
@@ -296,7 +295,7 @@ def main() -> None:
             if line := kept.once(partial(result, way, seed, options), way=way, seed=seed):
                 console.print(f"seed {seed}: {way} reached {line['reached']} in {line['seconds']} s")
     table = Table(title="Plan-Path: share of fresh tasks whose goal was reached, single samples at temperature 1")
-    for title in ("way", "success", "95% interval", "by seed", "base", "rows trained on"):
+    for title in ("way", "success", "by seed", "base", "rows trained on"):
         table.add_column(title)
     found = {}
     for way in WAYS:

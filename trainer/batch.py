@@ -23,7 +23,7 @@ UNEVENTFUL = (
     "opponent_failed", "frozen_step", "no_hint",
 )  # fmt: skip
 """Reasons to leave out sound candidates: a step with such candidates alone makes no update."""
-FAULTLESS = ("untrained_role", "not_chosen", "not_forked", "chose_fork")
+FAULTLESS = ("untrained_role", "not_chosen", "not_forked", "trunk")
 """Reasons that say nothing of a step: one in which nothing else went wrong had no call of its trained roles."""
 
 NO_OUTCOME = "Nobody knows the outcome of any episode of this step, so nothing is learned from outcomes."
@@ -65,7 +65,6 @@ def collect_samples(run: RolloutRun, episodes: Sequence[Episode], step: int | No
         rewarded=lambda role: recipes[role].takes_rewards,
         others=run.recipes.joins_calls,
         seats=lambda role: role in recipes and recipes[role].by_seat,
-        trunks=run.config.replay.trunks,
     )
 
 

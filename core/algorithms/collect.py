@@ -64,14 +64,13 @@ def collect(
     rewarded: Callable[[str], bool] = lambda role: True,
     others: bool = False,
     seats: Callable[[str], bool] = lambda role: False,
-    trunks: bool = True,
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
-    Under a replay plan samples are the calls at which an episode is forked: of the episode itself, and in each of its
-    branches (`Episode.fork`) the call in its place; later calls of a branch only for roles with `continuations`.
-    Calls that a branch repeats from the record are no candidates of their own. Without `trunks` the answers of the
-    episode itself are left out, as where they chose the forks.
+    Under a replay plan the samples come from the branches (`Episode.fork`): the call at the fork, and later calls only
+    for roles with `continuations`. Calls that a branch repeats from the record are no candidates. The answers of the
+    trunk are left out: whether a call was forked depends on what came after it in the trunk (`choose_forks`), so the
+    trunk's answer is no fair sample of the prompt.
 
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
     only the chosen one is, and the episode's outcome will do. Those of a role that is not `rewarded` need none.
@@ -94,9 +93,8 @@ def collect(
     turns: dict[str, int] = {}
     images: dict[str, bytes] = {}
     episodes = list(episodes)
-    # Where branches fork: the calls of trunks and of branches that are siblings, by the trunk's call.
+    # The trunk's call that was forked, by the call in its place in a branch: siblings have the same one.
     trunk_calls = {e.fork.at: e.fork.call for e in episodes if e.fork is not None}
-    trunk_calls |= {call: call for call in trunk_calls.values()}
 
     # Calls whose candidates are asked for; the first reason against a call counts for all of its candidates.
     for episode in episodes:
@@ -115,14 +113,11 @@ def collect(
             seen.add(call.role)
             if call.status == "timeout" and (roles is None or call.role in roles):
                 timed_out.add(episode.id)
-            continues = episode.fork is not None and continuations(call.role)
-            forked = plan != "replay" or call.id in trunk_calls or continues
             reason = (
                 _episode_reason(episode, plan, on_failure)
                 or _call_reason(call, roles, versions or {}, max_lag)
-                or (None if forked else "not_forked")
+                or (_replay_reason(episode, call, trunk_calls, continuations(call.role)) if plan == "replay" else None)
                 or ("opponent_failed" if failed and call.role != culprit and seats(call.role) else None)
-                or ("chose_fork" if not trunks and trunk_calls.get(call.id) == call.id else None)
                 or _image_reason(store, call, images)
             )
             if reason is None:
@@ -266,6 +261,14 @@ def _call_reason(
     if current is not None and not current - max_lag <= call.policy.version <= current:
         return "stale_version"
     return "greedy" if temperature(call) <= 0.0 else None
+
+
+def _replay_reason(
+    episode: Episode, call: CallRecord, trunk_calls: Mapping[str, str], continuations: bool
+) -> str | None:
+    if episode.fork is None:
+        return "trunk"
+    return None if continuations or call.id in trunk_calls else "not_forked"
 
 
 def _image_reason(store: Store, call: CallRecord, found: dict[str, bytes]) -> str | None:

@@ -68,7 +68,6 @@ def regroup(
         rewarded=lambda role: of(role).takes_rewards,
         others=chosen.joins_calls,
         seats=lambda role: of(role).by_seat,
-        trunks=config.replay.trunks,
     )
     samples, left_out = collected.samples, Counter(collected.left_out)
     candidates = len(samples) + left_out.total()

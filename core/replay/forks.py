@@ -23,16 +23,6 @@ class ForkRule(msgspec.Struct, frozen=True):
     count: int = 0
     role: str = ""
 
-    @property
-    def by_answer(self) -> bool:
-        """Whether the trunk's own answers decide where it is forked. Such an answer is no fair sample of its prompt: a
-        rare one is chosen more often, so it is not compared with those of the branches."""
-        return self.kind == "entropy"
-
-    def branches(self, k: int) -> int:
-        """Branches of a fork whose group has `k` candidates."""
-        return k if self.by_answer else k - 1
-
 
 def fork_rule(text: str) -> ForkRule:
     """The rule that `replay.forks` names. Raises ConfigError for anything else."""
@@ -52,11 +42,13 @@ def fork_rule(text: str) -> ForkRule:
 
 
 def choose_forks(calls: Sequence[CallRecord], rule: ForkRule, most: int, seed: int) -> list[CallRecord]:
-    """The calls that are forked, of those that can be (`calls`, in step order); at most `most`, in step order.
+    """At most `most` of the forkable `calls` (in step order) of an episode, in step order.
 
-    Where the rule takes more, `first` and `entropy` take the first in their order, and the others a random choice
-    that `seed` fixes, in which a call weighs 1 / the number of calls from it on: what it costs to finish its branches,
-    and what else their outcomes depend on.
+    If the rule takes more, `first` and `entropy` take the first in their order. The other rules draw at random, fixed
+    by `seed`, with weight 1 / the number of calls from a call to the end: the cost of finishing its branches.
+
+    The choice depends on the episode's own answers: by their entropy, and by how many calls followed. So the answer of
+    a forked call is no fair sample of its prompt, and only the answers of the branches are compared (`collect`).
     """
     match rule.kind:
         case "first":

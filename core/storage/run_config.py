@@ -42,13 +42,7 @@ class RunReplay(msgspec.Struct, frozen=True, kw_only=True):
 
     forks: str = "all"
     """all | first:N (the first N calls) | every:N (each Nth) | entropy:N (the N whose answers have the highest
-    mean -log p per token; these answers are not compared, so a fork has K branches) | role:NAME (all calls of a role).
-    Only calls of trained roles count."""
-
-    @property
-    def trunks(self) -> bool:
-        """Whether the answers of an episode at its forks are compared with those of its branches (`ForkRule`)."""
-        return not self.forks.strip().startswith("entropy:")
+    mean -log p per token) | role:NAME (all calls of a role). Only calls of trained roles count."""
 
 
 class RunRouting(msgspec.Struct, frozen=True, kw_only=True):

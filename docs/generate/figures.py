@@ -8,9 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cotune.intervals import share
-from cotune.trainer.evaluation.statistics import mean
-
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "figures"
 
 Line = Mapping[str, Any]
@@ -87,9 +84,9 @@ def learning() -> str:
     for name, title in LEARNING.items():
         found = sorted((line for line in lines if line["row"] == name), key=lambda line: line["seed"])
         by_seed = [line["reached"] / line["tasks"] for line in found]
-        interval = _interval(sum(line["reached"] for line in found), sum(line["tasks"] for line in found))
-        rows.append((title, interval[0], *(f"{value:.1%}" for value in by_seed), interval[1]))
-    return _table(("", "mean", "seed 0", "seed 1", "seed 2", "95% interval"), rows)
+        mean = sum(line["reached"] for line in found) / sum(line["tasks"] for line in found)
+        rows.append((title, f"{mean:.1%}", *(f"{value:.1%}" for value in by_seed)))
+    return _table(("", "mean", "seed 0", "seed 1", "seed 2"), rows)
 
 
 def selection() -> str:
@@ -100,7 +97,7 @@ def selection() -> str:
         found = [line for line in lines if line["select"] == select]
         path = sum(line["last_step"]["path"] for line in found) / len(found)
         rows.append((f"`{select}`", *_success(found), _success(found, "greedy")[0], f"{path:.1%}"))
-    return _table(("select", "success", "95% interval", "by seed", "greedy", "selected path, last step"), rows)
+    return _table(("select", "success", "by seed", "greedy", "selected path, last step"), rows)
 
 
 def teams() -> str:
@@ -111,7 +108,7 @@ def teams() -> str:
         if found:
             counts = (f"{sum(line[name] for line in found) / len(found):,.0f}" for name in ("steps", "tokens", "rows"))
             rows.append((f"`{way}`", *_success(found), _success(found, "base")[0], *counts))
-    titles = ("way", "success", "95% interval", "by seed", "untrained", "steps", "sampled tokens", "rows trained on")
+    titles = ("way", "success", "by seed", "untrained", "steps", "sampled tokens", "rows trained on")
     return _table(titles, rows)
 
 
@@ -153,14 +150,14 @@ def outcomes(name: str, **settings: int) -> str:
         if found:
             counts = (f"{sum(line[name] for line in found) / len(found):,.0f}" for name in ("tokens", "rows"))
             rows.append((f"`{way}`", *_success(found), *counts))
-    return _table(("way", "success", "95% interval", "by seed", "sampled tokens", "rows trained on"), rows)
+    return _table(("way", "success", "by seed", "sampled tokens", "rows trained on"), rows)
 
 
 def warm_start() -> str:
     """Success from recordings, from reinforcement, and from both."""
     lines = _lines("warm_start")
     rows = [(title, *_success(lines, name)) for name, title in WARM_START.items()]
-    return _table(("policies", "success", "95% interval", "by seed"), rows)
+    return _table(("policies", "success", "by seed"), rows)
 
 
 def prompts() -> str:
@@ -175,9 +172,8 @@ def prompts() -> str:
             low, middle, high = held["difference"]
             outcomes = (f"{held['base']:.3f}", f"{held['best']:.3f}", f"{middle:+.3f}")
             rows.append((title, str(line["seed"]), *outcomes, f"{low:+.3f} to {high:+.3f}"))
-        found = mean([value for line in lines for value in line["by_task"]], (-1.0, 1.0))
-        assert found is not None and found.low is not None and found.high is not None
-        rows.append((title, "all", "", "", f"{found.mean:+.3f}", f"{found.low:+.3f} to {found.high:+.3f}"))
+        changes = [value for line in lines for value in line["by_task"]]
+        rows.append((title, "all", "", "", f"{sum(changes) / len(changes):+.3f}", ""))
     return _table(("way", "seed", "before", "after", "difference", "95% interval"), rows)
 
 
@@ -188,7 +184,7 @@ def prompts_and_weights() -> str:
         lines = [line for line in _lines("prompts_and_weights") if line["strategy"] == strategy]
         lines = [{**line, "settings": {"tasks": line["settings"]["fresh"]}} for line in lines]
         rows += [(title, *_success(lines, name))] if lines else []
-    return _table(("", "success", "95% interval", "by seed"), rows)
+    return _table(("", "success", "by seed"), rows)
 
 
 def frameworks() -> str:
@@ -244,24 +240,19 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
 
 
-def _interval(successes: int, n: int) -> tuple[str, str]:
-    found = share(successes, n)
-    assert found is not None and found.low is not None and found.high is not None
-    return f"{found.mean:.1%}", f"{found.low:.1%} to {found.high:.1%}"
-
-
-def _success(lines: Sequence[Line], which: str = "trained") -> tuple[str, str, str]:
-    """Success over the seeds, its interval, and by seed."""
+def _success(lines: Sequence[Line], which: str = "trained") -> tuple[str, str]:
+    """Mean success over the seeds, and by seed. An interval over the tasks of all seeds would say nothing of the spread
+    over seeds, which is larger."""
     ordered = sorted(lines, key=lambda line: line["seed"])
     shares = ", ".join(f"{line['reached'][which] / line['settings']['tasks']:.1%}" for line in ordered)
     tasks = sum(line["settings"]["tasks"] for line in lines)
-    return *_interval(sum(line["reached"][which] for line in lines), tasks), shares
+    return f"{sum(line['reached'][which] for line in lines) / tasks:.1%}", shares
 
 
 def _workload(name: str, training: str, which: str) -> str:
     lines = [line for line in _lines("workloads") if (line["workload"], line["training"]) == (name, training)]
-    mean, interval, _ = _success(lines, which)
-    return f"{mean} ({interval})"
+    mean, by_seed = _success(lines, which)
+    return f"{mean} ({by_seed})" if len(lines) > 1 else mean
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -272,7 +263,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "refill, precision": precision,
     "refill, word problems": partial(refill, task="word_problems", dtype="float32"),
     "replay": partial(outcomes, "replay", steps=20),
-    "replay, forks alone": partial(outcomes, "replay", steps=30),
     "credit, 320,000 tokens": partial(outcomes, "credit", tokens=320_000),
     "credit, 100,000 tokens": partial(outcomes, "credit", tokens=100_000),
     "warm_start": warm_start,

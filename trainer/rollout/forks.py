@@ -42,9 +42,8 @@ def forks_of(run: RolloutRun, trunk: Episode) -> Forks:
     forkable = [call for call in able if repeatable(calls, call)]
     config = run.config.replay
     seed = seed_of(run.config.seed, "forks", trunk.training_step, trunk.task.id)
-    rule = fork_rule(config.forks)
-    chosen = choose_forks(forkable, rule, config.forks_per_episode, seed)
-    return Forks(chosen, len(able) - len(forkable), budget(calls, chosen, rule.branches(run.plan.k)))
+    chosen = choose_forks(forkable, fork_rule(config.forks), config.forks_per_episode, seed)
+    return Forks(chosen, len(able) - len(forkable), budget(calls, chosen, run.plan.k))
 
 
 async def run_forks(
@@ -55,20 +54,19 @@ async def run_forks(
     policies: Mapping[str, PolicyRef],
     judged: JudgedStep,
 ) -> list[Episode]:
-    """The branches of the episodes of a step, `done` ones from before an interruption included.
+    """Run K branches of each fork of a step's episodes; `done` branches from before an interruption are kept.
 
-    With b branches of each, those of fork number f are the rollouts 1 + f b and following, so that a resumed run finds
-    them.
-    `judged` is told how many there are of each task.
+    The branches of fork number f are the rollouts 1 + f K and following, so that a resumed run finds them. `judged`
+    learns how many episodes of each task there are.
     """
-    more = fork_rule(run.config.replay.forks).branches(run.plan.k)
+    k = run.plan.k
     replays: dict[tuple[str, int], Replay] = {}
     for trunk in trunks:
         if forks := forks_of(run, trunk).calls:
             script = read_script(run.store, trunk.id)
             for number, fork in enumerate(forks):
                 replay = Replay(script=script, fork=fork.id)
-                replays.update({(trunk.task.id, 1 + number * more + i): replay for i in range(more)})
+                replays.update({(trunk.task.id, 1 + number * k + i): replay for i in range(k)})
     kept = [e for e in done if e.fork and _repeats(e, replays.get((e.task.id, e.rollout)))]
     judged.already(kept)
     judged.expect(Counter([*(trunk.task.id for trunk in trunks), *(task for task, _ in replays)]))
@@ -111,7 +109,7 @@ def expected_budget(config: TrainConfig, store: Store, trained: Collection[str],
         calls = store.calls(episode.id)
         able = [call for call in calls if call.role in trained and call.status == "ok" and repeatable(calls, call)]
         forks = choose_forks(able, rule, config.replay.forks_per_episode, 0)
-        seen.append((len(calls), len(forks), budget(calls, forks, rule.branches(k))))
+        seen.append((len(calls), len(forks), budget(calls, forks, k)))
     count = max(1, len(seen))
     calls_mean = sum(calls for calls, _, _ in seen) / count
     forked = sum(forks for _, forks, _ in seen) / count
@@ -122,11 +120,6 @@ def expected_budget(config: TrainConfig, store: Store, trained: Collection[str],
         f"them, which makes {total.branches / count:.1f} branches: about {per_step:.0f} calls to policies in a step of "
         f"{tasks} tasks, {per_step * config.steps:.0f} in the run; {tasks * total.repeated / count:.0f} a step are "
         "answered from the record"
-        + (
-            "; forks are chosen by the answers of the episode, which are not compared themselves"
-            if rule.by_answer
-            else ""
-        )
     )
 
 

@@ -337,9 +337,9 @@ def test_roles_that_share_an_outcome_by_seat_fail_together():
     ]  # fmt: skip
 
 
-def test_later_rewards_of_a_trunk_count_as_those_of_its_branches(book):
-    """To go at the fork: trunk 0.5 + 5.5 + outcome 1 = 7, branch 0.25 + 2 + outcome 3 = 5.25. With continuations left
-    out all the same. The first turn, which the branch repeats, is before both."""
+def test_later_rewards_of_a_branch_count_from_its_fork_on(book):
+    """To go at the fork: 0.25 + 2 + outcome 3 = 5.25, without continuations as well. The first turn, which the branch
+    repeats, is before it."""
     book.episode("t", outcome={"team": 1.0})
     book.call("t0", "t", rewards=[40.0])
     book.call("t1", "t", turn=1, rewards=[0.5], prompt=(1, 3))
@@ -350,29 +350,29 @@ def test_later_rewards_of_a_trunk_count_as_those_of_its_branches(book):
     book.call("z2", "z", turn=2, rewards=[2.0], prompt=(1, 5))
     to_go = Attribution(horizon="reward_to_go")
     found, left_out = joined(book, to_go, plan="replay")
-    assert (found, left_out) == ({"t1.0": 7.0, "z1.0": 5.25}, {"not_forked": 3})
+    assert (found, left_out) == ({"z1.0": 5.25}, {"trunk": 3, "not_forked": 1})
     found, left_out = joined(book, to_go, plan="replay", continuations=lambda role: role == "a")
-    assert (found, left_out) == ({"t1.0": 7.0, "z1.0": 5.25, "z2.0": 5.0}, {"not_forked": 2})
+    assert (found, left_out) == ({"z1.0": 5.25, "z2.0": 5.0}, {"trunk": 3})
 
 
-def test_an_answer_that_chose_the_fork_is_not_compared(book):
+def test_the_answers_of_a_trunk_are_not_compared(book):
     book.episode("t", outcome={"team": 1.0})
     book.call("t0", "t")
     book.call("t1", "t", turn=1)
     for name, at in (("y", "y0"), ("z", "z0")):
         book.episode(name, outcome={"team": 0.0}, fork=Fork(trunk="t", call="t0", at=at))
         book.call(at, name)
-    collected = collect(book.store, book.store.episodes(), plan="replay", trunks=False)
+    collected = collect(book.store, book.store.episodes(), plan="replay")
     assert [(s.id, s.branch) for s in collected.samples] == [("y0.0", "t0"), ("z0.0", "t0")]
-    assert collected.left_out == {"chose_fork": 1, "not_forked": 1}
+    assert collected.left_out == {"trunk": 2}
 
 
 def test_what_a_branch_repeats_counts_for_the_roles_of_its_turn(book):
-    """The leader's 10 of the turn was answered from the record in the branch: 10 + 1 against 10 + 2."""
+    """The leader's 10 of the turn was answered from the record in the branch: 10 + 2."""
     book.episode("t")
     book.call("lead", "t", role="b", rewards=[10.0])
     book.call("t1", "t", rewards=[1.0], step=1)
     book.episode("z", fork=Fork(trunk="t", call="t1", at="z1"))
     book.call("again", "z", role="b", replayed="lead")
     book.call("z1", "z", rewards=[2.0], step=1)
-    assert joined(book, Attribution(scope="sum"), plan="replay", roles=["a"])[0] == {"t1.0": 11.0, "z1.0": 12.0}
+    assert joined(book, Attribution(scope="sum"), plan="replay", roles=["a"])[0] == {"z1.0": 12.0}

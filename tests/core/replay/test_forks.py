@@ -85,38 +85,59 @@ def test_what_cannot_be_repeated_stops_later_forks():
     assert [repeatable(hidden, c) for c in hidden] == [True, False]
 
 
-def of_trunks(book: Any, rule: ForkRule, tasks: int, k: int = 4, good: float = 0.8, turns: int = 6) -> list[float]:
-    """Mean advantage of the trunks' answers at their forks, if they were compared under any rule, and as it is. At each
-    turn of an episode the policy gives the common answer with probability `good`, worth 1, or the rare one, worth 0."""
+SHORT_IS_RIGHT = 0.5
+"""How often the policy gives the right answer at the first call. It ends the episode early; the wrong one does not."""
+
+
+def record_forks_at_first_call(book: Any, rule: ForkRule, short: int, long: int, tasks: int, k: int = 4) -> int:
+    """Record `tasks` episodes, each with K branches if its first call is forked; return how many are forked there."""
+
+    def answer(right: bool) -> list[Candidate]:
+        return [book.candidate(0, token_ids=(1 if right else 2, 3), logprobs=(math.log(0.5), math.log(0.5)))]
+
+    forked = 0
     for task in range(tasks):
         rng, trunk = random.Random(f"answers {task}"), f"t{task}"
-
-        def play(episode: str, said: list[bool], fork: str = "", trunk: str = trunk, rng: Any = rng) -> list[bool]:
-            repeated, said = len(said), said + [rng.random() < good for _ in range(turns - len(said))]
-            at = Fork(trunk=trunk, call=fork, at=f"{episode}.{repeated}") if fork else None
-            book.episode(episode, outcome={"team": float(sum(said))}, fork=at)
-            for turn, common in enumerate(said):
-                answer = book.candidate(0, logprobs=(math.log(good if common else 1 - good),) * 2)
-                more = {"candidates": [answer], "replayed": f"{trunk}.{turn}" if turn < repeated else None}
-                book.call(f"{episode}.{turn}", episode, turn=turn, prompt=(1, int(trunk[1:]), *said[:turn]), **more)
-            return said
-
-        said = play(trunk, [])
-        (fork,) = choose_forks(book.store.calls(trunk), rule, 1, task)
-        for branch in range(rule.branches(k)):
-            play(f"{trunk}-{branch}", said[: fork.step], fork.id)
-    found = []
-    for trunks in (True, not rule.by_answer):
-        samples = collect(book.store, book.store.episodes(), plan="replay", trunks=trunks).samples
-        prepared = prepare(samples, recipe("c3"))
-        pairs = zip(prepared.samples, prepared.advantages.tolist(), strict=True)
-        found.append(sum(advantage for sample, advantage in pairs if sample.call == sample.branch) / tasks)
-    assert len(samples) == k * tasks
-    return found
+        right = rng.random() < SHORT_IS_RIGHT
+        book.episode(trunk, outcome={"team": float(right)})
+        for turn in range(short if right else long):
+            book.call(f"{trunk}.{turn}", trunk, turn=turn, prompt=(1, task, turn), candidates=answer(right))
+        forks = choose_forks(book.store.calls(trunk), rule, 4, task)
+        if not any(fork.step == 0 for fork in forks):
+            continue
+        forked += 1
+        for number in range(k):
+            branch, right = f"{trunk}-{number}", rng.random() < SHORT_IS_RIGHT
+            at = Fork(trunk=trunk, call=f"{trunk}.0", at=f"{branch}.0")
+            book.episode(branch, outcome={"team": float(right)}, fork=at)
+            book.call(f"{branch}.0", branch, prompt=(1, task, 0), candidates=answer(right))
+    return forked
 
 
-@pytest.mark.parametrize(("rule", "compared"), [("all", 0.0), ("entropy:1", -0.276)])
-def test_no_answer_is_compared_with_others_for_being_rare(book: Any, rule: str, compared: float):
-    """entropy:1 forks at the first rare answer of an episode. Where there is none, in 0.8 ** 6 = 0.262 of them, it
-    forks at the first of six common ones: a trunk has 0.262 (1 + 5 * 0.2) - 0.8 = -0.276 more than its branches."""
-    assert of_trunks(book, fork_rule(rule), 400) == pytest.approx([compared, 0.0], abs=0.1)
+@pytest.mark.parametrize(("short", "long"), [(3, 20), (5, 20), (5, 40)])
+@pytest.mark.parametrize("rule", ["all", "every:2", "role:a", "first:1", "entropy:4"])
+def test_the_length_of_an_episode_changes_no_advantage(book: Any, rule: str, short: int, long: int):
+    """With rewards 1 and 0 and a policy that draws both answers with 1/2, the gradient of the right answer's logit at
+    the first call is p (1 - p) = 1/4, whatever comes after the call and however many calls the rule may fork."""
+    forked = record_forks_at_first_call(book, fork_rule(rule), short, long, tasks=1000)
+    prepared = prepare(collect(book.store, book.store.episodes(), plan="replay").samples, recipe("c3"))
+    right_answers, gradients = [], []
+    for sample, advantage in zip(prepared.samples, prepared.advantages.tolist(), strict=True):
+        right = sample.outcome["team"]
+        right_answers.append(right)
+        gradients.append(advantage * (right - SHORT_IS_RIGHT))
+    compared = 4 * forked - sum(prepared.left_out.values())  # groups of equal rewards have no gradient
+    assert forked > 50 and compared == len(prepared.samples)
+    error = 3.5 * 0.5 / math.sqrt(4 * forked)
+    assert sum(gradients) / (4 * forked) == pytest.approx(0.25, abs=error)
+    assert sum(prepared.advantages) / (4 * forked) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_only_answers_of_branches_are_compared(book: Any):
+    forked = record_forks_at_first_call(book, fork_rule("all"), 3, 20, tasks=50)
+    collected = collect(book.store, book.store.episodes(), plan="replay")
+    assert len(collected.samples) == 4 * forked > 0
+    assert all("-" in sample.rollout for sample in collected.samples)
+    assert Counter(sample.branch for sample in collected.samples) == {sample.branch: 4 for sample in collected.samples}
+    trunk_calls = sum(len(book.store.calls(e.id)) for e in book.store.episodes() if e.fork is None)
+    assert collected.left_out == {"trunk": trunk_calls}

@@ -182,7 +182,7 @@ def test_the_branches_of_a_task_are_judged_with_their_trunk(trainer: Trainer) ->
         return [early(e.calls[0].answer.text) for e in episodes]
 
     trainer(app, plan={"kind": "replay", "k": 3}, steps=1)
-    assert sorted(together[-3:]) == [("a", 5), ("b", 5), ("c", 5)]  # a trunk, and two branches at each of two calls
+    assert sorted(together[-3:]) == [("a", 7), ("b", 7), ("c", 7)]  # a trunk, and three branches at each of two calls
     (line,) = trainer.metrics()
     assert "missing_reward" not in line["left_out"] and line["groups"] > 0
 

@@ -59,9 +59,9 @@ def test_every_fork_has_k_candidates_of_one_prompt_and_outcomes_of_their_own(ran
     _, records = ran
     for step in (0, 1):
         trunks, branches = records.of(step)
-        assert (len(trunks), len(branches)) == (3, 3 * 2 * 2)
+        assert (len(trunks), len(branches)) == (3, 3 * 2 * 3)
         forks = Counter(e.fork.call for e in branches)
-        assert set(forks.values()) == {2} and len(forks) == 6
+        assert set(forks.values()) == {3} and len(forks) == 6
         by_id = {call.id: call for e in (*trunks, *branches) for call in records.calls[e.id]}
         for branch in branches:
             fork, at = by_id[branch.fork.call], by_id[branch.fork.at]
@@ -84,16 +84,16 @@ def test_the_groups_are_the_forks_and_are_trained_once(ran: tuple[Trainer, Recor
         left, figures = line["left_out"], line["replay"]
         silent = ("zero_variance", "zero_advantage", "continuation", "no_signal")
         kept = line["rows"] + sum(left.get(name, 0) for name in silent)
-        assert kept == 6 * 3 + figures["sampled"] - 12
+        assert kept == figures["sampled"]
         trunks, branches = records.of(line["step"])
         asked = sum(len(records.calls[e.id]) for e in trunks)
         branch_calls = [c for e in branches for c in records.calls[e.id]]
         assert figures == {
-            "forks": 6, "unrepeatable": 0, "branches": 12, "diverged": 0,
+            "forks": 6, "unrepeatable": 0, "branches": 18, "diverged": 0,
             "budget": figures["sampled"], "sampled": sum(c.replayed is None for c in branch_calls),
             "repeated": sum(c.replayed is not None for c in branch_calls),
         }  # fmt: skip
-        assert left["not_forked"] == asked - 6
+        assert left["trunk"] == asked and "not_forked" not in left
         assert line["outcome"]["team"] == pytest.approx(
             sum(records.store.rewards([e.id])[e.id]["team"] for e in trunks) / 3
         )
@@ -113,35 +113,34 @@ def test_what_is_shown_of_a_step_is_what_it_was_trained_on(ran: tuple[Trainer, R
 def test_recipe_c3_trains_on_the_candidates_of_forks_alone(trainer: Trainer):
     trainer(application(relay), steps=1, recipe="c3", replay={"forks_per_episode": 2}, **SETTINGS)
     (line,) = trainer.metrics()
-    trunks, branches = Records(trainer).of(0)
+    _, branches = Records(trainer).of(0)
     calls = Records(trainer).calls
-    sampled = [call for episode in (*trunks, *branches) for call in calls[episode.id] if call.replayed is None]
+    sampled = [call for episode in branches for call in calls[episode.id] if call.replayed is None]
     forks = 6 * 3
     assert line["left_out"]["not_forked"] == len(sampled) - forks > 0
     silent = sum(line["left_out"].get(name, 0) for name in ("zero_variance", "zero_advantage", "no_signal"))
     assert line["rows"] == forks - silent
 
 
-def test_forks_by_entropy_have_fresh_candidates_alone(trainer: Trainer):
-    """One fork in each of three episodes, with two branches: groups of two without the trunk's own answer."""
+def test_forks_by_entropy(trainer: Trainer):
+    """One fork in each of three episodes, with two branches."""
     plan = {"kind": "replay", "k": 2}
     trainer(application(relay), steps=1, policies="shared", plan=plan, replay={"forks": "entropy:1"})
     records = Records(trainer)
     trunks, branches = records.of(0)
     (line,) = trainer.metrics()
-    assert (len(trunks), len(branches)) == (3, 6) and line["left_out"]["chose_fork"] == 3
+    assert (len(trunks), len(branches)) == (3, 6) and line["left_out"]["trunk"] == 9
     assert line["replay"]["forks"] == 3 and line["replay"]["branches"] == 6
     assert all(role["samples"] for role in line["roles"].values())
-    assert "chosen by the answers of the episode, which are not compared" in " ".join(trainer.said.split())
 
 
 def test_the_budget_is_told_before_the_first_step(ran: tuple[Trainer, Records]):
     said = " ".join(ran[0].said.split())
     assert "plan replay (k=3), recipe c3_branches" in said
-    # 3 calls, of which 2 are forked, each twice: 2 (3 - s) calls for a fork at step s
-    assert "replay: an episode of 3.0 calls is forked at 2.0 of them, which makes 4.0 branches: about" in said
+    # 3 calls, of which 2 are forked, each three times: 3 (3 - s) calls for a fork at step s
+    assert "replay: an episode of 3.0 calls is forked at 2.0 of them, which makes 6.0 branches: about" in said
     assert said.index("replay: an episode of") < said.index("step 1/2")
-    assert "6 forks, 12 branches, 0 diverged" in said
+    assert "6 forks, 18 branches, 0 diverged" in said
 
 
 def test_a_killed_run_loses_no_branch_and_trains_no_group_twice(trainer: Trainer):
@@ -164,7 +163,7 @@ def test_a_killed_run_loses_no_branch_and_trains_no_group_twice(trainer: Trainer
     for step in (0, 1):
         trunks, branches = records.of(step)
         good = [e for e in branches if e.status == "ok"]
-        assert len([e for e in trunks if e.status == "ok"]) == 3 and len(good) == 3 * 3 * 2
+        assert len([e for e in trunks if e.status == "ok"]) == 3 and len(good) == 3 * 3 * 3
         assert len({(e.task.id, e.rollout) for e in good}) == len(good)
     lines = trainer.metrics()
     assert Counter(records.store.consumed().values()) == {n["step"]: n["groups"] for n in lines if n["groups"]}
@@ -182,7 +181,7 @@ def test_an_application_that_is_not_repeatable_is_counted_and_shown(trainer: Tra
 
     trainer(application(counting), steps=1, replay={"forks": "role:second"}, **SETTINGS)
     (line,) = trainer.metrics()
-    assert line["replay"]["branches"] == 6 and line["replay"]["diverged"] in (1, 2)
+    assert line["replay"]["branches"] == 9 and line["replay"]["diverged"] in (1, 2, 3)
     assert line["left_out"]["diverged"] == line["replay"]["diverged"] and line["failed"] == 0
     said = " ".join(trainer.said.split())
     assert "Turn 0 of role 'second' differs from the record in message 1 (user), character" in said
@@ -196,7 +195,7 @@ def test_a_frozen_run_repeats_prompts_with_a_date_and_an_id(trainer: Trainer):
 
     trainer(application(dated), steps=1, replay={"tools": "frozen"}, **SETTINGS)
     (line,) = trainer.metrics()
-    assert line["replay"]["branches"] == 12 and line["replay"]["diverged"] == 0
+    assert line["replay"]["branches"] == 18 and line["replay"]["diverged"] == 0
 
 
 def test_steps_ahead_fork_all_roles_under_swapped_policies(trainer: Trainer):
@@ -209,7 +208,7 @@ def test_steps_ahead_fork_all_roles_under_swapped_policies(trainer: Trainer):
         by_id = {call.id: call for trunk in trunks for call in records.calls[trunk.id]}
         forked = {by_id[branch.fork.call].role for branch in branches}
         assert forked == {"first", "second", "third"}
-        assert line["replay"]["branches"] == len(branches) == 3 * 2 * len(forked)
+        assert line["replay"]["branches"] == len(branches) == 3 * 3 * len(forked)
         assert "untrained_role" not in line["left_out"]
 
 
@@ -274,11 +273,12 @@ def test_siblings_differ_whatever_temperature_and_seed_the_application_sets(trai
     said = " ".join(trainer.said.split())
     assert f"first: asks for temperature {asked['temperature']:g}; training samples at 1 (sampling.temperature)" in said
     (line,) = trainer.metrics()
-    assert line["groups"] == 3 and line["left_out"].keys() <= {"zero_advantage"}
+    assert line["roles"]["first"]["groups"] == 3
+    assert line["left_out"].keys() <= {"zero_variance", "zero_advantage", "trunk"}
     records = Records(trainer)
     trunks, branches = records.of(0)
     answers = {call.candidates[0].token_ids for e in (*trunks, *branches) for call in records.calls[e.id]}
-    assert len(answers) == 9
+    assert len(answers) == 12
 
 
 def test_a_team_that_never_succeeds_is_no_error_and_ends_with_what_was_never_updated(trainer: Trainer):
