@@ -30,6 +30,21 @@ def share(successes: float, n: int) -> Interval | None:
     return Interval(mean=successes / n, low=low, high=high, n=n)
 
 
+def share_over_tasks(successes: float, n: int, squares: int) -> Interval | None:
+    """Share of successful episodes, with Wilson's interval for as many observations as there are tasks; None without
+    episodes.
+
+    Episodes of one task are not independent, so each task counts once. `squares` is the sum over tasks of the squared
+    number of their episodes: n^2 / squares is the number of tasks if all have as many episodes, and less if some have
+    more than others (Kish 1965, Survey Sampling, section 11.7). The interval is at most too wide: it is exact if all
+    episodes of a task end alike.
+    """
+    if n == 0:
+        return None
+    low, high = wilson(successes / n, n**2 / squares)
+    return Interval(mean=successes / n, low=low, high=high, n=n)
+
+
 def wilson(p: float, n: float, z: float = Z) -> tuple[float, float]:
     """Bounds of a share `p` of `n` trials (Wilson 1927, JASA 22, 209-212)."""
     centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)

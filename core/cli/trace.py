@@ -129,7 +129,7 @@ def _report(
     failed = [episode for episode in episodes if episode.status != "ok"]
     counts = ((len(episodes), "episode"), (calls, "call"), (len(failed), "failed episode"), (lost, "lost record"))
     console.print(f"{', '.join(plural(*count) for count in counts)}: {out}")
-    for _, good, n in solved:
+    for _, good, n, _ in solved:
         console.print(f"success {good / n:.1%} ({good} of {plural(n, 'episode')})")
     for error, count in Counter(episode.error for episode in failed).most_common(3):
         console.print(f"  {count} x {error}", markup=False)

@@ -12,8 +12,9 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import msgspec
@@ -95,8 +96,10 @@ class RoleStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one mode (base, trained, swapped, today) over the tasks: `success`, `reward` and `endings` of
-    the first episode of each, the rest of all.
+    """Results of one mode (base, trained, swapped, today) over the tasks.
+
+    A task is one observation: the figures of `success`, `reward` and `outcome` are means over tasks of the mean over a
+    task's episodes.
 
     `success` counts a failed episode as no success; it is None where the workflow reports no `success`. `reward` is the
     one that is trained on, `outcome` the plain sum of the outcome's components, None where that is the same; both count
@@ -126,7 +129,9 @@ class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
     floor: float = 0.0
     """The reward of a failed episode where it is the lowest."""
     endings: dict[str, TaskEnding] = {}
-    """By task id, what paired comparisons are made of; empty in files that do not have them."""
+    """By task id, how its first episode ended; empty in files that do not have them."""
+    repeats: dict[str, tuple[TaskEnding, ...]] = {}
+    """By task id, how its further episodes ended, if tasks were run more than once."""
 
     @property
     def failures(self) -> int:
@@ -142,20 +147,34 @@ class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rewards(self) -> dict[str, float]:
-        """The trained reward by task, of the episodes that have one."""
-        return {task: e.reward for task, e in self.endings.items() if e.reward is not None}
+        """The trained reward by task: the mean of its episodes that have one."""
+        return self._means(lambda ending: ending.reward)
 
     @property
     def outcomes(self) -> dict[str, float]:
-        """The plain sum of the outcome's components by task, of the episodes that have one."""
-        return {task: e.outcome for task, e in self.endings.items() if e.outcome is not None}
+        """The plain sum of the outcome's components by task: the mean of its episodes that have one."""
+        return self._means(lambda ending: ending.outcome)
 
     @property
-    def successes(self) -> dict[str, bool]:
-        """Success by task; empty where no episode reports it."""
-        if all(e.success is None for e in self.endings.values()):
+    def successes(self) -> dict[str, float]:
+        """The share of each task's episodes that solved it: 1.0 or 0.0 of a single one. Empty if no episode reports
+        `success`."""
+        if all(ending.success is None for endings in self.by_task.values() for ending in endings):
             return {}
-        return {task: e.solved for task, e in self.endings.items() if e.solved is not None}
+        return self._means(lambda ending: ending.solved)
+
+    @property
+    def by_task(self) -> dict[str, tuple[TaskEnding, ...]]:
+        """How all episodes of each task ended, the first one first."""
+        return {task: (first, *self.repeats.get(task, ())) for task, first in self.endings.items()}
+
+    def _means(self, figure: Callable[[TaskEnding], float | None]) -> dict[str, float]:
+        means = {}
+        for task, endings in self.by_task.items():
+            known = [value for ending in endings if (value := figure(ending)) is not None]
+            if known:
+                means[task] = fmean(known)
+        return means
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

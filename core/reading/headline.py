@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cotune.intervals import Interval, share
+from cotune.intervals import Interval, share_over_tasks
 from cotune.reading.evaluations import IN_TRAINING, EvaluatedMode, StoredEvaluation
 from cotune.storage.protocol import Store
 
@@ -207,9 +207,8 @@ def _outcomes(lines: Sequence[Line]) -> Iterator[Change]:
 
 
 def _outcome(name: str, line: Line) -> Interval:
-    value, n = float(line["outcome"][name]), int(line.get("episodes", 0))
-    solved = share(value * n, n) if name == "success" and 0 <= value <= 1 else None
-    return solved or Interval(mean=value, n=n)
+    # No interval: a line does not say how many tasks its episodes are of.
+    return Interval(mean=float(line["outcome"][name]), n=int(line.get("episodes", 0)))
 
 
 def _change(
@@ -234,12 +233,12 @@ def _change(
 
 def _recorded(store: Store, on_failure: str) -> Iterator[Change]:
     """Success and rewards of recorded episodes, each phase by itself; failed ones count."""
-    solved = [(phase, good, n) for phase, good, n in store.success_counts() if phase != "check"]
+    solved = [counts for counts in store.success_counts() if counts[0] != "check"]
     means = store.outcome_means(on_failure)
     rewards = [(phase, name, value, n) for phase, name, value, n in means if value is not None and phase != "check"]
     several = len({phase for phase, *_ in (*solved, *rewards)}) > 1
-    for phase, good, n in solved:
-        if found := share(good, n):
+    for phase, good, n, squares in solved:
+        if found := share_over_tasks(good, n, squares):
             name = f"success of {phase}" if several else "success"
             what = "share of recorded episodes that solved their task"
             yield Change(name=name, kind="recorded", what=what, last=found, last_of=phase, percent=True)

@@ -56,12 +56,14 @@ def metric(value: object) -> float | None:
 
 
 def success_counts(where: str = "true") -> str:
-    """A query for the phase, its solved episodes and those that count, for each phase in which an episode reports
-    `success`. `where` chooses episodes."""
-    return f"""SELECT phase, sum(solved), count(solved) FROM (
-            SELECT id, phase, {solved()} AS solved, {REPORTED} AS reported FROM episodes
-            WHERE {where} AND phase IN (SELECT DISTINCT phase FROM episodes WHERE success IS NOT NULL)) AS found
-        GROUP BY phase HAVING count(reported) > 0 AND count(solved) > 0 ORDER BY min(id)"""
+    """A query for the phase, its solved episodes, those that count, and the sum over tasks of the square of their
+    number, for each phase in which an episode reports `success`. `where` chooses episodes."""
+    return f"""SELECT phase, CAST(sum(good) AS bigint), CAST(sum(n) AS bigint), CAST(sum(n * n) AS bigint) FROM (
+            SELECT phase, task, min(id) AS first, sum(solved) AS good, count(solved) AS n, count(reported) AS reports
+            FROM (SELECT id, phase, task, {solved()} AS solved, {REPORTED} AS reported FROM episodes
+                WHERE {where} AND phase IN (SELECT DISTINCT phase FROM episodes WHERE success IS NOT NULL)) AS found
+            GROUP BY phase, task) AS tasks
+        GROUP BY phase HAVING sum(reports) > 0 AND sum(n) > 0 ORDER BY min(first)"""
 
 
 def outcome_means(on_failure: str) -> str:

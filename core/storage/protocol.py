@@ -142,9 +142,9 @@ class Store(Protocol):
 
     # Outcomes; failed episodes count as `on_failure` says
 
-    def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
-        """Phase, solved episodes and episodes that count, for each phase in which an episode reports `success`.
-        With `episodes`, of these ids alone."""
+    def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int, int]]:
+        """Phase, solved episodes, episodes that count, and the sum over tasks of the square of their number, for each
+        phase in which an episode reports `success`. With `episodes`, of these ids alone."""
         ...
 
     def outcome_means(self, on_failure: str) -> list[tuple[str, str, float | None, int]]:
@@ -271,7 +271,7 @@ class Store(Protocol):
         """The first episode of each of these tasks in a training step, by task."""
         ...
 
-    def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int]]:
+    def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int, int]]:
         """Tasks with episodes in several steps, and the first and the last of these; the furthest apart first."""
         ...
 

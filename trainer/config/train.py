@@ -53,8 +53,8 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """[evaluation] Held-out tasks within the run: single samples, nothing is selected."""
 
     tasks: str = ""
-    """JSON-lines file of held-out tasks | none. Without a value a tenth of the run's own tasks is held out, 64 at most,
-    where it has 50 or more: these are never trained on."""
+    """JSON-lines file of held-out tasks | none. Without a value a third of the run's own tasks is held out, 51 at most,
+    if it has 48 or more: these are never trained on."""
     every: int = 10
     """Steps between evaluations; there is one before the first step and one after the last too."""
     keep_best: bool = False

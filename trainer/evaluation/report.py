@@ -15,8 +15,8 @@ from cotune.reading.headline import PLAIN_COLUMN
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import grid
 from cotune.trainer.evaluation.run import share_floor
-from cotune.trainer.evaluation.statistics import paired_difference, paired_shares, shown
-from cotune.trainer.evaluation.verdict import tasks_for_share, verdict_on_reward, verdict_on_success
+from cotune.trainer.evaluation.statistics import paired_difference, shown
+from cotune.trainer.evaluation.verdict import tasks_for_points, tasks_for_this, verdict_on_reward, verdict_on_success
 
 SHOWN = 3
 """Reasons of failure shown for each evaluation."""
@@ -36,13 +36,15 @@ def compare(after: EvaluatedMode, before: EvaluatedMode) -> Comparison:
             "the same in every episode, so one role's gain is another's loss"
         )
         return Comparison(label=label, against=against, verdict=verdict)
-    success = paired_shares(after.successes, before.successes)
+    success = paired_difference(after.successes, before.successes)
     reward = paired_difference(after.rewards, before.rewards)
     outcome = paired_difference(after.outcomes, before.outcomes)
     if success is not None:
-        verdict = verdict_on_success(label, against, success, tasks_for_share(after.successes, before.successes))
-    elif (change := reward or outcome) is not None:
-        verdict = verdict_on_reward(label, against, change)
+        verdict = verdict_on_success(label, against, success, tasks_for_points(after.successes, before.successes))
+    elif reward is not None:
+        verdict = verdict_on_reward(label, against, reward, tasks_for_this(after.rewards, before.rewards))
+    elif outcome is not None:
+        verdict = verdict_on_reward(label, against, outcome, tasks_for_this(after.outcomes, before.outcomes))
     else:
         verdict = f"nothing to compare between {label} and {against}: no task ended with a reward in both"
     if after.failures * before.episodes != before.failures * after.episodes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from cotune.algorithms.goal import Goal, worth
 from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import Workflow
-from cotune.intervals import Interval, share
+from cotune.intervals import Interval
 from cotune.reading.evaluations import EvaluatedMode, TaskEnding
 from cotune.records.prices import Prices
 from cotune.sampling.responder import PolicyResponder
@@ -67,10 +67,14 @@ def summarise(
         )
         for i, one in enumerate(played)
     ]
-    samples: defaultdict[str, list[TaskEnding]] = defaultdict(list)
-    for one, ending in zip(played, ended, strict=True):
-        samples[one.episode.task.id].append(ending)
-    first = {one.episode.task.id: end for one, end in zip(played, ended, strict=True) if one.episode.rollout == 0}
+    # A task's first episode is the one with the lowest number, whichever ended first.
+    first: dict[str, TaskEnding] = {}
+    repeats: defaultdict[str, list[TaskEnding]] = defaultdict(list)
+    for one, ending in sorted(zip(played, ended, strict=True), key=lambda pair: pair[0].episode.rollout):
+        if one.episode.task.id not in first:
+            first[one.episode.task.id] = ending
+        else:
+            repeats[one.episode.task.id].append(ending)
     found = EvaluatedMode(
         label=label,
         episodes=len(ended),
@@ -80,30 +84,40 @@ def summarise(
         opposed=trained.opposed,
         floor=trained.floor,
         endings=first,
+        repeats={task: tuple(endings) for task, endings in repeats.items()},
     )
-    # Success and rewards are of the first episode of each task, so that tasks are independent observations.
-    succeeded, reward, outcome = found.successes, list(found.rewards.values()), list(found.outcomes.values())
-    means = _mean_by_role(first.values())
+    # Tasks are the observations: each counts with the mean of its episodes.
+    succeeded, reward = list(found.successes.values()), list(found.rewards.values())
+    outcome = list(found.outcomes.values())
+    means = _mean_by_role(found.by_task.values())
     by_role: defaultdict[str, list[SeenCall]] = defaultdict(list)
     for call in sink.calls:
         by_role[call.role].append(call)
     return replace(
         found,
-        success=share(sum(succeeded.values()), len(succeeded)),
+        success=mean_reward(succeeded),
         reward=None if trained.opposed else mean_reward(reward),
         outcome=mean_reward(outcome) if outcome != reward and not trained.opposed else None,
         roles={role: role_statistics(calls, means.get(role)) for role, calls in sorted(by_role.items())},
-        pass_at=_pass_at(list(samples.values())) if succeeded else {},
+        pass_at=_pass_at(list(found.by_task.values())) if succeeded else {},
     )
 
 
 def of_role(evaluation: EvaluatedMode, role: str) -> EvaluatedMode:
     """The same with the reward of one role alone, to be compared with an evaluation of that role."""
-    endings = {
-        task: replace(e, reward=e.by_role.get(role), outcome=None, success=None)
-        for task, e in evaluation.endings.items()
-    }
-    return replace(evaluation, endings=endings, opposed=())
+
+    def alone(ending: TaskEnding) -> TaskEnding:
+        return replace(ending, reward=ending.by_role.get(role), outcome=None, success=None)
+
+    return replace(_with_endings(evaluation, alone), opposed=())
+
+
+def _with_endings(evaluation: EvaluatedMode, change: Callable[[TaskEnding], TaskEnding]) -> EvaluatedMode:
+    return replace(
+        evaluation,
+        endings={task: change(ending) for task, ending in evaluation.endings.items()},
+        repeats={task: tuple(map(change, endings)) for task, endings in evaluation.repeats.items()},
+    )
 
 
 class _Lows(NamedTuple):
@@ -115,7 +129,7 @@ class _Lows(NamedTuple):
 
 
 def _lows(evaluations: Iterable[EvaluatedMode]) -> _Lows:
-    endings = [end for one in evaluations for end in one.endings.values()]
+    endings = [end for one in evaluations for of_task in one.by_task.values() for end in of_task]
     well = [end for end in endings if end.status == "ok"]
     by_role: dict[str, float] = {}
     for end in endings:
@@ -136,17 +150,18 @@ def share_floor(evaluations: Sequence[EvaluatedMode]) -> list[EvaluatedMode]:
 
 
 def _with_lows(of: EvaluatedMode, own: Mapping[str, float], shared: _Lows) -> EvaluatedMode:
-    endings = dict(of.endings)
-    for task, end in of.endings.items():
+    def with_floor(end: TaskEnding) -> TaskEnding:
         if end.floored:
             by_role = {r: shared.by_role.get(r, x) if x <= own.get(r, x) else x for r, x in end.by_role.items()}
-            endings[task] = replace(end, by_role=by_role, reward=None if end.reward is None else shared.reward)
+            end = replace(end, by_role=by_role, reward=None if end.reward is None else shared.reward)
         if end.outcome_floored and end.outcome is not None:
-            endings[task] = replace(endings[task], outcome=shared.outcome)
-    means = _mean_by_role(endings.values())
+            end = replace(end, outcome=shared.outcome)
+        return end
+
+    of = _with_endings(of, with_floor)
+    means = _mean_by_role(of.by_task.values())
     changed = replace(
         of,
-        endings=endings,
         floor=shared.reward,
         roles={name: replace(role, reward=means.get(name, role.reward)) for name, role in of.roles.items()},
     )
@@ -157,12 +172,17 @@ def _with_lows(of: EvaluatedMode, own: Mapping[str, float], shared: _Lows) -> Ev
     )
 
 
-def _mean_by_role(endings: Iterable[TaskEnding]) -> dict[str, float]:
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for end in endings:
-        for role, value in end.by_role.items():
-            values[role].append(value)
-    return {role: fmean(of) for role, of in values.items()}
+def _mean_by_role(by_task: Iterable[Sequence[TaskEnding]]) -> dict[str, float]:
+    """Mean over tasks of each role's reward, of the mean over the episodes of a task."""
+    of_tasks: defaultdict[str, list[float]] = defaultdict(list)
+    for endings in by_task:
+        rewards: defaultdict[str, list[float]] = defaultdict(list)
+        for ending in endings:
+            for role, value in ending.by_role.items():
+                rewards[role].append(value)
+        for role, values in rewards.items():
+            of_tasks[role].append(fmean(values))
+    return {role: fmean(means) for role, means in of_tasks.items()}
 
 
 def _pass_at(samples: Sequence[Sequence[TaskEnding]]) -> dict[int, Interval]:

@@ -1,4 +1,7 @@
-"""95% intervals of means, and of differences over the same tasks, that hold for few tasks too."""
+"""95% intervals of means, and of differences over the same tasks, that hold for few tasks too.
+
+A task is one observation, with the mean of its samples: samples of one task are not independent of each other.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy import stats
 
-from cotune.intervals import LEVEL, Interval, share, wilson
+from cotune.intervals import LEVEL, Interval, share
 
 
 def shown(found: Interval | None, form: str) -> str:
@@ -65,37 +68,59 @@ def pass_at(k: int, tried: Sequence[tuple[int, int]]) -> Interval | None:
 
 
 def paired_difference(after: Mapping[str, float], before: Mapping[str, float], level: float = LEVEL) -> Interval | None:
-    """Mean over shared tasks of after - before, with an interval over tasks as `mean_reward` has it; that of
-    `paired_shares` where all rewards are 0 or 1. None without shared tasks."""
-    tasks = [task for task in after if task in before]
-    rewards = [side[task] for side in (after, before) for task in tasks]
-    if len(tasks) > 1 and set(rewards) <= {0.0, 1.0}:
-        return paired_shares({t: after[t] == 1.0 for t in tasks}, {t: before[t] == 1.0 for t in tasks}, level)
-    found = [after[task] - before[task] for task in tasks]
-    if _unit(rewards):
-        return mean(found, (-1.0, 1.0), level)
-    size = max([abs(x) for x in found], default=0.0)
-    return _wider(mean(found, level=level), mean(found, (-size, size), level))
+    """Mean over shared tasks of after - before, with an interval over tasks as `mean_reward` has it. None without
+    shared tasks.
 
-
-def paired_shares(after: Mapping[str, bool], before: Mapping[str, bool], level: float = LEVEL) -> Interval | None:
-    """Difference of two success shares over shared tasks, with Newcombe's hybrid interval for paired data.
-
-    Wilson bounds of both shares, joined by their correlation (Newcombe 1998, Statistics in Medicine 17, 2635-2650,
-    method 10); unlike the t interval it keeps a width when every task agrees. It is widened up to 0 where McNemar's
-    exact test shows no difference, as for few tasks it is too narrow. None without shared tasks.
+    A difference counts as shown if the interval leaves out 0. This is the test of every comparison, of success (1.0 or
+    0.0, or the share of a task's samples) as of rewards. The interval includes 0 unless the sign-flip test rejects too,
+    so equally good policies are told apart in at most 5% of comparisons, however few the tasks.
     """
     tasks = [task for task in after if task in before]
-    n = len(tasks)
-    if n == 0:
-        return None
-    both = sum(after[t] and before[t] for t in tasks)
-    gained = sum(after[t] and not before[t] for t in tasks)
-    lost = sum(before[t] and not after[t] for t in tasks)
-    difference, low, high = _newcombe(both, gained, lost, n - both - gained - lost, _z(level))
-    if gained == lost or stats.binomtest(gained, gained + lost).pvalue > 1 - level:
-        low, high = min(low, 0.0), max(high, 0.0)
-    return Interval(mean=difference, low=low, high=high, n=n)
+    differences = [float(after[task]) - float(before[task]) for task in tasks]
+    if _unit([side[task] for side in (after, before) for task in tasks]):
+        found = mean(differences, (-1.0, 1.0), level)
+    else:
+        size = max([abs(x) for x in differences], default=0.0)
+        found = _wider(mean(differences, level=level), mean(differences, (-size, size), level))
+    if found is None or found.low is None or found.high is None or sign_flip_p(differences) <= 1 - level:
+        return found
+    return Interval(mean=found.mean, low=min(found.low, 0.0), high=max(found.high, 0.0), n=found.n)
+
+
+MOST_EXACT = 100
+"""Unlike differences whose distribution under sign flips is computed exactly; it is close to normal beyond."""
+STEPS = 840
+"""Differences are rounded to this part of the largest one: exact for halves to eighths (it is divisible by 1 to 8)."""
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Two-sided p of the sign-flip test: how often the sum would be as far from 0 as it is, if each difference had
+    either sign with probability 1/2 (Fisher 1935, The Design of Experiments, section 21).
+
+    For differences of 1, 0 and -1 this is McNemar's exact test.
+    """
+    sizes = np.abs([x for x in differences if x])
+    if not len(sizes):
+        return 1.0
+    largest = float(sizes.max())
+    if np.allclose(sizes, largest):
+        gained = sum(x > 0 for x in differences)
+        return float(stats.binomtest(gained, len(sizes)).pvalue)
+    total = abs(sum(differences))
+    if len(sizes) > MOST_EXACT:
+        return float(2 * stats.norm.sf(total / math.sqrt(float((sizes**2).sum()))))
+    # The distribution of the sum, in units of `largest / STEPS`, one difference after the other. Index 0 is the sum in
+    # which all are negative: adding a positive one instead moves it by twice its size.
+    units = np.rint(sizes / largest * STEPS).astype(int)
+    chances = np.ones(1)
+    for unit in units:
+        both = np.zeros(len(chances) + 2 * unit)
+        both[: len(chances)] += chances / 2
+        both[2 * unit :] += chances / 2
+        chances = both
+    sums = np.arange(len(chances)) - units.sum()
+    observed = abs(int(np.sum(np.rint(np.asarray(differences) / largest * STEPS))))
+    return float(min(chances[np.abs(sums) >= observed].sum(), 1.0))
 
 
 def _unit(values: Sequence[float]) -> bool:
@@ -106,23 +131,3 @@ def _wider(one: Interval | None, other: Interval | None) -> Interval | None:
     if one is None or other is None or one.low is None or other.low is None or one.high is None or other.high is None:
         return one
     return Interval(mean=one.mean, low=min(one.low, other.low), high=max(one.high, other.high), n=one.n)
-
-
-def _z(level: float) -> float:
-    return float(stats.norm.ppf(0.5 + level / 2))
-
-
-def _newcombe(both: int, gained: int, lost: int, neither: int, z: float) -> tuple[float, float, float]:
-    n = both + gained + lost + neither
-    p1, p2 = (both + gained) / n, (both + lost) / n
-    (low1, high1), (low2, high2) = wilson(p1, n, z), wilson(p2, n, z)
-    product = (both + gained) * (lost + neither) * (both + lost) * (gained + neither)
-    cross = float(both * neither - gained * lost)
-    if cross > 0:
-        cross = max(cross - n / 2, 0.0)
-    phi = cross / math.sqrt(product) if product else 0.0
-
-    def spread(a: float, b: float) -> float:
-        return math.sqrt(max(a * a - 2 * phi * a * b + b * b, 0.0))
-
-    return p1 - p2, p1 - p2 - spread(p1 - low1, high2 - p2), p1 - p2 + spread(high1 - p1, p2 - low2)

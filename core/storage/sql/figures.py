@@ -45,7 +45,7 @@ class Figures(ABC):
 
     # Outcomes
 
-    def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int]]:
+    def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int, int]]:
         if episodes is None:
             return self.rows(success_counts())
         return self.rows(success_counts(f"id {AMONG}"), (NameList.of(episodes),))
@@ -230,7 +230,7 @@ class Figures(ABC):
         )
         return {str(task): str(id) for task, id in found}
 
-    def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int]]:
+    def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int, int]]:
         return self.rows(
             f"""SELECT task, earliest, latest FROM (
                 SELECT task, min(training_step) AS earliest, max(training_step) AS latest FROM episodes

@@ -63,7 +63,7 @@ def shares(folder: Path) -> set[tuple[float, int]]:
     """Solved episodes and how many there were, as each reader has it."""
     found = {(round(one.last.mean * one.last.n), one.last.n) for one in [change(folder, "success")] if one}
     with SqliteStore.open(folder, read_only=True) as store:
-        found |= {(solved, n) for _, solved, n in store.rows(success_counts())}
+        found |= {(solved, n) for _, solved, n, _ in store.rows(success_counts())}
         listed = list(store.episodes())
         mean = outcome_means(listed, store.rewards(e.id for e in listed)).get("success")
         found |= set() if mean is None else {(round(mean * n), n) for _, n in found}
@@ -117,6 +117,28 @@ def test_trace_counts_as_show_does(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "success 50.0% (1 of 2 episodes)" in capsys.readouterr().out
     told = change(tmp_path / "traced", "success")
     assert told and (told.last.mean, told.last.n) == (0.5, 4)
+
+
+def test_episodes_of_one_task_are_one_observation(tmp_path: Path) -> None:
+    """Ten tasks, run ten times each, five of them always solved: Wilson's interval of 5 of 10, not of 50 of 100."""
+    (tmp_path / "traced").mkdir()
+    with SqliteStore.open(tmp_path / "traced") as store:
+        for task in range(10):
+            store.write(
+                [
+                    Episode(
+                        id=f"e{task}-{number}",
+                        task=Task(id=f"t{task}", input=task),
+                        workflow="w",
+                        phase="trace",
+                        metrics={"success": float(task < 5)},
+                    )
+                    for number in range(10)
+                ]
+            )
+    told = change(tmp_path / "traced", "success")
+    assert told is not None
+    assert interval_text(told.last, True) == "50.0% [23.7%, 76.3%]" and told.last.n == 100
 
 
 def test_what_is_reported_stands_beside_its_episode(tmp_path: Path) -> None:

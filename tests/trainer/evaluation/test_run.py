@@ -178,7 +178,7 @@ def test_comparisons_are_paired_and_name_their_base() -> None:
     assert pairs == {"trained": "base", "swapped": "trained"}
     trained = report.comparisons[0]
     assert trained.success is not None and trained.reward is not None
-    assert (trained.success.mean, trained.success.low, trained.success.n) == (1.0, pytest.approx(0.8991, abs=1e-4), 50)
+    assert (trained.success.mean, trained.success.low, trained.success.n) == (1.0, pytest.approx(0.9244, abs=1e-4), 50)
     assert (trained.reward.mean, trained.reward.n) == (3.0, 50)
 
 
@@ -255,9 +255,10 @@ def test_a_mode_that_cannot_be_played_is_said() -> None:
 def test_without_success_only_the_reward_is_reported_and_said() -> None:
     report = modes(Workflow("only_reward", only_reward), tasks(3), TRAINED, modes=["base", "trained"])
     assert [e.success for e in report.evaluations.values()] == [None, None]
-    assert report.comparisons[0].reward == Interval(mean=1.0, low=0.0, high=1.0, n=3)
+    # with half a -1 and half a 1 more the mean of four is 0.75 and sd = sqrt(1.75 / 3): 0.75 - 3.182446 sd / 2
+    assert report.comparisons[0].reward == Interval(mean=1.0, low=pytest.approx(-0.4653, abs=1e-4), high=1.0, n=3)
     assert report.comparisons[0].verdict == (
-        "no difference shown between trained and base: +1.000 of reward, 95% interval 0.000 to 1.000, on 3 tasks; "
+        "no difference shown between trained and base: +1.000 of reward, 95% interval -0.465 to 1.000, on 3 tasks; "
         "about 6 tasks would show a difference of this size"
     )
     assert report.notes == (
@@ -292,7 +293,7 @@ def test_the_report_as_json_and_as_tables() -> None:
     titles = [n for n, line in enumerate(text.splitlines()) if line.startswith(("Differences", "Roles", "Means"))]
     assert len(titles) == 3 and all(not text.splitlines()[n - 1].strip() for n in titles)
     assert text.splitlines()[-1].strip() == (
-        "trained is better than base by 75.0 points of success, 95% interval 28.0 to 92.9, on 8 tasks"
+        "trained is better than base by 75.0 points of success, 95% interval 19.6 to 100.0, on 8 tasks"
     )
 
 
@@ -426,8 +427,10 @@ def test_pass_at_k_of_several_episodes_of_each_task() -> None:
         {1: (0.25 + 1 + 0) / 3, 2: (0.5 + 1 + 0) / 3, 4: (1 + 1 + 0) / 3}
     )
     assert found.episodes == 12 and sum(found.failed.values()) == 1
-    assert found.success is not None and (found.success.mean, found.success.n) == (1 / 3, 3), "of the first episodes"
-    assert found.rewards == {"a": 0.0, "b": 0.0, "c": 0.0}
+    # A task is one observation: the mean of its episodes. The failed one counts as no success and the lowest reward, 0.
+    assert found.successes == {"a": 0.25, "b": 1.0, "c": 0.0}
+    assert found.success is not None and (found.success.mean, found.success.n) == (pytest.approx(1.25 / 3), 3)
+    assert found.rewards == {"a": 1.5, "b": 1.5, "c": 1.25}
 
     alone = EpisodeBatch(tasks=batch.tasks, sink=Nowhere(), phase="eval")
     assert asyncio.run(evaluate_episodes(Workflow("play", play), alone, label="trained")).pass_at == {}

@@ -17,6 +17,7 @@ from cotune.storage.run_layout import read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.evaluation.split import LEAST, MOST, Split, overlap, split_again, split_tasks, write_split
+from cotune.trainer.evaluation.verdict import tasks_for_gain, what_tasks_show
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, letters
 
@@ -33,13 +34,18 @@ def ids(found: Any) -> list[str]:
     return [task.id for task in found]
 
 
-@pytest.mark.parametrize(("count", "held_out"), [(49, 0), (50, 5), (99, 9), (640, 64), (5000, MOST)])
-def test_a_tenth_is_held_out_from_fifty_tasks_on_and_sixty_four_at_most(count: int, held_out: int) -> None:
+@pytest.mark.parametrize(("count", "held_out"), [(47, 0), (48, 16), (100, 33), (153, 51), (5000, MOST)])
+def test_a_third_is_held_out_from_forty_eight_tasks_on_and_fifty_one_at_most(count: int, held_out: int) -> None:
     split = split_tasks(tasks(count), config())
     assert (len(split.tasks), len(split.held_out)) == (count - held_out, held_out)
     assert sorted([*ids(split.tasks), *ids(split.held_out)]) == sorted(ids(tasks(count)))
     assert (f"held out: {held_out} of {count:,} tasks" in split.note) == bool(held_out)
-    assert ("no task is held out: 49 tasks, and 50 different ones are needed" in split.note) == (held_out < LEAST)
+    assert ("no task is held out: 47 tasks, and 48 different ones are needed" in split.note) == (held_out < LEAST)
+    assert (what_tasks_show(held_out) in split.note) == bool(held_out)
+
+
+def test_a_run_holds_out_as_many_tasks_as_show_thirty_points() -> None:
+    assert tasks_for_gain(0.3) == MOST
 
 
 def test_the_split_goes_by_ids_and_seed_and_a_resumed_run_keeps_it() -> None:
@@ -64,19 +70,19 @@ def test_none_turns_it_off_and_a_file_takes_its_place(tmp_path: Any) -> None:
 def test_tasks_with_one_input_stay_together_and_no_level_is_emptied() -> None:
     same = as_tasks([{"id": f"t{i}", "x": i // 2} for i in range(100)])
     split = split_tasks(same, config())
-    assert len(split.held_out) == 10 and not list(overlap(split.tasks, split.held_out))
+    assert len(split.held_out) == 32 and not list(overlap(split.tasks, split.held_out))
     repeated = as_tasks([{"id": f"t{i}", "x": 0} for i in range(100)])
-    assert "100 tasks, and 50 different ones are needed" in split_tasks(repeated, config()).note
+    assert "100 tasks, and 48 different ones are needed" in split_tasks(repeated, config()).note
     levels = as_tasks([{"id": f"t{i}", "x": i, "hard": i % 60} for i in range(100)])
     split = split_tasks(levels, config(curriculum={"by": "hard"}))
-    assert len({task.input["hard"] for task in split.tasks}) == 60 and len(split.held_out) == 10
+    assert len({task.input["hard"] for task in split.tasks}) == 60 and len(split.held_out) == 33
 
 
 @pytest.mark.parametrize("evaluation", [{"keep_best": True}, {"patience": 2}])
 def test_what_needs_held_out_tasks_is_refused_without_them(evaluation: Mapping[str, Any]) -> None:
-    assert len(split_tasks(tasks(50), config(evaluation=evaluation)).held_out) == 5
-    with pytest.raises(ConfigError, match=r"evaluation\.(keep_best|patience) = .*49 tasks, and 50 .*--eval-tasks FILE"):
-        split_tasks(tasks(49), config(evaluation=evaluation))
+    assert len(split_tasks(tasks(50), config(evaluation=evaluation)).held_out) == 16
+    with pytest.raises(ConfigError, match=r"evaluation\.(keep_best|patience) = .*47 tasks, and 48 .*--eval-tasks FILE"):
+        split_tasks(tasks(47), config(evaluation=evaluation))
     with pytest.raises(ConfigError, match=r"evaluation\.tasks = 'none'.*--eval-tasks FILE"):
         config(evaluation={**evaluation, "tasks": "none"})
 
@@ -117,17 +123,17 @@ def test_held_out_tasks_that_are_no_json_are_told_and_counted(tmp_path: Path) ->
 
 def test_a_run_never_trains_on_what_it_holds_out(trainer: Trainer) -> None:
     given = [{"id": f"t{i}", "letter": "abcdefghij"[i % 10] * (1 + i // 10)} for i in range(50)]
-    summary = trainer(application(first=letters), given, steps=1, tasks_per_step=50, plan={"k": 2})
+    summary = trainer(application(first=letters), given, steps=1, tasks_per_step=34, plan={"k": 2})
     run = trainer.folder / "run"
     own = read_run_json(run)["held"]["held_out"]
-    assert f"held out: {len(own)} of 50 tasks" in " ".join(trainer.said.split()) and len(own) == 5
+    assert f"held out: {len(own)} of 50 tasks" in " ".join(trainer.said.split()) and len(own) == 16
     assert summary.held_out == str(run / "held_out.jsonl") and ids(load_tasks(summary.held_out)) == own
     with SqliteStore.open(run, read_only=True) as store:
         trained = {task for (task,) in store.rows("SELECT task FROM episodes WHERE phase IN ('train', 'check')")}
         tried = {task for (task,) in store.rows("SELECT task FROM episodes WHERE phase = 'eval'")}
     assert trained == {task["id"] for task in given} - set(own) and tried == set(own)
     line = json.loads((run / "metrics.jsonl").read_text())
-    assert line["held_out"]["episodes"] == 5 and "before training, held-out, single samples: reward" in trainer.said
+    assert line["held_out"]["episodes"] == 16 and "before training, held-out, single samples: reward" in trainer.said
     before, after = read_evaluations(run)
     assert (before.name, after.name) == ("in training, before the first step", "in training, after step 1")
     assert after.evaluations["base"].endings.keys() == after.evaluations["trained"].endings.keys() == set(own)

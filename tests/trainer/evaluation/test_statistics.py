@@ -14,8 +14,8 @@ from cotune.trainer.evaluation.statistics import (
     mean,
     mean_reward,
     paired_difference,
-    paired_shares,
     pass_at,
+    sign_flip_p,
 )
 
 
@@ -46,7 +46,6 @@ def test_nothing_is_made_up_where_there_is_too_little() -> None:
     assert mean([]) is None
     assert mean([2.5]) == Interval(mean=2.5, low=None, high=None, n=1)
     assert paired_difference({"a": 1.0}, {"b": 1.0}) is None
-    assert paired_shares({"a": True}, {"b": True}) is None
 
 
 def test_pairs_are_the_shared_tasks() -> None:
@@ -59,34 +58,50 @@ def test_pairs_are_the_shared_tasks() -> None:
     assert bounds(found) == pytest.approx((-1.636835, 3.484138), abs=1e-6)
 
 
-def pairs(both: int, gained: int, lost: int, neither: int) -> tuple[dict[str, bool], dict[str, bool]]:
-    kinds = [(True, True)] * both + [(True, False)] * gained + [(False, True)] * lost + [(False, False)] * neither
-    return {str(i): a for i, (a, _) in enumerate(kinds)}, {str(i): b for i, (_, b) in enumerate(kinds)}
+def pairs(gained: int, lost: int, same: int) -> tuple[dict[str, float], dict[str, float]]:
+    differences = [1.0] * gained + [-1.0] * lost + [0.0] * same
+    after = {str(i): max(d, 0.0) for i, d in enumerate(differences)}
+    return after, {str(i): max(-d, 0.0) for i, d in enumerate(differences)}
 
 
-@pytest.mark.parametrize(
-    ("cells", "expected"),
-    [
-        ((36, 12, 2, 0), (0.2, 0.0569, 0.3404)),
-        ((20, 12, 2, 16), (0.2, 0.0562, 0.3292)),
-        ((53, 0, 1, 0), (-0.0185, -0.0977, 0.0496)),
-        ((54, 0, 0, 0), (0.0, -0.0664, 0.0664)),
-        ((0, 50, 0, 0), (1.0, 0.8991, 1.0)),
-    ],
-)
-def test_paired_shares_is_newcombes_method_10(cells: tuple[int, ...], expected: tuple[float, ...]) -> None:
-    found = paired_shares(*pairs(*cells))
-    assert found is not None
-    assert (found.mean, *bounds(found)) == pytest.approx(expected, abs=1e-4)
+@pytest.mark.parametrize("gained", [0, 1, 3, 6, 9])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_the_sign_flip_test_of_single_samples_is_mcnemars_exact_test(gained: int, lost: int) -> None:
+    differences = [1.0] * gained + [-1.0] * lost + [0.0] * 4
+    expected = stats.binomtest(gained, gained + lost).pvalue if gained + lost else 1.0
+    assert sign_flip_p(differences) == pytest.approx(expected)
 
 
-@given(st.lists(st.integers(0, 300), min_size=4, max_size=4).filter(sum))
-def test_paired_shares_holds_its_estimate_and_mirrors(cells: list[int]) -> None:
-    after, before = pairs(*cells)
-    found, mirrored = paired_shares(after, before), paired_shares(before, after)
+def test_the_sign_flip_test_counts_all_signs() -> None:
+    """Of 2^n ways to give each difference a sign, those whose sum is as far from 0 as it is."""
+    for differences in ([0.25, 0.5, -0.125, 1.0, 0.75], [1 / 3, 2 / 3, -1 / 3, 1.0, 1.0, 2 / 3], [0.1, -0.1, 0.0]):
+        sums = [sum(signs) for signs in itertools.product(*[(d, -d) for d in differences])]
+        far = [abs(total) >= abs(sum(differences)) - 1e-9 for total in sums]
+        assert sign_flip_p(differences) == pytest.approx(sum(far) / len(far))
+    many = np.random.default_rng(0).normal(0.2, 1.0, 80)
+    assert sign_flip_p(many.tolist()) == pytest.approx(sign_flip_p([*many, *[0.0] * 200]))
+    assert sign_flip_p([*many, *many]) == pytest.approx(
+        2 * stats.norm.sf(many.sum() / np.sqrt((many**2).sum() / 2)), rel=0.2
+    )
+
+
+def test_success_and_reward_are_judged_by_one_test() -> None:
+    """Five tasks never show a difference, six do if all gain; whatever the size of the gain."""
+    for gain in (1.0, 0.5):
+        for tasks, shown in ((5, False), (6, True), (7, True)):
+            found = paired_difference({str(i): gain for i in range(tasks)}, {str(i): 0.0 for i in range(tasks)})
+            assert (bounds(found)[0] > 0.0) == shown
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 60))
+def test_a_paired_difference_holds_its_estimate_and_mirrors(gained: int, lost: int, same: int) -> None:
+    if gained + lost + same < 2:
+        return
+    after, before = pairs(gained, lost, same)
+    found, mirrored = paired_difference(after, before), paired_difference(before, after)
     assert found is not None and mirrored is not None
     low, high = bounds(found)
-    assert -1.0 - 1e-9 <= low <= found.mean + 1e-9 and found.mean - 1e-9 <= high <= 1.0 + 1e-9
+    assert -1.0 <= low <= found.mean + 1e-9 and found.mean - 1e-9 <= high <= 1.0
     assert (-mirrored.mean, *(-b for b in reversed(bounds(mirrored)))) == pytest.approx((found.mean, low, high))
 
 
