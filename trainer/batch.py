@@ -84,6 +84,7 @@ def group_and_weigh(run: RolloutRun, episodes: Sequence[Episode], collected: Col
         decays=[name for name in policies.trained if config.decay_of(name) > 0],
         frozen=run.frozen(run.state.steps),
         others=collected.others,
+        task_weights=run.task_weights,
     )
     rows: dict[str, list[TrainRow]] = {}
     own = train_rows(prepared, collected, run.store, lambda policy: run.recipes.of(policy).loss.entropy_by)

@@ -170,7 +170,7 @@ def _watched_rewards(line: Line, rewards: Watched, taught: Container[str]) -> di
 
 def _rewards(line: Line) -> dict[str, float]:
     """The mean trained reward of each role over tasks, which episodes that easy tasks save do not change."""
-    return {role: figures["task_reward"] for role, figures in line["roles"].items() if "task_reward" in figures}
+    return {role: figures["reward"] for role, figures in line["roles"].items() if "reward" in figures}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -93,8 +93,7 @@ def train(
     if not chosen.from_records:
         plan, recipes, _ = chosen.resolve_plan(list(flow.scorers))
         check_curriculum(chosen.curriculum, plan, listed)
-        for recipe in recipes.every:
-            check_refill(chosen, plan, recipe, flow)
+        check_refill(chosen, plan, recipes.every, flow)
         check_privileged(recipes, listed)
     chosen = with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)

@@ -213,13 +213,13 @@ def temperature(call: CallRecord) -> float:
     return 1.0
 
 
-def successes(episodes: Sequence[Episode], rewards: Mapping[str, Mapping[str, float]]) -> list[bool]:
-    """Whether each episode solved its task, empty where none reports `success`. One that failed or reports none did
-    not; those of which nobody knows the outcome, with neither `success` nor a reward, are left out."""
+def successes(episodes: Sequence[Episode], rewards: Mapping[str, Mapping[str, float]]) -> list[tuple[Episode, bool]]:
+    """Episodes, and whether each solved its task; empty if none reports `success`. An episode that failed or reports
+    none did not. Episodes with an unknown outcome, with neither `success` nor a reward, are left out."""
     if all(episode.solved is None for episode in episodes):
         return []
     ended = [episode for episode in episodes if episode.is_outcome]
-    return [e.solved is True for e in ended if e.status != "ok" or e.solved is not None or rewards.get(e.id)]
+    return [(e, e.solved is True) for e in ended if e.status != "ok" or e.solved is not None or rewards.get(e.id)]
 
 
 def failed_seat(calls: Iterable[CallRecord]) -> str | None:

@@ -122,6 +122,7 @@ def prepare_each(
     decays: Collection[str] = (),
     frozen: Collection[str] = (),
     others: Sequence[Sample] = (),
+    task_weights: Mapping[str, float] | None = None,
 ) -> Prepared:
     """`prepare` for the policies of each recipe by themselves, as if these were the only ones that are trained: with
     two recipes each policy has the advantages of a run that trains it alone. What is returned is of all of them."""
@@ -133,7 +134,15 @@ def prepare_each(
             continue
         around = _around(samples, own, recipe, others)
         prepared = prepare(
-            own, recipe, state, consumed=consumed, decays=decays, frozen=frozen, others=around, part=part
+            own,
+            recipe,
+            state,
+            consumed=consumed,
+            decays=decays,
+            frozen=frozen,
+            others=around,
+            part=part,
+            task_weights=task_weights,
         )
         found.append(prepared)
         state = prepared.state

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from statistics import fmean
 from typing import Literal
 
 import msgspec
@@ -39,11 +38,12 @@ to be compared with, all that were compared are equal, or filters left out those
 class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
     """One role in one step. Rewards are the recipe's mixed ones.
 
-    `reward` is the mean over all samples that have one, kept or not, and `task_reward` that of the means of each task,
-    which does not move where some tasks get more samples than others. `groups` counts groups of two or more,
-    `group_spread` is the mean of their standard deviations (population), `zero_variance` the share whose rewards are
-    all equal, both NaN without a group. `kept` counts the samples that are trained on. `truncated` is the share of all
-    samples that were cut at their length limit, `overlong` of those that lose reward by their length.
+    `reward` is the mean over tasks of each task's mean over the samples that have one, kept or not: it does not move
+    because some tasks get more samples than others, or were drawn with other chances (`task_weights`). `groups` counts
+    groups of two or more, `group_spread` is the mean of their standard deviations (population), `zero_variance` the
+    share whose rewards are all equal, both NaN without a group. `kept` counts the samples that are trained on.
+    `truncated` is the share of all samples that were cut at their length limit, `overlong` of those that lose reward by
+    their length.
     """
 
     samples: int
@@ -54,7 +54,6 @@ class RoleStats(msgspec.Struct, frozen=True, kw_only=True):
     zero_variance: float
     truncated: float = 0.0
     overlong: float = 0.0
-    task_reward: float = math.nan
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +70,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int]
     roles: Mapping[str, RoleStats]
     reward: float | None
-    """Mean reward of all candidates that have one, kept or not; None without any."""
+    """Mean over tasks of the mean reward of all candidates that have one, kept or not; None without any."""
     rewarded: int = 0
     """How many have one."""
     reached: Mapping[str, Reached]
@@ -90,16 +89,18 @@ def prepare(
     frozen: Collection[str] = (),
     others: Sequence[Sample] = (),
     part: str = "",
+    task_weights: Mapping[str, float] | None = None,
 ) -> Prepared:
     """Attribute rewards, build groups, filter, compute advantages, filter again; count every sample that is left out.
 
     `consumed` holds the ids of groups that were trained on before, `others` the other answers in the episodes
     (`Collected.others`). A policy whose advantages are all zero has no signal: its samples are left out, unless the
     loss moves it all the same, or weight decay (policies in `decays`). Those of policies in `frozen` are compared as
-    ever, and left out last. `part` names the samples where others of the step have another recipe: its groups and
-    moving averages are not those of the others. Raises GroupError when candidates of different prompts meet
-    in a group that must share one, and when more than half of the candidates of independent rollouts stand alone under
-    a recipe that compares candidates of one prompt.
+    ever, and left out last. `task_weights` are those of the step's tasks in mean rewards, 0 for tasks that are not
+    named; without them all tasks weigh the same. `part` names the samples where others of the step have another recipe:
+    its groups and moving averages are not those of the others. Raises GroupError when candidates of different prompts
+    meet in a group that must share one, and when more than half of the candidates of independent rollouts stand alone
+    under a recipe that compares candidates of one prompt.
     """
     filters, every = recipe.filters, [*samples, *others]
     left_out: Counter[str] = Counter()
@@ -178,8 +179,8 @@ def prepare(
         trained=trained,
         groups=tuple(group for group in trimmed if group.samples),
         left_out={reason: count for reason, count in left_out.items() if count},
-        roles=_role_stats(samples, shown, members, number, stats, trained, recipe.attribution),
-        reward=float(np.nanmean(shown)) if (~np.isnan(shown)).any() else None,
+        roles=_role_stats(samples, shown, members, number, stats, trained, recipe.attribution, task_weights),
+        reward=mean_over_tasks(_means_by_task(samples, shown, by_role=False).get("", {}), task_weights),
         rewarded=int((~np.isnan(shown)).sum()),
         reached=_reached(samples, complete, ties, members, stats.flat[number]),
         warnings=tuple(warnings),
@@ -304,12 +305,11 @@ def _role_stats(
     stats: Spread,
     trained: Sequence[Sample],
     attribution: Attribution,
+    task_weights: Mapping[str, float] | None,
 ) -> dict[str, RoleStats]:
     """Statistics by role; a group that spans several roles counts for each of them."""
     role, names = codes([s.role for s in samples])
     totals = np.bincount(role, minlength=len(names))
-    having = np.bincount(role, ~np.isnan(reward), minlength=len(names))
-    sums = np.bincount(role, np.nan_to_num(reward), minlength=len(names))
     by_task = _means_by_task(samples, reward)
     kept = Counter(s.role for s in trained)
     cut = np.bincount(role, [s.truncated for s in samples], minlength=len(names))
@@ -322,28 +322,35 @@ def _role_stats(
     result: dict[str, RoleStats] = {}
     for i, name in enumerate(names):
         own = sorted(groups.get(str(name), ()))
+        mean = mean_over_tasks(by_task.get(str(name), {}), task_weights)
         result[str(name)] = RoleStats(
             samples=int(totals[i]),
             kept=kept[str(name)],
-            reward=float(sums[i] / having[i]) if having[i] else float("nan"),
+            reward=math.nan if mean is None else mean,
             groups=len(own),
             group_spread=float(deviation[own].mean()) if own else math.nan,
             zero_variance=float(stats.flat[own].mean()) if own else math.nan,
             truncated=float(cut[i] / totals[i]),
             overlong=float(long[i] / totals[i]),
-            task_reward=fmean(by_task[str(name)]) if str(name) in by_task else math.nan,
         )
     return result
 
 
-def _means_by_task(samples: Sequence[Sample], reward: Floats) -> dict[str, list[float]]:
-    """The mean reward of each task that has one, by role."""
-    place, pairs = codes([(s.role, s.task) for s in samples])
+def _means_by_task(samples: Sequence[Sample], reward: Floats, *, by_role: bool = True) -> dict[str, dict[str, float]]:
+    """By role, or under "" of all roles together, the mean reward of each task that has one."""
+    place, pairs = codes([(s.role if by_role else "", s.task) for s in samples])
     having = np.bincount(place, ~np.isnan(reward), minlength=len(pairs))
     sums = np.bincount(place, np.nan_to_num(reward), minlength=len(pairs))
-    found: dict[str, list[float]] = {}
+    found: dict[str, dict[str, float]] = {}
     for i, pair in enumerate(pairs):
         assert isinstance(pair, tuple)
         if having[i]:
-            found.setdefault(pair[0], []).append(float(sums[i] / having[i]))
+            found.setdefault(pair[0], {})[pair[1]] = float(sums[i] / having[i])
     return found
+
+
+def mean_over_tasks(means: Mapping[str, float], weights: Mapping[str, float] | None) -> float | None:
+    """The weighted mean of these means of tasks; None if no task weighs anything."""
+    weight = {task: 1.0 if weights is None else weights.get(task, 0.0) for task in means}
+    total = sum(weight.values())
+    return sum(weight[task] * mean for task, mean in means.items()) / total if total else None

@@ -75,7 +75,7 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     refill: Counts = {}
     """Of a refill: `tasks` that it has drawn, `episodes` of them that are part of the step, and `late` ones, which were
-    cancelled as no more were needed."""
+    cancelled because training waited for the step, with their number of tasks (`late_tasks`)."""
     replay: Counts = {}
     """Under a replay plan: calls that were forked, those that could not be as the record cannot repeat the calls before
     (`unrepeatable`), branches, and how many of them diverged; calls of branches that the policies were expected to

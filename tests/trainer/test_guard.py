@@ -38,7 +38,7 @@ REASON = "the reward of role first fell from 1.000 to 0.200 (means over 5 steps)
 def steps(**rewards: list[float]) -> list[Mapping[str, Any]]:
     """Metrics of steps with these trained rewards by role."""
     count = len(next(iter(rewards.values())))
-    roles = [{role: {"task_reward": of[i]} for role, of in rewards.items()} for i in range(count)]
+    roles = [{role: {"reward": of[i]} for role, of in rewards.items()} for i in range(count)]
     return [{"step": i, "outcome": {}, "roles": own} for i, own in enumerate(roles)]
 
 
@@ -137,7 +137,7 @@ def test_a_run_that_gets_better_goes_on_although_what_it_returns_falls(trainer: 
     summary = trainer(scripted(tokens), guard="stop", overrides=overrides, **SETTINGS)
     assert (summary.steps, summary.ended) == (12, "")
     lines = trainer.metrics()
-    assert [line["roles"]["first"]["task_reward"] for line in lines] == [-1.0] * 6 + [-0.125] * 6
+    assert [line["roles"]["first"]["reward"] for line in lines] == [-1.0] * 6 + [-0.125] * 6
     assert best_window(lines) == 11
 
 
@@ -151,8 +151,7 @@ def test_fewer_episodes_of_easy_tasks_change_nothing(trainer: Trainer) -> None:
     curriculum = {"k_easy": 2, "easy": 1.0}
     trainer(application(first_alone), plan={"kind": "independent", "k": 4}, curriculum=curriculum)
     figures = [line["roles"]["first"] for line in trainer.metrics()]
-    assert [found["reward"] for found in figures] == [1 / 3, 0.2]
-    assert [round(found["task_reward"], 9) for found in figures] == [round(1 / 3, 9)] * 2
+    assert [round(found["reward"], 9) for found in figures] == [round(1 / 3, 9)] * 2
 
 
 def test_a_run_that_collapses_ends_and_names_the_commands_that_go_back(

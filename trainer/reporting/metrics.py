@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from cotune.algorithms.collect import Collected, successes
-from cotune.algorithms.prepare import Prepared
+from cotune.algorithms.prepare import Prepared, mean_over_tasks
 from cotune.algorithms.samples import Sample, TrainRow
 from cotune.reading.headline import SINGLE
 from cotune.reading.metrics import registry
@@ -57,9 +57,14 @@ def outcome_path(plan: Plan) -> str:
 
 
 def outcome_means(
-    episodes: Sequence[Episode], rewards: Mapping[str, Mapping[str, float]], *, failed: float | str | None = None
+    episodes: Sequence[Episode],
+    rewards: Mapping[str, Mapping[str, float]],
+    *,
+    failed: float | str | None = None,
+    task_weights: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Mean of each outcome component and metric over the episodes that ended, well or not.
+    """Mean of each outcome component and metric over the episodes that ended, well or not; with `task_weights` the
+    weighted mean over tasks of each task's mean.
 
     `success` is the share of `successes`. A failed episode counts its own rewards, or, if it has none, `failed`:
     a number, `lowest` (0, or the lowest of the others where that is below 0), or `exclude` (nothing, not its own
@@ -67,18 +72,32 @@ def outcome_means(
     well.
     """
     good = [(rewards.get(episode.id, {}), episode) for episode in episodes if episode.status == "ok"]
-    bad = [rewards.get(e.id, {}) for e in episodes if e.status != "ok" and e.is_outcome and failed != "exclude"]
-    values: dict[str, list[float]] = defaultdict(list)
+    bad = [(rewards.get(e.id, {}), e) for e in episodes if e.status != "ok" and e.is_outcome and failed != "exclude"]
+    # By name, the values with their tasks.
+    values: dict[str, list[tuple[str, float]]] = defaultdict(list)
     for own, episode in good:
         for name, value in {**own, **episode.metrics}.items():
             if name in own or name != "success":
-                values[name].append(value)
-    for name in {name for own in (*bad, *(own for own, _ in good)) for name in own}:
-        lowest = min(0.0, *values[name])
-        values[name] += [own.get(name, failed if isinstance(failed, float) else lowest) for own in bad]
+                values[name].append((episode.task.id, value))
+    for name in {name for own, _ in (*bad, *good) for name in own}:
+        lowest = min([0.0, *(value for _, value in values[name])])
+        for own, episode in bad:
+            values[name].append((episode.task.id, own.get(name, failed if isinstance(failed, float) else lowest)))
     if solved := successes(episodes, rewards):
-        values["success"] = [float(one) for one in solved]
-    return {name: sum(found) / len(found) for name, found in sorted(values.items())}
+        values["success"] = [(episode.task.id, float(one)) for episode, one in solved]
+
+    means: dict[str, float] = {}
+    for name, found in sorted(values.items()):
+        if task_weights is None:
+            means[name] = sum(value for _, value in found) / len(found)
+            continue
+        by_task: dict[str, list[float]] = defaultdict(list)
+        for task, value in found:
+            by_task[task].append(value)
+        mean = mean_over_tasks({task: sum(own) / len(own) for task, own in by_task.items()}, task_weights)
+        if mean is not None:
+            means[name] = mean
+    return means
 
 
 def lags(samples: Iterable[Sample], versions: Mapping[str, int]) -> dict[str, int]:

@@ -208,7 +208,7 @@ def summary(metrics: StepMetrics) -> str:
 def _refilled(metrics: StepMetrics) -> str:
     """What a refill has drawn, and what of it has different rewards, by role."""
     of = metrics.refill
-    late = f", {of['late']} episodes late" if of["late"] else ""
+    late = f", {plural(of['late_tasks'], 'task')} late ({of['late']} episodes)" if of["late_tasks"] else ""
     kept = ", ".join(
         f"{role} {figures['refill_kept']:.0f} of {figures['refill_drawn']:.0f} groups differ"
         for role, figures in metrics.roles.items()

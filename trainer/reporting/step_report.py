@@ -106,7 +106,12 @@ class RolloutReport(StepReport):
             groups=len(prepared.groups),
             rows=len(prepared.trained),
             path=outcome_path(run.plan),
-            outcome=outcome_means(single, collected.outcomes, failed=failure_reward(config.on_failure)),
+            outcome=outcome_means(
+                single,
+                collected.outcomes,
+                failed=failure_reward(config.on_failure),
+                task_weights=run.task_weights,
+            ),
             candidate_reward=prepared.reward,
             held_out=dict(held_out),
             roles={
@@ -123,7 +128,14 @@ class RolloutReport(StepReport):
             updated=bool(moved(updates)),
             stayed=unmoved,
             silent=silent,
-            refill={"tasks": refill.tasks, "episodes": rolled.refilled, "late": rolled.late} if refill else {},
+            refill={
+                "tasks": refill.tasks,
+                "episodes": rolled.refilled,
+                "late": rolled.late,
+                "late_tasks": len(rolled.late_tasks),
+            }
+            if refill
+            else {},
             replay=replay_figures(run, batch.episodes),
             notes=(
                 *prepared.warnings,
@@ -133,6 +145,7 @@ class RolloutReport(StepReport):
                 *([NO_FEEDBACK.format(policies=", ".join(hintless))] if hintless else []),
                 *([f"{NO_OUTCOME} {GIVE_OUTCOMES}."] if misses_outcomes(run, batch) else []),
                 *(FLAT.format(role=role) for role in (refill.missing if refill else ())),
+                *([LATE] if rolled.late_tasks else []),
                 *(SILENT.format(role=role) for role, steps in silent.items() if steps >= SILENT_STEPS),
             ),
         )
@@ -178,6 +191,10 @@ def _rounded_away(updates: Updates) -> list[str]:
     return notes
 
 
+LATE = (
+    "Training did not wait for the last tasks that a refill had drawn: tasks whose episodes take long are "
+    "under-represented among its tasks. See `late_tasks` in the metrics. A larger max_staleness leaves them more time."
+)
 FLAT = (
     "The refill's budget was spent before role {role!r} had its groups with different rewards: nearly all of its tasks "
     "are solved by every candidate or by none (docs/how-to/not-learning.md). See `refill_missing` in the metrics."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
 import msgspec
@@ -34,7 +34,7 @@ from cotune.trainer.run.best_checkpoint import note_best
 from cotune.trainer.run.restore import add_new_roles, recovery
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.schedules.curriculum import fewer_episodes
-from cotune.trainer.schedules.refill import Refill
+from cotune.trainer.schedules.refill import Refill, why_no_refill
 from cotune.trainer.updates import keep_figures, publish, sampler_asleep
 
 
@@ -48,7 +48,12 @@ class RolloutSource:
         self.report = RolloutReport(run, progress)
         self._run = run
         self._progress = progress
-        roll_out_step = functools.partial(roll_out, run, progress)
+        self._needed: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+        """By step, set once training asks for its episodes."""
+
+        async def roll_out_step(step: int) -> RolledOut:
+            return await roll_out(run, progress, step, self._needed[step])
+
         self._rollouts = RolloutPipeline(roll_out_step, steps=run.config.steps, ahead=run.config.ahead)
         self._rolled: RolledOut
         self._batch: Batch
@@ -74,6 +79,7 @@ class RolloutSource:
         """The rows of the step's episodes."""
         run = self._run
         run.draw_tasks()
+        self._needed[run.state.steps].set()
         with self.report.phase("rollout"):
             rolled = await run.interruptible(self._rollouts.episodes_of(run.state.steps))
         if rolled is None:
@@ -106,11 +112,12 @@ class RolloutSource:
         return note_best(self._run, self._held_out, self._progress)
 
 
-async def roll_out(run: RolloutRun, progress: Progress, step: int) -> RolledOut:
+async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: asyncio.Event) -> RolledOut:
     """All episodes of a step, judged; those that a run before an interruption brought to an outcome are not run again.
 
-    When this is cancelled, finished episodes stay recorded for a resumed run. Raises SamplerError when the sampler is
-    gone and RunError when records were lost: the step is not trained on, as it lacks episodes that it need not lack.
+    `needed` is set when training waits for the step. When this is cancelled, finished episodes stay recorded for a
+    resumed run. Raises SamplerError when the sampler is gone and RunError when records were lost: the step is not
+    trained on, as it lacks episodes that it need not lack.
     """
     drawn, config, plan = run.state.drawn[step], run.config, run.plan
     tasks = {task.id: task for task in run.schedule.named([*drawn.own, *drawn.reserve])}
@@ -163,7 +170,7 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int) -> RolledOut:
         episodes = await roll(drawn.own, dict.fromkeys(drawn.own, 1))
         rolled = RolledOut(episodes=episodes)
         if config.refill.budget:
-            rolled = await _refilled(run, progress, step, episodes, roll, signals)
+            rolled = await _refilled(run, progress, step, episodes, roll, signals, needed)
         progress.scorer_errors(run.runner.scorer_errors)
         for role in run.runner.unlisted:
             progress.say_once(unlisted_said(role, run.config.other_roles))
@@ -191,17 +198,21 @@ async def _refilled(
     own: Sequence[Episode],
     roll: Callable[[Collection[str], Mapping[str, int]], Awaitable[list[Episode]]],
     signals: Callable[[Sequence[Episode]], Awaitable[list[GroupSignal]]],
+    needed: asyncio.Event,
 ) -> RolledOut:
-    """The episodes of a step with those of its refill. In mode async those that are late are not waited for."""
+    """The episodes of a step with those of its refill. In mode async late ones are waited for until the step is
+    `needed`."""
     config, per_task = run.config, run.plan.episodes_per_task
-    refill = Refill(config.refill, run.state.drawn[step], run.learning_roles(step), await signals(own))
+    players = run.trained_roles(step)
+    roles = [role for role in run.learning_roles(step) if not why_no_refill(run.recipes.of(players[role]))]
+    refill = Refill(config.refill, run.state.drawn[step], roles, await signals(own))
 
     async def draw(ids: Collection[str]) -> list[Episode]:
         progress.further(len(ids) * per_task)
         return await roll(ids, refill.times)
 
     at_once = max(1, config.concurrency // run.plan.k) if config.mode == "async" else None
-    added, late = await run_refill(refill, own, draw, signals, at_once)
+    added, late = await run_refill(refill, own, draw, signals, at_once, needed)
     run.store.flush()
     ids = {episode.id for episode in (*own, *added)}
     begun = run.store.episodes(phase="train", training_step=step) if late else ()
@@ -210,6 +221,7 @@ async def _refilled(
         refill=refill,
         refilled=len(added),
         late=sum(episode.task.id in late and episode.id not in ids for episode in begun),
+        late_tasks=sorted(set(late)),
     )
 
 

@@ -92,7 +92,7 @@ class RolloutRun(Run):
     published: dict[str, list[Proof]] = field(default_factory=dict)
     """By policy, the proofs of the versions that the sampler serves, oldest first."""
     learner_restarts: int = 0
-    fall_back: Callable[[float], Awaitable[None]] | None = None
+    fall_back: Callable[[float | None, str], Awaitable[None]] | None = None
     """With `learner.dtype = "auto"` in bfloat16: open sampler and learner again in float32, in their first state, as
     both differ by so many nats a token."""
     _working: asyncio.Future[Any] | None = None
@@ -132,6 +132,12 @@ class RolloutRun(Run):
         for step in range(state.steps, state.steps + self.config.ahead + 1):
             if step not in state.drawn:
                 state.drawn[step] = self.schedule.draw(step, state.tasks, self.learning_roles(step))
+
+    @property
+    def task_weights(self) -> dict[str, float] | None:
+        """The weights of the tasks of the step in hand in mean rewards; None if it drew none."""
+        drawn = self.state.drawn.get(self.state.steps)
+        return None if drawn is None else drawn.task_weights
 
     def complete_step(self, collected: Collected, prepared: Prepared) -> None:
         """Go on to the next step: the groups of this one are consumed, so later rewards for them are refused.

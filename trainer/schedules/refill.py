@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.task_signals import GroupSignal
@@ -105,22 +105,27 @@ class Refill:
         return sorted((task for task in self._own if task not in having), key=lambda task: self.times[task])
 
 
-def check_refill(config: TrainConfig, plan: Plan, recipe: Recipe, workflow: Workflow) -> None:
-    """Raises ConfigError for a refill that the recipe, the plan or the workflow has no use for."""
+def why_no_refill(recipe: Recipe) -> str:
+    """Why a refill does nothing for the roles of this recipe; empty if it does something."""
+    if not recipe.takes_rewards or not recipe.terms[0].compares or recipe.loss.critic:
+        return f"has no effect with recipe {recipe.name}, which does not compare the rewards of a group"
+    if not {"task", "branch", "prompt", "rollout"} & set(recipe.key):
+        return f"has no effect with recipe {recipe.name}, which compares episodes of different tasks"
+    return ""
+
+
+def check_refill(config: TrainConfig, plan: Plan, recipes: Sequence[Recipe], workflow: Workflow) -> None:
+    """Raises ConfigError for a refill that the plan, the workflow or all of the policies' recipes have no use for."""
     budget, again, judged = config.refill.budget, config.refill.draw == "again", workflow.episode_judge is not None
     if not budget:
         return
-    if not recipe.takes_rewards or not recipe.terms[0].compares or recipe.loss.critic:
-        fault = f"has no effect with recipe {recipe.name}, which does not compare the rewards of a group"
-        raise ConfigError("refill.budget", budget, fault, "Leave it out.")
-    if not {"task", "branch", "prompt", "rollout"} & set(recipe.key):
-        fault = f"has no effect with recipe {recipe.name}, which compares episodes of different tasks"
-        raise ConfigError("refill.budget", budget, fault, "Leave it out.")
-    faults: Mapping[str, bool] = {
+    if all(faults := [why_no_refill(recipe) for recipe in recipes]):
+        raise ConfigError("refill.budget", budget, faults[0], "Leave it out.")
+    conflicts: Mapping[str, bool] = {
         "cannot be used under the plan replay, whose episodes of a task are branches of one": plan.kind == "replay",
         "cannot be used with a judge, which has judged the episodes of the task before": judged,
         "cannot be used with curriculum.k_easy": config.curriculum.k_easy is not None,
     }
-    for fault, holds in faults.items():
+    for fault, holds in conflicts.items():
         if again and holds:
             raise ConfigError("refill.draw", "again", fault, "Set refill.draw = 'tasks'.")

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from cotune.algorithms.samples import Codes, Floats
+from cotune.algorithms.samples import Floats
 from cotune.algorithms.task_signals import EVEN_SHARE, TaskFacts, chances
 from cotune.records.plans import seed_of
 from cotune.records.structs import Task
@@ -21,6 +21,14 @@ class DrawnTasks(msgspec.Struct, frozen=True, array_like=True):
 
     own: tuple[str, ...]
     reserve: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    """One over the chance that each of `own` had of being drawn; empty if all had the same."""
+
+    @property
+    def task_weights(self) -> dict[str, float]:
+        """The weight of each own task in the mean reward of the step, so that this mean is an estimate of the mean over
+        all tasks. Tasks of a refill have none: how many it takes depends on their rewards."""
+        return dict(zip(self.own, self.weights or [1.0] * len(self.own), strict=True))
 
 
 class TaskPool:
@@ -57,14 +65,22 @@ class TaskPool:
             own = [count for first, count in self._counts if first <= step][-1]
             if own >= len(self._ids):
                 return DrawnTasks(tuple(self._ids))
-            order = in_order(chances(self._places, known, roles, EVEN_SHARE), [self._seed, step])
+            chance = chances(self._places, known, roles, EVEN_SHARE)
+            times = arrivals(chance, [self._seed, step])
+            order = np.argsort(times, kind="stable")
             drawn = [self._ids[i] for i in order[: own + extra_tasks(self._budget, own)].tolist()]
-            return DrawnTasks(tuple(drawn[:own]), tuple(drawn[own:]))
+            # A task is drawn if it arrives before the first one that is not. Given that time, its chance is this
+            # (Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches", section 4).
+            included = -np.expm1(-chance[order[:own]] * times[order[own]])
+            return DrawnTasks(tuple(drawn[:own]), tuple(drawn[own:]), tuple((1.0 / included).tolist()))
         own_ids = tuple(task.id for task in self._even.of(step))
         if self._reserve is None:
             return DrawnTasks(own_ids)
         others = [task.id for task in self._reserve.of(step) if task.id not in own_ids]
-        return DrawnTasks(own_ids, tuple(others[: extra_tasks(self._budget, len(own_ids))]))
+        # If the two together ask for all tasks, these come in the order of the file: draw among them at random.
+        order = np.random.default_rng([seed_of(self._seed, "refill"), step]).permutation(len(others))
+        reserve = [others[i] for i in order[: extra_tasks(self._budget, len(own_ids))].tolist()]
+        return DrawnTasks(own_ids, tuple(reserve))
 
     def named(self, ids: Iterable[str]) -> list[Task]:
         """The tasks with these ids."""
@@ -80,7 +96,7 @@ def extra_tasks(budget: float, own: int) -> int:
     return math.ceil(round(budget * own, 9))
 
 
-def in_order(weights: Floats, seed: Sequence[int]) -> Codes:
-    """[tasks] their places in the order in which they are drawn with these chances, none put back."""
-    times = np.random.default_rng(seed).exponential(size=len(weights))  # the first of them is drawn first
-    return np.argsort(times / weights, kind="stable")
+def arrivals(weights: Floats, seed: Sequence[int]) -> Floats:
+    """[tasks] a random time for each: tasks in the order of these times are drawn by `weights`, none put back."""
+    times: Floats = np.random.default_rng(seed).exponential(size=len(weights)) / weights
+    return times

@@ -55,8 +55,8 @@ def test_a_step_of_two_roles():
     assert prepared.left_out == {"zero_variance": 2, "missing_reward": 1, "group_of_one": 1}
     assert set(prepared.left_out) <= set(REASONS)
     assert prepared.roles == {
-        "a": RoleStats(samples=5, kept=2, reward=2.8, groups=2, group_spread=0.25, zero_variance=0.5, task_reward=2.8),
-        "b": RoleStats(samples=3, kept=2, reward=2.0, groups=1, group_spread=1.0, zero_variance=0.0, task_reward=2.0),
+        "a": RoleStats(samples=5, kept=2, reward=2.8, groups=2, group_spread=0.25, zero_variance=0.5),
+        "b": RoleStats(samples=3, kept=2, reward=2.0, groups=1, group_spread=1.0, zero_variance=0.0),
     }
     assert prepared.reward == pytest.approx(18 / 7)
     assert prepared.warnings == (
@@ -351,7 +351,7 @@ def test_a_role_that_only_failed_in_a_step_counts_the_lowest_of_the_other_roles(
     """Its crashes counted 0 where all others had less: the best reward of the step, in groups over roles too."""
     ended = [sample(f"e{i}.0", team=value, rollout=f"e{i}") for i, value in enumerate((-1.0, -3.0))]
     prepared = prepare([*ended, failing("f0.0", "rare"), failing("f1.0", "rare")], recipe("grpo"))
-    assert prepared.roles["rare"].reward == prepared.roles["rare"].task_reward == -3.0
+    assert prepared.roles["rare"].reward == -3.0
     assert dict(zip((s.id for s in prepared.samples), np.sign(prepared.advantages), strict=True)) == {
         "e0.0": 1.0, "e1.0": -1.0, "f0.0": -1.0, "f1.0": -1.0,
     }  # fmt: skip
@@ -360,5 +360,5 @@ def test_a_role_that_only_failed_in_a_step_counts_the_lowest_of_the_other_roles(
 def test_a_step_in_which_all_failed_has_no_reward_to_show():
     """The lowest of nothing is no 0: a guard and a reader would take it for the best step of a run that loses."""
     prepared = prepare([failing(f"f{i}.0", "a") for i in range(2)], recipe("dr_mas"))
-    assert np.isnan(prepared.roles["a"].reward) and np.isnan(prepared.roles["a"].task_reward)
+    assert np.isnan(prepared.roles["a"].reward)
     assert (prepared.reward, prepared.left_out, prepared.reached) == (None, {"no_signal": 2}, {"a": "no signal"})

@@ -155,7 +155,7 @@ def test_a_replay_plan_refills_with_further_tasks(trainer):
     trainer(application(outcome), GRADED, steps=2, **settings)
     for line in trainer.metrics():
         assert line["refill"]["episodes"] == 4 * line["refill"]["tasks"] > 0
-        assert line["replay"]["branches"] == 3 * (4 + line["refill"]["tasks"])
+        assert line["replay"]["branches"] == 4 * (4 + line["refill"]["tasks"])
 
 
 def test_an_adaptive_pool_refills_in_its_order(trainer):
@@ -189,7 +189,9 @@ def test_in_mode_async_a_late_episode_is_not_waited_for_and_counted(trainer, whe
     assert line["refill"]["late"] >= len(cancelled) >= 8 and line["failed"] == 0
     assert line["refill"]["episodes"] + line["refill"]["late"] + 32 == len(episodes_in(trainer)[0])
     assert line["groups"] >= 1 and line["seconds"]["rollout"] < 600
-    assert f"{line['refill']['late']} episodes late" in " ".join(trainer.said.split())
+    said = " ".join(trainer.said.split())
+    assert line["refill"]["late_tasks"] >= 1 and f"late ({line['refill']['late']} episodes)" in said
+    assert "tasks whose episodes take long are under-represented" in said
     assert all({*line["staleness"]} <= {"0", "1"} for line in trainer.metrics())
 
 
@@ -205,7 +207,7 @@ def test_what_a_judge_says_of_further_tasks_is_waited_for(trainer):
     trainer(app, GRADED, steps=1, refill={"budget": 1.0}, **SETTINGS)
     (line,) = trainer.metrics()
     first = line["roles"]["first"]
-    assert line["refill"] == {"tasks": 4, "episodes": 32, "late": 0}
+    assert line["refill"] == {"tasks": 4, "episodes": 32, "late": 0, "late_tasks": 0}
     assert (first["refill_drawn"], first["refill_wasted"]) == (4, 4 - first["refill_kept"])
     assert line["groups"] == first["refill_kept"] > 0
 

@@ -10,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cotune
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.task_signals import GroupSignal
 from cotune.errors import ConfigError
+from cotune.records.plans import Plan
 from cotune.records.structs import Episode, Task
 from cotune.trainer.config.refill import RefillConfig
+from cotune.trainer.config.train import convert
 from cotune.trainer.rollout.refill import run_refill
-from cotune.trainer.schedules.refill import Refill
+from cotune.trainer.schedules.refill import Refill, check_refill
 from cotune.trainer.schedules.task_pool import DrawnTasks
 from tests.trainer.tiny_app import application
 
@@ -92,20 +95,29 @@ def episodes(names, number: int = 0) -> list[Episode]:
     return [Episode(id=f"{name}{number}", task=Task(id=name, input=name), workflow="w") for name in names]
 
 
-def driven(step: Refill, at_once: int | None, slow: str = "") -> tuple[list[Episode], list[str], list[list[str]]]:
-    """Runs a refill whose further tasks all differ, but `slow`, which never ends."""
+def driven(
+    step: Refill, at_once: int | None, slow: str = "", needed: bool = False
+) -> tuple[list[Episode], list[str], list[list[str]]]:
+    """Runs a refill whose further tasks all differ. `slow` ends long after the others; if training has `needed` the
+    step from the start, never."""
     batches: list[list[str]] = []
 
     async def roll(names):
         batches.append(list(names))
         if slow in names and slow:
-            await asyncio.Event().wait()
+            await (asyncio.Event().wait() if needed else asyncio.sleep(0.2))
         return episodes(names)
 
     async def judge(ended):
         return [group(e.task.id, spread=True, episode=e.id) for e in ended]
 
-    added, late = asyncio.run(asyncio.wait_for(run_refill(step, episodes(OWN), roll, judge, at_once), 10))
+    async def run():
+        asked = asyncio.Event()
+        if needed:
+            asked.set()
+        return await asyncio.wait_for(run_refill(step, episodes(OWN), roll, judge, at_once, asked), 10)
+
+    added, late = asyncio.run(run())
     return added, late, batches
 
 
@@ -115,9 +127,16 @@ def test_in_mode_sync_tasks_drawn_together_are_waited_for():
     assert batches == [["w", "x", "y", "z"]] and [e.id for e in added] == ["w0", "x0", "y0", "z0"] and late == []
 
 
-def test_in_mode_async_the_last_one_is_not_waited_for():
+def test_in_mode_async_slow_tasks_are_waited_for_while_nobody_needs_the_step():
     step = refill(group("a", spread=True), group("b", spread=True), group("c"), group("d"))
     added, late, batches = driven(step, 8, slow="w")
+    assert sorted(e.id for e in added) == ["w0", "x0", "y0", "z0"] and late == []
+    assert batches == [["w"], ["x"], ["y"], ["z"]], "nothing more is drawn meanwhile"
+
+
+def test_in_mode_async_no_task_is_waited_for_once_training_needs_the_step():
+    step = refill(group("a", spread=True), group("b", spread=True), group("c"), group("d"))
+    added, late, batches = driven(step, 8, slow="w", needed=True)
     assert sorted(e.id for e in added) == ["x0", "y0", "z0"] and late == ["w"]
     assert batches == [["w"], ["x"], ["y"], ["z"]]
     assert step.figures("first")["refill_kept"] == 3
@@ -167,3 +186,13 @@ def test_check_says_what_a_refill_may_cost(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(one.about == "refill" for one in cotune.check(application(), tasks, **settings).findings)
     with pytest.raises(ConfigError, match=r"refill.budget = 1.0 has no effect with recipe distill"):
         cotune.check(application(), tasks, refill={"budget": 1.0}, recipe="distill", distill={"teacher": "t"})
+
+
+def test_a_refill_is_refused_only_if_no_policy_learns_from_rewards() -> None:
+    config = convert({"model": "m", "refill": {"budget": 0.5}})
+    plan, flow = Plan(kind="independent", k=4), application().cotune
+    taught, rewarded = recipe("distill"), recipe("dr_mas")
+    check_refill(config, plan, [rewarded, taught], flow)
+    check_refill(config, plan, [taught, rewarded], flow)
+    with pytest.raises(ConfigError, match=r"refill.budget = 0.5 has no effect with recipe distill"):
+        check_refill(config, plan, [taught], flow)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections import Counter, defaultdict
 
@@ -12,12 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.algorithms.task_signals import HALF, PRIOR, RoleFacts, TaskFacts, chances
-from cotune.records.structs import Task
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.collect import Collected
+from cotune.algorithms.policy_recipes import Recipes
+from cotune.algorithms.prepare import prepare
+from cotune.algorithms.samples import Sample
+from cotune.algorithms.task_signals import HALF, PRIOR, RoleFacts, TaskFacts, chances, with_step
+from cotune.records.structs import PolicyRef, Task
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
-from cotune.trainer.schedules.task_pool import TaskPool, in_order
+from cotune.trainer.schedules.task_pool import TaskPool, arrivals
 from tests.trainer.tiny_app import application, ask
 
 ADAPTIVE = CurriculumConfig(pool="adaptive")
@@ -83,7 +89,7 @@ def test_each_role_has_an_equal_share_also_one_that_seldom_acts():
 
 def test_the_order_of_a_draw_follows_the_chances():
     weights = np.array([0.6, 0.3, 0.1])
-    first = Counter(int(in_order(weights, [seed])[0]) for seed in range(4000))
+    first = Counter(int(np.argmin(arrivals(weights, [seed]))) for seed in range(4000))
     assert [first[i] / 4000 for i in range(3)] == pytest.approx(weights.tolist(), abs=0.03)
 
 
@@ -102,6 +108,47 @@ def test_an_even_pool_refills_with_other_tasks_and_leaves_the_steps_own_as_they_
     drawn = TaskPool(tasks, CurriculumConfig(), 0.7, 1, [(0, 4)]).draw(step, {}, [])
     assert drawn.own == plain.own and not plain.reserve
     assert len(set(drawn.reserve)) == 3 and not {*drawn.reserve} & {*drawn.own}
+
+
+@pytest.mark.parametrize(("tasks", "per_step", "budget"), [(60, 32, 1.0), (48, 32, 0.5), (100, 64, 0.5)])
+def test_a_refill_draws_no_task_for_its_place_in_the_file(tasks, per_step, budget):
+    """Also if a step and its refill ask for nearly all tasks: the first half of the file has half of the draws."""
+    pool = TaskPool([Task(id=str(i), input=i) for i in range(tasks)], CurriculumConfig(), budget, 0, [(0, per_step)])
+    taken: Counter[bool] = Counter()
+    for step in range(300):  # a refill seldom takes more than the first few
+        taken.update(int(name) < tasks / 2 for name in pool.draw(step, {}, []).reserve[:4])
+    assert taken[True] / taken.total() == pytest.approx(0.5, abs=0.05)
+
+
+def rewards_of_a_fixed_policy(solved, pool, steps=60):
+    """Mean over steps of the reward that is shown, for a policy that solves each task with these chances."""
+    rng = random.Random(1)
+    tasks = [Task(id=f"t{i}", input=0) for i in range(200)]
+    chance = {task.id: solved[i % len(solved)] for i, task in enumerate(tasks)}
+    drawing = TaskPool(tasks, CurriculumConfig(pool=pool), 0.0, 0, [(0, 24)])
+    recipes, known, shown = Recipes(run=recipe("dr_mas")), {}, []
+    for step in range(steps):
+        drawn = drawing.draw(step, known, ["w"])
+        samples = [
+            Sample(
+                id=f"{task}.{step}.{k}.0", task=task, rollout=f"{task}-{step}-{k}", role="w", turn=0, step=0,
+                branch="x", prompt=task, policy=PolicyRef("p"), tokens=4, training_step=step,
+                outcome={"team": float(rng.random() < chance[task])},
+            )
+            for task in drawn.own
+            for k in range(8)
+        ]  # fmt: skip
+        known = with_step(known, Collected(samples=samples, calls={}, left_out={}), recipes)
+        prepared = prepare(samples, recipes.run, task_weights=drawn.task_weights)
+        assert prepared.reward == pytest.approx(prepared.roles["w"].reward)
+        shown.append(prepared.roles["w"].reward)
+    return sum(shown) / steps
+
+
+@pytest.mark.parametrize("solved", [(0.0, 0.5), (0.0, 0.3, 0.6, 1.0), (0.9, 1.0, 1.0, 0.5)])
+@pytest.mark.parametrize("pool", ["even", "adaptive"])
+def test_the_reward_of_a_step_is_that_of_all_tasks_whichever_are_drawn(solved, pool):
+    assert rewards_of_a_fixed_policy(solved, pool) == pytest.approx(sum(solved) / len(solved), abs=0.03)
 
 
 async def graded(task):

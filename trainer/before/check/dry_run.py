@@ -116,8 +116,7 @@ def check(
         checked_tasks = all_tasks[:limit]
         plan, recipes, why = config.resolve_plan(list(flow.scorers))
         check_curriculum(config.curriculum, plan, all_tasks)
-        for recipe in recipes.every:
-            check_refill(config, plan, recipe, flow)
+        check_refill(config, plan, recipes.every, flow)
         able = recipes.able(flow.scorers)
         loaded = time.perf_counter()
         bases = load_bases(config) if model is not None or len(config.bases) > 1 else {}
