@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from cotune.intervals import share
 from cotune.storage.metrics_file import read_metrics
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.train import resume, train
@@ -77,24 +76,20 @@ def _steps_done(run: Path) -> int:
 
 
 def over_seeds(lines: Sequence[Mapping[str, Any]], tasks: int, name: str = "trained") -> dict[str, Any]:
-    """Success over the seeds, of `name` in what was reached, with its 95% interval, and by seed."""
-    pooled = share(sum(line["reached"][name] for line in lines), tasks * len(lines))
-    assert pooled is not None and pooled.low is not None and pooled.high is not None
+    """Mean success over the seeds, of `name` in what was reached, and by seed."""
     ordered = sorted(lines, key=lambda line: line["seed"])
     return {
-        "success": round(pooled.mean, 4),
-        "low": round(pooled.low, 4),
-        "high": round(pooled.high, 4),
+        "success": mean_share(lines, tasks, name),
         "seeds": {str(line["seed"]): round(line["reached"][name] / tasks, 4) for line in ordered},
     }
 
 
 def mean_share(lines: Sequence[Mapping[str, Any]], tasks: int, name: str) -> float:
-    """The same share without an interval."""
+    """The mean share over the seeds."""
     return round(sum(line["reached"][name] for line in lines) / tasks / len(lines), 4)
 
 
-def success_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Success, its interval, and by seed, as a table shows them."""
+def success_cells(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Success, and by seed, as a table shows them."""
     seeds = ", ".join(f"{value:.1%}" for value in row["seeds"].values())
-    return f"{row['success']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}", seeds
+    return f"{row['success']:.1%}", seeds

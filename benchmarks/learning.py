@@ -32,7 +32,6 @@ from cotune.adapters.export import TrainedPolicy, latest_policies
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.transformers.sampler import TransformersSampler
-from cotune.intervals import share
 from cotune.reading.evaluations import EvaluatedMode
 from cotune.recording.recorder import Nowhere
 from cotune.records.structs import PolicyRef
@@ -260,18 +259,15 @@ def recorded(path: Path, settings: Settings) -> dict[tuple[str, int], dict[str, 
 
 
 def summary(results: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By row: share over all tasks of all seeds with its Wilson 95% interval, greedy share, share of each seed."""
+    """By row: share over all tasks of all seeds, and share of each seed."""
     found: dict[str, dict[str, Any]] = {}
     results = list(results)
     for name in ROWS:
         lines = sorted((line for line in results if line["row"] == name), key=lambda line: line["seed"])
         tasks = sum(line["tasks"] for line in lines)
-        pooled = share(sum(line["reached"] for line in lines), tasks)
-        if pooled is not None:
+        if tasks:
             found[name] = {
-                "mean": round(pooled.mean, 4),
-                "low": round(pooled.low or 0.0, 4),
-                "high": round(pooled.high or 0.0, 4),
+                "mean": round(sum(line["reached"] for line in lines) / tasks, 4),
                 "n": tasks,
                 "seeds": {str(line["seed"]): round(line["reached"] / line["tasks"], 4) for line in lines},
             }
@@ -281,14 +277,13 @@ def summary(results: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def shown(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """The table of all rows."""
     table = Table(title="Plan-Path: share of fresh tasks whose goal was reached, temperature 1")
-    for title in ("row", "success", "95% interval over tasks", "by seed"):
+    for title in ("row", "success", "by seed"):
         table.add_column(title)
     for name, row in rows.items():
         seeds = ", ".join(f"{value:.1%}" for value in row["seeds"].values())
         table.add_row(
             ROWS[name].title,
             f"{row['mean']:.1%}",
-            f"{row['low']:.1%} to {row['high']:.1%}",
             seeds,
         )
     return table

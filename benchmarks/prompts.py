@@ -44,7 +44,6 @@ from cotune.records.answers import Answer
 from cotune.records.ids import canonical
 from cotune.records.structs import Candidate, Usage
 from cotune.storage.open_store import open_store
-from cotune.trainer.evaluation.statistics import mean
 from cotune.trainer.prompting.evaluations import answering_in_search
 from cotune.trainer.prompting.improve import improve
 from cotune.trainer.prompting.options import ImproveOptions
@@ -260,10 +259,10 @@ def by_task(out: Path, line: Mapping[str, Any]) -> list[float]:
     )
 
 
-def _pooled(lines: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """The mean difference over all searches of a way, with its 95% interval."""
-    found = mean([value for line in lines for value in line["by_task"]], (-1.0, 1.0))
-    return [] if found is None else [found.low, found.mean, found.high]
+def _pooled(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """The mean difference over all searches of a way."""
+    changes = [value for line in lines for value in line["by_task"]]
+    return sum(changes) / len(changes) if changes else None
 
 
 if __name__ == "__main__":

@@ -270,7 +270,7 @@ def main() -> None:
             if line := kept.once(partial(result, order, seed, options), strategy=order, seed=seed):
                 console.print(f"seed {seed}: {order}: {line['reached']} of {options.fresh}")
     table = Table(title="Two roles, Qwen3 of 0.3M parameters: share of fresh tasks solved, temperature 1")
-    for title in ("", "success", "95% interval", "by seed"):
+    for title in ("", "success", "by seed"):
         table.add_column(title)
     found = {}
     for (order, name), title in ROWS.items():

@@ -109,7 +109,7 @@ def result(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
-    """By way: success of single samples over all seeds with its 95% interval, tokens sampled, rows trained on."""
+    """By way: success of single samples over all seeds, tokens sampled, rows trained on."""
     found: dict[str, dict[str, Any]] = {}
     for way in WAYS:
         lines = [line for line in results if line["way"] == way]
@@ -127,7 +127,7 @@ def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """The ways side by side."""
     shown = Table(title="Plan-Path: share of fresh tasks whose goal was reached, single samples at temperature 1")
-    for title in ("way", "success", "95% interval", "by seed", "base", "sampled tokens", "rows trained on"):
+    for title in ("way", "success", "by seed", "base", "sampled tokens", "rows trained on"):
         shown.add_column(title)
     for way, row in rows.items():
         counts = f"{row['tokens']:,}", f"{row['rows']:,}"

@@ -96,7 +96,7 @@ def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """The ways side by side."""
     shown = Table(title="Plan-Path: share of fresh tasks whose goal was reached, by what went on in training")
-    for title in ("select", "single samples", "95% interval", "by seed", "greedy", "base", "selected path, last step"):
+    for title in ("select", "single samples", "by seed", "greedy", "base", "selected path, last step"):
         shown.add_column(title)
     for select, row in rows.items():
         shares = (f"{row[name]:.1%}" for name in ("greedy", "base", "path_in_last_step"))

@@ -128,7 +128,7 @@ def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """The ways side by side."""
     shown = Table(title="Plan-Path: share of fresh tasks whose goal was reached, at equal sampled tokens")
-    for title in ("way", "trained", "95% interval", "by seed", "untrained", "steps", "tokens", "rows trained on"):
+    for title in ("way", "trained", "by seed", "untrained", "steps", "tokens", "rows trained on"):
         shown.add_column(title)
     for way, row in rows.items():
         counts = (f"{row[name]:,.0f}" for name in ("steps", "tokens", "rows"))

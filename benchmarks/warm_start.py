@@ -98,7 +98,7 @@ def main() -> None:
     lines = kept.lines()
     found = {name: over_seeds(lines, options.tasks, name) for name in ROWS}
     table = Table(title="Tool-using example: share of fresh tasks solved, single samples at temperature 1")
-    for title in ("policies", "success", "95% interval", "by seed"):
+    for title in ("policies", "success", "by seed"):
         table.add_column(title)
     for name, row in found.items():
         table.add_row(ROWS[name], *success_cells(row))

@@ -161,7 +161,7 @@ class Trainings:
 
 
 def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[str, Any]]:
-    """By row: success of single samples over all seeds with its 95% interval, and the tokens sampled in training."""
+    """By row: success of single samples over all seeds, and the tokens sampled in training."""
     found: dict[str, dict[str, Any]] = {}
     for title, (training, mode) in ROWS.items():
         lines = [line for line in results if line["training"] == training]
@@ -174,7 +174,7 @@ def summary(results: Sequence[Mapping[str, Any]], tasks: int) -> dict[str, dict[
 def table(workload: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """The rows, one under the other."""
     shown = Table(title=f"{workload}: share of fresh tasks solved, single samples at temperature 1")
-    for title in ("", "success", "95% interval", "by seed", "sampled tokens"):
+    for title in ("", "success", "by seed", "sampled tokens"):
         shown.add_column(title)
     for title, row in rows.items():
         shown.add_row(title, *success_cells(row), f"{row['tokens']:,}" if row["tokens"] else "")

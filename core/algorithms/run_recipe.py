@@ -138,6 +138,10 @@ def policy_recipes(config: RunConfig, plan: PlanKind) -> Recipes:
     as it is in the configuration."""
 
     def resolved(name: str, overrides: Mapping[str, Any], policy: str = "") -> Recipe:
+        if "plan" in overrides:
+            field = f"{'policy.' if policy else ''}overrides.plan"
+            fault = "is no setting of a recipe: all policies of a run have its plan"
+            raise ConfigError(field, overrides["plan"], fault, "Leave it out, and set plan.kind (--plan).")
         try:
             return recipe(name, **{"plan": plan, "team_weight": config.team_weight, **overrides})
         except ConfigError as error:

@@ -197,7 +197,8 @@ class LocalLearner:
                 **found,
                 **self._gradient_checks[policy].after_update(policy),
                 "loss": float(np.mean(losses)),
-                "grad_norm": float(np.mean(finite)),
+                # Without mini-batches that had no advantage: they say nothing of the gradients.
+                "grad_norm": float(np.mean([norm for norm in finite if norm > 0.0] or [0.0])),
                 "steps": float(len(batches)),
                 "skipped_steps": float(len(norms) - len(finite)),
                 "idle_steps": float(norms.count(0.0)) if settings.weight_decay == 0.0 else 0.0,

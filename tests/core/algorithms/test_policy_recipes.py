@@ -96,6 +96,10 @@ def test_the_configuration_names_what_does_not_fit() -> None:
         resolved("independent", recipe="c3")
     with pytest.raises(ConfigError, match=r"policy.overrides.clip_low = 3.0 of policy p must be between 0 and 1"):
         resolved("independent", overrides={"clip_low": 3.0})
+    with pytest.raises(ConfigError, match=r"policy.overrides.plan = 'tree' is no setting of a recipe"):
+        resolved("independent", overrides={"plan": "tree"})
+    with pytest.raises(ConfigError, match=r"^overrides.plan = 'tree' .* set plan.kind \(--plan\)"):
+        policy_recipes(RunConfig(overrides={"plan": "tree"}), "independent")
     with pytest.raises(ConfigError, match=r"policy.recipe = 'advantage_alignment' of policy p needs the advantages"):
         check_together(resolved("independent", recipe="advantage_alignment"))
 

@@ -146,6 +146,15 @@ def test_rows_without_an_advantage_move_nothing_also_by_momentum(opened, base):
     assert same(before, snapshot(learner, "a"))
 
 
+def test_mini_batches_without_an_advantage_do_not_lower_the_gradient_norm(opened, base):
+    rows = make_rows(groups=3, k=4)
+    silent = [msgspec.structs.replace(row, id=f"silent {row.id}", advantage=0.0) for row in rows]
+    alone = opened(base, settings=change(FAST, mini_batch=1)).update("a", rows)
+    both = opened(base, settings=change(FAST, mini_batch=1)).update("a", [*rows, *silent])
+    assert both["idle_steps"] == len(silent)
+    assert both["grad_norm"] == pytest.approx(alone["grad_norm"], rel=0.3)
+
+
 def test_what_the_first_pass_saw_of_each_token_is_told(opened, base):
     learner = opened(base, settings=change(FAST, mini_batch=1, epochs=2, micro_batch_tokens=64))
     rows = on_policy(learner, "a", make_rows(temperature=0.7))
