@@ -47,7 +47,7 @@ from cotune.sampling.protocol import Completion
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.learner.batching import micro_batches, mini_batches, tokens_of
-from cotune.trainer.learner.token_tree import token_tree
+from cotune.trainer.learner.token_tree import attention_blocks, token_tree
 from examples.word_problems.demo import pretrained
 
 APPEND = (
@@ -225,9 +225,16 @@ def phases(stores: Path) -> dict[str, Phase]:
         "concurrency": Phase("episodes", (8, 16, 32, 64, 128, 256, 512), lambda n: (n, talk.at_once(n))),
         "store": Phase("calls", (10_000, 100_000, 1_000_000), lambda n: (n, read_step(stores, n))),
         "token_tree": Phase("rows", many, of_rows(lambda some: token_tree([tokens_of(row) for row in some]))),
+        "blocks": Phase("tokens", (4096, 8192, 16384, 32768), blocks_of_one_row),
         "mini_batches": Phase("rows", many, of_rows(lambda some: mini_batches(some, 64, every))),
         "micro_batches": Phase("rows", many, of_rows(lambda some: micro_batches(some, range(len(some)), 2048, True))),
     }
+
+
+def blocks_of_one_row(tokens: int) -> tuple[float, float]:
+    """The blocks in which a single row of so many tokens attends."""
+    tree = token_tree([range(tokens)])
+    return tokens, seconds(lambda: attention_blocks(tree))
 
 
 def fastest(phase: Phase, rounds: int) -> list[tuple[float, float]]:

@@ -26,6 +26,10 @@ from cotune.prompts.templates import Template
 
 _FIRST = 16
 """Texts that are compared each with each; further ones join the prompts of these, or begin new ones."""
+_AT_ONCE = 128
+"""Further texts that are compared with the prompts in a round; the others wait for what the round shows."""
+_ROUNDS = 8
+"""Rounds at most: texts that no prompt reads by then stay apart."""
 
 
 @dataclass
@@ -94,9 +98,27 @@ def grouped(texts: Iterable[SeenText]) -> list[Group]:
     step = max(1, len(alone) // _FIRST)
     first = alone[::step][:_FIRST]
     groups = _merged(first)
-    for one in alone:
-        if not any(one is other for other in first):
+    waiting = [one for one in alone if not any(one is other for other in first)]
+    apart: list[Group] = []
+    for _ in range(_ROUNDS):
+        if not waiting:
+            break
+        # A part of them, from all over the records, joins prompts or begins new ones.
+        step = -(-len(waiting) // _AT_ONCE)
+        known = {id(group) for group in groups if group.firm}
+        for one in waiting[::step]:
             _join(groups, one)
+        waiting = [one for number, one in enumerate(waiting) if number % step]
+        if not waiting:
+            break
+        # The rest need no alignment if a prompt reads them as they are. Single texts are compared no more: so many
+        # texts that are all unlike are input, and comparing each with each would take hours.
+        firm = [group for group in groups if group.firm]
+        apart += [group for group in groups if not group.firm]
+        groups, waiting = firm, [one for one in waiting if not _read_by(firm, one)]
+        if known.issuperset(id(group) for group in firm):
+            break
+    groups = [*groups, *apart, *waiting]
     # Late texts may have taken from a prompt what kept it apart from another.
     return _merged(groups) if len(alone) > len(first) and len(groups) <= 2 * _FIRST else groups
 
@@ -121,10 +143,7 @@ def _merged(groups: Sequence[Group]) -> list[Group]:
 
 def _join(groups: list[Group], one: Group) -> None:
     """Put a text into the prompt that reads it, or else into the one that shares most, or else by itself."""
-    (text,) = one.texts
-    constant, number = max(((group.reads(text), number) for number, group in enumerate(groups)), default=(0, 0))
-    if constant > 0:
-        groups[number].texts.append(text)
+    if _read_by(groups, one):
         return
     fits = {number: fit for number, group in enumerate(groups) if (fit := _fit(group, one))}
     if not fits:
@@ -132,6 +151,16 @@ def _join(groups: list[Group], one: Group) -> None:
         return
     best = max(fits, key=lambda number: fits[number].shared)
     groups[best] = _one(groups[best], one, fits[best])
+
+
+def _read_by(groups: Sequence[Group], one: Group) -> bool:
+    """Put a text into the prompt that reads it with the most constant text; False if none does."""
+    (text,) = one.texts
+    constant, number = max(((group.reads(text), number) for number, group in enumerate(groups)), default=(0, 0))
+    if constant <= 0:
+        return False
+    groups[number].texts.append(text)
+    return True
 
 
 def _fit(a: Group, b: Group) -> _Fit | None:

@@ -170,14 +170,20 @@ def _keys(unit: Sequence[Segment]) -> int:
 def _block(units: Sequence[Sequence[Segment]]) -> Block:
     shape = len(units), max(map(_queries, units)), max(map(_keys, units))
     queries, keys = np.zeros(shape[:2], np.int64), np.zeros((shape[0], shape[2]), np.int64)
-    real, allowed = np.zeros(shape[:2], np.bool_), np.zeros(shape, np.bool_)
-    allowed[:, :, 0] = True
+    real = np.zeros(shape[:2], np.bool_)
+    # Roots see all keys up to their own: no mask, which would have queries x keys entries.
+    roots = all(not len(unit[0].ancestors) for unit in units)
+    allowed = None if roots else np.zeros(shape, np.bool_)
+    if allowed is not None:
+        allowed[:, :, 0] = True
     for index, unit in enumerate(units):
         own = np.concatenate([np.arange(segment.start, segment.end) for segment in unit])
         past = len(unit[0].ancestors)
         queries[index, : len(own)] = own
         real[index, : len(own)] = True
         keys[index, : past + len(own)] = np.concatenate([unit[0].ancestors, own])
+        if allowed is None:
+            continue
         start = 0
         for segment in unit:
             length = segment.end - segment.start
@@ -186,8 +192,7 @@ def _block(units: Sequence[Sequence[Segment]]) -> Block:
             columns = slice(past + start, past + start + length)
             allowed[index, rows, columns] = np.tri(length, dtype=np.bool_)
             start += length
-    roots = all(not len(unit[0].ancestors) for unit in units)
-    return Block(queries, keys, real, None if roots else allowed)
+    return Block(queries, keys, real, allowed)
 
 
 def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:

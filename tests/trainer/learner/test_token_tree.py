@@ -147,3 +147,12 @@ def test_even_cuts_make_the_largest_part_as_small_as_can_be(sequences, parts):
     if parts == 2:
         every = [[0, at, len(sequences)] for at in range(len(sequences) + 1)]
         assert largest == min(max(sizes(sequences, order, one)) for one in every)
+
+
+def test_a_single_long_row_needs_no_mask():
+    """A mask of queries x keys would take 16,384^2 bytes = 268 MB."""
+    tracemalloc.start()
+    (block,) = attention_blocks(token_tree([range(16_384)]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert block.allowed is None and peak < 8e6
