@@ -1,4 +1,4 @@
-"""Which role is changed next: those whose calls decide the outcome more often than others."""
+"""Which role is changed next, and forks of recorded runs that show how outcomes depend on single answers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import fmean, variance
 
 from cotune.prompts.edits import PromptPart, Prompts
 from cotune.records.structs import CallRecord, Episode, Task
@@ -21,15 +19,16 @@ BRANCHES = 2
 """Of each fork, beside the recorded episode."""
 MOST_TASKS = 6
 LEAST_TASKS = 2
-_LEAST = 0.1
-"""Of a role's weight against the mean: no role is left out for good, as forks are few."""
 
 
 @dataclass
 class Credit:
-    """How much outcomes vary by what each role says, and why that is not known where it is not."""
+    """What forks have shown: answers to compare, and a sentence on whose calls decide.
 
-    weights: Mapping[str, float] = field(default_factory=dict)
+    The sentence never ranks roles. A share of the outcomes' variance by role, from forks on at most `MOST_TASKS` tasks,
+    changed from one search of an application to the next.
+    """
+
     note: str = ""
     contrasts: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
     """By forked call, its answers, each with the outcome it came to."""
@@ -38,17 +37,14 @@ class Credit:
 async def measure(
     evaluations: Evaluations, base: Prompts, parts: Sequence[PromptPart], tasks: Sequence[Task], floor: float
 ) -> Credit:
-    """Fork recorded episodes at each role's first call, where that is affordable.
-
-    A fork at a role's first call draws anew what this role says and all that comes after it. So the variance of the
-    outcomes of a fork, less that of the fork at the next role's first call, is that role's own.
-    """
+    """Fork recorded episodes at each role's first call, if that is affordable. A fork draws anew what this role says
+    and all that comes after it."""
     roles = {role for part in parts for role in part.roles}
     most = evaluations.options.credit * evaluations.options.max_calls
     if len(roles) < 2:
         return Credit(note="one role has prompts")
     if not most:
-        return Credit(note="roles are changed in turn, as credit = 0")
+        return Credit(note="not asked, as credit = 0; roles are changed in turn")
     chosen = tasks[:MOST_TASKS]
     trunks = [one for one in await evaluations.run(base, chosen) if one.outcome is not None]
     known = {task.id: task for task in chosen}
@@ -62,7 +58,9 @@ async def measure(
             plans.append((known[trunk.task], forks))
             planned += price
     if len(plans) < LEAST_TASKS:
-        return Credit(note=f"roles are changed in turn: forks on {LEAST_TASKS} tasks do not fit into {most:.0f} calls")
+        return Credit(
+            note=f"not known: forks on {LEAST_TASKS} tasks do not fit into {most:.0f} calls; roles are changed in turn"
+        )
     return await _measured(evaluations, base, plans, floor)
 
 
@@ -83,33 +81,23 @@ async def _measured(
             return await evaluations.complete(known)
         return await evaluations.fork(base, read_script(store, fork.episode), fork.id, task, number)
 
-    variances: dict[str, list[float]] = {}
     contrasts: dict[str, list[tuple[str, float]]] = {}
     missing = 0
     for task, forks in plans:
-        own: list[tuple[str, float]] = []
         for fork in forks:
-            made = await asyncio.gather(*(branch(task, fork, number) for number in range(BRANCHES)))
-            ended = [episode for episode in made if episode.is_outcome]
-            missing += len(made) - len(ended)
-            values = [_outcome(evaluations, fork.episode, floor)]
-            said = [(said_by(fork), values[0])]
+            branches = await asyncio.gather(*(branch(task, fork, number) for number in range(BRANCHES)))
+            ended = [episode for episode in branches if episode.is_outcome]
+            missing += len(branches) - len(ended)
+            said = [(said_by(fork), _outcome(evaluations, fork.episode, floor))]
             for episode in ended:
-                value = _outcome(evaluations, episode.id, floor)
-                values.append(value)
                 at = next((c for c in store.calls(episode.id) if episode.fork and c.id == episode.fork.at), None)
                 if at is not None:
-                    said.append((said_by(at), value))
+                    said.append((said_by(at), _outcome(evaluations, episode.id, floor)))
             contrasts[fork.id] = said
-            if len(values) > 1:
-                own.append((fork.role, variance(values)))
-        for (role, mine), (_, after) in pairwise([*own, ("", 0.0)]):
-            variances.setdefault(role, []).append(mine - after)
-    weights = {role: max(fmean(of), 0.0) for role, of in variances.items()}
-    note = f"forks on {len(plans)} tasks" + (f", {missing} branches did not come to an end" if missing else "")
-    if not any(weights.values()):
-        return Credit(note=f"roles are changed in turn: outcomes do not vary over {note}", contrasts=contrasts)
-    return Credit(weights, note, contrasts)
+    note = f"not known yet: forks on {len(plans)} tasks are too few to tell; roles are changed in turn"
+    if missing:
+        note += f"; {missing} branches did not come to an end"
+    return Credit(note, contrasts)
 
 
 def _outcome(evaluations: Evaluations, episode: str, floor: float) -> float:
@@ -126,18 +114,14 @@ def _firsts(calls: Sequence[CallRecord]) -> list[CallRecord]:
 
 
 class Turns:
-    """Whose turn it is: parts in proportion to the weights of their roles, or, where these are unknown, in turn.
+    """Whose turn it is: each part as often as any other.
 
     Without scorers of roles every second turn is all parts': a better answer of one role that the next does not use yet
     changes no outcome, and would be refused for ever.
     """
 
-    def __init__(self, parts: Sequence[PromptPart], weights: Mapping[str, float], *, scored: bool) -> None:
-        mean = fmean(weights.values()) if weights else 0.0
-        self._weights = {
-            part.name: max([weights.get(role, 0.0) for role in part.roles] + [_LEAST * mean]) if mean else 1.0
-            for part in parts
-        }
+    def __init__(self, parts: Sequence[PromptPart], *, scored: bool) -> None:
+        self._names = [part.name for part in parts]
         self._together = not scored and len(parts) > 1
         self._turn = 0
         self.taken: Counter[str] = Counter()
@@ -146,7 +130,7 @@ class Turns:
         """The parts that are changed next."""
         self._turn += 1
         if self._together and self._turn % 2:
-            return list(self._weights)
-        chosen = min(self._weights, key=lambda name: (self.taken[name] + 1) / self._weights[name])
+            return list(self._names)
+        chosen = min(self._names, key=lambda name: self.taken[name])
         self.taken[chosen] += 1
         return [chosen]

@@ -160,7 +160,7 @@ async def _improve(
         floor = min([0.0, *(one.outcome for one in tried if one.outcome is not None)])
         say(_plan(base, tasks, options, spending))
         credit = await measure(evaluations, base, improved(base), tasks.train, floor)
-        say(f"whose calls decide: {credit_text(credit)}")
+        say(f"whose calls decide: {credit.note}")
         problem = PromptProblem(
             evaluations=evaluations,
             reflection=reflection,
@@ -169,7 +169,7 @@ async def _improve(
             parts={part.name: part for part in improved(base)},
             tasks={task.id: task for task in (*tasks.train, *tasks.validation)},
             credit=credit,
-            turns=Turns(improved(base), credit.weights, scored=bool(app.scorers) and options.weight > 0),
+            turns=Turns(improved(base), scored=bool(app.scorers) and options.weight > 0),
             floor=floor,
             guard=guard_of(base, tasks, store, options),
             loop=asyncio.get_running_loop(),
@@ -309,14 +309,6 @@ def _plan(base: Prompts, tasks: SearchTasks, options: ImproveOptions, spending: 
     )
 
 
-def credit_text(credit: Credit) -> str:
-    """How much each role's calls decide, in words."""
-    total = sum(credit.weights.values())
-    shares = sorted(credit.weights.items(), key=lambda one: -one[1])
-    said = ", ".join(f"{role} {100 * value / total:.0f}%" for role, value in shares) if total else ""
-    return f"{said} ({credit.note})" if said else credit.note
-
-
 def _keeping(problem: PromptProblem, folder: PromptRun, say: Say) -> Callable[[Accepted], None]:
     """Writes the pool after each candidate, and says what it is."""
 
@@ -338,6 +330,6 @@ def _write(
     why: str = "",
     notes: Iterable[str] = (),
 ) -> ImproveReport:
-    report = described(problem, credit_text(credit), held, why, tuple(notes), folder)
+    report = described(problem, credit.note, held, why, tuple(notes), folder)
     write_prompts(folder.prompts, report.prompts)
     return report

@@ -55,7 +55,8 @@ class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     shown: int = 3
     """Runs that the reflection model is shown each time: the worst, and one of the best."""
     credit: float = 0.15
-    """Most of max_calls that may go into forks, which tell whose calls decide; 0 changes the roles in turn."""
+    """Most of max_calls that may go into forks, which show the reflection model other answers to the same request and
+    their outcomes; 0: no forks."""
     replay: bool = True
     """Whether calls before the first one of a changed role are answered from the record."""
     rounds: int = 1000

@@ -27,19 +27,13 @@ def turns(number: int, **options: Any) -> list[list[str]]:
     return [made.next() for _ in range(number)]
 
 
-def test_roles_are_changed_in_proportion_to_what_their_calls_decide() -> None:
-    taken = [name for (name,) in turns(22, weights={"planner": 3.0, "writer": 0.0}, scored=True)]
-    # The mean is 1.5, and no role has less than a tenth of that.
-    assert taken.count("planner.system") == 21 and taken.count("writer.system") == 1
-
-
-def test_roles_are_changed_in_turn_where_nothing_is_known() -> None:
-    assert turns(4, weights={}, scored=True) == [["planner.system"], ["writer.system"]] * 2
+def test_roles_are_changed_in_turn() -> None:
+    assert turns(4, scored=True) == [["planner.system"], ["writer.system"]] * 2
 
 
 def test_without_scorers_every_second_proposal_changes_all_roles() -> None:
     both = ["planner.system", "writer.system"]
-    assert turns(4, weights={}, scored=False) == [both, ["planner.system"], both, ["writer.system"]]
+    assert turns(4, scored=False) == [both, ["planner.system"], both, ["writer.system"]]
 
 
 class Moody(travel.Office):
@@ -52,14 +46,15 @@ class Moody(travel.Office):
         return travel.answer(call.messages[1]["content"] if len(self.asked) % 2 else "Of course.")
 
 
-def test_forks_show_whose_calls_decide_and_give_contrasts(tmp_path: Path) -> None:
+def test_forks_give_contrasts_and_do_not_claim_to_know_whose_calls_decide(tmp_path: Path) -> None:
     office, reflector = Moody(), travel.Reflector()
     options = ImproveOptions(rounds=3, max_calls=400, concurrency=1)
     report = improve(
         travel.application(), travel.tasks(24), options, out=tmp_path / "p", responder=office, reflector=reflector
     )
-    assert "writer" in report.credit and "forks on 6 tasks" in report.credit
-    assert report.credit.startswith("writer")
+    assert report.credit == "not known yet: forks on 6 tasks are too few to tell; roles are changed in turn"
+    changed = {name.partition(".")[0]: count for name, count in report.taken.items()}
+    assert abs(changed["planner"] - changed["writer"]) <= 1
     assert any("Other answers to this very request" in request for request in reflector.requests)
 
 
