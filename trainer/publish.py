@@ -111,9 +111,19 @@ async def sampled_gaps(
 ) -> npt.NDArray[np.float64]:
     """|log pi_sampler - log pi_train| of each token that a policy says to the probe, in nats. Raises SyncError where it
     says none."""
-    each = -(-PROBE_CANDIDATES // len(probe.prompts))
-    drawn = await asyncio.gather(*(sampler.sample(ids, each, params, policy) for ids in probe.prompts))
-    pairs = [(ids, one) for ids, found in zip(probe.prompts, drawn, strict=True) for one in found]
+    rows = await probe_rows(sampler, policy, probe.prompts, params)
+    trained = np.concatenate(await asyncio.to_thread(probe.logprobs, rows), dtype=np.float64)
+    gaps: npt.NDArray[np.float64] = np.abs(trained - np.concatenate([row.logprobs for row in rows]))
+    return gaps
+
+
+async def probe_rows(
+    sampler: Sampler, policy: PolicyRef, prompts: Sequence[Sequence[int]], params: SamplingParams = PROBE
+) -> list[TrainRow]:
+    """Rows of what a policy says to these prompts. Raises SyncError where it says nothing."""
+    each = -(-PROBE_CANDIDATES // len(prompts))
+    drawn = await asyncio.gather(*(sampler.sample(ids, each, params, policy) for ids in prompts))
+    pairs = [(ids, one) for ids, found in zip(prompts, drawn, strict=True) for one in found]
     rows = [
         TrainRow(
             id=f"probe.{i}",
@@ -129,9 +139,7 @@ async def sampled_gaps(
     ]
     if not rows:
         raise SyncError(f"The probe of {policy} came back empty.", "Probe with other prompts.")
-    trained = np.concatenate(await asyncio.to_thread(probe.logprobs, rows), dtype=np.float64)
-    gaps: npt.NDArray[np.float64] = np.abs(trained - np.concatenate([row.logprobs for row in rows]))
-    return gaps
+    return rows
 
 
 async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:

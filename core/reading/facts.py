@@ -144,7 +144,9 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
         ends = "was too long, and its middle is cut" if cut == 1 else "were too long, and their middles are cut"
         found.append(Trouble("cut", f"{plural(cut, 'text')} beside rewards {ends}"))
     if (precision := run.about.precision) and precision.fell_back:
-        text = f"in float32, as sampler and learner differed in bfloat16 by {precision.gap:.2g} nats a token"
+        text = f"in float32, as in bfloat16 {precision.noise}"
+        if not precision.noise:
+            text = f"in float32, as sampler and learner differed in bfloat16 by {precision.gap:.2g} nats a token"
         found.append(Trouble("precision", text, 1))
     for role, status, n in store.failed_calls() if of_calls else ():
         found.append(Trouble("calls", f"{plural(n, 'call')} of {role}: {status}", n))

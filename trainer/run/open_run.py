@@ -27,7 +27,13 @@ from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.engines import engine_sets, open_in_process
 from cotune.trainer.run.methods import bounded_loss, own_methods
 from cotune.trainer.run.own_thread import OwnThread
-from cotune.trainer.run.precision import check_precision, decide_precision, keep_precision, with_dtype
+from cotune.trainer.run.precision import (
+    check_bounds_of_losses,
+    check_precision,
+    decide_precision,
+    keep_precision,
+    with_dtype,
+)
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import RolloutRun
@@ -99,8 +105,8 @@ async def open_run(
                 return taught(await cluster.reopen_learner(policies, loss, own))
             return taught(await open_local_learner(run.config, policies, loss, own))
 
-        async def fall_back(gap: float) -> None:
-            keep_precision(folder, Precision(dtype="float32", gap=gap, fell_back=True))
+        async def fall_back(gap: float | None, noise: str = "") -> None:
+            keep_precision(folder, Precision(dtype="float32", gap=gap, fell_back=True, noise=noise))
             run.config, run.fall_back = with_dtype(run.config, "float32"), None
             await run.sampler.aclose()
             run.sampler = local.sampler = await _open_sampler(run.config, stack)
@@ -132,6 +138,8 @@ async def open_run(
             run.notes = [*run.notes, await check_precision(run)]
         elif auto is not None and saved is not None:
             run.notes = [*run.notes, f"matrix products in {run.config.learner.dtype}, as when the run began"]
+        if saved is None:
+            run.notes = [*run.notes, *await check_bounds_of_losses(run)]
         if saved is not None:
             say(f"loading the checkpoint after {saved[0].steps} steps ...")
             run.notes = [*run.notes, *await restore(run, *saved)]

@@ -69,7 +69,7 @@ async def recovery(run: RolloutRun, rollouts: RolloutPipeline[Any], report: Step
         await rollouts.cancel()
         report.restart()
         report.progress.say(f"{error.cause} Going on in float32 from the last checkpoint.")
-        await run.fall_back(error.gap)
+        await run.fall_back(error.gap, "")
         await _restore_newest(run, report)
     except LearnerLost as error:
         await rollouts.cancel()
