@@ -25,31 +25,30 @@ from cotune.storage.whole_file import of_system
 from cotune.terminal import LogFormat, harmless, suggest
 
 COMMANDS = {
-    "Run": {
-        "doctor": "Report whether a run fits on this machine or a Ray cluster",
-        "check": "Run the application on drawn answers; report what would train",
+    "Start": {
+        "doctor": "Report what this machine can run, and whether a run fits",
+        "check": "Run your application on drawn answers; report what would be trained",
+        "trace": "Record your application with the model it uses today",
+    },
+    "Train": {
         "train": "Train the policies of an application's roles",
-        "eval": "Compare trained policies with the base, with confidence intervals",
-        "trace": "Record the application with the model that it uses today",
-        "replay": "Repeat recorded episodes: one from a call on, or all as a test",
+        "eval": "Compare trained policies with the base and with today's model",
+        "prompts": "Better prompts without training: show, edit, improve, diff, export",
     },
     "Look": {
-        "show": "Show a folder of runs or a run: episodes, calls, curves, groups",
+        "show": "Show runs, episodes, calls and curves; --html FILE writes one page",
         "view": "Show runs in the browser: curves, episodes, groups, tasks",
+        "replay": "Run a recorded episode again, from a call on or as a test",
     },
-    "Records": {
-        "gateway": "Record applications in any language, as a proxy of their provider",
-        "collect": "Collect the records of many processes in one store",
-        "records": "List, prune, delete and copy the records of a store",
-        "score": "Score recorded calls with the scorers and judge of today",
-        "judge": "Compare a judge, or any scorer, with labels from people",
-        "sft": "Write recorded answers as chat lines for supervised fine-tuning",
-        "otel": "Exchange records with tracing tools, as OpenTelemetry spans",
-    },
-    "Prompts and weights": {
-        "prompts": "Improve the prompts of an application's roles, without training",
+    "Use": {
         "export": "Write the trained policies as PEFT folders, whole models or GGUF",
         "serve": "Serve an export, or a plain model, over an OpenAI-compatible API",
+    },
+    "Collect": {
+        "gateway": "Record applications in any language, as a proxy of their provider",
+        "collect": "Collect the records of many processes in one store",
+        "records": "Manage records: list, score, judge, sft, prune, delete, copy, upgrade",
+        "otel": "Exchange records with tracing tools: export, import",
     },
 }
 """By group, the commands and a line of help. A module has `EXAMPLE`, `arguments` and `run`, and `EXTRA` if it needs

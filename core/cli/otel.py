@@ -12,28 +12,30 @@ EXAMPLE = "cotune otel export runs/r1 --out spans.jsonl"
 
 
 def arguments(command: Parser) -> None:
-    ways = command.add_subparsers(dest="way", required=True, metavar="export | import")
+    forms = command.add_subparsers(dest="subcommand", required=True, metavar="export | import")
     text = "Write OTLP/JSON, or send OTLP over HTTP; message content and token ids only if asked for"
     example = "cotune otel export runs/r1 --endpoint http://127.0.0.1:4318"
-    way = ways.add_parser("export", help=text, **described(text, example))
-    way.add_argument("run", metavar="RUN", help=RECORDS)
-    target = way.add_mutually_exclusive_group(required=True)
+    form = forms.add_parser("export", help=text, **described(text, example))
+    form.add_argument("run", metavar="RUN", help=RECORDS)
+    target = form.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", metavar="FILE", help="file to write, one line per episode")
     target.add_argument("--endpoint", metavar="URL", help="OTLP/HTTP endpoint; /v1/traces is added to a bare address")
-    add_repeated(way, "--header", "NAME=VALUE", "header for the endpoint")
-    way.add_argument("--episode", metavar="ID", help="one episode only")
-    way.add_argument("--content", action="store_true", help="messages, tools, task inputs and error texts too")
-    way.add_argument("--tokens", action="store_true", help="token ids, log-probabilities, policy versions too")
+    add_repeated(form, "--header", "NAME=VALUE", "header for the endpoint")
+    form.add_argument("--episode", metavar="ID", help="one episode only")
+    form.add_argument("--content", action="store_true", help="messages, tools, task inputs and error texts too")
+    form.add_argument("--tokens", action="store_true", help="token ids, log-probabilities, policy versions too")
 
     text = "Read traces in OTLP/JSON as records, to show, score and fine-tune on"
-    way = ways.add_parser("import", help=text, **described(text, "cotune otel import traces.jsonl --out runs/imported"))
+    form = forms.add_parser(
+        "import", help=text, **described(text, "cotune otel import traces.jsonl --out runs/imported")
+    )
     text = "OTLP/JSON, as the file exporter of an OpenTelemetry collector writes it, or a page of Phoenix's API"
-    way.add_argument("files", nargs="+", metavar="FILE", help=text)
-    way.add_argument("--out", required=True, metavar="RUN", help="run folder; records are added to it")
+    form.add_argument("files", nargs="+", metavar="FILE", help=text)
+    form.add_argument("--out", required=True, metavar="RUN", help="run folder; records are added to it")
 
 
 def run(a: argparse.Namespace) -> int:
-    return _export(a) if a.way == "export" else _import(a)
+    return _export(a) if a.subcommand == "export" else _import(a)
 
 
 def _export(a: argparse.Namespace) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 REMOVED_COMMANDS: Mapping[str, str] = {
+    "judge": "Use cotune records judge.",
     "report": "Use cotune show RUN --html FILE.",
     "runs": "Use cotune show FOLDER.",
+    "score": "Use cotune records score.",
+    "sft": "Use cotune records sft.",
 }
 """By command, a sentence that tells the user what to do."""
 

@@ -1,7 +1,7 @@
 """What people say of candidates and episodes: a thumb up or down and a note, in JSON lines beside the records.
 
-A line is `{"id": "<call>.<candidate>", "score": 1.0, "note": "...", "at": ...}`: `cotune judge --labels` reads the file
-as it is, and so does recipe dpo (`records.labels`).
+A line is `{"id": "<call>.<candidate>", "score": 1.0, "note": "...", "at": ...}`: `cotune records judge
+--labels` reads the file as it is, and so does recipe dpo (`records.labels`).
 """
 
 from __future__ import annotations

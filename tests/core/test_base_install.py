@@ -111,7 +111,7 @@ def test_the_readme_example_is_checked(wheel: Path, tmp_path: Path) -> None:
         (("show", "traced"), 0, "team 1"),
         (("show", "."), 0, "team: trace 1"),
         (("show", "traced", "--json"), 0, '"rewards":{"team":1.0}'),
-        (("sft", "traced", "--out", "sft.jsonl"), 1, "wrote 0 lines"),
+        (("records", "sft", "traced", "--out", "sft.jsonl"), 1, "wrote 0 lines"),
         (("otel", "export", "traced", "--out", "spans.jsonl"), 0, "exported 1 span of 1 episode"),
     ],
 )

@@ -50,7 +50,7 @@ def test_every_step_of_the_skill_works(
             assert program == "cotune" and main([command, *words, *smaller]) == 0, line
             said[command] = capsys.readouterr().out
     assert re.search(r"^trainable\b", said["check"], re.MULTILINE) and "a run can start" in said["doctor"]
-    assert re.search(r"^writer +\d+ +\d+ +0\b", said["score"], re.MULTILINE)
+    assert re.search(r"^writer +\d+ +\d+ +0\b", said["records"], re.MULTILINE)
     assert {entry["role"] for entry in json.loads(Path("adapters/roles.json").read_text())["roles"]} >= {"writer"}
 
 

@@ -37,7 +37,7 @@ def test_the_expert_solves_each_task_through_the_application(name: str, tmp_path
     records = str(tmp_path / "records")
     said = run("-c", RECORD, f"examples.gallery.{name}", records)
     assert "success 100.0% (4 of 4 episodes)" in said
-    scored = run("-m", "cotune", "score", records, f"examples.gallery.{name}:solve")
+    scored = run("-m", "cotune", "records", "score", records, f"examples.gallery.{name}:solve")
     rows = re.findall(r"^(\w+) .*local (\S+)\s*$", scored, re.MULTILINE)
     assert rows and {mean for _, mean in rows} == {"1.000"}, scored
 

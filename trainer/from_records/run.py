@@ -17,6 +17,7 @@ from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RecordError, RunError
 from cotune.integrations.models.chat.formats import load_templates
 from cotune.integrations.models.folder.folder import context_length, locate_model
+from cotune.judging.labels import load_labels
 from cotune.records.policies import Policies
 from cotune.storage.open_store import open_store
 from cotune.storage.outcomes import failure_reward
@@ -24,7 +25,6 @@ from cotune.storage.protocol import Store
 from cotune.tables import plural
 from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.evaluation.labels import load_labels
 from cotune.trainer.from_records.answers import counts, read_answers
 from cotune.trainer.from_records.choice import choose
 from cotune.trainer.from_records.lessons import Reader, Recorded, split, total

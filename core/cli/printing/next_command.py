@@ -110,15 +110,15 @@ def _score(a: argparse.Namespace, status: int) -> list[Words]:
     role = ["--role", a.role] if a.role else []
     phase = ["--phase", a.phase] if a.phase else []
     redact = ["--redact", a.redact] if a.redact else []
-    again: Words = ["cotune", "score", a.run, a.workflow, *role, *redact, *phase, "--write"]
+    again: Words = ["cotune", "records", "score", a.run, a.workflow, *role, *redact, *phase, "--write"]
     return [["cotune", "show", a.run] if a.write else again]
 
 
 def _judge(a: argparse.Namespace, status: int) -> list[Words]:
     app = ["--app", a.app] if a.app else []
     if a.to_label:
-        return [] if status else [["cotune", "judge", a.run, "--labels", a.to_label, *app]]
-    return [["cotune", "score", a.run, a.app or _workflow_of(a.run), "--write"]]
+        return [] if status else [["cotune", "records", "judge", a.run, "--labels", a.to_label, *app]]
+    return [["cotune", "records", "score", a.run, a.app or _workflow_of(a.run), "--write"]]
 
 
 def _sft(a: argparse.Namespace, status: int) -> list[Words]:
@@ -137,14 +137,12 @@ def _show(a: argparse.Namespace, status: int) -> list[Words]:
     return [["cotune", "view", a.run]]
 
 
-def _otel(a: argparse.Namespace, status: int) -> list[Words]:
-    return [["cotune", "show", a.out]] if a.way == "import" and not status else []
+def _otel_import(a: argparse.Namespace, status: int) -> list[Words]:
+    return [["cotune", "show", a.out]] if not status else []
 
 
-def _records(a: argparse.Namespace, status: int) -> list[Words]:
-    if status or a.way == "list":
-        return []
-    return [["cotune", "records", "list", a.target if a.way == "copy" else a.store]]
+def _records_changed(a: argparse.Namespace, status: int) -> list[Words]:
+    return [] if status else [["cotune", "records", "list", getattr(a, "target", a.store)]]
 
 
 def _prompts_show(a: argparse.Namespace, status: int) -> list[Words]:
@@ -167,7 +165,7 @@ def _prompts_diff(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _nothing(a: argparse.Namespace, status: int) -> list[Words]:
-    """A server names its address when it starts; a page or a folder of texts is the end of the way."""
+    """A server names its address when it starts; a page, a list or a folder of texts is the end of the way."""
     return []
 
 
@@ -191,11 +189,16 @@ _NEXT: Mapping[str, Callable[[argparse.Namespace, int], list[Words]]] = {
     "view": _nothing,
     "gateway": _nothing,
     "collect": _nothing,
-    "records": _records,
-    "score": _score,
-    "judge": _judge,
-    "sft": _sft,
-    "otel": _otel,
+    "records list": _nothing,
+    "records score": _score,
+    "records judge": _judge,
+    "records sft": _sft,
+    "records prune": _records_changed,
+    "records delete": _records_changed,
+    "records copy": _records_changed,
+    "records upgrade": _records_changed,
+    "otel export": _nothing,
+    "otel import": _otel_import,
     "prompts show": _prompts_show,
     "prompts edit": _prompts_edit,
     "prompts improve": _prompts_improve,

@@ -67,10 +67,10 @@ COMMANDS = {
     "groups": ["show", "RECORDS", "--groups"],
     "episode": ["show", "RECORDS", "--episode", "EPISODE", "--full"],
     "json": ["show", "RECORDS", "--json", "--role", "writer", "--min-reward", "2"],
-    "sft": ["sft", "RECORDS", "--out", "OUT", "--min-reward", "0.5"],
+    "sft": ["records", "sft", "RECORDS", "--out", "OUT", "--min-reward", "0.5"],
     "otel": ["otel", "export", "RECORDS", "--out", "OUT", "--content", "--tokens"],
-    "score": ["score", "RECORDS", "APP"],
-    "label": ["judge", "RECORDS", "--to-label", "OUT"],
+    "score": ["records", "score", "RECORDS", "APP"],
+    "label": ["records", "judge", "RECORDS", "--to-label", "OUT"],
     "html": ["show", "RECORDS", "--html", "OUT"],
     "list": ["records", "list", "RECORDS", "--by", "role,version"],
 }
@@ -109,7 +109,7 @@ def test_scores_are_written_to_a_database(
 ) -> None:
     with open_store(pair["file"], read_only=True) as source, open_store(address := postgres.database()) as target:
         copy(source, target, lambda *_: None)
-    assert main(["score", address, f"{pair['folder']}/scored.py:solve", "--write"]) == 0
+    assert main(["records", "score", address, f"{pair['folder']}/scored.py:solve", "--write"]) == 0
     with open_store(address, read_only=True) as store:
         call = store.calls(next(iter(store.episodes())).id)[0]
         assert store.rewards([f"{call.id}.0"])[f"{call.id}.0"] == {"local": 0.8}
@@ -165,7 +165,7 @@ def test_no_password_is_shown(address: str, capsys: pytest.CaptureFixture[str]) 
         assert main(command) == 1
         told = capsys.readouterr()
         assert shown in told.out + told.err and "hush" not in told.out + told.err
-    words = argparse.Namespace(command="records", way="prune", store=address)
+    words = argparse.Namespace(command="records", subcommand="prune", store=address)
     assert next_commands(words, 0) == [shlex.join(["cotune", "records", "list", shown])]
     with pytest.raises(ConfigError, match=r"records\.path.*PGPASSWORD") as caught:
         RecordsConfig(path=address)

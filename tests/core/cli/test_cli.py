@@ -73,16 +73,17 @@ def test_help_is_one_screen_with_every_command_in_its_group(capsys, monkeypatch)
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
     groups = {}
-    for line in lines[lines.index("Run:") : lines.index("options:")]:
+    for line in lines[lines.index("Start:") : lines.index("options:")]:
         if line.startswith("  "):
             groups[list(groups)[-1]].append(line.split()[0])
         elif line:
             groups[line.rstrip(":")] = []
     assert groups == {
-        "Run": ["doctor", "check", "train", "eval", "trace", "replay"],
-        "Look": ["show", "view"],
-        "Records": ["gateway", "collect", "records", "score", "judge", "sft", "otel"],
-        "Prompts and weights": ["prompts", "export", "serve"],
+        "Start": ["doctor", "check", "trace"],
+        "Train": ["train", "eval", "prompts"],
+        "Look": ["show", "view", "replay"],
+        "Use": ["export", "serve"],
+        "Collect": ["gateway", "collect", "records", "otel"],
     }
 
 
@@ -149,6 +150,9 @@ def test_a_removed_flag_names_its_replacement(arguments, remedy, capsys):
     ("command", "remedy"),
     [
         ("runs", "runs was removed. Use cotune show FOLDER."),
+        ("score", "score was removed. Use cotune records score."),
+        ("judge", "judge was removed. Use cotune records judge."),
+        ("sft", "sft was removed. Use cotune records sft."),
         ("report", "report was removed. Use cotune show RUN --html FILE."),
     ],
 )

@@ -20,8 +20,8 @@ from cotune.cli.main import main
 sys.argv[0] = "cotune"
 for words in (
     ["show", "."], ["show", ".", "--groups"], ["show", ".."], ["show", ".", "--html", "r.html"],
-    ["sft", ".", "--out", "s.jsonl"], ["otel", ".", "--out", "o.jsonl"], ["view", "nothing-here"],
-    ["serve", "nothing-here"], ["export", ".", "--out", "e"], ["judge", ".", "--labels", "none.jsonl"],
+    ["records", "sft", ".", "--out", "s.jsonl"], ["otel", ".", "--out", "o.jsonl"], ["view", "nothing-here"],
+    ["serve", "nothing-here"], ["export", ".", "--out", "e"], ["records", "judge", ".", "--labels", "none.jsonl"],
     ["doctor"],
 ):
     print(words[0], main(words), sorted(sys.modules.keys() & {"rich", "jinja2"}))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cotune.cli.main import COMMANDS, main, parser
+from cotune.cli.main import main, parser
 from cotune.cli.printing.next_command import _NEXT, MODEL
-from cotune.cli.prompts import SUBCOMMANDS
 from tests.integrations.provider import Provider, serving
+from tests.test_surface import forms_of
 from tests.trainer.tiny_app import build_base
 
 APP = """
@@ -82,8 +82,7 @@ def follow(
 
 
 def test_every_command_has_its_next_one() -> None:
-    names = {name for group in COMMANDS.values() for name in group} - {"prompts"}
-    assert _NEXT.keys() == names | {f"prompts {name}" for name in SUBCOMMANDS}
+    assert _NEXT.keys() == {form.prog.removeprefix("cotune ") for form in forms_of(parser())}
 
 
 def test_from_the_check_to_the_export(follow: Follow) -> None:
@@ -100,10 +99,10 @@ def test_from_the_check_to_the_export(follow: Follow) -> None:
 def test_from_records_to_what_learns_from_them(follow: Follow) -> None:
     assert follow("cotune trace app:solve --tasks tasks.jsonl --out runs/t") == ["cotune show runs/t"]
     assert follow("cotune show runs/t") == ["cotune view runs/t"]
-    (write,) = follow("cotune score runs/t app:solve")
-    assert write == "cotune score runs/t app:solve --write"
+    (write,) = follow("cotune records score runs/t app:solve")
+    assert write == "cotune records score runs/t app:solve --write"
     assert follow(write) == ["cotune show runs/t"]
-    (learn,) = follow("cotune sft runs/t --out sft.jsonl")
+    (learn,) = follow("cotune records sft runs/t --out sft.jsonl")
     assert learn == f"cotune train app:solve --recipe sft --records runs/t --model {MODEL}"
     follow(f"{learn.replace(MODEL, 'base')} --steps 1 --out runs/sft")
     assert follow("cotune show runs") == ["cotune show runs/t"]

@@ -1,4 +1,4 @@
-"""`cotune score`: rewards of what was recorded, by the scorers of today, and nothing else runs."""
+"""`cotune records score`: rewards of what was recorded, by the scorers of today, and nothing else runs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_recorded_answers_are_scored_and_stored_only_when_asked(
     traced: Provider, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert main(["score", "run", "scored_app.py:solve"]) == 0
+    assert main(["records", "score", "run", "scored_app.py:solve"]) == 0
     shown = capsys.readouterr()
     lines = [line.split() for line in shown.out.splitlines()]
     assert ["(episodes)", "3", "3", "0", "0", "old", "1.000", "old", "0.500,", "place", "0.000"] in lines
@@ -105,7 +105,7 @@ def test_recorded_answers_are_scored_and_stored_only_when_asked(
     assert "no scorer: reader (3 calls)" in said and "nothing was stored: --write stores the rewards" in said
     assert rewards() == {} and traced.requests == []
 
-    assert main(["score", "run", "scored_app.py:solve", "--write", "--role", "writer"]) == 0
+    assert main(["records", "score", "run", "scored_app.py:solve", "--write", "--role", "writer"]) == 0
     assert rewards()["0 abc"] == {"local": 3.0, "turn": 0.0} and "2 fail" not in rewards()
     with SqliteStore.open("run", read_only=True) as store:
         assert set(map(str, store.rewards([e.id for e in store.episodes()]).values())) == {"{'old': 1.0}"}
@@ -113,7 +113,7 @@ def test_recorded_answers_are_scored_and_stored_only_when_asked(
     source = Path("scored_app.py").read_text()
     Path("other_app.py").write_text(source.replace('"local": len', '"local": -len'))
     capsys.readouterr()
-    assert main(["score", "run", "other_app.py:solve", "--write"]) == 0
+    assert main(["records", "score", "run", "other_app.py:solve", "--write"]) == 0
     line = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("writer"))
     assert line[4] == "2", "another is the best in both groups that have two rewards"
     assert line[5:] == ["local", "2.600,", "turn", "0.000", "local", "-2.600,", "turn", "0.000"]
@@ -126,7 +126,7 @@ def test_rewards_of_groups_that_were_trained_on_stay(traced: Provider, capsys: p
     with SqliteStore.open("run") as store:
         episode = next(e for e in store.episodes() if e.task.id == "0")
         store.consume([store.calls(episode.id)[0].id], 0)
-    assert main(["score", "run", "scored_app.py:solve", "--write", "--role", "writer"]) == 0
+    assert main(["records", "score", "run", "scored_app.py:solve", "--write", "--role", "writer"]) == 0
     assert "4 rewards of groups that were trained on stay as they were" in " ".join(capsys.readouterr().out.split())
     assert sorted(rewards()) == ["1 ab", "1 abcd", "2 abc"]
 
@@ -142,7 +142,7 @@ def test_rewards_of_groups_that_were_trained_on_stay(traced: Provider, capsys: p
 def test_what_cannot_be_scored(
     traced: Provider, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["score", *words]) == 1
+    assert main(["records", "score", *words]) == 1
     assert said in capsys.readouterr().err
 
 
@@ -150,7 +150,7 @@ def test_feedback_passes_the_redactors_of_workflow_run_and_command(traced: Provi
     Path("run/run.json").write_text(json.dumps({"config": {"redact": "scored_app.py:of_run"}}))
     shutil.copytree("run", "run/eval", ignore=shutil.ignore_patterns("run.json", "eval"))
     for folder in ("run", "run/eval"):  # an evaluation of a run is the run's as well
-        command = ["score", folder, "scored_app.py:told", "--redact", "scored_app.py:asked", "--write"]
+        command = ["records", "score", folder, "scored_app.py:told", "--redact", "scored_app.py:asked", "--write"]
         assert main(command) == 0
         with SqliteStore.open(folder, read_only=True) as store:
             call = next(call for e in store.episodes() for call in store.calls(e.id) if call.role == "reader")

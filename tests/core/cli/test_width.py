@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from cotune.cli.printing.overview import show_run
 from cotune.cli.printing.runs import list_runs
 from cotune.cli.printing.steps import show_steps
-from cotune.cli.score import _table as score_table
+from cotune.cli.records.score import _table as score_table
 from cotune.episodes.rescore import Rescored, Rescoring
 from cotune.reading.evaluations import EvaluatedMode, EvaluationReport, ModeUse, RoleStatistics, TaskEnding
 from cotune.reading.find_runs import open_runs
@@ -28,7 +28,6 @@ from cotune.trainer.before.doctor.doctor import Report
 from cotune.trainer.before.doctor.doctor import render as doctor
 from cotune.trainer.before.doctor.memory import ProcessMemory, render_memory
 from cotune.trainer.before.findings import Finding, RoleCheck
-from cotune.trainer.evaluation import judge_agreement as agreement
 from cotune.trainer.evaluation.report import compare
 from cotune.trainer.evaluation.report import render as evaluation
 from cotune.trainer.evaluation.statistics import Interval
@@ -168,13 +167,6 @@ def forecast() -> RenderableType:
     return render_memory([found])
 
 
-def judged() -> RenderableType:
-    found = agreement.Agreement(groups=1024, labels=8192, pairs=65536, accuracy=SPAN, tau=SPAN)
-    return agreement.render(
-        agreement.AgreementReport(by_role=dict.fromkeys(ROLES, found), all=found, left_out={}, spent={})
-    )
-
-
 def scored() -> RenderableType:
     names = {"cites_sources": 123.0, "exact_match": 45.0}
     of = Rescored(
@@ -206,7 +198,6 @@ TABLES: dict[str, Callable[[Path], RenderableType]] = {
     "check": lambda run: check_report(),
     "doctor": lambda run: doctor_report(),
     "doctor, memory": lambda run: forecast(),
-    "judge": lambda run: judged(),
     "replay": lambda run: replayed(False),
     "replay --all": lambda run: replayed(True),
     "score": lambda run: scored(),

@@ -73,7 +73,7 @@ def test_one_role_only(tmp_path: Path) -> None:
 
 def test_nothing_to_write_is_said(tmp_path: Path, capsys: Any) -> None:
     recorded(tmp_path).close()
-    assert main(["sft", str(tmp_path), "--out", str(tmp_path / "sft.jsonl"), "--role", "nobody"]) == 1
+    assert main(["records", "sft", str(tmp_path), "--out", str(tmp_path / "sft.jsonl"), "--role", "nobody"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         f"wrote 0 lines to {tmp_path / 'sft.jsonl'}",
         "left out: 9 other_role",
@@ -106,6 +106,6 @@ def test_with_edited_prompts_lines_have_what_went_out_or_what_was_asked(tmp_path
     found = {}
     for which in ("sent", "asked"):
         file = tmp_path / f"{which}.jsonl"
-        assert main(["sft", str(tmp_path), "--out", str(file), "--messages", which]) == 0
+        assert main(["records", "sft", str(tmp_path), "--out", str(file), "--messages", which]) == 0
         found[which] = lines(file)[0]["messages"][0]["content"]
     assert found == {"sent": "Go on, and be brief.", "asked": "go"}

@@ -49,7 +49,7 @@ def run(recorded: Path, tmp_path: Path) -> Path:
 COMMANDS = {
     "show": ["show", "RUN"],
     "groups": ["show", "RUN", "--groups"],
-    "sft": ["sft", "RUN", "--out", "OUT"],
+    "sft": ["records", "sft", "RUN", "--out", "OUT"],
     "otel": ["otel", "export", "RUN", "--out", "OUT", "--content", "--tokens"],
 }
 
@@ -119,7 +119,7 @@ def test_a_call_without_its_chosen_candidate_is_left_out(run: Path, where: str, 
         empty = ", token_ids = x'', logprobs = x''" if where == "candidates" else ""
         db.execute(f"UPDATE calls SET {where} = json_set({where}, '{path}', {made}){empty}", (value,))
         db.commit()
-    assert main(["sft", str(run), "--out", str(run / "sft.jsonl")]) in (0, 1)
+    assert main(["records", "sft", str(run), "--out", str(run / "sft.jsonl")]) in (0, 1)
     assert (run / "sft.jsonl").read_bytes() == b""
     assert "Traceback" not in capsys.readouterr().err
 

@@ -104,7 +104,8 @@ def test_odd_records(whole: Path, tmp_path: Path, capsys, count: int) -> None:
     run, out = tmp_path / "run", str(tmp_path / "out")
     commands = [
         ["show"], ["show", "--groups"], ["show", "--episode", episode], ["show", "--episode", new_id()],
-        ["sft", "--out", out, "--min-reward", "0"], ["otel", "export", "--out", out, "--content", "--tokens"],
+        ["records", "sft", "--out", out, "--min-reward", "0"],
+        ["otel", "export", "--out", out, "--content", "--tokens"],
     ]  # fmt: skip
     for _ in range(count):
         shutil.rmtree(run, ignore_errors=True)

@@ -214,10 +214,10 @@ def test_records(tmp_path: Path, evil: bytes, mark: Path, capsys) -> None:
     (tmp_path / "records.db").write_bytes(evil)
     for words in (
         ["show"],
-        ["sft", "--out", str(tmp_path / "sft")],
+        ["records", "sft", "--out", str(tmp_path / "sft")],
         ["otel", "export", "--out", str(tmp_path / "spans")],
     ):
-        command = words[:2] if words[0] == "otel" else words[:1]
+        command = words[:2] if words[0] in ("otel", "records") else words[:1]
         assert main([*command, str(tmp_path), *words[len(command) :]]) == 1
         assert "cannot be used: file is not a database" in capsys.readouterr().err
     assert not mark.exists()

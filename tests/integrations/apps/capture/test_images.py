@@ -259,7 +259,7 @@ def test_spans_carry_the_image_and_bring_it_back(traced, tmp_path, capsys):
 
 
 def test_lines_to_fine_tune_on_hold_it(traced, tmp_path):
-    assert main(["sft", str(traced), "--out", str(tmp_path / "sft.jsonl")]) == 0
+    assert main(["records", "sft", str(traced), "--out", str(tmp_path / "sft.jsonl")]) == 0
     (line,) = map(json.loads, (tmp_path / "sft.jsonl").read_text().splitlines())
     assert line["messages"][0] == asks("what is it?", RED)
 

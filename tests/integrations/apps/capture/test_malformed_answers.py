@@ -56,7 +56,7 @@ def test_one_mistyped_field_costs_itself(tmp_path, capsys, body, fault):
         assert [(call.status, call.text) for call in t.calls] == [("ok", "hello"), ("malformed", "hello")]
     assert fault in t.calls[1].error
     assert main(["show", str(tmp_path)]) == 0
-    assert main(["sft", str(tmp_path), "--out", str(tmp_path / "sft.jsonl")]) == 0
+    assert main(["records", "sft", str(tmp_path), "--out", str(tmp_path / "sft.jsonl")]) == 0
     assert main(["otel", "export", str(tmp_path), "--out", str(tmp_path / "spans"), "--content", "--tokens"]) == 0
     assert "wrote 1 line" in capsys.readouterr().out
 
@@ -131,7 +131,7 @@ def test_a_broken_row_is_skipped_and_counted_by_every_reader(tmp_path, capsys):
     for ways in ([], ["--groups"], ["--episode", t.id]):
         assert main(["show", str(tmp_path), *ways]) == 0
     capsys.readouterr()
-    assert main(["sft", str(tmp_path), "--out", str(tmp_path / "sft.jsonl")]) == 0
+    assert main(["records", "sft", str(tmp_path), "--out", str(tmp_path / "sft.jsonl")]) == 0
     assert capsys.readouterr().out.endswith(
         "wrote 1 line to " + str(tmp_path / "sft.jsonl") + "\nleft out: 1 unreadable\n"
     )

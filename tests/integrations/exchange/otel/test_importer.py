@@ -366,7 +366,7 @@ def test_imported_traces_can_be_shown_and_used_for_fine_tuning(
     assert "1 episode with 1 call from 3 spans" in said and "left out: 1 span:embeddings" in said
     assert main(["show", run]) == 0
     assert "app" in capsys.readouterr().out
-    assert main(["sft", run, "--out", str(tmp_path / "sft.jsonl")]) == 0
+    assert main(["records", "sft", run, "--out", str(tmp_path / "sft.jsonl")]) == 0
     assert json.loads((tmp_path / "sft.jsonl").read_text()) == {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1"}]
     }

@@ -111,9 +111,9 @@ def test_notes_are_labels_for_judges(url: str, copied: Path, capsys: pytest.Capt
         post(url, {"id": f"{call}.{index}", "score": score, "note": "a text that judges pass over"})
     app = copied / "app.py"
     app.write_text("from tests.trainer.tiny_app import application, letters\njudged = application(first=letters)\n")
-    command = ["judge", str(copied), "--labels", str(copied / FILE), "--app", f"{app}:judged"]
+    command = ["records", "judge", str(copied), "--labels", str(copied / FILE), "--app", f"{app}:judged"]
     assert main(command) == 0
-    assert " 4 " in capsys.readouterr().out
+    assert " of 4 pairs in 1 group " in capsys.readouterr().out
 
 
 def test_a_broken_file_of_notes_is_named_with_its_line(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_commands_of_the_page_survive_a_path_with_spaces(copied: Path) -> None:
         assert httpx.post(f"{url}{here}/note", json=note, headers={"origin": url}).status_code == 200
         (commands,) = re.findall('<pre class="commands">(.*?)</pre>', httpx.get(f"{url}{here}/notes").text, re.DOTALL)
     judge, train = (shlex.split(line) for line in html.unescape(commands).splitlines())
-    assert judge == ["cotune", "judge", str(named), "--labels", str(named / FILE)]
+    assert judge == ["cotune", "records", "judge", str(named), "--labels", str(named / FILE)]
     assert train[train.index("--records") + 1] == str(named)
 
 

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
 from cotune.cli.main import main
+from cotune.episodes.judge_agreement import count_pairs, judge_agreement
 from cotune.errors import ConfigError
+from cotune.judging.labels import load_labels
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.evaluation.judge_agreement import Compared, agreement, clustered_share, judge_agreement, verdict
-from cotune.trainer.evaluation.labels import load_labels
 from tests.integrations.judge_server import by, says
 from tests.integrations.provider import Provider, serving
 
@@ -36,62 +34,17 @@ solve.judge(judge)
 """
 
 
-def test_figures_of_two_groups_by_hand() -> None:
-    """5 of 6 pairs are alike in the first; in the second 4 of 5, and one is a tie of the judge."""
-    groups = [
-        Compared(role="a", labels=[1, 2, 3, 4], rewards=[0.0, 0.2, 0.9, 0.5]),
-        Compared(role="a", labels=[1, 1, 2, 3], rewards=[0.5, 0.1, 0.5, 1.0]),
-    ]
-    found = agreement(groups)
-    assert (found.groups, found.labels, found.pairs) == (2, 8, 11)
-    assert found.accuracy is not None and found.accuracy.mean == pytest.approx((5 + 4.5) / 11)
-    # tau-b: (5 - 1) / 6, and (4 - 0) / sqrt(5 x 5) with one pair tied in the labels and one in the rewards
-    assert found.tau is not None and found.tau.mean == pytest.approx((4 / 6 + 4 / 5) / 2)
-
-
-def test_pairs_of_one_group_count_less_than_those_of_many() -> None:
-    apart = clustered_share([(1.0, 1)] * 15 + [(0.0, 1)] * 5)
-    assert apart is not None and (apart.low, apart.high) == pytest.approx((0.531299, 0.888138), abs=1e-5), "Wilson's"
-    together = clustered_share([(5.0, 5)] * 3 + [(0.0, 5)])
-    assert together is not None and together.mean == apart.mean == 0.75
-    # the design effect is 4/3 x (3 x 1.25^2 + 3.75^2) / 20^2 over .75 x .25 / 19, or 19/3; times (t(.975, 3) / z)^2,
-    # or (3.182446 / 1.959964)^2: 1.2 of 20 trials count
-    assert (together.low, together.high) == pytest.approx((0.136039, 0.982805), abs=1e-5)
-    sure = clustered_share([(28.0, 28)] * 2)
-    assert sure is not None and (sure.low, sure.high) == pytest.approx((0.342380, 1.0), abs=1e-5), "two groups"
-    one = clustered_share([(5.0, 6)])
-    assert one is not None and (one.low, one.n) == (None, 6)
-    assert clustered_share([]) is None
-
-
-@pytest.mark.parametrize("chance", [0.5, 0.8])
-@pytest.mark.parametrize("size", [3, 28])
-def test_the_interval_of_a_share_holds_the_truth_for_few_groups(chance: float, size: int) -> None:
-    """Pairs of one group are alike: the groups' own shares vary by a beta distribution."""
-    generator = np.random.default_rng(0)
-    held = 0
-    for _ in range(400):
-        shares = generator.beta(2.0 * chance, 2.0 * (1 - chance), 4)
-        found = clustered_share([(float(generator.binomial(size, share)), size) for share in shares])
-        assert found is not None and found.low is not None and found.high is not None
-        held += found.low <= chance <= found.high
-    assert held / 400 >= 0.93
-
-
 @pytest.mark.parametrize(
-    ("clusters", "said"),
+    ("labels", "rewards", "alike", "pairs"),
     [
-        ([(1.0, 1)] * 20, "agrees with people more often than chance: 100.0% [83.9%, 100.0%] of 20 pairs"),
-        ([(0.0, 1)] * 20, "prefers what people do not: 0.0% [0.0%, 16.1%] of 20 pairs alike"),
-        ([(1.0, 1)] * 5 + [(0.0, 1)] * 3, "not shown to agree more often than chance (62.5% [30.6%, 86.3%])"),
-        ([(3.0, 3)], "one group tells little"),
-        ([], "no pair tells"),
+        ([1, 2, 3, 4], [0.0, 0.2, 0.9, 0.5], 5.0, 6),  # only the pair of the last two is the other way round
+        ([1, 1, 2, 3], [0.5, 0.1, 0.5, 1.0], 4.5, 5),  # people do not tell the first two apart; one tie of the judge
+        ([3, 3], [0.0, 1.0], 0.0, 0),
+        ([2], [1.0], 0.0, 0),
     ],
 )
-def test_the_verdict(clusters: Any, said: str) -> None:
-    found = agreement([])
-    pairs = sum(n for _, n in clusters)
-    assert said in verdict(msgspec.structs.replace(found, accuracy=clustered_share(clusters), pairs=pairs))
+def test_pairs_alike_by_hand(labels: list[float], rewards: list[float], alike: float, pairs: int) -> None:
+    assert count_pairs(labels, rewards) == (alike, pairs)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +89,7 @@ def test_the_command_compares_and_asks_once_for_each_group(
 ) -> None:
     folder, judge = recorded
     blanks = str(folder / "blank.jsonl")
-    command = ["judge", str(folder / "run"), "--app", "judged_app.py:solve"]
+    command = ["records", "judge", str(folder / "run"), "--app", "judged_app.py:solve"]
     assert main([*command, "--to-label", blanks, "--groups", "8", "--role", "writer"]) == 0
     lines = [json.loads(line) for line in Path(blanks).read_text().splitlines()]
     assert len(lines) == 8 * 4 and lines[0]["request"].startswith("[user]\nquestion ")
@@ -144,15 +97,17 @@ def test_the_command_compares_and_asks_once_for_each_group(
         load_labels(blanks)
     for line in lines:
         line["score"] = len(line["answer"])
-    lines[0]["score"], lines[5]["score"] = 99, None
+    # The shortest of the first four answers gets the best label: its three pairs are not alike.
+    min(lines[:4], key=lambda line: len(line["answer"]))["score"] = 99
+    lines[5]["score"] = None
 
     capsys.readouterr()
     asked = len(judge.requests)
     assert main([*command, "--labels", labels(folder, "labels.jsonl", lines)]) == 0
     shown = capsys.readouterr().out
     assert len(judge.requests) == asked + 8
-    assert "writer" in shown and "requests 8" in shown and "cost 0.000104" in shown
-    assert "agrees with people more often than chance" in shown
+    # Eight calls of six pairs each, without the three pairs of the missing label.
+    assert shown == "agreement with people: 93.3% of 45 pairs in 8 groups (chance: 50%)\n"
     assert main([*command, "--labels", str(folder / "labels.jsonl")]) == 0
     assert len(judge.requests) == asked + 8, "kept"
 
@@ -187,7 +142,7 @@ def test_whole_episodes_are_compared_by_task(recorded: tuple[Path, Provider]) ->
         ids = [(episode.id, episode.task.id) for episode in store.episodes()]
     given = [{"id": id, "score": n} for n, (id, task) in enumerate(ids) if task in "012"]
     found = judge_agreement(folder / "run", labels(folder, "episodes.jsonl", given), "judged_app.py:solve")
-    assert found.by_role.keys() == {"(episodes)"} and (found.all.groups, found.all.pairs) == (3, 3)
+    assert (found.groups, found.pairs, found.left_out) == (3, 3, {})
 
 
 @pytest.mark.parametrize(

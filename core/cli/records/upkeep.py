@@ -1,4 +1,4 @@
-"""`cotune records list | prune | delete | copy | upgrade`."""
+"""`cotune records list | prune | delete | copy | upgrade`: what a store holds, and its upkeep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeAlias
 
 from cotune.cli.command import RECORDS, Parser, described
 from cotune.errors import ConfigError
@@ -15,52 +15,55 @@ from cotune.storage.episode_filters import moment
 from cotune.tables import cells, grid, plural
 from cotune.terminal import tell, terminal
 
-EXAMPLE = "cotune records list postgresql://localhost/cotune"
+Forms: TypeAlias = "argparse._SubParsersAction[Parser]"
 _BY = ("app", "role", "version", "day")
 
 
-def arguments(command: Parser) -> None:
-    ways = command.add_subparsers(dest="way", required=True, metavar="list | prune | delete | copy | upgrade")
+def add_list(forms: Forms) -> None:
+    """Add `cotune records list`."""
     text = "Count episodes and calls by application, role, version and day"
-    way = ways.add_parser("list", help=text, **described(text, "cotune records list runs/r1 --by role,day"))
-    way.add_argument("store", metavar="RECORDS", help=RECORDS)
-    way.add_argument("--by", metavar="NAMES", help="any of app, role, version, day, with commas between")
-    way.add_argument("--app", default="", help="this application only")
+    form = forms.add_parser("list", help=text, **described(text, "cotune records list runs/r1 --by role,day"))
+    form.add_argument("store", metavar="RECORDS", help=RECORDS)
+    form.add_argument("--by", metavar="NAMES", help="any of app, role, version, day, with commas between")
+    form.add_argument("--app", default="", help="this application only")
+    form.set_defaults(run_subcommand=_list)
 
+
+def add_changes(forms: Forms) -> None:
+    """Add the forms of `cotune records` that delete, copy or rewrite records."""
     text = "Delete what is older than a time, with the messages that nothing else uses"
     example = "cotune records prune postgresql://localhost/cotune --older-than 30d --keep-trained"
-    way = ways.add_parser("prune", help=text, **described(text, example))
-    way.add_argument("store", metavar="RECORDS", help=RECORDS)
-    way.add_argument(
+    form = forms.add_parser("prune", help=text, **described(text, example))
+    form.add_argument("store", metavar="RECORDS", help=RECORDS)
+    form.add_argument(
         "--older-than", required=True, metavar="TIME", help="a time ago, such as 30d, 12h or 8w, or a day: 2026-11-30"
     )
-    way.add_argument("--app", default="", help="this application only")
-    way.add_argument("--keep-trained", action="store_true", help="keep episodes that a run was trained on")
+    form.add_argument("--app", default="", help="this application only")
+    form.add_argument("--keep-trained", action="store_true", help="keep episodes that a run was trained on")
+    form.set_defaults(run_subcommand=_prune)
 
     text = "Delete episodes, by id or by the application's own key, with everything that only they use"
     example = "cotune records delete postgresql://localhost/cotune --app desk --key order-7"
-    way = ways.add_parser("delete", help=text, **described(text, example))
-    way.add_argument("store", metavar="RECORDS", help=RECORDS)
-    chosen = way.add_mutually_exclusive_group(required=True)
+    form = forms.add_parser("delete", help=text, **described(text, example))
+    form.add_argument("store", metavar="RECORDS", help=RECORDS)
+    chosen = form.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--episode", action="append", metavar="ID", help="an episode; repeat for several")
     chosen.add_argument("--key", help="the application's own key, as in cotune.trace(..., key=KEY)")
-    way.add_argument("--app", default="", help="with --key: the application")
+    form.add_argument("--app", default="", help="with --key: the application")
+    form.set_defaults(run_subcommand=_delete)
 
     text = "Copy all records of one store into another; run it again to continue where it stopped"
     example = "cotune records copy runs/r1 postgresql://localhost/cotune"
-    way = ways.add_parser("copy", help=text, **described(text, example))
-    way.add_argument("store", metavar="FROM", help=RECORDS)
-    way.add_argument("target", metavar="TO", help=RECORDS)
+    form = forms.add_parser("copy", help=text, **described(text, example))
+    form.add_argument("store", metavar="FROM", help=RECORDS)
+    form.add_argument("target", metavar="TO", help=RECORDS)
+    form.set_defaults(run_subcommand=_copy)
 
     text = "Bring the tables of a database that an older cotune made up to date"
     example = "cotune records upgrade postgresql://localhost/cotune"
-    way = ways.add_parser("upgrade", help=text, **described(text, example))
-    way.add_argument("store", metavar="ADDRESS", help="postgresql://...")
-
-
-def run(a: argparse.Namespace) -> int:
-    ways = {"list": _list, "prune": _prune, "delete": _delete, "copy": _copy, "upgrade": _upgrade}
-    return ways[a.way](a)
+    form = forms.add_parser("upgrade", help=text, **described(text, example))
+    form.add_argument("store", metavar="ADDRESS", help="postgresql://...")
+    form.set_defaults(run_subcommand=_upgrade)
 
 
 def _list(a: argparse.Namespace) -> int:

@@ -1,16 +1,18 @@
-"""`cotune judge`."""
+"""`cotune records judge`."""
 
 from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import APP, RECORDS, Parser
+from cotune.cli.command import APP, RECORDS, Parser, tell_left_out
+from cotune.episodes.judge_agreement import judge_agreement
 from cotune.errors import ConfigError
+from cotune.judging.labels import write_blanks
 from cotune.tables import plural
-from cotune.terminal import tell, terminal
+from cotune.terminal import tell
 
-EXAMPLE = "cotune judge runs/r1 --labels labels.jsonl"
-EXTRA = "train"
+TEXT = "Measure how often a judge, or any scorer, prefers what people prefer"
+EXAMPLE = "cotune records judge runs/r1 --labels labels.jsonl"
 
 
 def arguments(command: Parser) -> None:
@@ -35,14 +37,14 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    from cotune.trainer.evaluation.judge_agreement import judge_agreement, render
-    from cotune.trainer.evaluation.labels import write_blanks
-
     if (a.labels is None) == (a.to_label is None):
         fault = "is missing" if a.labels is None else "cannot be used with --to-label"
         raise ConfigError("--labels", a.labels, fault, "Pass one of --labels and --to-label.")
     if a.labels:
-        terminal().print(render(judge_agreement(a.run, a.labels, a.app)))
+        found = judge_agreement(a.run, a.labels, a.app)
+        in_groups = f"{plural(found.pairs, 'pair')} in {plural(found.groups, 'group')}"
+        tell(f"agreement with people: {found.share:.1%} of {in_groups} (chance: 50%)")
+        tell_left_out(found.left_out)
         return 0
     try:
         lines = write_blanks(a.run, a.to_label, groups=a.groups, role=a.role)

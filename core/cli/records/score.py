@@ -1,4 +1,4 @@
-"""`cotune score`."""
+"""`cotune records score`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 
-EXAMPLE = "cotune score runs/traced app:solve --write"
+TEXT = "Score recorded calls with the scorers and judge of today"
+EXAMPLE = "cotune records score runs/traced app:solve --write"
 
 
 def arguments(command: Parser) -> None:

@@ -1,4 +1,4 @@
-"""`cotune sft`."""
+"""`cotune records sft`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from cotune.cli.command import RECORDS, Parser, tell_left_out
 from cotune.tables import plural
 from cotune.terminal import tell
 
-EXAMPLE = "cotune sft runs/r1 --out sft.jsonl --role writer --min-reward 1"
+TEXT = "Write recorded answers as chat lines for supervised fine-tuning"
+EXAMPLE = "cotune records sft runs/r1 --out sft.jsonl --role writer --min-reward 1"
 
 
 def arguments(command: Parser) -> None:

@@ -1,0 +1,144 @@
+"""How often a judge, or any scorer, prefers what people prefer, by their labels of recorded candidates and episodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+
+from cotune.episodes.rescore import score_calls
+from cotune.episodes.run_sync import run_sync
+from cotune.episodes.workflows import Workflow, load_workflow
+from cotune.errors import ConfigError, WorkflowError
+from cotune.judging.episodes import outcomes_of
+from cotune.judging.labels import EXAMPLE, labelled, load_labels
+from cotune.records.ids import candidate_id
+from cotune.records.structs import CallRecord, Episode, Task
+from cotune.sampling.scoring import Scored
+from cotune.storage.judge_ledger import run_folder
+from cotune.storage.open_store import folder_of, open_store, without_password
+from cotune.storage.protocol import Store
+from cotune.storage.run_code import import_as_run_did, redactor_of
+from cotune.storage.run_layout import is_run, known_workflow, read_run_json
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """In `alike` of `pairs` pairs of `groups` groups the rewards prefer what people prefer, with ties counted half.
+    `left_out` counts labels and groups that could not be compared, by reason."""
+
+    groups: int
+    pairs: int
+    alike: float
+    left_out: dict[str, int]
+
+    @property
+    def share(self) -> float:
+        """Agreement from 0 to 1; chance is 0.5."""
+        return self.alike / self.pairs
+
+
+def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None) -> Agreement:
+    """Score the labelled candidates and episodes of a run, or of a records file, with the scorers and the judge of the
+    workflow `app` (default: the one that was trained), and compare with the labels in a JSON-lines file.
+
+    A labelled candidate is ranked among all candidates of its call, a labelled episode among those of its task that
+    have labels. Raises ConfigError for labels that are broken, of unknown ids, or that leave nothing to compare.
+    """
+    label_of = load_labels(labels)
+    described = read_run_json(run) if is_run(run) else {}
+    app = app or known_workflow(described, Path(run).absolute())
+    if app is None:
+        fault = f"is missing: {without_password(run)} does not say which workflow it recorded"
+        raise ConfigError("app", None, fault, "Pass --app app:solve.")
+    folder = folder_of(run)
+    import_as_run_did(described)
+    workflow = load_workflow(app).redacted(redactor_of(folder))
+    run_folder.set(folder)  # judges keep their answers and costs here
+    with open_store(run, read_only=True) as store:
+        calls, episodes = labelled(store, label_of, str(labels))
+        _require_scorers(workflow, calls, episodes)
+        scores = run_sync(_score(workflow, store, calls, episodes))
+    return _compare(label_of, _groups(label_of, calls, episodes), scores, str(labels))
+
+
+def count_pairs(labels: Sequence[float], rewards: Sequence[float]) -> tuple[float, int]:
+    """Of one group: in how many pairs that people tell apart the rewards prefer the same member (a tie counts as a
+    half), and how many such pairs there are."""
+    alike, pairs = 0.0, 0
+    for first, second in combinations(range(len(labels)), 2):
+        people = labels[first] - labels[second]
+        judge = rewards[first] - rewards[second]
+        if people == 0:
+            continue
+        pairs += 1
+        if judge == 0:
+            alike += 0.5
+        elif (judge > 0) == (people > 0):
+            alike += 1.0
+    return alike, pairs
+
+
+def _require_scorers(workflow: Workflow, calls: Sequence[tuple[CallRecord, Task]], episodes: Sequence[Episode]) -> None:
+    """Raise ConfigError if nothing in the workflow scores what the labels are of."""
+    for role in sorted({call.role for call, _ in calls} - workflow.scorers.keys()):
+        able = ", ".join(sorted(workflow.scorers)) or "none"
+        raise ConfigError(
+            "labels", role, f"is a role without a scorer; roles with one: {able}", f"Add @solve.scorer({role!r})."
+        )
+    if episodes and workflow.episode_judge is None:
+        remedy = "Add @solve.judge, or leave those labels out."
+        raise ConfigError("labels", episodes[0].id, "is an episode, and the workflow has no judge of episodes", remedy)
+
+
+async def _score(
+    workflow: Workflow, store: Store, calls: Sequence[tuple[CallRecord, Task]], episodes: Sequence[Episode]
+) -> dict[str, Scored | WorkflowError]:
+    outcomes = await outcomes_of(workflow.episode_judge, store, episodes, redaction=workflow.redaction)
+    return {**outcomes, **await score_calls(workflow, store, calls)}
+
+
+def _groups(
+    label_of: Mapping[str, float], calls: Sequence[tuple[CallRecord, Task]], episodes: Sequence[Episode]
+) -> list[list[str]]:
+    """The labelled candidates of each call, and the labelled episodes of each task."""
+    groups: list[list[str]] = []
+    for call, _ in calls:
+        ids = [candidate_id(call.id, candidate.index) for candidate in call.candidates]
+        groups.append([one for one in ids if one in label_of])
+    by_task: dict[str, list[str]] = {}
+    for episode in episodes:
+        by_task.setdefault(episode.task.id, []).append(episode.id)
+    return [*groups, *by_task.values()]
+
+
+def _compare(
+    label_of: Mapping[str, float],
+    groups: Sequence[Sequence[str]],
+    scores: Mapping[str, Scored | WorkflowError],
+    source: str,
+) -> Agreement:
+    left_out: Counter[str] = Counter()
+    compared, alike, pairs = 0, 0.0, 0
+    for members in groups:
+        rewarded: dict[str, float] = {}
+        for member in members:
+            score = scores.get(member)
+            if isinstance(score, WorkflowError):
+                left_out[str(score)] += 1
+            elif score is not None and score.rewards:
+                rewarded[member] = sum(score.rewards.values())
+        if len(members) < 2:
+            left_out["alone in its group"] += 1
+        alike_here, pairs_here = count_pairs([label_of[one] for one in rewarded], list(rewarded.values()))
+        compared += pairs_here > 0
+        alike += alike_here
+        pairs += pairs_here
+    if not pairs:
+        why = "; ".join(f"{count} x {reason}" for reason, count in left_out.items()) or "no two labels differ"
+        need = "a call needs two candidates, or a task two episodes, with different labels"
+        fault = f"leaves nothing to compare: {need} ({why})"
+        raise ConfigError("labels", source, fault, EXAMPLE)
+    return Agreement(groups=compared, pairs=pairs, alike=alike, left_out=dict(left_out))
