@@ -187,7 +187,6 @@ def serve(
     default: str = "",
     tool_format: str | None = None,
     max_body: int = 16 << 20,
-    max_values: int = 250_000,
     prompts: str | Path | None = None,
     any_prompts: bool = False,
     records: str | Path | None = None,
@@ -202,11 +201,11 @@ def serve(
     names, or is "base" for the untrained model; without it they are refused, unless the only policy of the export
     played every recorded role. `model` is the base model of an export where it lies elsewhere than the export says (of
     several, a mapping from the old place to the new one), `tool_format` how the model writes tool calls. Requests need
-    `token` (default: the environment's COTUNE_TOKEN), if there is one, and have at most `max_body` bytes and
-    `max_values` JSON values. Requests are answered with the edited prompts that the export was trained with, if any, or
-    with those of the file `prompts`; others than it was trained with need `any_prompts`. With `records`, the address of
-    a store or of a collector (for the application `app`), requests are recorded, after `redactor`. `say` receives the
-    address and the policy of each name. Raises ConfigError, AdapterError, SyncError when it cannot start, EngineLost.
+    `token` (default: the environment's COTUNE_TOKEN), if there is one, and have at most `max_body` bytes.
+    Requests are answered with the edited prompts that the export was trained with, if any, or with those of the file
+    `prompts`; others than it was trained with need `any_prompts`. With `records`, the address of a store or of a
+    collector (for the application `app`), requests are recorded, after `redactor`. `say` receives the address and the
+    policy of each name. Raises ConfigError, AdapterError, SyncError when it cannot start, EngineLost.
 
     ```python
     cotune.serve("adapters/", port=8000, aliases={"gpt-4o-mini": "writer"})
@@ -222,7 +221,7 @@ def serve(
         token=token or os.environ.get("COTUNE_TOKEN"),
         aliases=aliases,
         default=default,
-        limits=BodyLimits(max_body, max_values),
+        limits=BodyLimits(max_body),
         prompts=prompts,
         any_prompts=any_prompts,
         records=records,

@@ -143,7 +143,7 @@ _PROVIDER = {
         "(OPENAI_BASE_URL)?"
     ),
     r"Error code: 40[13]\b|AuthenticationError": "The provider refuses the key: set the right one (OPENAI_API_KEY).",
-    r"Error code: 429\b|RateLimitError": "The provider has too many requests: lower --concurrency, or try again later.",
+    r"Error code: 429\b|RateLimitError": "The provider has too many requests: lower the concurrency, or try later.",
     r"LengthFinishReasonError": (
         "Raise max_tokens of that call (sampling.max_tokens where it names none), or let the application go on from an "
         "answer that was cut."

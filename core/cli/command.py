@@ -13,6 +13,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from datetime import date, time
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,6 +22,7 @@ import msgspec
 from cotune.errors import ConfigError
 from cotune.terminal import tell
 
+Parser = argparse.ArgumentParser
 APP = "MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow"
 TASKS = "JSON-lines file: one task per line"
 RECORDS = "run folder, records file, or postgresql://..."
@@ -30,17 +32,14 @@ _FLAGS = {
     "plan.kind": ("--plan", None),
     **dict.fromkeys(("plan.k", "k"), ("-k", "K")),
     "learner.lr": ("--lr", "LR"),
-    "on_failure": ("--on-failure", "HOW"),
     "redact": ("--redact", "MODULE:FUNCTION"),
     "roles_by": ("--roles-by", "WHO"),
     "prompts": ("--prompts", "FILE"),
     "cluster.address": ("--cluster", "ADDRESS"),
     "evaluation.tasks": ("--eval-tasks", "FILE"),
     "init": ("--init", "RUN"),
-    "loggers": ("--logger", None),
     "profile": ("--profile", "STEP"),
     **dict.fromkeys(("records.path", "records"), ("--records", "RUN")),
-    "records.labels": ("--labels", "FILE"),
     "episode": ("--episode", "ID"),
     "answer": ("--answer", "TEXT"),
     "timeout": ("--timeout", "SECONDS"),
@@ -79,41 +78,6 @@ def filled(text: str, width: int, first: str = "", rest: str = "") -> str:
 def described(text: str, example: str) -> dict[str, Any]:
     """The settings of a command's parser: one line of help, and a command line that `--help` shows."""
     return {"description": f"{text}.\n\nExample:\n  {example}", "formatter_class": Formatter}
-
-
-class Parser(argparse.ArgumentParser):
-    """The parser of a command. Arguments in groups that `more` makes are shown by `--help-all` only."""
-
-    groups: Sequence[argparse._ArgumentGroup] = ()
-
-    def more(self, title: str) -> argparse._ArgumentGroup:
-        """A group of further arguments."""
-        if not self.groups:
-            self.add_argument("--help-all", action="help", help="show every flag")
-        group = self.add_argument_group(title)
-        self.groups = (*self.groups, group)
-        return group
-
-    def shorten(self) -> None:
-        """Leave the further arguments out of the help and the usage, also of the forms of this command."""
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for form in action.choices.values():
-                    form.shorten()
-        further = [action for group in self.groups for action in group._group_actions]
-        if further:
-            self.epilog = f"{self.prog} --help-all shows {len(further)} more"
-        for action in (*further, *(action for action in self._actions if action.dest == "help_all")):
-            action.help = argparse.SUPPRESS
-
-
-def add_trust(command: Any) -> None:
-    """Add `--trust-remote-code` of a command that loads models."""
-    command.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run code that comes with the model folder (auto_map), which may do anything; refused without",
-    )
 
 
 def add_repeated(command: Any, flag: str, metavar: str, text: str, **more: Any) -> None:
@@ -217,8 +181,12 @@ def documentation(table: type[msgspec.Struct]) -> Mapping[str, str]:
 
 def fields_of(a: argparse.Namespace, table: type[msgspec.Struct] | None = None) -> dict[str, Any]:
     """The fields that the command line sets, by their dotted names: all, or those of `table`."""
-    names = a.fields if table is None else table.__struct_fields__
-    return {name: value for name in names if (value := getattr(a, name)) is not None}
+    values: dict[str, Any] = {}
+    for name in a.fields:
+        value = getattr(a, name)
+        if value is not None and (table is None or name in table.__struct_fields__):
+            values[name] = value
+    return values
 
 
 @contextmanager
@@ -280,7 +248,9 @@ def settings(texts: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, text in pairs("--set", texts, "FIELD=VALUE", "For example: --set lora.rank=8").items():
         try:
-            values[name] = tomllib.loads(f"value = {text}")["value"]
+            value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            values[name] = text
+            value = text
+        # No field is a date. A day such as 2026-11-30 (records.since) is text.
+        values[name] = text if isinstance(value, date | time) else value
     return values

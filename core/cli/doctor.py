@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import Parser, add_fields, add_repeated, add_trust, fields_of, settings
+from cotune.cli.command import Parser, add_fields, add_repeated, fields_of, settings
 from cotune.errors import ConfigError
 from cotune.storage.run_layout import read_config
 from cotune.terminal import tell, terminal
@@ -26,7 +26,6 @@ def arguments(command: Parser) -> None:
         help="longest prompt that memory is computed for (default: %(default)s)",
     )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
-    add_trust(command)
 
 
 def run(a: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ from cotune.cli.command import (
     add_fields,
     add_moved,
     add_repeated,
-    add_trust,
     fields_of,
     moved,
     prices,
@@ -45,9 +44,8 @@ def arguments(command: Parser) -> None:
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
     add_moved(command, "run or export")
-    options = ("limit", "samples", "concurrency", "timeout", "out", "roles_by", "prompts", "records")
+    options = ("samples", "concurrency", "timeout", "out", "roles_by", "prompts", "records")
     add_fields(command, *options, table=EvaluationOptions)
-    add_trust(command)
 
 
 def _temperature(text: str) -> float | Literal["app"]:

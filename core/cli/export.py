@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import Parser, add_moved, add_prompts, add_trust, moved
+from cotune.cli.command import Parser, add_moved, add_prompts, moved
 from cotune.terminal import tell
 
 EXAMPLE = "cotune export runs/r1 --out adapters/"
@@ -42,7 +42,6 @@ def arguments(command: Parser) -> None:
     add_prompts(command, "what the run was trained with")
     command.add_argument("--push", metavar="USER/NAME", help="then upload the folder to the Hugging Face Hub")
     command.add_argument("--private", action="store_true", help="make that repository private, if it is new")
-    add_trust(command)
 
 
 def _step(text: str) -> int | str:

@@ -47,7 +47,7 @@ COMMANDS = {
     "Collect": {
         "gateway": "Record applications in any language, as a proxy of their provider",
         "collect": "Collect the records of many processes in one store",
-        "records": "Manage records: list, score, judge, sft, prune, delete, copy, upgrade",
+        "records": "Records: list, score, judge, sft, prune, delete, copy, upgrade",
         "otel": "Exchange records with tracing tools: export, import",
     },
 }
@@ -94,8 +94,6 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
             run_command=module.run, extra=getattr(module, "EXTRA", None), extra_for=getattr(module, "EXTRA_FOR", None)
         )
         module.arguments(command)
-        if line is not None and "--help-all" not in line:
-            command.shorten()
     return top
 
 
@@ -105,13 +103,15 @@ def reject_unknown_words(line: Sequence[str]) -> None:
     # No flag before the command takes a value, so the first word that is not a flag is the command.
     name = next((word for word in line if not word.startswith("-")), None)
     commands = [command for group in COMMANDS.values() for command in group]
+    if name is None:
+        return
     if name in REMOVED_COMMANDS:
         parser([]).error(f"{name} was removed. {REMOVED_COMMANDS[name]}")
-    if name is not None and name not in commands:
+    if name not in commands:
         remedy = did_you_mean(near_names(name, commands)) or "cotune --help lists the commands."
         parser([]).error(f"{name!r} is not a command. {remedy}")
-    if name is not None and (fault := removed_flag(name, line)):
-        parser([]).error(f"{name}: {fault}")
+    if fault := removed_flag(line[line.index(name) :]):
+        parser([]).error(fault)
 
 
 def of_use(record: logging.LogRecord) -> bool:
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         from cotune.integrations.exchange.argcomplete.completion import complete
 
-        complete(parser([*os.environ.get("COMP_LINE", "").split(), "--help-all"]))
+        complete(parser(os.environ.get("COMP_LINE", "").split()))
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         parser(argv).print_help()
@@ -143,8 +143,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, handlers=[shown])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
-    if getattr(arguments, "trust_remote_code", False):
-        os.environ["COTUNE_TRUST_REMOTE_CODE"] = "1"
     try:
         interrupt_raises()
         with ends_as_interrupts():

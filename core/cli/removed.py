@@ -14,12 +14,15 @@ REMOVED_COMMANDS: Mapping[str, str] = {
 """By command, a sentence that tells the user what to do."""
 
 _SEARCH_FIRST = "Run cotune prompts improve, which has it, then cotune train --prompts FOLDER."
+_TRUST = "Set COTUNE_TRUST_REMOTE_CODE=1 in the environment."
+_FIXED = "The limit is fixed."
 
 REMOVED_FLAGS: Mapping[str, str] = {
     "check --answer": "Use --answers: a small model, provider, or records:ADDRESS (what cotune trace recorded).",
     "trace --record-tools": "Use --record tools.",
     "trace --freeze": "Use --record frozen.",
     "export --best": "Use --step best.",
+    "check --roles-by": "Use --set roles_by=WHO.",
     "train --strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
     "train --reflection": _SEARCH_FIRST,
     "train --reflection-url": _SEARCH_FIRST,
@@ -28,12 +31,66 @@ REMOVED_FLAGS: Mapping[str, str] = {
     "train --max-cost": _SEARCH_FIRST,
     "train --price": _SEARCH_FIRST,
     "train --yes": _SEARCH_FIRST,
+    "train --select": "Use --set plan.select=argmax, sample or first.",
+    "train --concurrency": "Use --set concurrency=N.",
+    "train --max-tokens": "Use --set sampling.max_tokens=N.",
+    "train --seed": "Use --set seed=N.",
+    "train --on-failure": "Use --set on_failure=HOW.",
+    "train --roles-by": "Use --set roles_by=WHO.",
+    "train --redact": "Use --set redact=MODULE:FUNCTION.",
+    "train --mode": "Use --set mode=async.",
+    "train --since": "Use --set records.since=SINCE.",
+    "train --app": "Use --set records.app=APP.",
+    "train --version": "Use --set records.version=N.",
+    "train --labels": "Use --set records.labels=FILE.",
+    "train --min-reward": "Use --set records.min_reward=X.",
+    "train --best-of": "Use --set records.best_of=N.",
+    "train --logger": "Use --set 'loggers=[\"tensorboard\"]', with the names of all trackers.",
+    "prompts improve --reflection-url": "Use --set reflection_url=URL.",
+    "prompts improve --reflection-key-env": "Use --set reflection_key_env=NAME.",
+    "prompts improve --roles": "Use --set 'roles=[\"ROLE\"]', with the names of all roles to improve.",
+    "prompts improve --kinds": 'Use --set \'kinds=["system", "user"]\'.',
+    "prompts improve --keep": "Use --set \"keep=['REGEX']\".",
+    "prompts improve --max-growth": "Use --set max_growth=X.",
+    "prompts improve --prompts": "Use --set prompts=FILE.",
+    "prompts improve --weight": "Use --set weight=X.",
+    "prompts improve --minibatch": "Use --set minibatch=N.",
+    "prompts improve --validation": "Use --set validation=X.",
+    "prompts improve --shown": "Use --set shown=N.",
+    "prompts improve --credit": "Use --set credit=X.",
+    "prompts improve --rounds": "Use --set rounds=N.",
+    "prompts improve --seed": "Use --set seed=N.",
+    "prompts improve --concurrency": "Use --set concurrency=N.",
+    "prompts improve --timeout": "Use --set timeout=SECONDS.",
+    "prompts improve --temperature": "Use --set temperature=X.",
+    "prompts improve --max-tokens": "Use --set max_tokens=N.",
+    "prompts improve --roles-by": "Use --set roles_by=WHO.",
+    "prompts improve --redact": "Use --set redact=MODULE:FUNCTION.",
+    "prompts edit --limit": "Pass a shorter file to --tasks.",
+    "prompts edit --max-calls": "Pass a shorter file to --tasks: each task is run twice.",
+    "prompts show --records": "Use cotune trace --out FOLDER first, then cotune prompts show FOLDER.",
+    "eval --limit": "Pass a shorter file to --tasks.",
+    "trace --otlp-content": "Use cotune otel export RUN --endpoint URL --content afterwards.",
+    "records score --phase": "Leave it out: all phases are scored.",
+    "records judge --groups": "Leave it out: the candidates of 30 calls are written.",
+    "gateway --max-values": _FIXED,
+    "gateway --max-answer": _FIXED,
+    "gateway --max-inflight": _FIXED,
+    "collect --max-values": _FIXED,
+    "serve --max-values": _FIXED,
+    "doctor --trust-remote-code": _TRUST,
+    "train --trust-remote-code": _TRUST,
+    "eval --trust-remote-code": _TRUST,
+    "replay --trust-remote-code": _TRUST,
+    "export --trust-remote-code": _TRUST,
+    "serve --trust-remote-code": _TRUST,
+    "prompts improve --trust-remote-code": _TRUST,
 }
 """By command and flag, a sentence that tells the user what to do. Add a row when you remove a flag."""
 
 
-def removed_flag(command: str, words: Sequence[str]) -> str:
-    """The error for the first of a command's words that is a removed flag, or an empty text.
+def removed_flag(words: Sequence[str]) -> str:
+    """The error for the first removed flag of a command line without its program, or an empty text.
 
     It is asked before argparse reads the line, which may take a removed flag for the abbreviation of another one.
     """
@@ -41,6 +98,7 @@ def removed_flag(command: str, words: Sequence[str]) -> str:
         if word == "--":  # only positional arguments follow
             break
         flag = word.partition("=")[0]
-        if remedy := REMOVED_FLAGS.get(f"{command} {flag}"):
-            return f"{flag} was removed. {remedy}"
+        for command in (words[0], " ".join(words[:2])):  # cotune train, cotune prompts improve
+            if remedy := REMOVED_FLAGS.get(f"{command} {flag}"):
+                return f"{command}: {flag} was removed. {remedy}"
     return ""

@@ -44,8 +44,6 @@ class TraceOptions(msgspec.Struct, frozen=True, kw_only=True):
     clock, uuid and random."""
     otlp: str | None = None
     """Also send each episode's spans to this OTLP/HTTP endpoint."""
-    otlp_content: bool = False
-    """With --otlp, send messages and task inputs too."""
     redact: str | None = None
     roles_by: str | None = None
     prompts: str | None = None
@@ -74,7 +72,6 @@ def trace(
     """Run every task once and record it in `out`; return 1 when every episode failed or records were lost, and how many
     episodes failed."""
     from cotune.integrations.exchange.otel.exporter import LiveExport, otlp_exporter
-    from cotune.integrations.exchange.otel.spans import Detail
     from cotune.trainer.reporting.progress import episode_bar
 
     if options.record == "frozen":
@@ -92,7 +89,7 @@ def trace(
         why = error.strerror or str(error)
         remedy = "Free some space, or name another --out." if is_full(error) else "Name another --out."
         raise RunError(f"{folder} cannot be written: {why}.", remedy) from None
-    live = LiveExport(store, exporter, detail=Detail(content=options.otlp_content)) if exporter else None
+    live = LiveExport(store, exporter) if exporter else None
     use = PromptUse(live or store)
     try:
         with episode_bar(console, len(listed)) as advance:

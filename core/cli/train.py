@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, add_trust, fields_of, settings
+from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, fields_of, settings
 from cotune.errors import ConfigError
 from cotune.terminal import tell, terminal
 
@@ -22,7 +22,8 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--config", metavar="FILE", help="TOML file; see docs/reference/configuration.md. Flags override it"
     )
-    add_fields(command, "model", "policies", "plan.k", "recipe", "steps")
+    add_fields(command, "model", "policies", "plan.kind", "plan.k", "recipe", "steps", "tasks_per_step", "learner.lr")
+    add_fields(command, "prompts", "init", "records.path", "evaluation.tasks", "cluster.address", "profile")
     add_repeated(command, "--set", "FIELD=VALUE", "any other field, such as lora.rank=8 or schedule.kind=linear")
     command.add_argument("--out", metavar="DIR", help="new run folder (default: runs/DATE-TIME)")
     command.add_argument(
@@ -32,23 +33,9 @@ def arguments(command: Parser) -> None:
         "functions that the run names. Settings that are safe to change "
         "(--steps, --tasks-per-step, memory, machines, ...) may be given; see docs/reference/run-folder.md",
     )
-    add_fields(
-        command.more("rollouts"),
-        *("plan.kind", "plan.select", "tasks_per_step", "concurrency", "sampling.max_tokens", "seed"),
-        *("on_failure", "roles_by", "redact", "prompts"),
-    )
-    add_fields(command.more("learning"), "learner.lr", "mode", "init")
-    from_records = command.more("learning from records")
-    add_fields(from_records, "records.path", "records.since", "records.app", "records.version")
-    add_fields(from_records, "records.labels", "records.min_reward", "records.best_of")
-    figures = command.more("evaluation and figures")
-    add_fields(figures, "evaluation.tasks", "loggers", "profile")
-    figures.add_argument(
+    command.add_argument(
         "--explain", action="store_true", help="explain each column and figure of a step, and train nothing"
     )
-    machine = command.more("machine")
-    add_fields(machine, "cluster.address")
-    add_trust(machine)
 
 
 def run(a: argparse.Namespace) -> int:

@@ -73,16 +73,14 @@ class Rescoring:
     """Answered calls by role that has no scorer."""
 
 
-async def rescore(
-    workflow: Workflow, store: Store, *, phase: str | None = None, role: str | None = None, write: bool = False
-) -> Rescoring:
+async def rescore(workflow: Workflow, store: Store, *, role: str | None = None, write: bool = False) -> Rescoring:
     """Score all answered calls (of `role`), and the episodes that ended well, by the workflow's scorers and judge.
 
     Nothing runs but these. With `write` the rewards are stored: a component replaces that of the same name, unless its
     group was trained on, which the store counts in `refused`.
     """
     found = Rescoring()
-    episodes = list(store.episodes(phase=phase))
+    episodes = list(store.episodes())
     answered = _answered(store, episodes, role, workflow, found)
     while chunk := list(islice(answered, CHUNK)):
         scored = await score_calls(workflow, store, chunk)

@@ -255,9 +255,7 @@ def load_roles(spec: str) -> RolesFunction:
     Raises ConfigError if it does not exist, WorkflowError if it is not a roles function.
     """
     named = spec in (CALLER, MODEL)
-    found = (
-        spec if named else load_object("roles_by", spec, "--roles-by app:who, --roles-by caller or --roles-by model")
-    )
+    found = spec if named else load_object("roles_by", spec, "app:who, caller or model")
     return cast(RolesFunction, roles_function(found))
 
 

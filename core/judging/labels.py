@@ -19,6 +19,10 @@ EXAMPLE = (
     'One line for each candidate or episode: {"id": "01J....0", "score": 3}; ids are shown by cotune show --episode.'
 )
 
+CALLS = 30
+"""Calls whose candidates people are asked to label. Their number counts, not that of pairs, which depend on each other
+within a call."""
+
 
 class Label(msgspec.Struct, frozen=True):
     """A person's score of a candidate (`<call id>.<index>`) or an episode (its id): more is better."""
@@ -54,8 +58,8 @@ def load_labels(path: str | Path) -> dict[str, float]:
     return found
 
 
-def write_blanks(run: str | Path, to: str | Path, *, groups: int = 20, role: str | None = None) -> int:
-    """Write a line for each candidate of some calls, at random, with the request and a score to fill in (null).
+def write_blanks(run: str | Path, to: str | Path, *, role: str | None = None) -> int:
+    """Write a line for each candidate of `CALLS` calls, at random, with the request and a score to fill in (null).
 
     Only calls (of `role`) whose candidates differ are taken. Returns the number of lines.
     """
@@ -66,7 +70,7 @@ def write_blanks(run: str | Path, to: str | Path, *, groups: int = 20, role: str
             for call in store.calls(episode.id)
             if role in (None, call.role) and len({c.text or str(c.message) for c in call.candidates}) > 1
         ]
-        chosen = random.Random(0).sample(found, min(groups, len(found)))
+        chosen = random.Random(0).sample(found, min(CALLS, len(found)))
         lines = [
             {
                 "id": candidate_id(call.id, candidate.index),

@@ -73,7 +73,7 @@ def check_redactor(fn: Any) -> Redactor:
 def load_redactor(spec: str) -> Redactor:
     """Import `module:function` or `file.py:function`. Raises ConfigError if it does not exist, WorkflowError
     if it is not a redactor."""
-    return check_redactor(load_object("redact", spec, "--redact privacy:hide"))
+    return check_redactor(load_object("redact", spec, "privacy:hide"))
 
 
 def each_text(fn: Callable[[str], str]) -> Redactor:

@@ -53,11 +53,20 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "examples.tool_agent.clerk_base", "--out", base], check=True)
     tasks = write_tasks(out / "tasks.jsonl", options.recorded, options.seed)
     held_out = write_tasks(out / "held_out.jsonl", options.held_out, options.seed + 1)
-    common = ["--config", CONFIG, "--model", base, "--seed", str(options.seed), "--policies", "shared"]
+    common = ["--config", CONFIG, "--model", base, "--set", f"seed={options.seed}", "--policies", "shared"]
     with serving() as url:
         cotune(url, "trace", WORKFLOW, "--tasks", tasks, "--out", traced)
         cotune(url, "trace", WORKFLOW, "--tasks", held_out, "--out", str(out / "today"))
-        sft = ["--recipe", "sft", "--records", traced, "--min-reward", "1", "--steps", str(options.sft_steps)]
+        sft = [
+            "--recipe",
+            "sft",
+            "--records",
+            traced,
+            "--set",
+            "records.min_reward=1",
+            "--steps",
+            str(options.sft_steps),
+        ]
         cotune(url, "train", WORKFLOW, *common, *sft, "--out", learned)
         rl = ["--tasks", tasks, "--init", learned, "--steps", str(options.steps)]
         cotune(url, "train", WORKFLOW, *common, *rl, "--out", reinforced)

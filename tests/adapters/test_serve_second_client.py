@@ -44,9 +44,9 @@ LISTS = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in r
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        (asked(logit_bias=bias(800_000)), 413, b"--max-values"),
+        (asked(logit_bias=bias(800_000)), 413, b"JSON values"),
         (asked(logit_bias=bias(120_000)), 400, b"logit_bias: Expected `object` of length <= 1024"),
-        (b'{"model":"m","messages":[' + b"{}," * 5_500_000 + b"{}]}", 413, b"--max-values"),
+        (b'{"model":"m","messages":[' + b"{}," * 5_500_000 + b"{}]}", 413, b"JSON values"),
         (asked(messages=[HELLO] * 9_990), 400, b"tokens"),
         (asked(messages=[{"role": "user", "content": "a, " * 5_000_000}]), 400, b"characters"),
         (asked(chat_template_kwargs=bias(120_000)), 400, b"chat_template_kwargs"),

@@ -58,7 +58,7 @@ def test_a_team_of_two_bases_from_check_to_the_application(
     vocabulary = len(base.tokenizer())
     assert max(seen["checker"]) < vocabulary < max(seen["planner"])
 
-    assert main(["eval", APP, *tasks, "--run", "run", "--modes", "base,trained", "--limit", "2"]) == 0
+    assert main(["eval", APP, *tasks, "--run", "run", "--modes", "base,trained"]) == 0
     assert main(["export", "run", "--out", "export"]) == 0
     manifest = read_manifest(Path("export"))
     assert [Path(base.model) for base in manifest.bases] == [smollm2, checker]

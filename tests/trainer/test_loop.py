@@ -384,7 +384,7 @@ def test_an_application_that_every_answer_breaks_is_told_after_sixteen(trainer):
         trainer(application(broken), steps=1)
     assert caught.value.cause.endswith("All 16 episodes looked at failed.")
     assert "have the workflow return a low reward" in caught.value.remedy
-    assert " of 16 answers ended at their limit of tokens: raise --max-tokens" in caught.value.remedy
+    assert " of 16 answers ended at their limit of tokens: raise sampling.max_tokens" in caught.value.remedy
 
 
 def test_a_terminal_keeps_a_line_of_each_step(trainer: Trainer) -> None:

@@ -231,7 +231,9 @@ def _every_time(
         remedy += " If an answer of the model breaks it: have the workflow return a low reward."
         ends = [candidate.finish_reason for call in calls for candidate in call.candidates]
         if (cut := ends.count("length")) * 2 > len(ends):
-            remedy += f" {cut} of {len(ends)} answers ended at their limit of tokens: raise --max-tokens, or the "
+            remedy += (
+                f" {cut} of {len(ends)} answers ended at their limit of tokens: raise sampling.max_tokens, or the "
+            )
             remedy += "application's."
     call = next((call for call in failed if call.status != "cancelled"), None)
     if call is not None and first.cause not in str(call.error):

@@ -86,7 +86,7 @@ def evaluate(
     out = None if chosen.out is None else RunLayout(Path(chosen.out).absolute())
     of_run = not is_export(Path(source))
     app = workflow_of(workflow)
-    held_out = as_tasks(tasks)[: chosen.limit]
+    held_out = as_tasks(tasks)
     if out is not None:
         # An evaluation has a folder of its own: among other records, nobody could tell its episodes apart.
         for file in (out.records, out.path / EVALUATION, out.run_json):

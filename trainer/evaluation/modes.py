@@ -49,8 +49,6 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     modes: Sequence[str] = USUAL
     """Each runs every task once; see docs/how-to/evaluation.md."""
-    limit: int | None = None
-    """Take only the first so many tasks."""
     samples: int = 1
     """Episodes of each task in every mode: pass@k for k up to it. At temperature 0 only the first one is run."""
     temperature: Temperature | None = None
@@ -86,7 +84,7 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_modes(self.modes)
-        check_bounds(self, "limit", "samples", "timeout", "concurrency")
+        check_bounds(self, "samples", "timeout", "concurrency")
         check_temperature(self.temperature)
 
 

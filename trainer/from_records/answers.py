@@ -20,7 +20,7 @@ from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.from_records.lessons import Reader, Readers, Recorded, Rows
 
 _REDACTED = "{count} answers are of calls with redacted parts: what stands there instead is learned"
-_REWARDED = "Lower --min-reward, or give rewards with: cotune records score RUN app:solve --write."
+_REWARDED = "Lower records.min_reward, or give rewards with: cotune records score RUN app:solve --write."
 _MEANINGS = {
     "inexpressible": "the model's chat template does not write the answer, or writes what would be read back as "
     "something else",

@@ -23,6 +23,9 @@ from cotune.trainer.prompting.options import ImproveOptions
 from cotune.trainer.prompting.spending import LimitReached, Spending
 from cotune.trainer.reporting.progress import episode_bar
 
+MAX_CALLS = 2000
+"""Most calls of a comparison. More tasks than these allow belong to a search, which has a limit of its own."""
+
 
 def compare(
     workflow: WorkflowSource,
@@ -30,26 +33,23 @@ def compare(
     before: Prompts,
     after: Prompts,
     folder: Path,
-    *,
-    limit: int | None = None,
-    max_calls: int = 2000,
 ) -> HeldOut | None:
     """Run the application with both prompts on each task, and record that in a new `folder`; None where the workflow
-    gives no outcome. The application's own provider answers. Raises LimitReached after `max_calls` calls."""
+    gives no outcome. The application's own provider answers. Raises LimitReached after MAX_CALLS calls."""
     app = workflow_of(workflow)
     check_judge(app)
-    listed = as_tasks(tasks)[:limit]
-    options = ImproveOptions(max_calls=max_calls)
+    listed = as_tasks(tasks)
+    options = ImproveOptions(max_calls=MAX_CALLS)
     console = terminal(stderr=True)
     console.print(f"comparing the prompts before and after on {plural(len(listed), 'task')}, once each ...")
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.set(folder)
     with open_store(RunLayout(folder).records) as store, episode_bar(console, 2 * len(listed)) as bar:
-        evaluations = Evaluations(app, store, None, options, Spending(max_calls, None, {}), bar)
+        evaluations = Evaluations(app, store, None, options, Spending(MAX_CALLS, None, {}), bar)
         try:
             held = run_sync(compare_held_out(evaluations, before, after, listed))
         except LimitReached as error:
-            raise LimitReached(error.cause, "Name fewer tasks with --limit, or raise --max-calls.") from None
+            raise LimitReached(error.cause, "Pass a file with fewer tasks: each is run twice.") from None
         except RunError as error:
             raise RunError(error.cause, "Edit the part again once the models can be reached.") from None
     for name, first in evaluations.errors.items():

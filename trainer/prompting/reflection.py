@@ -154,7 +154,7 @@ class Reflection:
             raise RunError(
                 f"The reflection model {self.options.reflection} failed {self.failures} times in a row: "
                 f"{self.last_error}",
-                "Check --reflection, --reflection-url and the key of the environment, then go on with --resume.",
+                "Check --reflection, --set reflection_url and the key of the environment, then go on with --resume.",
             )
         return None
 

@@ -19,7 +19,7 @@ APP, TASKS, HELD_OUT, MODEL = "app:solve", "tasks.jsonl", "held_out.jsonl", "Qwe
 """What a command names that nobody has named yet."""
 _OF_TRAINING = {
     "config": "--config", "policies": "--policies", "plan.kind": "--plan", "plan.k": "-k", "recipe": "--recipe",
-    "roles_by": "--roles-by", "cluster.address": "--cluster",
+    "cluster.address": "--cluster",
 }  # fmt: skip
 """Settings that `check` and `doctor` have in common with `train`."""
 
@@ -108,9 +108,8 @@ def _score(a: argparse.Namespace, status: int) -> list[Words]:
     if status:
         return []
     role = ["--role", a.role] if a.role else []
-    phase = ["--phase", a.phase] if a.phase else []
     redact = ["--redact", a.redact] if a.redact else []
-    again: Words = ["cotune", "records", "score", a.run, a.workflow, *role, *redact, *phase, "--write"]
+    again: Words = ["cotune", "records", "score", a.run, a.workflow, *role, *redact, "--write"]
     return [["cotune", "show", a.run] if a.write else again]
 
 

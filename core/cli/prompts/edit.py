@@ -35,10 +35,6 @@ def arguments(command: Parser) -> None:
     add_repeated(command, "--keep", "REGEX", "with records: text that stays as it is")
     command.add_argument("--app", metavar="APP", help=f"compare before and after with it: {APP}")
     command.add_argument("--tasks", metavar="FILE", help=f"with --app: {TASKS}; each is run twice")
-    command.add_argument("--limit", type=int, metavar="N", help="with --app: the first N tasks")
-    command.add_argument(
-        "--max-calls", type=int, default=2000, metavar="N", help="with --app: most calls (default: %(default)s)"
-    )
 
 
 def run(a: argparse.Namespace) -> int:
@@ -82,7 +78,7 @@ def _compare(a: argparse.Namespace, before: Prompts, after: Prompts, file: Path)
     from cotune.trainer.prompting.by_hand import compare, result
 
     folder = file.parent / f"compared-{new_id()}"
-    held = compare(a.app, a.tasks, before, after, folder, limit=a.limit, max_calls=a.max_calls)
+    held = compare(a.app, a.tasks, before, after, folder)
     if held is None:
         tell(f"nothing to compare: the workflow gave no outcome; its episodes: cotune show {folder}")
         return

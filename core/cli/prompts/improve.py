@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, add_trust, fields_of, prices, settings
+from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, fields_of, prices, settings
 from cotune.errors import ConfigError
 from cotune.terminal import tell, terminal
 
@@ -14,8 +14,6 @@ EXAMPLE = (
 )
 NOT_SHOWN = 3
 """Exit status where the held-out tasks show no improvement."""
-ASKING = ("reflection", "reflection_url", "reflection_key_env", "max_calls", "max_cost")
-"""Options that say who proposes texts, and what a search may spend."""
 
 
 def arguments(command: Parser) -> None:
@@ -31,28 +29,12 @@ def arguments(command: Parser) -> None:
         help="continue a search that was interrupted, or whose limits were raised; runs the application that it names",
     )
     command.add_argument("--config", metavar="FILE", help="TOML file with a table [prompts]. Flags override it")
-    add_fields(command, "eval_tasks", *ASKING, table=ImproveOptions)
+    names = ("eval_tasks", "reflection", "max_calls", "max_cost", "run", "model")
+    add_fields(command, *names, table=ImproveOptions)
     add_yes(command)
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
-    add_fields(
-        command,
-        *("roles", "kinds", "keep", "max_growth", "prompts"),
-        table=ImproveOptions,
-        roles="improve only this role; repeatable",
-        kinds="kind of text to improve: system, user, tool or format; repeatable. Without it system messages, and user "
-        "messages of roles that have none",
-        keep="regular expression of text that stays as it is; repeatable",
-    )
-    add_fields(
-        command.more("search"),
-        *("weight", "minibatch", "validation", "shown", "credit", "rounds", "seed", "concurrency", "timeout"),
-        table=ImproveOptions,
-    )
-    answers = command.more("who answers")
-    add_fields(answers, "run", "model", "temperature", "max_tokens", "roles_by", "redact", table=ImproveOptions)
-    add_repeated(command, "--set", "FIELD=VALUE", "any other field, such as replay=false")
-    add_trust(command)
+    add_repeated(command, "--set", "FIELD=VALUE", "any other field of [prompts], such as rounds=20 or replay=false")
 
 
 def run(a: argparse.Namespace) -> int:

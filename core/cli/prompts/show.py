@@ -12,20 +12,18 @@ from cotune.terminal import tell, terminal
 
 TEXT = "Show the constant text of each role's prompts, and the slots that vary"
 EXAMPLE = "cotune prompts show runs/traced"
+RECORDED = "runs/prompts"
+"""Run folder in which an application is recorded."""
 _KINDS = ("system", "user", "assistant", "tool", "format")
 
 
 def arguments(command: Parser) -> None:
-    command.add_argument("source", help=f"run folder, records file or prompts.json; or {APP}, which is recorded first")
+    command.add_argument(
+        "source", help=f"run folder, records file or prompts.json; or {APP}, which is recorded in {RECORDED} first"
+    )
     command.add_argument("--tasks", metavar="FILE", help=f"with an application: {TASKS}")
     command.add_argument(
         "--limit", type=int, default=8, metavar="N", help="with an application: tasks to run (default: %(default)s)"
-    )
-    command.add_argument(
-        "--records",
-        default="runs/prompts",
-        metavar="DIR",
-        help="with an application: run folder for its records (default: %(default)s)",
     )
     add_repeated(command, "--role", "NAME", "parts of this role only")
     command.add_argument(
@@ -73,7 +71,7 @@ def _recorded(a: argparse.Namespace) -> str:
         example = f"For example: cotune prompts show {a.source} --tasks tasks.jsonl --limit 8"
         raise ConfigError("--tasks", None, "is missing: the application is run to record its prompts", example)
     with printing_aside():
-        if RunLayout(Path(a.records)).records.exists():
-            tell(f"{a.records} has earlier records, which count too; for those of now alone: --records DIR")
-        trace(a.source, a.tasks, a.records, TraceOptions(limit=a.limit), terminal(stderr=True))
-    return str(a.records)
+        if RunLayout(Path(RECORDED)).records.exists():
+            tell(f"{RECORDED} has earlier records, which count too; for those of now alone, move it away first")
+        trace(a.source, a.tasks, RECORDED, TraceOptions(limit=a.limit), terminal(stderr=True))
+    return RECORDED

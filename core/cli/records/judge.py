@@ -7,7 +7,7 @@ import argparse
 from cotune.cli.command import APP, RECORDS, Parser, tell_left_out
 from cotune.episodes.judge_agreement import judge_agreement
 from cotune.errors import ConfigError
-from cotune.judging.labels import write_blanks
+from cotune.judging.labels import CALLS, write_blanks
 from cotune.tables import plural
 from cotune.terminal import tell
 
@@ -25,13 +25,10 @@ def arguments(command: Parser) -> None:
         "score is better, null is no label",
     )
     command.add_argument("--app", help=f"{APP}; default: the one that the run trained")
-    command.add_argument("--to-label", metavar="FILE", help="write candidates to FILE for people to label, instead")
     command.add_argument(
-        "--groups",
-        type=int,
-        default=20,
-        metavar="N",
-        help="calls whose candidates are written (default: %(default)s)",
+        "--to-label",
+        metavar="FILE",
+        help=f"write the candidates of {CALLS} calls to FILE for people to label, instead",
     )
     command.add_argument("--role", help="write candidates of this role only")
 
@@ -47,7 +44,7 @@ def run(a: argparse.Namespace) -> int:
         tell_left_out(found.left_out)
         return 0
     try:
-        lines = write_blanks(a.run, a.to_label, groups=a.groups, role=a.role)
+        lines = write_blanks(a.run, a.to_label, role=a.role)
     except FileExistsError:
         raise ConfigError("--to-label", a.to_label, "exists already", "Name a new file.") from None
     tell(f"wrote {plural(lines, 'candidate')} to {a.to_label}: fill in `score` of each")

@@ -31,7 +31,6 @@ def arguments(command: Parser) -> None:
     command.add_argument("workflow", help=APP)
     command.add_argument("--role", help="calls of this role only, and no episodes")
     add_fields(command, "redact", redact="a redactor of feedback, in addition to those of the workflow and the run")
-    command.add_argument("--phase", help="episodes of this phase only: train, eval, trace, ...")
     command.add_argument(
         "--write", action="store_true", help="store the rewards: each replaces the one of its name, others stay"
     )
@@ -51,7 +50,7 @@ def run(a: argparse.Namespace) -> int:
     flow = flow.redacted(redactor_of(folder)).redacted(a.redact)
     run_folder.set(folder)
     with open_store(a.run, read_only=not a.write) as store:
-        rescored = run_sync(rescore(flow, store, phase=a.phase, role=a.role, write=a.write))
+        rescored = run_sync(rescore(flow, store, role=a.role, write=a.write))
         store.flush()
         refused, lost = store.refused, store.lost
     terminal().print(_table(rescored))

@@ -25,7 +25,7 @@ def arguments(command: Parser) -> None:
         help='TOML file with a token for each application, in lines such as: desk = "TOKEN"; it writes the records of '
         "its application only, --token those of any",
     )
-    add_fields(command, *BodyLimits.__struct_fields__, table=BodyLimits)
+    add_fields(command, "max_body", table=BodyLimits)
 
 
 def run(a: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ def arguments(command: Parser) -> None:
         help="an episode ends after this time without a call (default with --episode-header: 300); alone, one at a "
         "time",
     )
-    add_fields(command, *Limits.__struct_fields__, table=Limits)
+    add_fields(command, "max_body", "timeout", table=Limits)
     add_fields(command, "redact")
 
 

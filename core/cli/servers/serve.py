@@ -12,7 +12,6 @@ from cotune.cli.command import (
     add_prompts,
     add_records,
     add_repeated,
-    add_trust,
     fields_of,
     moved,
     pairs,
@@ -39,7 +38,7 @@ def arguments(command: Parser) -> None:
         help="policy that answers all other model names, or base: the untrained model "
         "(default: none, unless one policy played every role)",
     )
-    add_fields(command, *BodyLimits.__struct_fields__, table=BodyLimits)
+    add_fields(command, "max_body", table=BodyLimits)
     command.add_argument(
         "--tool-format",
         metavar="FORMAT",
@@ -51,7 +50,6 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--redact", metavar="MODULE:FUNCTION", help="change messages by this function before they are recorded"
     )
-    add_trust(command)
 
 
 def run(a: argparse.Namespace) -> int:

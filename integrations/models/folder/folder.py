@@ -22,7 +22,7 @@ from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import Weights
 
 TRUST = "COTUNE_TRUST_REMOTE_CODE"
-"""Environment variable that `--trust-remote-code` sets: "1" lets code that a model folder brings along run."""
+"""Environment variable: "1" lets code that a model folder brings along run, which may do anything."""
 _NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
@@ -114,7 +114,7 @@ def _checked(folder: Path) -> Path:
             "model",
             str(folder),
             f"needs code of its own, as transformers does not know it ({own})",
-            "Read that code, then allow it with --trust-remote-code.",
+            "Read that code, then allow it: set COTUNE_TRUST_REMOTE_CODE=1 in the environment.",
         )
     return folder
 

@@ -142,7 +142,7 @@ class Exchange:
         if not self.answering:
             return False
         if self.size > self.limits.max_answer:
-            text = f"the answer has more than {self.limits.max_answer} bytes, the most that is recorded (--max-answer)"
+            text = f"the answer has more than {self.limits.max_answer} bytes, the most that is recorded"
             self.call.fail("malformed", text)
             return True
         try:
@@ -153,7 +153,7 @@ class Exchange:
             return broken.status != 400
         # The events of a stream are read one by one, and so take no more than their bytes.
         if not self._streamed and (found := json_values(raw, self.limits.max_values)) > self.limits.max_values:
-            text = f"the answer holds {found} JSON values; at most {self.limits.max_values} are read (--max-values)"
+            text = f"the answer holds {found} JSON values; at most {self.limits.max_values} are read"
             self.call.fail("malformed", text)
             return True
         return finish(self.call, self.form, self.asked, raw, self._streamed)
@@ -182,4 +182,4 @@ class Exchange:
             return None
 
     def _raw(self, whole: bool) -> bytes:
-        return inflated(b"".join(self._chunks), self._coding, self.limits.max_answer, "--max-answer", whole)
+        return inflated(b"".join(self._chunks), self._coding, self.limits.max_answer, "", whole)

@@ -62,7 +62,7 @@ async def read_json(scope: Scope, receive: Receive, access: Access, kind: type[T
 def decoded(raw: bytes, kind: type[T], values: int) -> T:
     """A JSON body as `kind`. Raises RequestError as `decode_body` does, and (413) for more than so many values."""
     if (found := json_values(raw, values)) > values:
-        text = f"The body holds {found} JSON values; at most {values} are read: --max-values sets the limit."
+        text = f"The body holds {found} JSON values; at most {values} are read."
         raise RequestError(413, text, code="body_too_large")
     return decode_body(raw, kind)
 
@@ -87,7 +87,7 @@ def inflated(raw: bytes, coding: str, limit: int, setting: str, whole: bool = Tr
     """A body without its content coding, gzip or zstd.
 
     Raises RequestError for a body that is broken (400; also if it is cut off and has to be `whole`), in another coding
-    (415), or of more than `limit` bytes, which `setting` sets (413).
+    (415), or of more than `limit` bytes (413), which the flag `setting` sets if there is one.
     """
     coding = coding.strip().lower()
     if coding in ("", "identity"):
@@ -101,7 +101,8 @@ def inflated(raw: bytes, coding: str, limit: int, setting: str, whole: bool = Tr
     except (zlib.error, zstandard.ZstdError) as error:
         raise RequestError(400, f"The body is not {coding}: {error}.", code="invalid_encoding") from None
     if len(text) > limit:
-        message = f"The body is larger than {limit} bytes once it is unpacked: {setting} sets the limit."
+        hint = f": {setting} sets the limit" if setting else ""
+        message = f"The body is larger than {limit} bytes once it is unpacked{hint}."
         raise RequestError(413, message, code="body_too_large")
     if whole and not ended:
         raise RequestError(400, f"The body is not {coding}: it ends early.", code="invalid_encoding")

@@ -1,4 +1,4 @@
-"""How much a server takes; the flags of `cotune serve` and `cotune gateway` are these fields."""
+"""How much a server takes; `max_body` and `timeout` are flags of `cotune serve`, `collect` and `gateway`."""
 
 from __future__ import annotations
 

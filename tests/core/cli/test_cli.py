@@ -13,13 +13,17 @@ import pytest
 
 from cotune.cli import main as cli
 from cotune.cli.command import prices
+from cotune.cli.removed import REMOVED_FLAGS
 from cotune.errors import ConfigError
 from cotune.reading.evaluations import StoredEvaluation
 from cotune.reading.headline import Headline, role_rewards
 from cotune.reading.metrics import columns
 from cotune.trainer import train as train_module
 from cotune.trainer.config import train as train_config
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.prompting.options import ImproveOptions
 from cotune.trainer.reporting.summary import RunSummary
+from tests.test_surface import forms_of, leaves
 
 COMMANDS = ("trace", "train", "eval", "export", "serve", "show")
 
@@ -44,7 +48,7 @@ def test_help_of_each_command(command, capsys):
 @pytest.mark.parametrize("columns", [70, 76, 80, 90, 100])
 def test_help_breaks_no_path(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    paths = re.findall(r"docs/\S*", said_by_help(capsys, "train", "--help-all"))
+    paths = re.findall(r"docs/\S*", said_by_help(capsys, "train", "--help"))
     assert "docs/how-to/distillation.md" in paths and all(".md" in path for path in paths)
 
 
@@ -90,18 +94,8 @@ def test_help_is_one_screen_with_every_command_in_its_group(capsys, monkeypatch)
 @pytest.mark.parametrize(("columns", "widest"), [("72", 72), ("120", 100)])
 def test_help_is_as_wide_as_the_terminal(columns, widest, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
-    lines = said_by_help(capsys, "train", "--help-all").splitlines()
+    lines = said_by_help(capsys, "train", "--help").splitlines()
     assert widest - 10 < max(len(line) for line in lines if not line.startswith("  cotune")) <= widest
-
-
-def test_help_of_train_shows_the_usual_flags_and_the_way_to_the_others(capsys):
-    short, whole = said_by_help(capsys, "train", "--help"), said_by_help(capsys, "train", "--help-all")
-    flags = [set(re.findall(r"^  (-\S+)", said, re.MULTILINE)) for said in (short, whole)]
-    usual = {"--tasks", "--config", "--model", "--policies", "-k", "--recipe", "--steps", "--set", "--out", "--resume"}
-    assert flags[0] == {"-h,", *usual}
-    further = flags[1] - flags[0] - {"--help-all"}
-    assert {"--plan", "--lr", "--eval-tasks", "--cluster", "--trust-remote-code", "--explain"} <= further
-    assert f"cotune train --help-all shows {len(further)} more" in short
 
 
 def test_only_the_command_that_is_asked_for_is_imported():
@@ -137,6 +131,8 @@ def test_a_mistyped_command_gets_a_suggestion(arguments, remedy, capsys):
             ["-v", "train", "app:solve", "--strategy", "p, w"],
             "train: --strategy was removed. Run cotune prompts improve",
         ),
+        (["train", "app:solve", "--seed", "1"], "train: --seed was removed. Use --set seed=N."),
+        (["prompts", "improve", "--rounds", "3"], "prompts improve: --rounds was removed. Use --set rounds=N."),
     ],
 )
 def test_a_removed_flag_names_its_replacement(arguments, remedy, capsys):
@@ -161,6 +157,60 @@ def test_a_removed_command_names_its_replacement(command, remedy, capsys):
         cli.main([command, "runs/r1"])
     assert ended.value.code == 2
     assert remedy in capsys.readouterr().err
+
+
+FIELDS = {
+    "train": set(leaves(TrainConfig)),
+    "check": set(leaves(TrainConfig)),
+    "prompts improve": set(leaves(ImproveOptions)),
+}
+
+
+@pytest.mark.parametrize("row", REMOVED_FLAGS)
+def test_what_replaces_a_removed_flag_exists(row):
+    command, _, flag = row.rpartition(" ")
+    (form,) = (form for form in forms_of(cli.parser()) if form.prog == f"cotune {command}")
+    present = {flag for action in form._actions for flag in action.option_strings}
+    assert flag not in present
+    remedy = REMOVED_FLAGS[row]
+    for field in re.findall(r"--set ['\"]?([\w.]+)=", remedy):
+        assert field in FIELDS[command]
+    if command == "prompts improve" or "--set" in remedy:
+        return
+    assert all(flag in present for flag in re.findall(r"(?<=Use )--[\w-]+", remedy))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("plan.select=sample", "sample"),
+        ("concurrency=4", 4),
+        ("sampling.max_tokens=12", 12),
+        ("seed=9", 9),
+        ("on_failure=reward:-1", "reward:-1"),
+        ("roles_by=app:who", "app:who"),
+        ("redact=privacy:hide", "privacy:hide"),
+        ("mode=async", "async"),
+        ("records.since=2026-11-30", "2026-11-30"),
+        ("records.since=7d", "7d"),
+        ("records.app=desk", "desk"),
+        ("records.version=3", 3),
+        ("records.labels=runs/r 1/notes.jsonl", "runs/r 1/notes.jsonl"),
+        ("records.min_reward=1", 1.0),
+        ("records.best_of=2", 2),
+        ('loggers=["tensorboard", "wandb"]', ("tensorboard", "wandb")),
+    ],
+)
+def test_a_field_without_a_flag_is_set_by_name(trained, text, value):
+    words = ["--set", text]
+    if text.startswith("records."):
+        recipe = "dpo" if text.startswith("records.labels") else "sft"
+        words += ["--recipe", recipe, "--records", "runs/traced"]
+    assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", "--model", "base", *words]) == 0
+    found = trained.config
+    for part in text.partition("=")[0].split("."):
+        found = getattr(found, part)
+    assert found == value
 
 
 @pytest.mark.parametrize("arguments", [["tarin"], ["trace", "app:solve"], ["train", "--policies", "both"]])
@@ -279,8 +329,9 @@ def trained(monkeypatch):
 
 def test_flags_of_train_become_its_configuration(trained, capsys):
     flags = (
-        "--model base --policies full --plan tree -k 8 --select sample --recipe grpo --steps 3 --tasks-per-step 16"
-        " --concurrency 4 --lr 3e-3 --max-tokens 12 --seed 9 --set lora.rank=8 --set schedule.kind=linear --out runs/r1"
+        "--model base --policies full --plan tree -k 8 --recipe grpo --steps 3 --tasks-per-step 16 --lr 3e-3"
+        " --set plan.select=sample --set concurrency=4 --set sampling.max_tokens=12 --set seed=9 --set lora.rank=8"
+        " --set schedule.kind=linear --out runs/r1"
     )
     assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", *flags.split()]) == 0
     assert (trained.workflow, trained.tasks, trained.run) == ("app:solve", "t.jsonl", "runs/r1")
@@ -368,11 +419,11 @@ def test_a_run_that_has_updated_nothing_says_so_and_not_to_export_it(trained, ca
 )
 def test_a_flag_says_what_its_field_says(command, said, capsys):
     with pytest.raises(SystemExit):
-        cli.main([command, "--help-all" if command == "train" else "--help"])
+        cli.main([command, "--help"])
     assert said in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("flags", [["-k", "many"], ["--lr", "fast"], ["--mode", "both"], ["--steps", "1.5"]])
+@pytest.mark.parametrize("flags", [["-k", "many"], ["--lr", "fast"], ["--steps", "1.5"]])
 def test_a_flag_takes_what_its_field_takes(flags, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", "app:solve", "--tasks", "t.jsonl", *flags])

@@ -90,9 +90,9 @@ def test_the_command_compares_and_asks_once_for_each_group(
     folder, judge = recorded
     blanks = str(folder / "blank.jsonl")
     command = ["records", "judge", str(folder / "run"), "--app", "judged_app.py:solve"]
-    assert main([*command, "--to-label", blanks, "--groups", "8", "--role", "writer"]) == 0
+    assert main([*command, "--to-label", blanks, "--role", "writer"]) == 0
     lines = [json.loads(line) for line in Path(blanks).read_text().splitlines()]
-    assert len(lines) == 8 * 4 and lines[0]["request"].startswith("[user]\nquestion ")
+    assert len(lines) == 12 * 4 and lines[0]["request"].startswith("[user]\nquestion ")
     with pytest.raises(ConfigError, match="holds no label"):
         load_labels(blanks)
     for line in lines:
@@ -105,11 +105,11 @@ def test_the_command_compares_and_asks_once_for_each_group(
     asked = len(judge.requests)
     assert main([*command, "--labels", labels(folder, "labels.jsonl", lines)]) == 0
     shown = capsys.readouterr().out
-    assert len(judge.requests) == asked + 8
-    # Eight calls of six pairs each, without the three pairs of the missing label.
-    assert shown == "agreement with people: 93.3% of 45 pairs in 8 groups (chance: 50%)\n"
+    assert len(judge.requests) == asked + 12
+    # Twelve calls of six pairs each, without the three pairs of the missing label.
+    assert shown == "agreement with people: 95.7% of 69 pairs in 12 groups (chance: 50%)\n"
     assert main([*command, "--labels", str(folder / "labels.jsonl")]) == 0
-    assert len(judge.requests) == asked + 8, "kept"
+    assert len(judge.requests) == asked + 12, "kept"
 
 
 def test_what_a_judge_says_of_a_run_passes_the_redactor_of_the_run(

@@ -140,7 +140,9 @@ def run() -> None:
     manifest = cotune.export("runs/r1", "adapters", step="best", gguf="q8_0")
     assert_type(manifest, Manifest)
     print(dry.verdict, dry.findings[0].text, manifest.policy("planner").folder)
-    report = cotune.evaluate("runs/r1", solve, "held_out.jsonl", EvaluationOptions(limit=8), prices={"gpt": (0.1, 0.2)})
+    report = cotune.evaluate(
+        "runs/r1", solve, "held_out.jsonl", EvaluationOptions(samples=8), prices={"gpt": (0.1, 0.2)}
+    )
     assert_type(report, EvaluationReport)
     success = report.evaluations["trained"].success
     print(summary.steps, summary.headline.verdict, "none" if success is None else success.mean)

@@ -147,7 +147,18 @@ def run(workload: Workload, base: Path, tasks: Path, no_provider: None) -> Path:
 def trained(workload: Workload, base: Path, tasks: Path, plan: str, *options: str) -> Path:
     out = base.parent / plan
     words = ["train", workload.workflow, "--config", str(workload.folder / "train.toml"), "--tasks", str(tasks)]
-    words += ["--model", str(base), "--steps", "2", "--tasks-per-step", "1", "--plan", plan, "--max-tokens", "4"]
+    words += [
+        "--model",
+        str(base),
+        "--steps",
+        "2",
+        "--tasks-per-step",
+        "1",
+        "--plan",
+        plan,
+        "--set",
+        "sampling.max_tokens=4",
+    ]
     words += ["--lr", "1e-3", "--set", "learner.threads=1", *workload.options, *options, "--out", str(out)]
     assert main(words) == 0
     return out

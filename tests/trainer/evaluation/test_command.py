@@ -251,7 +251,8 @@ def test_another_base_than_that_of_the_run_is_refused(
     monkeypatch.syspath_prepend(str(run.parent))
     (other := tmp_path / "other").mkdir()
     shutil.copytree(json.loads((run / "run.json").read_text())["model"], other, dirs_exist_ok=True)
-    command = ["eval", f"{ME}:SOLVE", "--tasks", str(run.parent / "tasks.jsonl"), "--run", str(run), "--limit", "1"]
+    (tmp_path / "one.jsonl").write_text(json.dumps(TASKS[0]))
+    command = ["eval", f"{ME}:SOLVE", "--tasks", str(tmp_path / "one.jsonl"), "--run", str(run)]
     command += ["--modes", "trained", "--model", str(other)]
     assert main(command) == 0
     settings = json.loads((other / "config.json").read_text())

@@ -149,11 +149,11 @@ def test_a_run_whose_adapters_have_not_moved_equals_its_base(
     model: Path, learner: LocalLearner, tmp_path: Path
 ) -> None:
     run = run_of({"model": str(model), "sampling": {"max_tokens": 6}}, learner, tmp_path / "run")
-    report = evaluate(run.path, TALK, TASKS, EvaluationOptions(limit=2), modes=("base", "trained"), temperature=0.0)
+    report = evaluate(run.path, TALK, TASKS[:2], EvaluationOptions(), modes=("base", "trained"), temperature=0.0)
     greedy, base = report.evaluations["trained"], report.evaluations["base"]
     assert greedy.roles["first"].policies == ("first@1",)
     assert greedy.rewards == base.rewards and sorted(greedy.rewards) == ["t0", "t1"]
-    found, again = read_evaluations(run.path), evaluate(run.path, TALK, TASKS, limit=1, modes=("base",))
+    found, again = read_evaluations(run.path), evaluate(run.path, TALK, TASKS[:1], modes=("base",))
     assert [(one.name, one.steps, one.records) for one in found] == [("eval", 1, str(run.path / "eval"))]
     assert {task: ending.reward for task, ending in found[0].evaluations["trained"].endings.items()} == greedy.rewards
     assert report.stored == str(run.path / "eval") and again.stored == str(run.path / "eval-2")
@@ -179,5 +179,5 @@ def test_bad_input_is_named_before_work_starts(tmp_path: Path) -> None:
         evaluate(tmp_path, TALK, tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="modes = 'best'"):
         evaluate(tmp_path, TALK, TASKS, modes=("best",))
-    with pytest.raises(ConfigError, match="limit = 0 must be a number above 0"):
-        EvaluationOptions(limit=0)
+    with pytest.raises(ConfigError, match="samples = 0 must be a number above 0"):
+        EvaluationOptions(samples=0)

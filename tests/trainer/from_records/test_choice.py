@@ -1,4 +1,4 @@
-"""`--since last` and the other choices of records to learn from."""
+"""`records.since = "last"` and the other choices of records to learn from."""
 
 from __future__ import annotations
 

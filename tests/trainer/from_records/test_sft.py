@@ -275,7 +275,16 @@ def test_a_policy_whose_held_out_loss_rises_stops_and_keeps_its_best(
 
 def test_the_command_line(records: Path, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "tests.trainer.worker_app:solve", "--recipe", "sft", "--records", str(records)]
-    words += ["--model", str(tiny_base), "--out", str(tmp_path / "run"), "--best-of", "1", "--min-reward", "0.5"]
+    words += [
+        "--model",
+        str(tiny_base),
+        "--out",
+        str(tmp_path / "run"),
+        "--set",
+        "records.best_of=1",
+        "--set",
+        "records.min_reward=0.5",
+    ]
     words += ["--steps", "2", "--tasks-per-step", "4", "--lr", "3e-3", "--set=learner.device=cpu"]
     assert main(words) == 0
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -355,7 +364,7 @@ def test_records_without_answers(trainer: Trainer, records: Path, tmp_path: Path
         record(store, "a", [("first", asked("say a"), said("aaaa"))], status="error")
     with pytest.raises(RecordError, match=r"No recorded answer can be learned from \(failed_episode: 1\)"):
         learn(trainer, tmp_path / "t")
-    with pytest.raises(RecordError, match=r"\(below_reward: 48\)\. Lower --min-reward"):
+    with pytest.raises(RecordError, match=r"\(below_reward: 48\)\. Lower records.min_reward"):
         learn(trainer, records, records={"path": str(records), "min_reward": 2.0})
     with pytest.raises(RunError, match="There is no records file"):
         learn(trainer, tmp_path / "nothing")

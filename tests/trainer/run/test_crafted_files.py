@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -184,18 +183,18 @@ def test_code_of_its_own_is_refused_and_nobody_is_asked(
     assert main(["serve", str(model), "--port", "0"]) == 1
     said = capsys.readouterr().err
     assert "auto_map" in said and said.count("\n") == 1, said
-    assert "allow it with --trust-remote-code" in said
+    assert "set COTUNE_TRUST_REMOTE_CODE=1" in said
     with contextlib.suppress(CotuneError):
         ChatTemplate.load(model)  # by whatever way a folder comes in
     assert not mark.exists()
 
 
-def test_code_of_its_own_runs_where_the_flag_says_so(model: Path, mark: Path, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(TRUST, "0")
+def test_code_of_its_own_runs_where_the_environment_says_so(
+    model: Path, mark: Path, monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(TRUST, "1")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     own_code(model, mark, "model")
-    assert main(["serve", str(tmp_path / "missing"), "--trust-remote-code"]) == 1
-    assert os.environ[TRUST] == "1"
     with pytest.raises(Exception, match="Own"):  # it is no real model
         opens(model)
     assert mark.read_text() == "ran"

@@ -26,7 +26,7 @@ from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.schedules.task_pool import extra_tasks
 
 NAME_THEM = (
-    "Name them: --roles-by caller (the function that calls), --roles-by model or a function of yours leave the "
+    "Name them: --set roles_by=caller (the function that calls), roles_by=model or a function of yours leave the "
     'application as it is; with cotune.role("name"): ... stands in it. See docs/how-to/roles.md.'
 )
 RARE = "List roles that call on some tasks only under `roles` in the configuration."

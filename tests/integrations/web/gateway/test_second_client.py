@@ -98,11 +98,11 @@ def test_an_answer(
 @pytest.mark.parametrize(
     ("body", "headers", "status", "said"),
     [
-        (b"[" + b"{}," * 5_500_000 + b"{}]", {}, 413, b"--max-values"),
-        (b'{"model":"m","messages":[' + b"{}," * 5_500_000 + b"{}]}", {}, 413, b"--max-values"),
+        (b"[" + b"{}," * 5_500_000 + b"{}]", {}, 413, b"JSON values"),
+        (b'{"model":"m","messages":[' + b"{}," * 5_500_000 + b"{}]}", {}, 413, b"JSON values"),
         (b'{"model":"m","messages":[' + b"{}," * 20_000_000 + b"{}]}", {}, 413, b"--max-body"),
         (gzip.compress(b"{}," * 20_000_000), {"content_encoding": "gzip"}, 413, b"--max-body"),
-        (gzip.compress(b"{}," * 5_000_000), {"content_encoding": "gzip"}, 413, b"--max-values"),
+        (gzip.compress(b"{}," * 5_000_000), {"content_encoding": "gzip"}, 413, b"JSON values"),
         (b'{"model":"m","messages":[' + b"{}," * 245_000 + b"{}]}", {}, 400, b"<= 10000"),
         (b'{"model":"m","messages":[' + b"{}," * 9_990 + b"{}]}", {}, 200, b"hello"),
         (b'{"model":"m","messages":[{"role":"user","content":"' + b", " * 8_000_000 + b'"}]}', {}, 200, b"hello"),

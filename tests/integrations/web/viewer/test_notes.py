@@ -137,6 +137,7 @@ def test_commands_of_the_page_survive_a_path_with_spaces(copied: Path) -> None:
     judge, train = (shlex.split(line) for line in html.unescape(commands).splitlines())
     assert judge == ["cotune", "records", "judge", str(named), "--labels", str(named / FILE)]
     assert train[train.index("--records") + 1] == str(named)
+    assert train[train.index("--set") + 1] == f"records.labels={named / FILE}"
 
 
 def test_thumbs_do_not_look_like_the_troubles_that_a_page_notes() -> None:
