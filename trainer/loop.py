@@ -100,7 +100,6 @@ async def commit(run: Run, *, due: bool = False) -> None:
             run.folder.checkpoints,
             state,
             run.learner,
-            keep=config.keep_checkpoints,
             spare=spare,
             best=best,
         )

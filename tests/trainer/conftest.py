@@ -13,6 +13,7 @@ from rich.console import Console
 
 from cotune.episodes.workflows import WorkflowFunction
 from cotune.trainer.reporting.summary import RunSummary
+from cotune.trainer.run import checkpoint
 from cotune.trainer.train import resume, train
 from tests.trainer.learner.fsdp_ranks import OpenRanks
 from tests.trainer.learner.learner_rows import build_learner_base
@@ -54,6 +55,12 @@ class Trainer:
             return work(Console(file=heard, width=80))
         finally:
             self.said = heard.getvalue()
+
+
+@pytest.fixture
+def every_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs keep all of their checkpoints."""
+    monkeypatch.setattr(checkpoint, "KEPT_CHECKPOINTS", 1000)
 
 
 @pytest.fixture(scope="session")

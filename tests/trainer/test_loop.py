@@ -298,7 +298,7 @@ def test_a_failed_call_is_counted_and_the_episode_goes_on(trainer):
 
 def test_one_role_stays_while_the_other_learns(trainer):
     app = application(first=letters, second=flat)
-    summary = trainer(app, steps=2, keep_checkpoints=5)
+    summary = trainer(app, steps=2)
     assert summary.versions == {"first": 2}
     first, *_, last = sorted((trainer.folder / "run" / "checkpoints").glob("step-*"))
     learned, stayed = "0.safetensors", "1.safetensors"

@@ -19,6 +19,8 @@ REMOVED: Mapping[str, str] = {
     "routing.pool": _NO_PAST,
     "routing.pool_every": _NO_PAST,
     "strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
+    "keep_checkpoints": "Leave it out: a run keeps its two newest checkpoints, the guard's, and with "
+    "evaluation.keep_best the best ones.",
     "guard.action": 'Use guard = "off", "warn" or "stop", above the tables. To go back: cotune export RUN --step N.',
     "guard.window": "Leave it out: the guard compares means over 5 steps.",
     "guard.min_entropy": "Leave it out: an entropy that harms lowers the reward, which the guard watches.",

@@ -123,8 +123,6 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The trackers' project or experiment; the run has the name of its folder there."""
     checkpoint_every: int = 1
     """Steps between checkpoints; Ctrl-C saves one too."""
-    keep_checkpoints: int = 2
-    """How many of the newest checkpoints are kept."""
     probe_bound: float = 0.05
     """Largest mean gap between sampler and learner log-probabilities after a publish, in nats."""
     guard: Literal["off", "warn", "stop"] = "warn"
@@ -146,7 +144,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     distill: DistillConfig = DistillConfig()
 
     def __post_init__(self) -> None:
-        counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "max_staleness")
+        counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "max_staleness")
         check_bounds(self, *counts, "episode_timeout", "probe_bound")
         if self.profile is not None and not 1 <= self.profile <= self.steps:
             raise ConfigError("profile", self.profile, f"is not a step of the run, 1 to {self.steps}")

@@ -37,6 +37,9 @@ from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run.run_folder import write_atomically
 from cotune.trainer.schedules.task_pool import DrawnTasks
 
+KEPT_CHECKPOINTS = 2
+"""The newest checkpoint, and the one before it, in case the newest is damaged on the disk."""
+
 
 class BestLoss(msgspec.Struct, frozen=True):
     """The lowest held-out loss of a policy, after so many steps, and how many later ones were not lower."""
@@ -78,12 +81,11 @@ def save_checkpoint(
     checkpoint: Checkpoint,
     learner: Learner,
     *,
-    keep: int,
     spare: Collection[str] = (),
     best: Mapping[str, Best] | None = None,
 ) -> Path:
     """Write `folder/step-NNNNNN` atomically, point `latest` at it, and `best.json` at the `best` ones; then remove all
-    but the newest `keep`, and `spare`."""
+    but the newest `KEPT_CHECKPOINTS`, and `spare`."""
     target = folder / checkpoint_name(checkpoint.steps)
     partial, replaced = folder / f".{target.name}.partial", _aside(target)
     for stale in (partial, replaced):
@@ -110,7 +112,7 @@ def save_checkpoint(
     if replaced.exists():
         shutil.rmtree(replaced)
     kept = {*spare, *(one.checkpoint for one in (best or {}).values())}
-    for old in [path for path in step_folders(folder) if path.name <= target.name][:-keep]:
+    for old in [path for path in step_folders(folder) if path.name <= target.name][:-KEPT_CHECKPOINTS]:
         if old.name not in kept:
             remove_checkpoint(old)
     return target
@@ -169,7 +171,7 @@ def _way_back(folder: Path, run: RunDescription, broken: str = "") -> str:
     if not whole:
         return f"No {'other ' if broken else ''}checkpoint of this run is whole: start a new run."
     *others, newest = whole
-    more = f" (so are {', '.join(others)})" if others else ""
+    more = f" (so {'is' if len(others) == 1 else 'are'} {', '.join(others)})" if others else ""
     return f"Go on from {newest}, which is whole{more}: echo {newest} > {latest_in(folder)}, and --resume."
 
 

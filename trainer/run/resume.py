@@ -19,7 +19,7 @@ from cotune.trainer.config.train import TrainConfig, assign, convert
 from cotune.trainer.run.run_folder import RunFolder
 
 MAY_CHANGE = (
-    "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "keep_checkpoints", "probe_bound",
+    "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "probe_bound",
     "sampling.timeout", "sampling.threads", "sampling.prefix_cache", "learner.threads", "learner.device",
     "learner.dtype", "learner.micro_batch_tokens",
     "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "learner.tree_attention",

@@ -55,13 +55,14 @@ def weights(run: Path, steps: int) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("every_checkpoint")
 def test_roles_take_turns_with_recipes_of_their_own_and_a_resumed_run_goes_on(trainer: Trainer, tmp_path: Path) -> None:
     """Two recipes, rates and schedules; `ask` learns in steps 1, 2 and 5, `answer` from step 3 on."""
     tables = [
         policy("ask", "first", train="1:2,5:", lr=1e-2, schedule={"kind": "linear"}),
         policy("answer", "second", train="3:", recipe="rloo", overrides={"entropy": 0.01}, weight_decay=0.1),
     ]
-    settings = {"policy": tables, "keep_checkpoints": 9, "plan": {"kind": "independent", "k": 6}, "tasks_per_step": 2}
+    settings = {"policy": tables, "plan": {"kind": "independent", "k": 6}, "tasks_per_step": 2}
     trainer(
         application(converse), steps=3, **{**settings, "policy": [{**tables[0], "train": "1:2"}, tables[1]]}, to="c"
     )

@@ -44,9 +44,10 @@ def equal(one: dict[str, dict[str, np.ndarray]], other: dict[str, dict[str, np.n
 
 
 @pytest.mark.parametrize("recipe", ["dr_mas", "grpo", "dr_grpo", "rloo", "gspo"])
+@pytest.mark.usefixtures("every_checkpoint")
 def test_ties_change_nothing_and_the_run_goes_on_and_resumes(trainer: Trainer, recipe: str) -> None:
     """Tied, tied, then a signal, then ties again: momentum of the third step must not move the fourth."""
-    rewards, settings = Rewards({2}), {"recipe": recipe, "plan": INDEPENDENT, "keep_checkpoints": 9, "concurrency": 1}
+    rewards, settings = Rewards({2}), {"recipe": recipe, "plan": INDEPENDENT, "concurrency": 1}
     stopped = trainer(application(rewards), steps=1, roles=["rare"], **settings)
     assert stopped.versions == {} and stopped.left_out == {"no_signal": 6}
     assert stopped.stayed == {"first": {"no signal": 1}, "rare": {"no sample": 1}}

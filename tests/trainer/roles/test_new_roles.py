@@ -33,9 +33,10 @@ async def run(task: dict[str, str]) -> float:
 
 
 @pytest.mark.parametrize(("layout", "policy"), [("lora", "critic"), ("full", "critic"), ("shared", "shared")])
+@pytest.mark.usefixtures("every_checkpoint")
 def test_a_late_role_is_played_and_trained_from_the_next_step_on(trainer: Trainer, layout: str, policy: str) -> None:
     app = application(run, first=letters, critic=letters)
-    settings = {"tasks_per_step": 4, "roles": [], "policies": layout, "keep_checkpoints": 9}
+    settings = {"tasks_per_step": 4, "roles": [], "policies": layout}
     # a scorer's role must be seen, or be listed as rare, before the run
     with pytest.raises(Exception, match="scorer = 'critic'"):
         trainer(app, LATE, steps=1, **settings)

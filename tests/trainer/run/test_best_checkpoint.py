@@ -19,6 +19,7 @@ from cotune.reading.curves import charts
 from cotune.reading.evaluations import in_training
 from cotune.reading.run import OpenedRun
 from cotune.storage.checkpoints import Best, read_best
+from cotune.trainer.run import checkpoint
 from cotune.trainer.run.best_checkpoint import judged_figures
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask, letters
@@ -54,14 +55,14 @@ def test_the_best_checkpoint_is_kept_and_exported_and_patience_ends_the_run(
 ) -> None:
     app = application(Scripted([0.0, 0.2, 0.8, 0.5, 0.8, 0.7]), first=letters, second=letters)
     evaluation = held_out(trainer, keep_best=True, patience=2, best_by="outcome")
-    settings = {"steps": 9, "keep_checkpoints": 1, "checkpoint_every": 3, "policies": "full"}
+    settings = {"steps": 9, "checkpoint_every": 3, "policies": "full"}
     summary = trainer(app, evaluation=evaluation, **settings)
     assert (summary.finished, summary.steps) == (True, 4)
     assert summary.ended == "2 evaluations in a row were no better than that after step 2"
     assert "ended after step 4: 2 evaluations in a row were no better than that after step 2" in trainer.said
     run = trainer.folder / "run"
     assert read_best(run / "checkpoints") == dict.fromkeys(("first", "second"), Best("step-000002", 0.8))
-    assert steps_kept(trainer) == ["step-000002", "step-000004"]
+    assert steps_kept(trainer) == ["step-000002", "step-000003", "step-000004"]
     assert [line["held_out"]["outcome"] for line in trainer.metrics()] == [0.2, 0.8, 0.5, 0.8]
     assert [p.version for p in best_policies(run)] == [2, 2] and [p.version for p in latest_policies(run)] == [4, 4]
 
@@ -92,12 +93,11 @@ def test_a_kill_while_the_former_best_is_removed_loses_no_best(
             raise Killed
 
     checkpoints = trainer.folder / "run" / "checkpoints"
+    monkeypatch.setattr(checkpoint, "KEPT_CHECKPOINTS", 1)
     evaluation = held_out(trainer, keep_best=True, best_by="outcome")
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr("cotune.trainer.run.checkpoint.shutil.rmtree", killed)
-        trainer(
-            application(Scripted([0.0, 0.2, 0.8]), first=letters), evaluation=evaluation, keep_checkpoints=1, steps=4
-        )
+        trainer(application(Scripted([0.0, 0.2, 0.8]), first=letters), evaluation=evaluation, steps=4)
     best = {"first": Best("step-000002", 0.8)}
     assert read_best(checkpoints) == best and steps_kept(trainer) == ["step-000002"]
     again = application(Scripted([0.5]), first=letters)
@@ -148,7 +148,7 @@ def test_a_lower_reward_of_failures_counts_in_all_evaluations_of_a_run(trainer: 
     file, run = trainer.folder / "held.jsonl", trainer.folder / "run"
     file.write_text("".join(json.dumps({"id": f"held{i}", "letter": "h"}) + "\n" for i in range(2)))
     evaluation = {"tasks": str(file), "every": 1, "keep_best": True, "patience": 2, "best_by": "reward"}
-    settings = {"plan": {"kind": "independent"}, "concurrency": 1, "keep_checkpoints": 9, "steps": 9}
+    settings = {"plan": {"kind": "independent"}, "concurrency": 1, "steps": 9}
     summary = trainer(application(solve), evaluation=evaluation, **settings)
     assert figures("reward") == figures("reward/first") == pytest.approx([-1.0, 0.4, -1.0, 0.3])
     assert figures("base_reward") == pytest.approx([-1.4] * 4) and figures("failed") == [1.0, 0.0, 0.0, 0.0]
@@ -179,11 +179,11 @@ def test_each_policy_may_have_a_best_checkpoint_of_its_own(trainer: Trainer) -> 
         return scorer
 
     app = application(Scripted([0.0] * 4), first=scripted("first"), second=scripted("second"))
-    settings = {"steps": 3, "keep_checkpoints": 1, "policies": "full"}
+    settings = {"steps": 3, "policies": "full"}
     trainer(app, evaluation=held_out(trainer, keep_best=True, best_by="reward"), **settings)
     run = trainer.folder / "run"
     assert read_best(run / "checkpoints") == {"first": Best("step-000001", 0.9), "second": Best("step-000003", 0.8)}
-    assert steps_kept(trainer) == ["step-000001", "step-000003"]
+    assert steps_kept(trainer) == ["step-000001", "step-000002", "step-000003"]
     found = {policy.name: policy for policy in best_policies(run)}
     assert {name: policy.version for name, policy in found.items()} == {"first": 1, "second": 3}
     kept = load_file(run / "checkpoints" / "step-000001" / "0.safetensors")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -29,7 +30,8 @@ class Learner:
 
 def save(folder: Path, step: int, keep: int = 2, **best: Best) -> None:
     checkpoint = Checkpoint(steps=step, versions={"a": step}, policies=POLICIES)
-    save_checkpoint(folder, checkpoint, Learner(step), keep=keep, best=best)
+    with mock.patch.object(module, "KEPT_CHECKPOINTS", keep):
+        save_checkpoint(folder, checkpoint, Learner(step), best=best)
 
 
 def loaded(folder: Path) -> int | None:

@@ -21,7 +21,7 @@ APP = application(first=letters)
 def made(module_trainer: Trainer) -> Path:
     """Two runs of two steps."""
     for name in ("one", "other"):
-        module_trainer(APP, steps=2, tasks_per_step=2, to=name, plan={"k": 2}, keep_checkpoints=9)
+        module_trainer(APP, steps=2, tasks_per_step=2, to=name, plan={"k": 2})
     return module_trainer.folder
 
 
@@ -45,8 +45,7 @@ def test_a_run_without_latest_names_its_checkpoints(run: Path, trainer: Trainer)
     latest.unlink()
     error = refused(trainer, "The run has made steps, but .*latest is missing")
     assert error.remedy == (
-        "Go on from step-000002, which is whole (so are step-000000, step-000001): "
-        f"echo step-000002 > {latest}, and --resume."
+        f"Go on from step-000002, which is whole (so is step-000001): echo step-000002 > {latest}, and --resume."
     )
     with pytest.raises(RunError, match=r"latest is missing.*step-000002"):
         export_run(run, trainer.folder / "to")
@@ -96,6 +95,6 @@ def test_a_checkpoint_that_is_not_this_runs_is_refused(
     assert ids["one"] != ids["other"]
     change(run, made)
     error = refused(trainer, said.format(**ids))
-    assert error.remedy.startswith("Go on from step-000001, which is whole (so are step-000000): ")
+    assert error.remedy.startswith("Go on from step-000001, which is whole: ")
     with pytest.raises(RunError, match=said.format(**ids)):
         export_run(run, trainer.folder / "to")
