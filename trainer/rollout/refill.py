@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -47,7 +48,7 @@ async def run_refill(
     """
     before, added = {episode.id for episode in own}, list[Episode]()
     running: dict[asyncio.Task[list[Episode]], list[str]] = {}
-    asked_for: asyncio.Future[bool] | None = None
+    asked_for: asyncio.Task[Literal[True]] | None = None
 
     async def take(done: Collection[asyncio.Task[list[Episode]]]) -> None:
         """Add the new episodes of tasks that have ended."""
@@ -67,9 +68,11 @@ async def run_refill(
                 break
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             await take(done)
-        asked_for = asyncio.ensure_future(needed.wait() if needed is not None else asyncio.Event().wait())
-        while running and not (needed is not None and needed.is_set()):
-            done, _ = await asyncio.wait([*running, asked_for], return_when=asyncio.FIRST_COMPLETED)
+        asked = needed or asyncio.Event()
+        asked_for = asyncio.ensure_future(asked.wait())
+        while running and not asked.is_set():
+            waiting: set[asyncio.Task[Any]] = {*running, asked_for}
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             await take(done & running.keys())
         return added, [name for names in running.values() for name in names]
     finally:
