@@ -224,5 +224,5 @@ def test_a_limit_that_leaves_no_room_says_why(tmp_path: Path, monkeypatch: pytes
         raise LimitReached("The search has reached max_calls = 2000.", "Go on with --resume.")
 
     monkeypatch.setattr("cotune.trainer.prompting.by_hand.compare_held_out", full)
-    with pytest.raises(LimitReached, match="--limit, or raise --max-calls"):
+    with pytest.raises(LimitReached, match="Pass a file with fewer tasks"):
         compared(travel.application(), tmp_path / "c")

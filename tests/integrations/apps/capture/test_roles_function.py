@@ -251,14 +251,14 @@ def test_the_command_line_takes_it(
     (tmp_path / "tasks.jsonl").write_text('{"id": "t", "q": "2 + 2"}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    asked = ["told_app.py:solve", "--tasks", "tasks.jsonl", "--roles-by"]
-    assert main(["trace", *asked, "told_app.py:who", "--out", "r"]) == 0
+    asked = ["told_app.py:solve", "--tasks", "tasks.jsonl"]
+    assert main(["trace", *asked, "--roles-by", "told_app.py:who", "--out", "r"]) == 0
     with SqliteStore.open(tmp_path / "r", read_only=True) as store:
         assert [role for (role,) in store.rows("SELECT role FROM calls ORDER BY step", ())] == ["planner", "writer"]
     capsys.readouterr()
-    main(["check", *asked, "told_app:who", "--json"])
+    main(["check", *asked, "--set", "roles_by=told_app:who", "--json"])
     assert {role["role"] for role in json.loads(capsys.readouterr().out)["roles"]} == {"planner", "writer"}
-    assert main(["check", *asked, "told_app:whom"]) == 1
+    assert main(["check", *asked, "--set", "roles_by=told_app:whom"]) == 1
     assert "roles_by = 'told_app:whom'" in capsys.readouterr().err
 
 
