@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.export import export
     from cotune.trainer.train import resume, train
+    from cotune.version import __version__ as __version__
 else:
     __getattr__ = opener(
         __name__,
@@ -40,6 +41,7 @@ else:
             "serve": "cotune.adapters.serving",
             "trace": "cotune.episodes.tracing",
             "train": "cotune.trainer.train",
+            "__version__": "cotune.version",
         },
     )
 

@@ -110,6 +110,10 @@ class WorkflowError(CotuneError):
     """The user's workflow or scorer raised, or returned something that is not a reward."""
 
 
+class TooManyCalls(WorkflowError):
+    """An episode has made as many calls as one may: a failure of the policy, whose answers did not end it."""
+
+
 class Outage(CotuneError):
     """Raise it in a workflow or a tool where a service is down: the episode is then left out, counted as `outage`.
 

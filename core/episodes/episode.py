@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -11,7 +13,7 @@ from numbers import Real
 from typing import Any
 
 from cotune.episodes.workflows import Workflow
-from cotune.errors import CotuneError, WorkflowError
+from cotune.errors import CotuneError, TooManyCalls, WorkflowError
 from cotune.recording.app_parts import Parts
 from cotune.recording.chance import Chance, start_freezing
 from cotune.recording.context import carry_context, recording
@@ -71,6 +73,8 @@ class EpisodeOptions:
     timeout: float | None = None
     """Seconds. The thread of a sync workflow cannot be stopped then, but its open calls are cancelled and further ones
     refused. An async one that blocks its event loop for that long is interrupted, and so is an async scorer."""
+    max_calls: int | None = None
+    """Calls after which the episode is ended, as a failure of the policy."""
     offline: bool = False
     """Whether a call that the responder leaves to the provider is refused."""
     fixed_embeddings: bool = False
@@ -107,6 +111,7 @@ async def run_episode(
     live.chance = Chance() if options.freeze else None
     try:
         async with asyncio.timeout(options.timeout) as limit:
+            live.stop_soon = functools.partial(live.loop.call_soon_threadsafe, _end_now, limit)
             with watched(limit, options.timeout):
                 value = await _run(workflow, task, live)
         source = f"The workflow {workflow.name!r}"
@@ -135,6 +140,12 @@ async def run_episode(
     return Outcome(episode, rewards, None, live, _unknown(value))
 
 
+def _end_now(limit: asyncio.Timeout) -> None:
+    """Let the time limit of an episode expire."""
+    with contextlib.suppress(RuntimeError):  # the episode has ended meanwhile
+        limit.reschedule(asyncio.get_running_loop().time())
+
+
 def live_episode(
     workflow: Workflow, task: Task, sink: Sink, options: EpisodeOptions, responder: Responder | None = None
 ) -> LiveEpisode:
@@ -154,6 +165,7 @@ def live_episode(
         parts=options.parts,
         roles=workflow.roles,
         prompts=workflow.prompts,
+        max_calls=options.max_calls,
     )
 
 
@@ -239,6 +251,8 @@ def _timed_out(workflow: Workflow, live: LiveEpisode, timeout: float | None, err
 def _failed(live: LiveEpisode, error: CotuneError) -> Outcome:
     """The error is shown and raised by whoever ran the episode, so it goes through the redactors as the record does."""
     blamed: Blame = "infrastructure" if live.outage else blame(error, live.outages)
+    if isinstance(live.fatal, TooManyCalls):  # whatever the application made of the refused call
+        error, blamed = live.fatal, "policy"
     if live.redaction is not None:
         error = live.redaction.error(error)
     return Outcome(live.end("error", error=str(error), blame=blamed), {}, error, live)

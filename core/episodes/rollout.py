@@ -37,6 +37,8 @@ class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 64
     timeout: float | None = None
     """Seconds that one episode may take."""
+    max_calls: int | None = None
+    """Calls that one episode may make."""
     record_tools: bool = False
     """Whether the results of a framework's tools are recorded, and given again in `replays`."""
     freeze: bool = False
@@ -53,6 +55,7 @@ class EpisodeBatch(msgspec.Struct, frozen=True, kw_only=True):
             training_step=self.training_step,
             rollout=number,
             timeout=self.timeout,
+            max_calls=self.max_calls,
             record_tools=self.record_tools,
             freeze=self.freeze,
         )

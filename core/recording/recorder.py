@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from cotune.errors import CotuneError, RecordError, WorkflowError
+from cotune.errors import CotuneError, RecordError, TooManyCalls, WorkflowError
 from cotune.prompts.edits import Prompts
 from cotune.recording.app_parts import Parts
 from cotune.recording.call_records import CallerContext, CallRecords, PendingCall, SentMessage
@@ -52,6 +52,8 @@ from cotune.runtime.forks import survives_fork
 log = logging.getLogger("cotune")
 INTERRUPTED = "The episode was stopped, by Ctrl-C or its time-out: this call is not answered."
 _logged: set[str] = set()
+_PATIENCE = 10
+"""Refused calls after which an application that goes on to call is taken to hear no error."""
 
 
 class Responder(Protocol):
@@ -173,6 +175,8 @@ class LiveEpisode:
     """Name of the deployed application."""
     key: str = ""
     """What the application calls this episode itself."""
+    max_calls: int | None = None
+    """Calls after which a further one fails the episode."""
 
     def __post_init__(self) -> None:
         self.id = new_id()
@@ -185,6 +189,10 @@ class LiveEpisode:
         """The first message of each kind of warning."""
         self.fatal: CotuneError | None = None
         """An error that must fail the episode even when the application swallows it."""
+        self._too_many = 0
+        """Calls beyond `max_calls`."""
+        self.stop_soon: Callable[[], object] = lambda: None
+        """Ends the workflow, which may go on to call in spite of errors. Safe from any thread."""
         self.outage = False
         """Whether the infrastructure failed the last call to end: then it is blamed for a failure of the episode."""
         self.outages: list[BaseException] = []
@@ -243,6 +251,16 @@ class LiveEpisode:
                 raise RecordError(INTERRUPTED)
             if self.ended:
                 raise RecordError(f"Episode {self.id} has ended.", "Wait for every call before the workflow returns.")
+            if self.max_calls is not None and self._places.steps >= self.max_calls:
+                cause = f"The episode made {self.max_calls} calls and asks for another one: its answers do not end it."
+                remedy = "End it in the application after some turns, or raise max_calls (--set max_calls=N)."
+                self.fatal = TooManyCalls(cause, remedy)
+                self.stop_soon()
+                self._too_many += 1
+                if self._too_many > _PATIENCE and asyncio._get_running_loop() is not None:
+                    # It catches every error and calls again without giving way to the loop, which could end it.
+                    raise asyncio.CancelledError(cause)
+                raise RecordError(cause, remedy)
             call = LiveCall(self, caller, *self._places.next(caller.role), body)
             self._open[call.id] = call
             caller.calls += 1

@@ -14,7 +14,7 @@ from cotune.algorithms.learning_signal import learns_from, outcome_unused, score
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.episodes.episode import UNSEEN, Outcome
 from cotune.episodes.workflows import Workflow
-from cotune.errors import ConfigError, CotuneError, WorkflowError
+from cotune.errors import ConfigError, CotuneError, TooManyCalls, WorkflowError
 from cotune.near_names import did_you_mean, near_names
 from cotune.records.blame import chain
 from cotune.records.ids import candidate_id
@@ -25,10 +25,13 @@ from cotune.runtime.user_code import origin, phrase
 from cotune.sampling.protocol import UNSHAPED
 from cotune.storage.protocol import Store
 from cotune.tables import BAD, GOOD, QUIET
+from cotune.trainer.config.sampling import SamplingConfig
 from cotune.trainer.config.train import TrainConfig
 
 Level = Literal["blocks", "undecided", "warns", "note", "ok"]
 STYLES: Mapping[Level, str] = {"blocks": BAD, "undecided": "yellow", "warns": "yellow", "note": QUIET, "ok": GOOD}
+_LIMITS = ("max_tokens", "max_completion_tokens")
+"""Parameters of a request that limit its answer."""
 EPISODES = 3
 """Run before training, at least."""
 
@@ -146,7 +149,7 @@ def call_findings(
             continue
         asked = {
             name: sorted({value for call in own if isinstance(value := call.params.get(name), int | float)})
-            for name in ("n", "temperature", "seed", *UNSHAPED)
+            for name in ("n", "temperature", "seed", *_LIMITS, *UNSHAPED)
         }
         if (n := max(asked["n"], default=1)) > 1 and checked.trained:
             drawn = f"{max(n, plan.k)} are drawn and compared" if plan.kind == "tree" else "only the first is trained"
@@ -154,6 +157,10 @@ def call_findings(
         if asked["temperature"] and asked["temperature"] != [config.sampling.temperature]:
             text = f"asks for temperature {_listed(asked['temperature'])}; training samples at"
             yield Finding("note", role, f"{text} {config.sampling.temperature:g} (sampling.temperature).")
+        own_limits = sorted({limit for name in _LIMITS for limit in asked[name]})
+        if own_limits and config.sampling.max_tokens not in (SamplingConfig().max_tokens, *own_limits):
+            text = f"asks for at most {_listed(own_limits)} tokens itself; sampling.max_tokens ="
+            yield Finding("note", role, f"{text} {config.sampling.max_tokens} (--max-tokens) does not apply to it.")
         for name, plain in UNSHAPED.items():
             if values := [value for value in asked[name] if value != plain]:
                 yield Finding("warns", role, f"asks for {name} {_listed(values)}; training samples without it.")
@@ -174,6 +181,7 @@ def faults(
     outcomes: Sequence[Outcome],
     calls: Sequence[CallRecord],
     rewards: Mapping[str, Collection[str]],
+    plan: Plan,
     rare: Collection[str] = (),
 ) -> Iterator[CotuneError]:
     """Errors that make training on these episodes pointless, worst first. `rewards` are those of each role's scorer;
@@ -184,16 +192,29 @@ def faults(
         errors = [call.error for call in calls if call.role == role and call.status == "ok"]
         if errors and all(errors) and not rewards.get(role):
             yield WorkflowError(f"{errors[0]} So it went on all {len(errors)} calls.", "Nothing was trained.")
+    silent = [finding.about for finding in scorer_findings(workflow, calls, rare)]
+    if plan.kind == "tree" and not ended_early and silent and len(silent) == len(workflow.scorers):
+        seen = sorted({call.role for call in calls})
+        yield ConfigError(
+            "scorer",
+            ", ".join(silent),
+            f"is not a role of the application; seen in {len(outcomes)} episodes: {', '.join(seen)}",
+            f"{_name_remedy(silent[0], seen)} Under plan tree only roles with a scorer are trained.",
+        )
+
+
+def scorer_findings(workflow: Workflow, calls: Sequence[CallRecord], rare: Collection[str] = ()) -> Iterator[Finding]:
+    """Scorers of roles that have not called: misspelt, or seldom needed. `rare` roles need not have called."""
     seen = sorted({call.role for call in calls})
-    for role in () if ended_early else workflow.scorers:  # after an early end nobody knows who would have called
-        if role not in seen and role not in rare:
-            yield ConfigError(
-                "scorer",
-                role,
-                f"is not a role of the application; seen in {len(outcomes)} episodes: {', '.join(seen)}",
-                f"{did_you_mean(near_names(role, seen, most=2, cutoff=0.5))} Correct the name, or list it under "
-                "`roles` in the configuration if it shows only on some tasks.".strip(),
-            )
+    for role in workflow.scorers:
+        if calls and role not in seen and role not in rare:
+            text = f"has a scorer and made no call; these did: {', '.join(seen)}."
+            yield Finding("warns", role, text, _name_remedy(role, seen))
+
+
+def _name_remedy(role: str, seen: Collection[str]) -> str:
+    meant = did_you_mean(near_names(role, seen, most=2, cutoff=0.5))
+    return f"{meant} Correct the name, or list it under `roles` if it calls only on some tasks.".strip()
 
 
 def _outcome_faults(
@@ -201,7 +222,8 @@ def _outcome_faults(
 ) -> Iterator[CotuneError]:
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     failed = [call for call in calls if call.status != "ok"]
-    if len(errors) == len(outcomes):
+    endless = any(isinstance(error, TooManyCalls) for error in errors)  # training may teach the policy to end
+    if len(errors) == len(outcomes) and not endless:
         yield _every_time(errors, calls, failed)
     elif not calls:
         swallowed: Iterable[BaseException] = [e for one in outcomes for e in one.live.notes.get("raised", ())]

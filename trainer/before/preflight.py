@@ -10,7 +10,7 @@ import msgspec
 from cotune.algorithms.learning_signal import unknown_names
 from cotune.episodes.episode import EpisodeOptions, Outcome, run_episode
 from cotune.episodes.workflows import Workflow
-from cotune.errors import WorkflowError
+from cotune.errors import TooManyCalls, WorkflowError
 from cotune.judging.episodes import judge_episodes
 from cotune.recording.app_parts import Parts
 from cotune.records.policies import UNTRAINED, Policies
@@ -28,14 +28,23 @@ from cotune.trainer.before.findings import (
     named_roles,
     rewards_by_role,
     roles_of,
+    scorer_findings,
 )
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.judging import Bench
 
 MOST_EPISODES = 16
 """Most episodes, run while each fails because of the untrained model's answers: on a hard task most do."""
+FEWEST_CALLS = 256
+"""Calls that an episode may make at least."""
 MOST_SECONDS = 60.0
 """After this time no episode beyond the first `EPISODES` begins."""
+
+
+def max_calls(config: TrainConfig, store: Store) -> int:
+    """Calls that an episode of a run may make: more than any that looked at the application needed by far."""
+    most = max((episode.calls for episode in store.episodes(phase="check")), default=0)
+    return config.max_calls or max(FEWEST_CALLS, 4 * most)
 
 
 async def preflight(
@@ -51,7 +60,7 @@ async def preflight(
     lines to tell. `say` is called before each.
 
     Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
-    fails on every call; ConfigError for a scorer of a role that never calls, and a misspelt reward or role.
+    fails on every call; ConfigError for a misspelt reward or role, and if no role with a scorer calls under plan tree.
     """
     plan, recipes, _ = config.resolve_plan(list(workflow.scorers))
     responder = PolicyResponder(
@@ -82,7 +91,13 @@ async def preflight(
         say(f"looking at the application: episode {number + 1} of {of} ...")
         place = number // each
         rollout = place // len(tasks) * each + number % each
-        options = EpisodeOptions(phase="check", rollout=rollout, timeout=config.episode_timeout, parts=parts)
+        options = EpisodeOptions(
+            phase="check",
+            rollout=rollout,
+            timeout=config.episode_timeout,
+            max_calls=config.max_calls or FEWEST_CALLS,
+            parts=parts,
+        )
         task = tasks[place % len(tasks)]
         outcomes.append(await run_episode(workflow, task, sink=store, responder=responder, options=options))
     store.flush()
@@ -98,7 +113,7 @@ async def preflight(
     idle = [part.role for part in parts.known if not parts.ran(part) and part.role not in rewards]
     named = named_roles(config, workflow)
     unseen = [role for role in idle if role in named]  # another answer may lead to them
-    for fault in faults(workflow, outcomes, calls, rewards, [*config.roles, *unseen]):
+    for fault in faults(workflow, outcomes, calls, rewards, plan, [*config.roles, *unseen]):
         raise fault
     if unseen:
         notes.append(f"not called yet: {', '.join(unseen)}; trained from the first call on")
@@ -113,7 +128,7 @@ async def preflight(
         if unknown:
             names = ", ".join(sorted(unknown))
             notes.append(f"the outcome ({names}) of all {len(outcomes)} episodes is unknown: they would be left out")
-        elif plan.kind != "tree" and not any(rewards.values()):
+        elif plan.kind != "tree" and not any(rewards.values()) and not any(map(_endless, outcomes)):
             raise WorkflowError(
                 f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
                 "Return a reward, add @workflow.judge, or use --plan tree where the roles have scorers.",
@@ -123,13 +138,18 @@ async def preflight(
         for error in unknown_names(recipe, rewards, outcome, policies.roles)[0]:
             raise error
     roles = list(roles_of(calls, policies, workflow, able))
-    findings = [*call_findings(calls, roles, plan, config)]
+    findings = [*scorer_findings(workflow, calls, [*config.roles, *unseen])]
+    findings += call_findings(calls, roles, plan, config)
     findings += learning_findings(roles, rewards, outcome, recipes, policies.roles)
     counts = ", ".join(f"{one.role} ({plural(one.calls, 'call')})" for one in roles)
     failed = [str(outcome.error) for outcome in outcomes if outcome.error is not None]
     if failed:
         notes.insert(0, f"{len(failed)} of {len(outcomes)} episodes failed while looking around: {failed[0]}")
     return policies, [f"roles: {counts}", *notes, *_lines(findings)]
+
+
+def _endless(outcome: Outcome) -> bool:
+    return isinstance(outcome.error, TooManyCalls)
 
 
 def _worth_another_look(outcomes: Sequence[Outcome]) -> bool:

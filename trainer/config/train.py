@@ -104,6 +104,9 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Episodes in flight."""
     episode_timeout: float = 600.0
     """Seconds until an episode fails."""
+    max_calls: int | None = None
+    """Calls after which an episode fails, as a failure of the policy; without a value four times the most that an
+    episode made before the first step, at least 256."""
     mode: Literal["sync", "async"] = "sync"
     """sync: roll out, then train | async: the next steps are rolled out while this one trains."""
     max_staleness: int = 1
@@ -145,7 +148,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "max_staleness")
-        check_bounds(self, *counts, "episode_timeout", "probe_bound")
+        check_bounds(self, *counts, "episode_timeout", "max_calls", "probe_bound")
         if self.profile is not None and not 1 <= self.profile <= self.steps:
             raise ConfigError("profile", self.profile, f"is not a step of the run, 1 to {self.steps}")
         _check_failure(self.on_failure)

@@ -31,13 +31,15 @@ async def run_episodes(
     stream: str = "",
     policies: Mapping[str, PolicyRef] | None = None,
 ) -> list[Episode]:
-    """Run a batch under the run's own sampling, concurrency and time-out.
+    """Run a batch under the run's own sampling, concurrency and limits.
 
     Without a plan every call is one sample. `policies` answer by role; without them those that are served now. `stream`
     names the random numbers, where they are not to be the phase's.
     """
     responder = answering(run, plan, run.served() if policies is None else policies, stream)
-    batch = msgspec.structs.replace(batch, concurrency=run.config.concurrency, timeout=run.config.episode_timeout)
+    batch = msgspec.structs.replace(
+        batch, concurrency=run.config.concurrency, timeout=run.config.episode_timeout, max_calls=run.max_calls
+    )
     return await run.runner.run(batch, responder)
 
 

@@ -15,7 +15,7 @@ from cotune.records.structs import Task
 from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import Precision
-from cotune.trainer.before.preflight import preflight
+from cotune.trainer.before.preflight import max_calls, preflight
 from cotune.trainer.config.learner import Method
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner, TaughtLearner
@@ -116,6 +116,7 @@ async def open_run(
             folder=folder,
             config=config,
             workflow=workflow,
+            max_calls=max_calls(config, store),
             store=store,
             sampler=sampler,
             chats=chats,

@@ -80,6 +80,8 @@ class RolloutRun(Run):
 
     schedule: TaskPool
     workflow: Workflow
+    max_calls: int
+    """Calls that an episode may make."""
     sampler: Sampler
     chats: ChatFormats
     runner: EpisodeRunner

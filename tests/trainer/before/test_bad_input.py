@@ -214,11 +214,11 @@ def test_a_role_without_a_policy(refused):
     assert 'kind = "frozen"' in error.remedy
 
 
-def test_an_unknown_role_of_a_scorer(refused):
-    error = refused(ConfigError, application(**BOTH, thrid=letters))
-    assert (error.field, error.value) == ("scorer", "thrid")
+def test_scorers_of_unknown_roles_alone(refused):
+    error = refused(ConfigError, application(frist=letters))
+    assert (error.field, error.value) == ("scorer", "frist")
     assert error.fault == "is not a role of the application; seen in 3 episodes: first, second"
-    assert error.remedy.startswith("Correct the name")
+    assert error.remedy.startswith("Did you mean first? Correct the name")
 
 
 def test_an_app_that_makes_no_call(refused):

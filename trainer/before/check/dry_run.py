@@ -63,6 +63,7 @@ from cotune.trainer.before.findings import (
     named_roles,
     rewards_by_role,
     roles_of,
+    scorer_findings,
 )
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.evaluation.policies import answering
@@ -164,7 +165,7 @@ def check(
         groups, left_out = groups_of(store, outcomes, seen, roles, plan, recipes)
 
         # 4. Findings: first those that block, in the order in which training would meet them.
-        errors = faults(flow, [task.shown.outcome for task in ran], seen, local, rare)
+        errors = faults(flow, [task.shown.outcome for task in ran], seen, local, plan, rare)
         findings = [*fault_findings(errors, ran, watch), *pair_findings(ran, store), *findings]
         provided = {role.role for role in roles if role.kind == "provider"}
         templates = {role.role: bases.get(role.policy, bases.get("")) for role in roles if role.role not in provided}
@@ -178,7 +179,7 @@ def check(
             findings.append(Finding("blocks", "groups", text, "See the candidates left out above."))
         if flow.episode_judge is not None:
             findings.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
-        findings += [*role_findings(roles), *idle_findings(idle)]
+        findings += [*role_findings(roles), *idle_findings(idle), *scorer_findings(flow, seen, rare)]
         if prompts is not None:
             findings += use_findings(store, seen, prompts)
         named = workflow if isinstance(workflow, str) else "app:solve"
