@@ -34,8 +34,14 @@ class FinishedCall(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     candidates: tuple[Candidate, ...]
     chosen: int
-    state: Any = None
-    """Not recorded: None."""
+
+    @property
+    def state(self) -> Any:
+        """Only calls of a running episode have one: it can be large and private. Raises WorkflowError."""
+        raise WorkflowError(
+            f"The scorer of {self.role} reads call.state, which records do not have.",
+            "Read it from call.messages, or put it into the task.",
+        )
 
     @property
     def answer(self) -> Candidate:

@@ -30,7 +30,7 @@ async def solve(task):
 
 @solve.scorer("writer")
 def length(candidate, call, task):
-    assert call.messages == [{"role": "user", "content": f"writer {task['id']}"}] and call.state is None
+    assert call.messages == [{"role": "user", "content": f"writer {task['id']}"}]
     if candidate.text == "fail":
         raise ValueError("not this one")
     return {"local": len(candidate.text), "turn": call.turn}
@@ -48,6 +48,13 @@ async def told(task): return 0.0
 @told.scorer("reader")
 def why(candidate, call, task):
     return cotune.Feedback(0.0, f"{candidate.text} by 4111, of 5222, at 6333")
+
+@cotune.workflow
+async def stateful(task): return 0.0
+
+@stateful.scorer("writer")
+def nearer(candidate, call, task):
+    return call.state["position"]
 
 def hiding(number):
     return cotune.recording.redaction.each_text(lambda text: text.replace(number, "[card]"))
@@ -88,6 +95,15 @@ def rewards(role: str = "writer") -> dict[str, dict[str, float]]:
         named = {(task, c.text): candidate_id(call.id, c.index) for task, call in calls for c in call.candidates}
         found = store.rewards(named.values())
         return {f"{task} {text}": dict(found[one]) for (task, text), one in named.items() if found.get(one)}
+
+
+def test_a_scorer_that_reads_the_state_is_told_that_records_have_none(
+    traced: Provider, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["records", "score", "run", "scored_app.py:stateful"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "6 x The scorer of writer reads call.state, which records do not have. Read it from call.messages" in said
 
 
 def test_recorded_answers_are_scored_and_stored_only_when_asked(
