@@ -361,8 +361,8 @@ _OVERHEAD = 400
 """Bytes of a kept prompt beside its text and ids, about."""
 UNSHOWN_TOOLS = "The model's chat template shows no tools, so the model does not know of those that requests offer."
 SHOW_TOOLS = (
-    "Use a model whose template shows them, or describe them in the prompt, with calls as "
-    '<tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
+    'Give the role a policy of kind = "provider", use a model whose template shows tools, or describe them in the '
+    'prompt, with calls as <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
 )
 _REMEDY = "Check the path or id given as --model."
 

@@ -15,6 +15,7 @@ from cotune.records.images import holds_images, images_of
 from cotune.records.plans import Plan
 from cotune.records.structs import CallRecord
 from cotune.runtime.user_code import origin, phrase
+from cotune.sampling.request_params import function_of
 from cotune.storage.protocol import Store
 from cotune.tables import plural
 from cotune.trainer.before.check.bases import CheckedBase
@@ -295,9 +296,19 @@ def request_findings(
         except SamplerError as error:
             remedy = f"{error.remedy} Or give the role a policy of kind provider."
             findings[call.role, error.cause] = Finding("blocks", call.role, error.cause, remedy)
-    offered = [role for role in bases if any(call.tools for call in calls if call.role == role)]
-    if unshown := [role for role in offered if (base := bases[role]) is not None and not base.chat.shows_tools]:
-        from cotune.integrations.models.chat.template import SHOW_TOOLS, UNSHOWN_TOOLS
+    for role, base in bases.items():
+        with_tools = [call for call in calls if call.role == role and call.tools]
+        if with_tools and base is not None and not base.chat.shows_tools:
+            from cotune.integrations.models.chat.template import SHOW_TOOLS, UNSHOWN_TOOLS
 
-        findings["", ""] = Finding("warns", ", ".join(unshown), UNSHOWN_TOOLS, SHOW_TOOLS)
+            # An application may describe its tools in the prompt itself.
+            level: Level = "warns" if all(_names_tools(call, store) for call in with_tools) else "blocks"
+            findings[role, UNSHOWN_TOOLS] = Finding(level, role, UNSHOWN_TOOLS, SHOW_TOOLS)
     return tokens, findings.values()
+
+
+def _names_tools(call: CallRecord, store: Store) -> bool:
+    """Whether the messages of a call name each tool that it offers."""
+    text = "\n".join(text_of(store.message(name).get("content")) for name in call.messages)
+    tools = store.message(call.tools) if call.tools else []
+    return all(str(function_of(tool).get("name")) in text for tool in tools)

@@ -592,14 +592,21 @@ assert "torch" not in sys.modules and "tokenizers" in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-def test_tools_that_the_model_is_not_told_of_are_a_warning(provider: Provider, tiny_base: Path) -> None:
+@pytest.mark.parametrize(("text", "level", "trainable"), [("a", "blocks", False), ("say look", "warns", True)])
+def test_tools_that_the_model_is_not_told_of(
+    provider: Provider, tiny_base: Path, text: str, level: str, trainable: bool
+) -> None:
+    """They block training unless the prompt describes them."""
+
     async def solve(task: Any) -> float:
-        await ask("looker", "a", tools=[{"type": "function", "function": {"name": "look", "parameters": {}}}])
+        await ask("looker", text, tools=[{"type": "function", "function": {"name": "look", "parameters": {}}}])
         return 1.0
 
-    found = dry(cotune.workflow(solve), model=str(tiny_base))
-    assert "chat template shows no tools" in said(found, "warns", "looker")[-1]
-    assert not [text for text in said(dry(cotune.workflow(solve)), "warns", "looker") if "template" in text]
+    report = dry(cotune.workflow(solve), model=str(tiny_base))
+    assert "chat template shows no tools" in said(report, level, "looker")[-1]
+    (finding,) = [one for one in report.findings if one.level == level and "shows no tools" in one.text]
+    assert 'kind = "provider"' in finding.remedy and report.trainable == trainable
+    assert not [text for text in said(dry(cotune.workflow(solve)), level, "looker") if "template" in text]
 
 
 def test_bad_input_is_refused_before_work(provider: Provider, tmp_path: Path) -> None:
