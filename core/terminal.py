@@ -85,6 +85,11 @@ def _terminal_class() -> type[Console]:
                 else:
                     yield Segment(harmless(segment.text), segment.style)
 
+        def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+            """Tables fill their lines with spaces up to the widest cell: in a pipe or file nobody wants them."""
+            text = super()._render_buffer(buffer)
+            return text if self.is_terminal else re.sub(r"[ \t]+(?=\n)", "", text)
+
     return Terminal
 
 

@@ -305,7 +305,7 @@ async def _train(
                 if run.way_back:
                     progress.say(run.way_back)
                 folder.note_end("ended", ended, run.way_back)
-            elif run.stopping:
+            elif run.stopping and not run.finished:
                 progress.say(f"stopped after step {run.state.steps}; saved. {go_on_with}")
                 folder.note_end("stopped", "It was stopped.")
             if (config.profile or 0) > run.state.steps:

@@ -20,9 +20,9 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from cotune.errors import ConfigError
+from cotune.near_names import did_you_mean, near_names
 from cotune.terminal import tell
 
-Parser = argparse.ArgumentParser
 APP = "MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow"
 TASKS = "JSON-lines file: one task per line"
 RECORDS = "run folder, records file, or postgresql://..."
@@ -78,6 +78,27 @@ def filled(text: str, width: int, first: str = "", rest: str = "") -> str:
 def described(text: str, example: str) -> dict[str, Any]:
     """The settings of a command's parser: one line of help, and a command line that `--help` shows."""
     return {"description": f"{text}.\n\nExample:\n  {example}", "formatter_class": Formatter}
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a command."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        # A flag in short would mean another one after the next flag is added, and a misspelt one may cost money.
+        super().__init__(*args, **{**options, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; exit with status 2 for a flag that this command does not have, naming the nearest ones."""
+        forms = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+        known = list(self._option_string_actions)
+        for word in () if forms or args is None else args:
+            flag = word.partition("=")[0]
+            if word == "--":
+                break
+            if flag.startswith("--") and flag not in known:
+                remedy = did_you_mean(near_names(flag, known)) or "--help lists the flags."
+                self.error(f"{flag} is not a flag of this command. {remedy}")
+        return super().parse_known_args(args, namespace)
 
 
 def add_repeated(command: Any, flag: str, metavar: str, text: str, **more: Any) -> None:

@@ -74,6 +74,7 @@ def parser(line: Sequence[str] | None = None) -> argparse.ArgumentParser:
             lists.append(filled(text, width(), first=f"  {name:<9}", rest=" " * 11))
     top = argparse.ArgumentParser(
         "cotune",
+        allow_abbrev=False,
         usage="cotune [-h] [-v] [--version] COMMAND ...",
         description=_START + "\n".join(lists),
         epilog="cotune COMMAND --help shows the flags of a command.",

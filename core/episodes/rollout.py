@@ -12,6 +12,7 @@ import msgspec
 
 from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.workflows import Workflow
+from cotune.errors import CotuneError
 from cotune.recording.context import current_episode
 from cotune.recording.recorder import Responder, Sink
 from cotune.records.structs import Episode, Task
@@ -96,12 +97,16 @@ async def run_batch(run_one: Callable[[Task, int], Awaitable[Episode]], batch: E
             batch.on_episode(episode)
         return episode
 
-    async with asyncio.TaskGroup() as group:
-        running = [
-            group.create_task(gated(task, number))
-            for task, number in _places(batch)
-            if (task.id, number) not in finished
-        ]
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = [
+                group.create_task(gated(task, number))
+                for task, number in _places(batch)
+                if (task.id, number) not in finished
+            ]
+    except BaseExceptionGroup as errors:  # such as a framework that is too old, in all episodes alike
+        known, _ = errors.split(CotuneError)
+        raise (known or errors).exceptions[0] from errors
     place = {task.id: position for position, task in enumerate(batch.tasks)}
     episodes = [*batch.done, *(task.result() for task in running)]
     return sorted(episodes, key=lambda episode: (episode.rollout, place.get(episode.task.id, len(place))))

@@ -54,7 +54,7 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
         *_by_name(runs, "roles", taught),
         *_by_name(runs, "policies", taught),
         *_outcomes(runs, selected=True),
-        _table(runs, "seconds", "Seconds by phase", "Where the time of a step goes."),
+        _table(runs, "seconds", "Seconds by phase", "Where the time of a step goes.", without=("load", "look")),
         _figure(runs, "tokens_per_s", "Tokens per second", "Sampled tokens of trained roles, over the whole step."),
         _table(
             runs,
@@ -166,12 +166,16 @@ def _by_name(runs: Sequence[OpenedRun], table: str, taught: bool) -> Iterator[Ch
             yield _unless_zero(_chart(lines, **about))
 
 
-def _table(runs: Sequence[OpenedRun], name: str, title: str, text: str, most: int | None = None) -> Chart | None:
+def _table(
+    runs: Sequence[OpenedRun], name: str, title: str, text: str, most: int | None = None, without: Sequence[str] = ()
+) -> Chart | None:
     lines = []
     for run in runs:
         totals: Counter[str] = Counter()
         for line in run.metrics:
             totals.update(line.get(name, {}))
+        for key in without:
+            totals.pop(key, None)
         for key, _ in totals.most_common(most):
             by_step = {line["step"] + 1: line.get(name, {}).get(key, 0) for line in run.metrics}
             lines.append((_label(runs, run, key), run, by_step))

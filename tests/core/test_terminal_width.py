@@ -30,3 +30,13 @@ def test_columns_without_any_value_are_left_out() -> None:
     out = io.StringIO()
     terminal(file=out, width=80).print(table)
     assert [line.split() for line in out.getvalue().splitlines()][::2] == [["role", "calls"], ["writer", "3"]]
+
+
+def test_lines_in_a_pipe_end_with_their_text() -> None:
+    out = io.StringIO()
+    table = grid("role", "text")
+    for row in (("a", "short"), ("b", "much longer than the other")):
+        table.add_row(*row)
+    terminal(file=out).print(table)
+    lines = out.getvalue().splitlines()
+    assert "a     short" in lines and all(line == line.rstrip() for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Collection, Container, Mapping
 from typing import Any
 
@@ -151,7 +152,9 @@ def _wrap(network: Any, spec: PolicySpec, adapter: str) -> Any:
     from peft import get_peft_model
 
     try:
-        return get_peft_model(network, _lora_config(spec, network), adapter_name=adapter)
+        with warnings.catch_warnings():  # peft asks for a name that transformers 5.24 has deprecated
+            warnings.simplefilter("ignore", FutureWarning)
+            return get_peft_model(network, _lora_config(spec, network), adapter_name=adapter)
     except ValueError as error:
         raise ConfigError("lora.targets", spec.lora.targets, f"names no linear layers of the model ({error})") from None
 

@@ -14,7 +14,7 @@ import msgspec
 from cotune.episodes.episode import live_episode
 from cotune.episodes.rollout import EpisodeBatch, run_batch
 from cotune.episodes.workflows import Workflow
-from cotune.errors import ConfigError, CotuneError
+from cotune.errors import ConfigError
 from cotune.recording.recorder import Sink
 from cotune.records.blame import Blame
 from cotune.records.ids import new_id
@@ -110,11 +110,7 @@ class RolloutWorkers:
             )
             return await self._episode(request, batch.sink)
 
-        try:
-            return await run_batch(run_one, batch)
-        except BaseExceptionGroup as group:
-            known, _ = group.split(CotuneError)
-            raise (known or group).exceptions[0] from group
+        return await run_batch(run_one, batch)
 
     async def aclose(self) -> None:
         """End the workers and everything that their episodes have left running. Safe to call twice."""

@@ -123,6 +123,25 @@ def test_a_mistyped_command_gets_a_suggestion(arguments, remedy, capsys):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["trace", "app:solve", "--task", "tasks.jsonl"],
+            "--task is not a flag of this command. Did you mean --tasks?",
+        ),
+        (["prompts", "improve", "app:solve", "--reflectoin=m"], "Did you mean --reflection"),
+        (["records", "list", "runs", "--xyzzy"], "--xyzzy is not a flag of this command. --help lists the flags."),
+    ],
+)
+def test_a_mistyped_or_shortened_flag_gets_a_suggestion(arguments, said, capsys):
+    """None is taken for another one, which may cost calls of a provider."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
         (["check", "app:solve", "--answer", "x"], "check: --answer was removed. Use --answers: "),

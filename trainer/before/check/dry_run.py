@@ -179,7 +179,7 @@ def check(
             findings.append(Finding("blocks", "groups", text, "See the candidates left out above."))
         if flow.episode_judge is not None:
             findings.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
-        findings += [*role_findings(roles), *idle_findings(idle), *scorer_findings(flow, seen, rare)]
+        findings += [*role_findings(roles, flow.name), *idle_findings(idle), *scorer_findings(flow, seen, rare)]
         if prompts is not None:
             findings += use_findings(store, seen, prompts)
         named = workflow if isinstance(workflow, str) else "app:solve"

@@ -220,11 +220,11 @@ def connection_findings(outcomes: Sequence[Outcome], watch: Watch) -> Iterator[F
         yield Finding("warns", address, text, UNSEEN)
 
 
-def role_findings(roles: Sequence[RoleCheck]) -> Iterator[Finding]:
-    """Roles that are not trained, and calls that belong to none."""
+def role_findings(roles: Sequence[RoleCheck], workflow: str) -> Iterator[Finding]:
+    """Roles that are not trained, and calls that belong to none. `workflow` is the name of its function."""
     for one in roles:
         if one.reason == "no scorer":
-            remedy = f'Add @workflow.scorer("{one.role}"), or use --plan independent.'
+            remedy = f'Add @{workflow}.scorer("{one.role}"), or use --plan independent.'
             yield Finding("warns", one.role, "not trained: no scorer", remedy)
         elif not one.trained:
             yield Finding("note", one.role, f"not trained: {one.reason}")
