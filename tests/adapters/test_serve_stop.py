@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cotune.adapters import serving as module
-from cotune.adapters.open_policies import LocalPolicies, ServedModel
+from cotune.adapters.open_policies import LocalPolicies, ServedModel, served_policy
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplerInfo
 from tests.adapters.test_model_names import manifest
@@ -33,7 +33,8 @@ def test_it_says_that_a_server_cannot_tell_apart_roles_of_one_name(monkeypatch: 
     export = manifest({"planner": "planner", "writer": "writer"}, {"planner": ["m"], "writer": ["m"]})
 
     async def opened(source: Any, **options: Any) -> LocalPolicies:
-        return LocalPolicies(Idle(), None, {}, [], 64, manifest=export)
+        roles = {role: served_policy(role, export.policy(role)) for role in ("planner", "writer")}
+        return LocalPolicies(Idle(), None, roles, [], 64, manifest=export)
 
     def say(line: str) -> None:
         lines.append(line)

@@ -49,6 +49,7 @@ def test_a_reinforcement_run_starts_from_what_was_learned(
     versions = json.loads((tmp_path / "run/checkpoints/step-000000/checkpoint.json").read_text())["versions"]
     assert versions == {"first": 1, "second": 1}
     assert trainer.metrics()[0]["staleness"].keys() == {"0"}
+    assert export_run(tmp_path / "run", tmp_path / "later").models == {"first": ("m",), "second": ("m",)}
 
 
 def test_its_resumption_does_not_need_the_other_run(trainer: Trainer, taught: Path, tmp_path: Path) -> None:
