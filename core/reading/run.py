@@ -16,6 +16,8 @@ from cotune.errors import CotuneError, RunError
 from cotune.reading.evaluations import StoredEvaluation, evaluation_files, read_evaluations
 from cotune.reading.headline import Headline, headline
 from cotune.reading.now import Now, read_now
+from cotune.reading.prompt_search import PHASES as SEARCH_PHASES
+from cotune.reading.prompt_search import search_headline
 from cotune.storage.file_lock import is_held
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.notes import Note, notes_file, read_notes
@@ -135,6 +137,8 @@ class OpenedRun:
 
     def headline_with(self, evaluations: list[StoredEvaluation]) -> Headline:
         """The figures of the run with other evaluations than its own."""
+        if not self.is_run and any(phase.startswith(SEARCH_PHASES) for phase in self.store.phases()):
+            return search_headline(self.folder)
         return headline(self.metrics, evaluations, self.store, self.config.on_failure, taught=all_taught(self.config))
 
     @property

@@ -152,8 +152,9 @@ def _headline(found: Headline) -> Iterator[Text]:
     """The figures of a run, a line each, and its verdict."""
     for change in found.changes:
         yield Text(change_text(change), style=QUIET if change.kind == "selected" else "")
-    if found.verdict and found.evaluation:
-        yield Text.assemble((found.verdict, "bold"), (f" ({found.evaluation.name})", QUIET))
+    if found.verdict:
+        source = f" ({found.evaluation.name})" if found.evaluation else ""
+        yield Text.assemble((found.verdict, "bold"), (source, QUIET))
 
 
 def _learned(run: OpenedRun, recorded: Learned) -> Iterator[RenderableType]:

@@ -1,0 +1,68 @@
+"""What a search for prompts has reached: the prompts before and the best ones, on the same held-out tasks.
+
+`cotune prompts improve` and `cotune prompts edit --tasks` write the comparison into prompts.json, beside the records of
+the episodes that it is of. The records hold both sides, so that a mean over them says nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from cotune.intervals import LEVEL, Interval
+from cotune.reading.headline import Change, Headline
+from cotune.storage.typed_json import read_if_typed
+from cotune.tables import figure, plural
+
+PHASES = "prompts"
+"""What the names of the phases of a search begin with."""
+_PROMPTS = "prompts.json"
+
+
+class _HeldOut(msgspec.Struct):
+    tasks: int
+    base: float
+    best: float
+    difference: tuple[float | None, float, float | None]
+    level: float = LEVEL
+
+
+class _Evaluation(msgspec.Struct):
+    held_out: _HeldOut | None = None
+
+
+class _Found(msgspec.Struct):
+    evaluation: _Evaluation = msgspec.field(default_factory=_Evaluation)
+
+
+def search_headline(folder: Path | None) -> Headline:
+    """The comparison of a search in a folder, and its verdict; where there is none, a verdict that says so."""
+    found = read_if_typed(folder / _PROMPTS, _Found) if folder is not None else None
+    if found is None or found.evaluation.held_out is None:
+        return Headline(verdict="no comparison of prompts on held-out tasks is stored here")
+    held_out = found.evaluation.held_out
+    low, mean, high = held_out.difference
+    change = Change(
+        name="held-out outcome",
+        kind="held_out",
+        what="mean outcome on held-out tasks that the search has not seen, one run each",
+        first=Interval(mean=held_out.base, n=held_out.tasks),
+        first_of="prompts before",
+        last=Interval(mean=held_out.best, n=held_out.tasks),
+        last_of="best prompts",
+        difference=Interval(mean=mean, low=low, high=high, n=held_out.tasks),
+    )
+    return Headline(changes=(change,), verdict=_verdict(held_out))
+
+
+def _verdict(held_out: _HeldOut) -> str:
+    """`the best prompts are better by 0.267 (95% interval 0.100 to 0.433) on 15 held-out tasks`."""
+    low, mean, high = held_out.difference
+    on = f"on {plural(held_out.tasks, 'held-out task')}"
+    if low is None or high is None:
+        return f"no difference shown {on}"
+    said = f"({100 * held_out.level:.3g}% interval {figure(low)} to {figure(high)})"
+    if low <= 0 <= high:
+        return f"no difference shown: {figure(mean)} {said} {on}"
+    return f"the best prompts are {'better' if low > 0 else 'worse'} by {figure(abs(mean))} {said} {on}"
