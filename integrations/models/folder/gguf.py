@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -51,6 +52,9 @@ def unpack_gguf(file: Path, weights: bool = True) -> Path:
             with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=folder.parent) as made:
                 _unpack(file, Path(made) / "model", weights)
                 (Path(made) / "model").rename(folder)
+            if weights:
+                size = sum(part.stat().st_size for part in folder.iterdir()) / 1e6
+                log.warning("It takes %s MB there, for later runs too; you may remove it", f"{size:,.0f}")
         except OSError as error:
             if not folder.is_dir():  # else another process was faster
                 fault = f"cannot be unpacked into {folder.parent} ({error.strerror or error})"
@@ -72,8 +76,10 @@ def public_name(model: str) -> str:
 
 def _unpack(file: Path, to: Path, weights: bool) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 
+    # A progress bar for each of three passes over hundreds of tensors, which transformers cannot be told to leave out.
+    modeling_gguf_pytorch_utils.tqdm = functools.partial(modeling_gguf_pytorch_utils.tqdm, disable=True)
     source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     try:
         AutoTokenizer.from_pretrained(**source).save_pretrained(to)

@@ -22,11 +22,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_file_becomes_a_folder_once(tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_becomes_a_folder_once(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     model, tokenizer = write_gguf(tmp_path / "tiny.gguf")
     folder = locate_model(tmp_path / "tiny.gguf")
     assert folder.parent == cache / "cotune" / "models"
-    assert [record.getMessage() for record in caplog.records] == [f"Unpacking tiny.gguf into {folder}, once"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Unpacking tiny.gguf into {folder}, once",
+        "It takes 0 MB there, for later runs too; you may remove it",
+    ]
+    assert "GGUF tensors" not in capfd.readouterr().err  # no progress bar
     weights = read_parameters(folder)
     assert weights.keys() == dict(model.named_parameters()).keys()
     assert all((weights[name] == tensor.detach().numpy()).all() for name, tensor in model.named_parameters())
