@@ -27,7 +27,7 @@ REMOVED_FLAGS: Mapping[str, str] = {
     "train --reflection": _SEARCH_FIRST,
     "train --reflection-url": _SEARCH_FIRST,
     "train --reflection-key-env": _SEARCH_FIRST,
-    "train --max-calls": _SEARCH_FIRST,
+    "train --max-calls": "Use --set max_calls=N for the calls of an episode. A search for prompts has its own.",
     "train --max-cost": _SEARCH_FIRST,
     "train --price": _SEARCH_FIRST,
     "train --yes": _SEARCH_FIRST,
