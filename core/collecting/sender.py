@@ -18,7 +18,7 @@ import msgspec
 
 from cotune.collecting.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, check_app, pack_batch
 from cotune.collecting.spool import Spool, abandoned
-from cotune.errors import ConfigError, RunError
+from cotune.errors import ConfigError
 from cotune.records.ids import address
 from cotune.records.structs import Record
 from cotune.records.wire import pack
@@ -66,8 +66,7 @@ class Sender:
     _thread: threading.Thread
 
     def __init__(self, url: str, app: str, token: str | None = None) -> None:
-        """Raises ConfigError for an address that is none of http or https, or a token that no header can have, RunError
-        for a spool that cannot be made."""
+        """Raises ConfigError for an address that is none of http or https, or a token that no header can have."""
         self._scheme, self._host, self._port, self._path = _parts(url)
         self.url, self.app = url.rstrip("/"), check_app(app)
         self._headers = {"content-type": MEDIA_TYPE, "content-encoding": "gzip"}
@@ -96,15 +95,12 @@ class Sender:
             self._reject(lost or len(records), "cannot be packed" if lost else f"take more than {LARGEST >> 20} MiB")
             if len(body) > LARGEST:
                 return
-        try:
-            spool = self._opened()
-        except RunError as error:  # in a forked child
-            self._reject(len(records), f"have no spool: {error}")
-            return
+        spool = self._opened()
         spool.add(body, len(records))
         if spool.failure and self._said != spool.failure:
             self._said = spool.failure
-            log.warning("The spool %s cannot be written (%s): records wait in memory.", self.folder, self._said)
+            text = "The spool %s cannot be written (%s): records wait in memory. Free space there, or set COTUNE_SPOOL."
+            log.warning(text, self.folder, self._said)
         if not self._news.is_set():
             self._news.set()
         if not self._started:
@@ -178,11 +174,10 @@ class Sender:
 
     def _run(self) -> None:
         spool = self._opened()
-        looked = -ADOPT
+        looked: float | None = None
         while not self._closing.is_set():
-            if time.monotonic() - looked >= ADOPT:
-                with contextlib.suppress(_Undelivered):
-                    self._adopt()
+            if looked is None or time.monotonic() - looked >= ADOPT:
+                self._adopt()
                 looked = time.monotonic() - random.uniform(0, ADOPT / 2)  # so that not all processes look at once
             if not self._news.wait(ADOPT / 4):
                 continue
@@ -203,7 +198,9 @@ class Sender:
                     return
                 time.sleep(PAUSE[0])
             else:
-                return
+                break
+        if looked is None:  # a process that ended at once: where all are short, nobody else sends what others left
+            self._adopt()
 
     def _wait(self, failed: _Undelivered) -> None:
         if self._down != failed.cause:
@@ -215,10 +212,12 @@ class Sender:
         self._closing.wait(pause)
 
     def _adopt(self) -> None:
-        """Send what ended processes of the application have left."""
+        """Send what ended processes of the application have left, as far as the collector takes it now."""
         for spool in abandoned(self.folder, self._opened().name, self._bound):
             try:
                 self._drain(spool)
+            except _Undelivered:
+                return
             finally:
                 spool.close()
 
@@ -326,7 +325,7 @@ os.register_at_fork(after_in_child=_fresh_lock)
 
 
 def sender(url: str, app: str = "") -> Sender:
-    """This process's sender to a collector. `app` is COTUNE_APP unless it is given. Raises ConfigError, RunError."""
+    """This process's sender to a collector. `app` is COTUNE_APP unless it is given. Raises ConfigError."""
     app = app or os.environ.get("COTUNE_APP", "")
     with _lock:
         found = _senders.get((url, app))

@@ -54,8 +54,11 @@ class Spool:
     """Frames in the order in which they came. `add` is safe from any thread; one thread takes and acknowledges."""
 
     def __init__(self, folder: Path, bound: int, owner: str = "") -> None:
-        """A new spool in `folder`, or the one that an ended process left there. Raises RunError where it cannot be
-        made, or its owner lives."""
+        """A new spool in `folder`, or the one that the ended process `owner` left there. Raises RunError where that
+        cannot be locked, as its owner lives.
+
+        A new spool never raises: while no file can be made in the folder, its frames wait in memory.
+        """
         self.folder = folder
         self.dropped = 0
         """Records that were dropped as the spool was full, or that the disk has damaged, and not told to the collector
@@ -67,17 +70,18 @@ class Spool:
         self._guard = threading.Lock()
         self._file: int | None = None
         self._numbers = 0
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.name, self._lock = (owner, _lock(folder, owner)) if owner else _new(folder)
-        except OSError as error:
-            raise RunError(f"The spool {folder} cannot be made: {error.strerror}.", "Set COTUNE_SPOOL.") from None
         self._segments: deque[_Segment] = deque()
-        if owner:
-            found = sorted(folder.glob(f"{owner}-*.frames"))
-            self._segments.extend(_Segment(path, path.stat().st_size) for path in found)
-            self._numbers = len(found)
         self._loose = _Segment(None)
+        self.name = owner or new_id()
+        self._lock: FileLock | None = None
+        if owner:
+            self._lock = _lock(folder, owner)
+            left = sorted(folder.glob(f"{owner}-*.frames"))
+            self._segments.extend(_Segment(path, path.stat().st_size) for path in left)
+            self._numbers = len(left)
+        else:
+            with self._guard, contextlib.suppress(OSError, RunError):
+                self._claim()
 
     def add(self, body: bytes, records: int) -> bool:
         """Append a frame; False where it is dropped, as neither the disk nor the memory takes it."""
@@ -86,8 +90,8 @@ class Spool:
         with self._guard:
             try:
                 self._append(frame, records)
-            except OSError as error:
-                self.failure = error.strerror or str(error)
+            except (OSError, RunError) as error:
+                self.failure = error.cause if isinstance(error, RunError) else error.strerror or str(error)
                 if self._loose.size + len(frame) > MEMORY:
                     self.dropped += records
                     return False
@@ -175,7 +179,8 @@ class Spool:
                         assert segment.path is not None
                         segment.path.unlink(missing_ok=True)
                     (self.folder / f"{self.name}.lock").unlink(missing_ok=True)
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def after_fork(self) -> None:
         """In a forked child: let go of the parent's files."""
@@ -184,7 +189,15 @@ class Spool:
             self._file = None
         self._segments.clear()
 
+    def _claim(self) -> None:
+        """Lock a name in the folder, so that no other process takes this spool for an abandoned one. Raises OSError, or
+        RunError where the file system has no locks."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.name, self._lock = _new(self.folder)
+
     def _append(self, frame: bytes, records: int) -> None:
+        if self._lock is None:
+            self._claim()
         last = self._segments[-1] if self._segments else None
         if self._file is None or last is None or last.size >= self._part:
             last = self._begin()
@@ -250,7 +263,8 @@ class Spool:
 
 
 def _lock(folder: Path, name: str) -> FileLock:
-    return FileLock(folder / f"{name}.lock", f"The spool {name}")
+    # On a full disk too: sending what an ended process left there is what makes room.
+    return FileLock(folder / f"{name}.lock", f"The spool {name}", on_full_disk=True)
 
 
 def _new(folder: Path) -> tuple[str, FileLock]:

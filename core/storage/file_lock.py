@@ -29,8 +29,9 @@ def is_held(path: Path) -> bool:
 class FileLock:
     """Holds an exclusive lock on a side file that contains the holder's process id."""
 
-    def __init__(self, path: Path, what: str) -> None:
-        """Take the lock at once, without waiting. `what` names the guarded thing in messages.
+    def __init__(self, path: Path, what: str, *, on_full_disk: bool = False) -> None:
+        """Take the lock at once, without waiting. `what` names the guarded thing in messages. With `on_full_disk` the
+        lock is also taken where the disk has no room for the process id.
 
         Raises LockHeldError with the process that holds it, and RunError if the file cannot be made or its file system
         has no locks.
@@ -65,10 +66,11 @@ class FileLock:
         try:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, str(os.getpid()).encode(), 0)
+            self._names_holder = True
         except OSError as error:
-            self.release()
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        self._names_holder = True
+            if not on_full_disk:
+                self.release()
+                raise OSError(error.errno, error.strerror, str(path)) from None
         survives_fork(self)
 
     def is_in_place(self) -> bool:

@@ -6,6 +6,8 @@ import atexit
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import cotune
 from cotune.collecting import sender as senders
 from cotune.collecting.batch import COLLECTOR_HEADER, Batch, read_batch
 from cotune.collecting.sender import Sender
@@ -267,3 +270,56 @@ def test_a_token_that_no_header_can_have_is_refused(collector: Fake) -> None:
     with pytest.raises(ConfigError, match="cannot be sent in a header") as caught:
         Sender(collector.url, "desk", "secret\n")
     assert "secret" not in str(caught.value)
+
+
+def test_a_folder_that_takes_no_spool_stops_no_application(
+    collector: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Records wait in memory until the collector has them, and go to the disk again once it takes them."""
+    blocked = tmp_path / "spools"
+    blocked.touch()
+    monkeypatch.setenv("COTUNE_SPOOL", str(blocked))
+    collector.answer = lambda batch: (503, {})
+    with cotune.trace(collector.url, app="desk"):
+        pass
+    sender = senders.sender(collector.url, "desk")
+    sender.write([reward(1.0)])
+    text = f"The spool {sender.folder} cannot be written (Not a directory): records wait in memory."
+    assert text in caplog.text and "COTUNE_SPOOL" in caplog.text
+    blocked.unlink()
+    sender.write([reward(2.0)])
+    assert [path.stat().st_size > 0 for path in sender.folder.glob("*.frames")] == [True]
+    collector.answer = lambda batch: (200, {})
+    assert sender.flush(10)
+    assert [record.value for record in collector.took() if isinstance(record, RewardRecord)] == [2.0, 1.0]
+    sender.finish()
+
+
+FULL_DISK = """
+import resource, sys
+import cotune
+from cotune.collecting import sender as senders
+
+senders.LINGER = 0.01
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files can be made, and take no byte: as on a full disk
+for number in range(3):
+    with cotune.trace(sys.argv[1], app="desk") as trace:
+        trace.reward(number)
+"""
+
+
+def test_a_full_disk_is_freed_by_the_next_process(collector: Fake, tmp_path: Path) -> None:
+    """It records in memory, and sends what earlier processes left, which makes room."""
+    first = Sender(collector.url, "desk")
+    first._started = True  # its thread never ran, as that of a process that was killed
+    left = [reward(number) for number in range(10, 20)]
+    first.write(left)
+    assert first._spool is not None and first._spool._lock is not None
+    first._spool._lock.release()
+    atexit.unregister(first.finish)
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, collector.url], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    values = [record.value for record in collector.took() if isinstance(record, RewardRecord)]
+    assert sorted(values) == [0, 1, 2, *range(10, 20)]
+    assert "records wait in memory" in done.stderr
+    assert list(first.folder.glob("*.frames")) == []

@@ -189,10 +189,25 @@ def test_a_disk_that_takes_nothing_leaves_frames_in_memory(spool: Spool, monkeyp
     assert (spool.waiting, spool.loose) == (0, 0)
 
 
-def test_a_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_leaves_frames_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"The spool .* cannot be made: .* Set COTUNE_SPOOL"):
-        Spool(tmp_path / "file" / "spool", BOUND)
+    spool = Spool(tmp_path / "file" / "spool", BOUND)
+    assert spool.add(b"one", 1)
+    assert (spool.failure, spool.take(100), spool.loose) == ("Not a directory", [b"one"], spool.waiting)
+    spool.acknowledge()
+    assert spool.waiting == 0
+    spool.close()
+
+
+def test_a_file_system_without_locks_leaves_frames_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    spool = Spool(tmp_path, BOUND)
+    assert spool.add(b"one", 1)
+    assert "refuses locks (No locks available)" in spool.failure and spool.take(100) == [b"one"]
+    assert list(tmp_path.glob("*.frames")) == []  # nobody could tell that its process lives
 
 
 @pytest.mark.parametrize("removes", [True, False])
