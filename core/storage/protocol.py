@@ -98,6 +98,10 @@ class Store(Protocol):
         """The encoded bytes of an image of a message, by their SHA-256. Raises RecordError when unknown."""
         ...
 
+    def stored_segments(self, segment_ids: Iterable[str]) -> set[str]:
+        """Those of these segments that are stored."""
+        ...
+
     def token_ids(self, segment_id: str) -> tuple[int, ...]:
         """All token ids on the path from the root to this segment."""
         ...

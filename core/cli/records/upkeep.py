@@ -89,7 +89,7 @@ def _tally(rows: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Any:
     table = grid(*names, "calls>", "failed>", "prompt tokens>", "answer tokens>")
     sums: defaultdict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for app, role, policy, version, day, calls, failed, asked, answered in rows:
-        of = {"app": app or "-", "role": role, "day": day, "version": f"{policy}@{version}" if policy else "-"}
+        of = {"app": app or "-", "role": role, "day": day or "-", "version": f"{policy}@{version}" if policy else "-"}
         have = sums[tuple(of[name] for name in names)]
         have[:] = [n + m for n, m in zip(have, (calls, failed, asked, answered), strict=True)]
     for key in sorted(sums):
@@ -98,7 +98,12 @@ def _tally(rows: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Any:
 
 
 def _moment(seconds: float | None) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}" if seconds else "-"
+    if not seconds:
+        return "-"
+    try:
+        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):  # of a clock that was wrong
+        return "no date"
 
 
 def _prune(a: argparse.Namespace) -> int:

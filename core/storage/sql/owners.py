@@ -88,10 +88,14 @@ def join_keys(execute: Execute, tables: Tables) -> None:
     for table in ("rewards", "feedback"):
         rows, columns = tables[table], ", ".join(COLUMNS[table])
         named = [row for row in rows if row[0].startswith(KEY)]
+        episodes_of: dict[str, set[str]] = {}
         for row in named:
-            app = key_app(row[0])
-            key = row[0].removeprefix(key_target(app, ""))
-            there = execute("SELECT id FROM episodes WHERE app = ? AND key = ? AND key != ''", [app, key])
-            rows += [[id, *row[1:]] for id in {id for (id,) in there} | {*coming.get(row[0], ())}]
+            target = row[0]
+            if target not in episodes_of:
+                app = key_app(target)
+                key = target.removeprefix(key_target(app, ""))
+                stored = execute("SELECT id FROM episodes WHERE app = ? AND key = ? AND key != ''", [app, key])
+                episodes_of[target] = {id for (id,) in stored} | {*coming.get(target, ())}
+            rows += [[id, *row[1:]] for id in episodes_of[target]]
         for row in map(list, among(execute, f"SELECT {columns} FROM {table}", "target", coming)):
             rows += [[id, *row[1:]] for id in coming[row[0]]]

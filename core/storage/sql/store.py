@@ -180,6 +180,14 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         data = found[0][0] if found else None
         return data if isinstance(data, bytes) and image_id(data) == id else None
 
+    def stored_segments(self, segment_ids: Iterable[str]) -> set[str]:
+        stored: set[str] = set()
+        for some in in_parts(segment_ids):
+            stored.update(
+                id for (id,) in self.rows(f"SELECT id FROM segments WHERE id IN ({','.join('?' * len(some))})", some)
+            )
+        return stored
+
     def token_ids(self, segment_id: str) -> tuple[int, ...]:
         return join_path(segment_id, self.rows(_PATH, (segment_id,)))
 

@@ -105,7 +105,8 @@ class Transactions:
         return {"lost": lost, "refused": refused, "foreign": foreign}
 
     def _insert(self, table: str, values: Sequence[Any]) -> int:
-        """Insert rows; row by row if one of them is broken. Return how many could not be stored."""
+        """Insert rows; in halves if one of them is broken, so that one among thousands costs few statements. Return how
+        many could not be stored."""
         try:
             if values:
                 self._db.insert(table, values)
@@ -114,7 +115,8 @@ class Transactions:
         except self._db.broken as error:
             width = len(COLUMNS[table])
             if len(values) > width:
-                return sum(self._insert(table, values[at : at + width]) for at in range(0, len(values), width))
+                half = len(values) // width // 2 * width
+                return self._insert(table, values[:half]) + self._insert(table, values[half:])
             self._report("records cannot be stored", error)
             return 1
         return 0

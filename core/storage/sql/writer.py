@@ -37,7 +37,7 @@ RETRY = (0.05, 2.0)
 """First and longest pause in seconds before a failed transaction is tried again."""
 
 _UNENCODABLE = (TypeError, ValueError, OverflowError, RecursionError, struct.error)
-
+"""Raised for a record that no row can hold, such as one with a number that float32 lacks."""
 _STOPPED = "the thread that writes has ended"
 
 
@@ -132,15 +132,23 @@ class Writer:
         Raises RunError if they could not be stored."""
         batch, refusal = self._queued_in(records, counts, kept=True)
         if batch is None and refusal is None and (len(records) > 1 or counts):
-            self.commit([], counts)
-            for record in records:  # one of them cannot be encoded
-                self.commit([record])
+            # One of them cannot be encoded: the others are committed together.
+            self.commit([record for record in records if self._is_encodable(record)], counts)
         elif refusal is None:
             self.flush()
             refusal = batch.failure if batch else None
         if refusal:
             cause = f"{self._db.name} did not take {len(records)} records: {refusal}."
             raise RunError(cause, "Send them again: what is stored is not stored twice.")
+
+    def _is_encodable(self, record: Record) -> bool:
+        """Whether rows can be made of a record, which is counted as lost where not."""
+        try:
+            encode([storable_record(record)], ())
+        except _UNENCODABLE as error:
+            self._lose(1, "a record cannot be encoded", error)
+            return False
+        return True
 
     def _queued_in(
         self, records: Sequence[Record], counts: Mapping[str, int] | None = None, kept: bool = False

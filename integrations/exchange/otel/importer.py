@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -44,6 +44,8 @@ from cotune.records.structs import (
     Usage,
 )
 from cotune.storage.outcomes import metric
+
+T = TypeVar("T")
 
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError, struct.error)
 """Errors of reading a span that does not follow its convention."""
@@ -83,8 +85,9 @@ def import_spans(spans: Sequence[Span], sink: Sink, left_out: Counter[str], *, p
         traces.setdefault(span.trace, []).append(span)
     episodes = calls = bare = 0
     for trace in traces.values():
-        for root, chats in _episodes(trace, left_out):
-            records = _Reading(root, chats, {span.id: span for span in trace}, phase, left_out).records()
+        tree = _SpanTree(trace)
+        for root, chats in _episodes(trace, tree, left_out):
+            records = _Reading(root, chats, tree, phase, left_out).records()
             sink.write(records)
             made = [record for record in records if isinstance(record, CallRecord)]
             episodes, calls = episodes + 1, calls + len(made)
@@ -94,41 +97,65 @@ def import_spans(spans: Sequence[Span], sink: Sink, left_out: Counter[str], *, p
     return Imported(spans=len(spans), episodes=episodes, calls=calls, without_tokens=bare, left_out=dict(left_out))
 
 
-def _episodes(trace: Sequence[Span], left_out: Counter[str]) -> Iterable[tuple[Span, list[Span]]]:
+class _SpanTree:
+    """The spans of a trace, and what each of them takes from the spans around it.
+
+    What a span takes is kept, so that a trace is read in linear time: a walk from each call to the outermost span would
+    be quadratic in a chain.
+    """
+
+    def __init__(self, trace: Sequence[Span]) -> None:
+        self.known = {span.id: span for span in trace}
+        self._roles: dict[str, str | None] = {}
+        self._roots: dict[str, Span] = {}
+
+    def role(self, span: Span) -> str | None:
+        """The agent of the span, or else of the nearest one around it that names one."""
+        return self._nearest(span, self._roles, agent_of, lambda outermost: None)
+
+    def root(self, span: Span) -> Span:
+        """The workflow that the span is, or else the innermost around it, or else the outermost span."""
+        is_workflow = lambda span: span if kind_of(span) == "workflow" else None  # noqa: E731
+        return self._nearest(span, self._roots, is_workflow, lambda outermost: outermost)
+
+    def _nearest(
+        self, span: Span, known: dict[str, T], own: Callable[[Span], T | None], without: Callable[[Span], T]
+    ) -> T:
+        """The first value from a span outwards; `without` gives that of an outermost span which has none."""
+        walked: dict[str, Span] = {}
+        while span.id not in known:
+            walked[span.id] = span
+            around = self.known.get(span.parent or "")
+            if (value := own(span)) is not None:
+                known[span.id] = value
+            elif around is None or around.id in walked:  # the outermost one, or spans that lead in a circle
+                known[span.id] = without(span)
+            else:
+                span = around
+        for id in walked:
+            known[id] = known[span.id]
+        return known[span.id]
+
+
+def _episodes(trace: Sequence[Span], tree: _SpanTree, left_out: Counter[str]) -> Iterable[tuple[Span, list[Span]]]:
     """Chat spans by the span that is their episode: the innermost workflow around them, else the outermost span."""
-    known = {span.id: span for span in trace}
     found: dict[str, list[Span]] = {span.id: [] for span in trace if kind_of(span) == "workflow"}
     for span in trace:
         kind = kind_of(span)
         if kind == "chat":
-            around = _around(span, known)
-            root = next((s for s in around if kind_of(s) == "workflow"), around[-1] if around else span)
-            found.setdefault(root.id, []).append(span)
+            found.setdefault(tree.root(span).id, []).append(span)
         elif kind == "other":
             left_out[f"span:{span.attributes.get(names.OPERATION) or 'not_llm'}"] += 1
-    return [(known[id], chats) for id, chats in found.items()]
-
-
-def _around(span: Span, known: Mapping[str, Span]) -> list[Span]:
-    """The spans around one, innermost first."""
-    found: list[Span] = []
-    seen = {span.id}
-    while span.parent is not None and span.parent in known and span.parent not in seen:
-        span = known[span.parent]
-        seen.add(span.id)
-        found.append(span)
-    return found
+    return [(tree.known[id], chats) for id, chats in found.items()]
 
 
 class _Reading:
     """One episode in the making."""
 
-    def __init__(
-        self, root: Span, chats: Sequence[Span], known: Mapping[str, Span], phase: str, left_out: Counter[str]
-    ) -> None:
+    def __init__(self, root: Span, chats: Sequence[Span], tree: _SpanTree, phase: str, left_out: Counter[str]) -> None:
         self.root = root
         self.chats = sorted(chats, key=lambda span: (whole(span.attributes.get(names.STEP)), span.start))
-        self.known = known
+        self.tree = tree
         self.phase = phase
         self.left_out = left_out
         self.id = str(root.attributes.get(names.EPISODE) or _ulid(root))
@@ -178,7 +205,7 @@ class _Reading:
 
     def _call(self, step: int, chat: Span) -> list[Record]:
         found = chat.attributes
-        role = next((name for s in [chat, *_around(chat, self.known)] if (name := agent_of(s))), "app")
+        role = self.tree.role(chat) or "app"
         _, turn = self.places.next(role)
         asked, answers = messages_of(chat, self.left_out)
         if not asked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
@@ -23,6 +23,11 @@ from cotune.records.structs import (
 )
 
 _LONGEST_NAME = 200
+_AHEAD = 3600.0
+"""Seconds that the clock of an application may be ahead. A later start is stored as that of now: it would never be
+old enough to be pruned."""
+MOST_NAMES = 32
+"""Names of rewards for one key in a batch. Each is stored for all episodes of the key."""
 Digest = hashlib.blake2b
 Path = Callable[[str], bytes | None]
 """The packed token path of a segment that is stored; None for one that is not."""
@@ -36,6 +41,7 @@ def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[s
     """
     now = time.time()
     paths: dict[str, Digest] = {}
+    names_of_keys: defaultdict[str, set[str]] = defaultdict(set)
     kept: list[Record] = []
     for record in records:
         match record:
@@ -45,11 +51,12 @@ def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[s
                 fault = _of_segment(record, paths, path)
             case CallRecord():
                 fault = "" if ID.fullmatch(record.id) and ID.fullmatch(record.episode) else "invalid_id"
-                fault = fault or ("" if len(record.role) <= _LONGEST_NAME else "invalid_name")
-                record = replace(record, app=app)
+                fault = fault or ("" if len(record.role) <= _LONGEST_NAME else "invalid_name") or _of_times(record)
+                record = replace(record, app=app, started=_started(record, now))
             case Episode():
                 fault = "" if ID.fullmatch(record.id) and len(record.key) <= LONGEST_KEY else "invalid_id"
-                record = replace(record, app=app)
+                fault = fault or _of_times(record)
+                record = replace(record, app=app, started=_started(record, now))
             case RewardRecord():
                 fault = _of_reward(record, app)
                 fault = fault or (
@@ -57,6 +64,10 @@ def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[s
                 )
             case FeedbackRecord():
                 fault = _of_reward(record, app)
+        if not fault and isinstance(record, RewardRecord | FeedbackRecord) and record.target.startswith(KEY):
+            names = names_of_keys[record.target]
+            names.add(record.name)
+            fault = "too_many_names" if len(names) > MOST_NAMES else ""
         if fault:
             refused[fault] += 1
             continue
@@ -88,6 +99,15 @@ def _of_segment(record: Segment, paths: dict[str, Digest], path: Path) -> str:
         return "forged_id"
     paths[record.id] = whole
     return ""
+
+
+def _of_times(record: CallRecord | Episode) -> str:
+    """ "invalid_time" for times that no clock shows. A latency may be negative, as of a clock that stepped back."""
+    return "" if 0 <= record.started < math.inf and math.isfinite(record.latency) else "invalid_time"
+
+
+def _started(record: CallRecord | Episode, now: float) -> float:
+    return now if record.started > now + _AHEAD else record.started
 
 
 def _of_reward(record: RewardRecord | FeedbackRecord, app: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 _KINDS = {
     "requests": "Requests by path and status.",
@@ -18,17 +19,27 @@ _KINDS = {
 }
 
 
+MOST_LABELS = 1000
+"""Sets of labels of one counter. Clients choose some of them, such as names of applications, and each takes memory."""
+
+
 class Counts:
-    """Counters by name and labels; safe from any thread."""
+    """Counters by name and labels; safe from any thread. Beyond MOST_LABELS, a counter has the label "other"."""
 
     def __init__(self) -> None:
         self._values: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._label_sets: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter."""
-        key = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+        key = _label_text(labels)
         with self._lock:
+            if (name, key) not in self._values:
+                if self._label_sets[name] >= MOST_LABELS:
+                    key = _label_text(dict.fromkeys(labels, "other"))
+                else:
+                    self._label_sets[name] += 1
             self._values[name, key] += value
 
     def total(self, name: str) -> float:
@@ -50,6 +61,10 @@ class Counts:
             lines += [f"# HELP cotune_collect_{name} {about}", f"# TYPE cotune_collect_{name} gauge"]
             lines.append(f"cotune_collect_{name} {value:g}")
         return "\n".join(lines) + "\n"
+
+
+def _label_text(labels: Mapping[str, str]) -> str:
+    return ",".join(f'{label}="{_escaped(text[:100])}"' for label, text in labels.items())
 
 
 def _escaped(text: str) -> str:

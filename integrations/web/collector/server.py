@@ -23,7 +23,7 @@ from cotune.collecting.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, VERSION,
 from cotune.collecting.open_sink import open_folder
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.web.collector.apps import Apps
-from cotune.integrations.web.collector.checks import admitted
+from cotune.integrations.web.collector.checks import MOST_NAMES, admitted
 from cotune.integrations.web.collector.counts import Counts
 from cotune.integrations.web.collector.otlp import PATH as SPANS
 from cotune.integrations.web.collector.otlp import PROTOBUF, read_spans, records_of
@@ -40,7 +40,7 @@ from cotune.integrations.web.http.requests import (
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import key_target, pack_ids
-from cotune.records.structs import Record
+from cotune.records.structs import Record, Segment
 from cotune.storage.open_store import StoreUnavailableError, without_password
 from cotune.storage.protocol import Store
 from cotune.terminal import suggest
@@ -126,6 +126,9 @@ class Collector:
                 raise RequestError(400, text, param="episode", code="invalid_value")
             named = given.reward if isinstance(given.reward, dict) else {"team": given.reward}
             rewards = {name: float(value) for name, value in named.items() if value is not None}
+            if len(rewards) > MOST_NAMES:
+                text = f"A request has at most {MOST_NAMES} rewards, not {len(rewards)}."
+                raise RequestError(400, text, param="reward", code="invalid_value")
             if not rewards and not given.text.strip():
                 raise RequestError(400, "A `reward` or a `text` is needed.", param="reward", code="invalid_value")
             target = given.episode or key_target(app, given.key)
@@ -167,7 +170,9 @@ class Collector:
         """Commit records of an application, and counts of what it left out. Raises RequestError (503) where the
         store does not take them."""
         refused: Counter[str] = Counter()
-        kept = admitted(records, app, self._path, refused)
+        parents = {record.parent for record in records if isinstance(record, Segment) and record.parent is not None}
+        stored = self.store.stored_segments(parents)
+        kept = admitted(records, app, lambda segment: self._path(segment) if segment in stored else None, refused)
         begun = time.monotonic()
         self._commits.add(begun)
         try:
