@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -197,3 +198,19 @@ class AdapterError(CotuneError):
 
 class RunError(CotuneError):
     """The run folder cannot be used: locked by another process, broken, or of another configuration."""
+
+
+class UntrustedFolderError(RunError):
+    """A folder that this user did not make on this machine names what to run. `orders` are all that it gives, and
+    `taken` those that the command would obey."""
+
+    def __init__(self, folder: Path, taken: Mapping[str, str], orders: Mapping[str, str]) -> None:
+        named = "; ".join(f"{name}: {value}" for name, value in taken.items())
+        super().__init__(
+            f"{folder} was not made by you on this machine, and it decides what is run and asked: {named}.",
+            "If you trust all of this, pass --trust-folder, or set COTUNE_TRUST_FOLDERS to a folder above it. Or name "
+            "these yourself on the command line.",
+        )
+        self.folder = str(folder)
+        self.taken = dict(taken)
+        self.orders = dict(orders)

@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import signal
+import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -24,6 +25,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray would kill actors when other processes fill the machine's memory.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+
+# What cotune keeps for a user, such as the folders that it trusts, is not the real user's in tests.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="cotune-state-")
 
 # Else MLflow's thread of a test that has ended would write into the present folder.
 os.environ.setdefault("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")

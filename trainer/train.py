@@ -28,10 +28,11 @@ from cotune.runtime.openmp import spin_briefly
 from cotune.runtime.process_exit import go_on
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import is_path
-from cotune.storage.run_code import import_as_run_did
+from cotune.storage.run_code import open_run_code
 from cotune.storage.run_layout import (
     is_withheld,
     known_workflow,
+    leaves,
     read_config,
     relocated,
     whole_address,
@@ -146,7 +147,8 @@ def resume(
     with contextlib.ExitStack() as stack:
         stack.callback(folder.close)
         described = folder.described
-        import_as_run_did(described)
+        named = {name for name, _ in leaves(changes or {})} | (set() if workflow is None else {"workflow"})
+        folder.trusted = open_run_code(folder.path, named)
         flow, listed = _resumed_app(folder, described, workflow, tasks)
         check_tasks(described, listed)
         tidy_checkpoints(folder.checkpoints)

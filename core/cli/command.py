@@ -101,6 +101,16 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
+def add_trust_folder(command: Any, folder: str) -> None:
+    """Add `--trust-folder` of a command that runs what a folder names."""
+    command.add_argument(
+        "--trust-folder",
+        action="store_true",
+        help=f"run the application and functions that {folder} names, and use its addresses, although it was not made "
+        "by you on this machine; refused, or asked at a terminal, without",
+    )
+
+
 def add_repeated(command: Any, flag: str, metavar: str, text: str, **more: Any) -> None:
     """Add a flag that may be given several times; its values are a list, empty without any."""
     command.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{text}; repeatable", **more)

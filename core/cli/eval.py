@@ -12,6 +12,7 @@ from cotune.cli.command import (
     add_fields,
     add_moved,
     add_repeated,
+    add_trust_folder,
     fields_of,
     moved,
     prices,
@@ -46,6 +47,7 @@ def arguments(command: Parser) -> None:
     add_moved(command, "run or export")
     options = ("samples", "concurrency", "timeout", "out", "roles_by", "prompts", "records")
     add_fields(command, *options, table=EvaluationOptions)
+    add_trust_folder(command, "RUN")
 
 
 def _temperature(text: str) -> float | Literal["app"]:

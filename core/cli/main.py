@@ -15,14 +15,14 @@ from typing import NoReturn
 
 from cotune.cli.command import Formatter, Parser, described, filled, width
 from cotune.cli.removed import REMOVED_COMMANDS, removed_flag
-from cotune.errors import CotuneError
+from cotune.errors import CotuneError, UntrustedFolderError
 from cotune.near_names import did_you_mean, near_names
 from cotune.recording.context import current_episode
 from cotune.runtime.interrupts import ends_as_interrupts, interrupt_ends, interrupt_raises
 from cotune.runtime.process_exit import INTERRUPTED, leave, own_process
 from cotune.runtime.user_code import origin
 from cotune.storage.whole_file import of_system
-from cotune.terminal import LogFormat, harmless, suggest
+from cotune.terminal import LogFormat, agrees, harmless, suggest, tell
 
 COMMANDS = {
     "Start": {
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         interrupt_raises()
         with ends_as_interrupts():
-            status: int = arguments.run_command(arguments)
+            status = _run_trusted(arguments)
             if sys.stdout.isatty():
                 from cotune.cli.printing.next_command import next_commands
 
@@ -170,6 +170,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         remedy = f"This command needs: pip install 'cotune[{arguments.extra}]'."
         return _failed(arguments, f"{error.msg}. {remedy}")
+
+
+def _run_trusted(arguments: argparse.Namespace) -> int:
+    """Run the command. If it would obey a folder that the user did not make, go on only if the user trusts that: by
+    --trust-folder, or by an answer at the terminal."""
+    while True:
+        try:
+            status: int = arguments.run_command(arguments)
+            return status
+        except UntrustedFolderError as error:
+            if not arguments.trust_folder:
+                if not sys.stdin.isatty():
+                    raise
+                tell(f"{error.folder} was not made by you on this machine. It decides what is run and asked:")
+                for name, value in error.taken.items():
+                    tell(f"  {name}: {value}")
+                if not agrees("Trust it? [y/N] ", unsaid=False):
+                    tell("nothing is run")
+                    return 1
+            from cotune.storage.run_code import remember
+
+            remember(error.orders)
 
 
 def _failed(arguments: argparse.Namespace, message: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import RECORDS, Parser, add_fields, fields_of
+from cotune.cli.command import RECORDS, Parser, add_fields, add_trust_folder, fields_of
 from cotune.terminal import tell, terminal
 
 EXAMPLE = (
@@ -22,6 +22,7 @@ def arguments(command: Parser) -> None:
     text = f"{RECORDS}; runs the application that it names, or that of --workflow"
     command.add_argument("run", metavar="RUN", help=text)
     add_fields(command, *ReplayOptions.__struct_fields__, table=ReplayOptions)
+    add_trust_folder(command, "RUN")
 
 
 def run(a: argparse.Namespace) -> int:

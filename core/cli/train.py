@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, fields_of, settings
+from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, add_trust_folder, fields_of, settings
 from cotune.errors import ConfigError
 from cotune.terminal import tell, terminal
 
@@ -36,6 +36,7 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--explain", action="store_true", help="explain each column and figure of a step, and train nothing"
     )
+    add_trust_folder(command, "the run of --resume")
 
 
 def run(a: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from cotune.records.ids import address
 from cotune.records.structs import Record
 from cotune.records.wire import pack
 from cotune.runtime.forks import survives_fork
+from cotune.storage.state_folder import state_folder
 
 log = logging.getLogger("cotune.collect")
 
@@ -300,8 +301,7 @@ def spool_folder() -> Path:
     """Where spools are: COTUNE_SPOOL, or a folder of the user's."""
     if named := os.environ.get("COTUNE_SPOOL"):
         return Path(named).absolute()
-    state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local/state") / "cotune/spool"
+    return state_folder() / "spool"
 
 
 def spool_bound() -> int:

@@ -21,7 +21,7 @@ from cotune.sampling.scoring import Scored
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import folder_of, open_store, without_password
 from cotune.storage.protocol import Store
-from cotune.storage.run_code import import_as_run_did, redactor_of
+from cotune.storage.run_code import open_run_code, redactor_of
 from cotune.storage.run_layout import is_run, known_workflow, read_run_json
 
 
@@ -48,13 +48,13 @@ def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None)
     have labels. Raises ConfigError for labels that are broken, of unknown ids, or that leave nothing to compare.
     """
     label_of = load_labels(labels)
-    described = read_run_json(run) if is_run(run) else {}
-    app = app or known_workflow(described, Path(run).absolute())
+    if is_run(run):
+        open_run_code(run, ("workflow",) if app else (), only=("workflow", "redact"))
+        app = app or known_workflow(read_run_json(run), Path(run).absolute())
     if app is None:
         fault = f"is missing: {without_password(run)} does not say which workflow it recorded"
         raise ConfigError("app", None, fault, "Pass --app app:solve.")
     folder = folder_of(run)
-    import_as_run_did(described)
     workflow = load_workflow(app).redacted(redactor_of(folder))
     run_folder.set(folder)  # judges keep their answers and costs here
     with open_store(run, read_only=True) as store:

@@ -38,7 +38,7 @@ EARLIER = "cotune 0.1.0 at commit 953ea891"
 """The last cotune that reads checkpoints without the id of their run, and that upgrades records files of versions 3 to
 5."""
 _RUN = "run.json"
-_FUNCTIONS = ("redact", "roles_by", "advantage", "token_loss", "teacher_sees")
+FUNCTIONS = ("redact", "roles_by", "advantage", "token_loss", "teacher_sees")
 """Settings that may name a function, wherever in a configuration."""
 
 
@@ -179,7 +179,7 @@ def with_addresses(value: Any, place: Callable[[str], str], name: str = "") -> A
         return {key: with_addresses(item, place, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [with_addresses(item, place) for item in value]
-    return place(value) if name in _FUNCTIONS and isinstance(value, str) and ":" in value else value
+    return place(value) if name in FUNCTIONS and isinstance(value, str) and ":" in value else value
 
 
 def whole_address(address: str) -> str:

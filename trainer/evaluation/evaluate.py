@@ -31,8 +31,8 @@ from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.checkpoints import newest_checkpoint, steps_of
 from cotune.storage.open_store import open_store
-from cotune.storage.run_code import import_as_run_did
-from cotune.storage.run_layout import RunLayout, read_config, read_run_json
+from cotune.storage.run_code import open_run_code
+from cotune.storage.run_layout import FUNCTIONS, RunLayout, read_config
 from cotune.storage.whole_file import of_system
 from cotune.tables import plural
 from cotune.terminal import terminal
@@ -98,7 +98,7 @@ def evaluate(
     trained = None
     if of_run:
         trained = convert(read_config(source))
-        import_as_run_did(read_run_json(source))
+        open_run_code(source, ("roles_by",) if chosen.roles_by else (), only=FUNCTIONS)
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
     if trained is not None:
         app = app.redacted(trained.redact, keep_token_ids=trained.keep_token_ids)

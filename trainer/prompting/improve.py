@@ -29,7 +29,7 @@ from cotune.storage.file_lock import FileLock
 from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_code import import_as_run_did
+from cotune.storage.run_code import import_from, is_trusted, remember
 from cotune.storage.run_layout import whole_address
 from cotune.tables import plural
 from cotune.terminal import terminal
@@ -74,8 +74,12 @@ def improve(
     folder.
     """
     options = with_whole_places(options)
+    trusted = not resume
     if resume:
-        import_as_run_did({"folder": read_search(out).cwd})
+        before = read_search(out)
+        trusted = is_trusted(Path(out).absolute(), before.orders)
+        if trusted:
+            import_from(before.cwd)
     app = workflow_of(workflow).redacted(options.redact).named_by(options.roles_by)
     if options.reflection is None and reflector is None:
         raise ConfigError("reflection", None, "is missing", "Name a model that writes texts: --reflection gpt-5-mini")
@@ -98,6 +102,8 @@ def improve(
         "versions": installed(("cotune", "gepa", "openai")),
     }
     with _opened(folder, about, resume) as secret, open_store(folder.records) as store:
+        if trusted:
+            remember(read_search(out).orders)
         run_folder.set(folder.path)
         return run_sync(_improve(app, split, options, folder, store, secret, responder, reflector))
 

@@ -10,6 +10,7 @@ import msgspec
 
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
 from cotune.records.prices import Prices
+from cotune.storage.run_code import FOLDER
 from cotune.storage.run_layout import address_now, whole_address
 from cotune.storage.typed_json import read_typed
 from cotune.trainer.config.faults import PAGE
@@ -186,6 +187,17 @@ class StoredSearch(msgspec.Struct, frozen=True, kw_only=True):
     task_ids: list[str]
     options: dict[str, Any]
     secret: str
+
+    @property
+    def orders(self) -> dict[str, str]:
+        """The code, the address and the key variable that it names; see `run_code`."""
+        named = {"workflow": self.app}
+        for name in ("roles_by", "redact", "reflection_url", "reflection_key_env"):
+            value = self.options.get(name)
+            if value and (":" in value or name == "reflection_key_env"):
+                named[name] = value
+        orders = {name: value for name, value in named.items() if value}
+        return {**orders, FOLDER: self.cwd} if orders else {}
 
 
 def read_search(path: str | Path) -> StoredSearch:

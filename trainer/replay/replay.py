@@ -27,7 +27,7 @@ from cotune.replay.script import Replay, read_script
 from cotune.storage.checkpoints import newest_checkpoint
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_code import import_as_run_did, redactor_of
+from cotune.storage.run_code import open_run_code, redactor_of
 from cotune.storage.run_layout import RunLayout, is_run, known_workflow, read_config, read_run_json
 from cotune.tables import plural
 from cotune.trainer.evaluation.policies import answering
@@ -214,7 +214,9 @@ def _workflow(run: Path, options: ReplayOptions) -> Workflow:
         raise ConfigError(
             "workflow", None, "is missing, and the records do not say which application made them", remedy
         )
-    import_as_run_did(described)
+    if described:
+        named = [name for name in ("workflow", "roles_by") if getattr(options, name)]
+        open_run_code(run, named, only=("workflow", "roles_by", "redact"))
     roles_by = options.roles_by or (read_config(run).get("roles_by") if described else None)
     flow = load_workflow(spec).redacted(redactor_of(run.absolute())).named_by(roles_by)
     return flow.prompted(options.prompts or prompts_of(run))

@@ -19,6 +19,7 @@ from cotune.reading.evaluations import drop_after
 from cotune.records.ids import new_id
 from cotune.storage.file_lock import FileLock
 from cotune.storage.metrics_file import read_metrics
+from cotune.storage.run_code import orders_of_run, remember
 from cotune.storage.run_layout import RunEnd, RunLayout, read_config, read_run_json
 from cotune.storage.whole_file import is_full, of_system, whole_file
 from cotune.trainer.config.train import TrainConfig
@@ -35,6 +36,8 @@ class RunFolder(RunLayout):
         super().__init__(path)
         self._lock = FileLock(self.lock, f"The run {path}")
         self._own = own
+        self.trusted = False
+        """Whether this user made the run, or agreed to the code and the addresses that it names."""
 
     @classmethod
     def create(
@@ -66,6 +69,7 @@ class RunFolder(RunLayout):
             "config": written(config),
             **more,
         }
+        folder.trusted = True
         try:
             folder.describe_as(described)
             folder.checkpoints.mkdir(exist_ok=True)
@@ -89,8 +93,10 @@ class RunFolder(RunLayout):
         return read_run_json(self.path)
 
     def describe_as(self, described: Mapping[str, Any]) -> None:
-        """Write run.json anew."""
+        """Write run.json again, and keep that the user trusts what it names now."""
         write_atomically(self.run_json, json.dumps(described, indent=2).encode())
+        if self.trusted:
+            remember(orders_of_run(self.path, described))
 
     @property
     def workflow(self) -> str | None:

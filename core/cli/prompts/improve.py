@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, fields_of, prices, settings
+from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, add_trust_folder, fields_of, prices, settings
 from cotune.errors import ConfigError
 from cotune.terminal import tell, terminal
 
@@ -35,11 +36,13 @@ def arguments(command: Parser) -> None:
     text = "price of a million prompt and completion tokens of a model, or of a policy by its name"
     add_repeated(command, "--price", "MODEL=PROMPT/COMPLETION", text)
     add_repeated(command, "--set", "FIELD=VALUE", "any other field of [prompts], such as rounds=20 or replay=false")
+    add_trust_folder(command, "the search")
 
 
 def run(a: argparse.Namespace) -> int:
     tell(f"loading {a.workflow or a.out} ...")
     from cotune.cli.prompts.agreement import agreed
+    from cotune.storage.run_code import FOLDER, check_trusted
     from cotune.trainer.prompting.improve import improve
     from cotune.trainer.prompting.options import LIMITS, load_options, named_options, read_search
     from cotune.trainer.prompting.outcome import render
@@ -48,14 +51,17 @@ def run(a: argparse.Namespace) -> int:
     if a.price:
         given["prices"] = prices(a.price)
     workflow, tasks, table = a.workflow, a.tasks, {}
+    trusted = False
     if a.resume:
         search = read_search(a.out)
+        own = {*named_options(a.config, given), *(["workflow"] if a.workflow else [])}
+        trusted = check_trusted(Path(a.out).absolute(), search.orders, search.orders.keys() - own - {FOLDER})
         workflow, tasks, table = workflow or search.app, tasks or search.tasks, search.options
     for name, value in (("workflow", workflow), ("tasks", tasks)):
         if not value:
             raise ConfigError(name, None, "is missing", f"For example: {EXAMPLE}")
     options = load_options(a.config, given, table)
-    limited = a.resume or not LIMITS.isdisjoint(named_options(a.config, given))
+    limited = trusted or not LIMITS.isdisjoint(named_options(a.config, given))
     if not agreed(options, yes=a.yes, limited=limited, here=bool(options.run or options.model)):
         tell("nothing is asked")
         return 1

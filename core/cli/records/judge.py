@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import APP, RECORDS, Parser, tell_left_out
+from cotune.cli.command import APP, RECORDS, Parser, add_trust_folder, tell_left_out
 from cotune.episodes.judge_agreement import judge_agreement
 from cotune.errors import ConfigError
 from cotune.judging.labels import CALLS, write_blanks
@@ -31,6 +31,7 @@ def arguments(command: Parser) -> None:
         help=f"write the candidates of {CALLS} calls to FILE for people to label, instead",
     )
     command.add_argument("--role", help="write candidates of this role only")
+    add_trust_folder(command, "RUN")
 
 
 def run(a: argparse.Namespace) -> int:

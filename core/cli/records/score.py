@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cotune.cli.command import APP, RECORDS, Parser, add_fields
+from cotune.cli.command import APP, RECORDS, Parser, add_fields, add_trust_folder
 from cotune.episodes.rescore import Rescoring, rescore
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import load_workflow
@@ -34,6 +34,7 @@ def arguments(command: Parser) -> None:
     command.add_argument(
         "--write", action="store_true", help="store the rewards: each replaces the one of its name, others stay"
     )
+    add_trust_folder(command, "RUN")
 
 
 def run(a: argparse.Namespace) -> int:

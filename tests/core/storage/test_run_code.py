@@ -1,0 +1,169 @@
+"""Which folders are obeyed: those that this user made here, agreed to, or named; their code runs for no other."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotune.cli.main import main
+from cotune.errors import UntrustedFolderError
+from cotune.recording.recorder import LiveEpisode
+from cotune.records.structs import Task
+from cotune.storage.run_code import is_trusted, open_run_code, orders_of_run, remember
+from cotune.storage.run_layout import read_run_json
+from cotune.storage.sqlite_store import SqliteStore
+
+APP = """
+import pathlib
+
+import cotune
+
+pathlib.Path(__file__).with_name("code_ran").touch()
+
+
+def hide(message):
+    return message
+
+
+@cotune.workflow
+def solve(task):
+    return 1.0
+
+
+@solve.judge
+def judge(episodes, task):
+    return [1.0 for _ in episodes]
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("cotune.storage.run_code._agreed", set())
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("sent_app", "own_app"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.fixture
+def sent(tmp_path: Path) -> Path:
+    """A run that somebody else has made: it names an application, a redactor, and servers."""
+    folder = tmp_path / "sent"
+    folder.mkdir()
+    (folder / "sent_app.py").write_text(APP)
+    config: dict[str, Any] = {"model": "m", "redact": "sent_app:hide", "steps": 3, "recipe": "distill"}
+    config["distill"] = {"teacher": "http://elsewhere:8000"}
+    config["cluster"] = {"address": "10.0.0.9:6379", "env": {"OPENAI_API_KEY": "(not kept)"}}
+    described = {"workflow": "sent_app:solve", "folder": str(folder), "run": str(folder), "tasks": None}
+    (folder / "run.json").write_text(json.dumps({**described, "config": config}))
+    with SqliteStore.open(folder) as store:
+        LiveEpisode(store, Task(id="t", input={"id": "t"}), workflow="solve").end("ok")
+    return folder
+
+
+def test_all_that_a_run_decides_is_named(sent: Path) -> None:
+    assert orders_of_run(sent, read_run_json(sent)) == {
+        "workflow": "sent_app:solve",
+        "redact": "sent_app:hide",
+        "distill.teacher": "http://elsewhere:8000",
+        "cluster.address": "10.0.0.9:6379",
+        "cluster.env.OPENAI_API_KEY": "(not kept)",
+        "modules from": str(sent),
+    }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--resume", "{run}"],
+        ["replay", "{run}", "--all"],
+        ["judge", "{run}", "--labels", "labels.jsonl"],
+        ["eval", "own_app.py:solve", "--tasks", "tasks.jsonl", "--run", "{run}"],
+        ["score", "{run}", "own_app.py:solve"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_run_of_somebody_else_is_refused_before_its_code_runs(
+    words: list[str],
+    sent: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own_app.py").write_text(APP.replace("code_ran", "own_ran"))
+    Path("tasks.jsonl").write_text('{"id": "a"}\n')
+    Path("labels.jsonl").write_text('{"id": "x.0", "score": 1}\n')
+    monkeypatch.setattr("cotune.trainer.evaluation.evaluate.open_evaluated_policies", lambda *a: _Anything())
+    assert main([word.format(run=sent) for word in words]) == 1
+    said = capsys.readouterr().err
+    assert "was not made by you on this machine" in said and "redact: sent_app:hide" in said, said
+    assert "--trust-folder" in said and "COTUNE_TRUST_FOLDERS" in said
+    assert not (sent / "code_ran").exists() and str(sent) not in sys.path
+
+
+class _Anything:
+    def check_bases(self) -> None: ...
+
+
+def test_what_the_command_line_names_is_not_taken_from_the_folder(sent: Path) -> None:
+    orders = set(orders_of_run(sent, read_run_json(sent))) - {"modules from"}
+    with pytest.raises(UntrustedFolderError) as caught:
+        open_run_code(sent, orders - {"redact"})
+    assert caught.value.taken == {"redact": "sent_app:hide", "modules from": str(sent)}
+    before = list(sys.path)
+    assert open_run_code(sent, orders) is False
+    assert sys.path == before
+
+
+def test_a_folder_that_was_agreed_to_stays_trusted_until_it_changes(sent: Path, monkeypatch: Any) -> None:
+    orders = orders_of_run(sent, read_run_json(sent))
+    remember(orders)
+    monkeypatch.setattr("cotune.storage.run_code._agreed", set())  # as in another process
+    assert open_run_code(sent) and sys.path[0] == str(sent)
+    described = json.loads((sent / "run.json").read_text())
+    described["config"]["distill"]["teacher"] = "http://evil:8000"
+    (sent / "run.json").write_text(json.dumps(described))
+    with pytest.raises(UntrustedFolderError, match=r"http://evil:8000"):
+        open_run_code(sent)
+
+
+def test_folders_below_a_trusted_one_are_obeyed(sent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = orders_of_run(sent, read_run_json(sent))
+    monkeypatch.setenv("COTUNE_TRUST_FOLDERS", f"/no/such:{tmp_path}")
+    assert is_trusted(sent, orders)
+    monkeypatch.setenv("COTUNE_TRUST_FOLDERS", f"{tmp_path}/sen:")
+    assert not is_trusted(sent, orders)
+    (tmp_path / "trusted").mkdir()
+    (tmp_path / "trusted" / "link").symlink_to(sent)
+    monkeypatch.setenv("COTUNE_TRUST_FOLDERS", str(tmp_path / "trusted"))
+    assert not is_trusted(tmp_path / "trusted" / "link", orders)
+
+
+def test_a_run_that_names_no_code_is_open_to_all(sent: Path) -> None:
+    (sent / "run.json").write_text(json.dumps({"workflow": None, "folder": str(sent), "config": {"model": "m"}}))
+    assert open_run_code(sent)
+
+
+@pytest.mark.parametrize(("reply", "runs"), [("y", True), ("", False), ("n", False)])
+def test_at_a_terminal_the_user_is_asked(
+    reply: str, runs: bool, sent: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: reply)
+    status = main(["replay", str(sent), "--all"])
+    said = capsys.readouterr().out
+    assert "It decides what is run and asked:\n  workflow: sent_app:solve\n" in said
+    assert "distill.teacher" not in said  # replay asks no teacher
+    assert (sent / "code_ran").exists() == runs
+    assert status == (0 if runs else 1)
+
+
+def test_a_flag_agrees_beforehand(sent: Path) -> None:
+    assert main(["replay", str(sent), "--all", "--trust-folder"]) == 0
+    assert (sent / "code_ran").exists()
+    assert main(["replay", str(sent), "--all"]) == 0
