@@ -17,12 +17,22 @@ if TYPE_CHECKING:
 
 _PIPED = 200
 """Columns of what is not printed on a terminal."""
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but line ends and tabs
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction of writing
+    "\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f"  # no width
+    "\u3164\ufeff\uffa0\ufff9-\ufffb"
+    "\U000e0000-\U000e0fff]"  # tags and selectors, which can spell a text that nobody sees
+    # Joiners have their use within emoji, and between letters of Arabic and Indic scripts.
+    "|(?<![\u0600-\u08ff\u0900-\u0dff\u2600-\u27bf\ufe0f\U0001f000-\U0001faff])[\u200c\u200d]"
+    "|[\u200c\u200d](?![\u0600-\u08ff\u0900-\u0dff\u2600-\u27bf\U0001f000-\U0001faff])"
+)
+"""Characters that a terminal acts on, or that nobody sees."""
 
 
 def harmless(text: str) -> str:
-    """`text` with a visible mark in place of each control character that a terminal acts on, but line ends and tabs."""
-    return _CONTROLS.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 0x20 else "�", text)
+    """`text` with a visible mark in place of each character that a terminal acts on or that nobody sees."""
+    return UNSEEN.sub(lambda found: chr(0x2400 + ord(found[0])) if ord(found[0]) < 0x20 else "�", text)
 
 
 def tell(text: str) -> None:
@@ -76,11 +86,19 @@ def terminal(**options: Any) -> Console:
 def _terminal_class() -> type[Console]:
     from rich.console import Console
     from rich.segment import Segment
+    from rich.text import Text
 
     class Terminal(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(harmless(text), **options)
+
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            # Before lines are broken: a mark takes a column, and the character that it stands for takes none.
+            if isinstance(renderable, Text) and UNSEEN.search(renderable.plain):
+                renderable = renderable.copy()
+                renderable.plain = harmless(renderable.plain)
             for segment in super().render(renderable, options):
-                if segment.control or not _CONTROLS.search(segment.text):
+                if segment.control or not UNSEEN.search(segment.text):
                     yield segment
                 else:
                     yield Segment(harmless(segment.text), segment.style)

@@ -15,27 +15,29 @@ from cotune.prompts.edits import PromptPart
 from cotune.prompts.explained import strings
 from cotune.prompts.templates import Template, fault_of
 from cotune.records.structs import Task
+from cotune.terminal import UNSEEN
 
-Rule = Literal["lost_slot", "same", "too_long", "copies_task", "new_address", "unknown_name"]
+Rule = Literal["lost_slot", "same", "too_long", "copies_task", "new_address", "unknown_name", "invisible"]
 
 _WORD = re.compile(r"\w+")
 _ROW = 5
 """Words in a row that are a copy."""
-_ID = re.compile(r"\b(?=[\w-]*\d{2})[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*\b")
+_ID = re.compile(r"\b(?=[\w-]{0,100}\d{2})[A-Za-z0-9]+(?:[-_][A-Za-z0-9]+)*\b")
 """What names a thing in a text: an order, a flight, a year."""
 _COMMON = 3
 """Tasks from which on a value that they share is a label, and no task's own."""
 _LEAST, _LONG = 3, 8
 """Least characters of a value that can be told from other text, and of one that is a single plain word."""
 _ADDRESSES = (
-    r"\b[a-z][a-z0-9+.-]*://[^\s\"'<>)\]]+",
-    r"\bwww\.[\w-]+\.[^\s\"'<>)\]]+",
-    r"[\w.+-]+@[\w-]+\.[\w.-]*\w",
+    # Bounded where a match may begin at many places, or a long text without any takes quadratic time.
+    r"\b[a-z][a-z0-9+.-]{0,30}://[^\s\"'<>)\]]+",
+    r"\bwww\.[\w-]{1,63}\.[^\s\"'<>)\]]+",
+    r"[\w.+-]{1,64}@[\w-]{1,63}\.[\w.-]*\w",
     r"(?<![\w/.])~?(?:/[\w.-]+){2,}/?",
     r"\b[A-Z]:\\[\w\\. -]+",
     r"\b(?:\d{1,3}\.){3}\d{1,3}\b",
     # Keys: long, of letters and digits.
-    r"\b(?=[\w-]*\d)(?=[\w-]*[A-Za-z])[A-Za-z0-9][\w-]{19,}\b",
+    r"\b(?=[\w-]{0,100}\d)(?=[\w-]{0,100}[A-Za-z])[A-Za-z0-9][\w-]{19,}\b",
 )
 _ADDRESS = re.compile("|".join(f"(?:{one})" for one in _ADDRESSES))
 _NAME = re.compile(r"\b[A-Za-z]\w*_\w+\b|\b[A-Za-z_]\w*(?=\()|(?<=`)[A-Za-z_][\w.-]*(?=`)")
@@ -92,14 +94,16 @@ def longest(part: PromptPart, growth: float) -> int:
 
 def refusals(part: PromptPart, new: Template, known: Known | None = None, *, growth: float = 1.5) -> list[Refusal]:
     """Why a text may not stand in place of a part's: empty where it may. It is no longer than `longest`."""
+    if new.constant > (most := longest(part, growth)):  # alone: the other rules take time that grows with the text
+        return [Refusal("too_long", f"it has {new.constant:,} characters, and {most:,} are allowed")]
     found: list[Refusal] = []
     if fault := fault_of(part.old, new):
         found.append(Refusal("lost_slot", fault))
     if " ".join(_shown(new).split()) == " ".join(_shown(part.now).split()):
         found.append(Refusal("same", "it says what the prompt says now"))
-    if new.constant > (most := longest(part, growth)):
-        found.append(Refusal("too_long", f"it has {new.constant:,} characters, and {most:,} are allowed"))
     old, said = "\n".join(part.old.texts), "\n".join(new.texts)
+    if hidden := next((one for one in UNSEEN.findall(said) if one not in old), ""):
+        found.append(Refusal("invisible", f"the character U+{ord(hidden):04X}, which nobody sees"))
     if known is not None and (copy := known.copied(said, old)):
         found.append(Refusal("copies_task", copy))
     if address := next((one for one in _ADDRESS.findall(said) if one.rstrip(".,;:") not in old), ""):

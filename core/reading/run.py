@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -58,6 +60,12 @@ class OpenedRun:
         self._read: dict[str, tuple[Any, Any]] = {}
         """Values that were read, with the stamp of their files at that time."""
         self._parts: dict[str, OpenedRun] = {}
+        self._folder_fd: int | None = None
+        """The folder, held open so that no other one gets its number."""
+        if self.folder is not None:
+            self._folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            self._let_go = weakref.finalize(self, os.close, self._folder_fd)
+        self._records_stat: os.stat_result | None = None
         if not self.is_run and self._file is not None and not self._file.is_file():
             raise RunError(f"{path} is neither a run nor a records file.", "Name a folder that cotune wrote.")
         self.store  # noqa: B018
@@ -65,8 +73,12 @@ class OpenedRun:
 
     @property
     def gone(self) -> bool:
-        """Whether its folder or file is not there any more."""
-        return self._file is not None and not self.path.exists()
+        """Whether its folder or file is not there any more, or another one is in its place."""
+        if self._file is None:
+            return False
+        if self._folder_fd is not None and not _is_same(self.path, os.fstat(self._folder_fd)):
+            return True
+        return self._records_stat is not None and not _is_same(self._file, self._records_stat)
 
     @property
     def store(self) -> Store:
@@ -77,6 +89,7 @@ class OpenedRun:
                     self._no_records = self._no_records or no_records(self.path)
                     return self._no_records
                 self._store = open_store(self._records, read_only=True)
+                self._records_stat = self._file.stat() if self._file else None
             return self._store
 
     @property
@@ -117,7 +130,7 @@ class OpenedRun:
             return None
         with self._lock:
             try:
-                if folder not in self._parts:
+                if folder not in self._parts or self._parts[folder].gone:
                     self._parts[folder] = OpenedRun(Path(path), f"{self.name}:{folder}")
                 return self._parts[folder]
             except CotuneError as error:
@@ -215,6 +228,9 @@ class OpenedRun:
         for store in (self._store, self._no_records):
             if store:
                 store.close()
+        if self._folder_fd is not None:
+            self._folder_fd = None
+            self._let_go()
 
     def __enter__(self) -> Self:
         return self
@@ -229,6 +245,14 @@ def plain_name(path: Path | str) -> str:
         return Path(str(path).partition("?")[0].partition("://")[2].partition("/")[2]).name or "records"
     absolute = Path(path).absolute()
     return (absolute.parent.name if absolute.name == RECORDS else absolute.name) or "run"
+
+
+def _is_same(path: Path, opened: os.stat_result) -> bool:
+    """Whether a path still leads to what was opened there."""
+    try:
+        return os.path.samestat(path.stat(), opened)
+    except OSError:
+        return False
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
 from cotune.cli.main import main
 from cotune.episodes.episode import run_episode
@@ -88,3 +90,18 @@ def test_a_locale_that_lacks_what_is_shown_costs_a_mark(tmp_path: Path, monkeypa
     shown = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
     assert (shown.returncode, shown.stderr) == (0, b"")
     assert b"pr?fer" in shown.stdout and b"? ok" in shown.stdout
+
+
+def test_no_word_is_lost_beside_characters_without_width() -> None:
+    """A mark takes a column, so lines are broken with the marks in place."""
+    words = [f"w{number:03d}" for number in range(200)]
+    tree = Tree("call")
+    tree.add(Text(" ".join(f"\x1b[32m{word}\x1b[0m\u200b" for word in words)))
+    table = Table("role", "calls")
+    table.add_row("\x1b[31mred\x1b[0m team", "1")
+    out = io.StringIO()
+    console = terminal(file=out, width=80)
+    console.print(tree)
+    console.print(table)
+    assert re.findall(r"w\d\d\d", out.getvalue()) == words
+    assert "␛[31mred␛[0m team" in out.getvalue()

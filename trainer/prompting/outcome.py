@@ -39,6 +39,7 @@ _REFUSED = {
     "copies_task": "quoted a task or a run",
     "new_address": "named a new address",
     "unknown_name": "named an unknown tool or field",
+    "invisible": "had characters that nobody sees",
     "not_called": "had no run to be shown",
     "no_answer": "got no answer of the reflection model",
     "unfenced": "had no whole <new-text>...</new-text>: look whether the answers are cut off",

@@ -60,8 +60,8 @@ class Viewer:
         self.prices = prices
         self.fields = fields
         self._tabs = {page.tab: page for page in reversed(pages) if page.path.startswith("/run/{run}") and page.tab}
-        self._steps: OrderedDict[tuple[str, int | None, str], StepGroups] = OrderedDict()
-        self._totals: dict[str, Totals] = {}
+        self._steps: OrderedDict[tuple[OpenedRun, int | None, str], StepGroups] = OrderedDict()
+        self._totals: dict[str, tuple[OpenedRun, Totals]] = {}
         self._lock = Lock()
 
     def look_again(self) -> None:
@@ -74,9 +74,12 @@ class Viewer:
 
     def named(self, name: str) -> OpenedRun:
         """A run by its name, or the records of one of its evaluations: `RUN:FOLDER`."""
+        whole, _, folder = name.rpartition(":")
+        opened = self.runs.get(name) or self.runs.get(whole)
+        if opened is None or opened.gone:  # removed, or another one is in its place
+            self.look_again()
         if name in self.runs:
             return self.runs[name]
-        whole, _, folder = name.rpartition(":")
         part = self.runs[whole].part(folder) if whole in self.runs else None
         if part is None:
             raise HTTPException(404, f"There is no run {name} here.")
@@ -87,11 +90,13 @@ class Viewer:
         if "run" in request.path_params:
             return (run := self.run(request)), [run]
         names = request.query_params.getlist("run")
+        if not names and any(run.gone for run in self.runs.values()):
+            self.look_again()
         return None, [self.named(name) for name in names] or list(self.runs.values())
 
     def groups(self, run: OpenedRun, step: int | None) -> StepGroups:
         """Groups of a step (as records number it, from 0); those of the latest pages are kept."""
-        key = (run.name, step, run.stamp)
+        key = (run, step, run.stamp)
         with self._lock:
             if key in self._steps:
                 self._steps.move_to_end(key)
@@ -118,7 +123,10 @@ class Viewer:
 
     def totals(self, run: OpenedRun) -> Totals:
         """The sums over the calls of a run."""
-        return self._totals.setdefault(run.name, Totals(run))
+        with self._lock:
+            if run.name not in self._totals or self._totals[run.name][0] is not run:
+                self._totals[run.name] = (run, Totals(run))
+            return self._totals[run.name][1]
 
     def page(self, request: Request, template: str, run: OpenedRun | None = None, **values: Any) -> Response:
         """A page within the frame that all pages have."""

@@ -1,5 +1,7 @@
 """What a proposed text may not do, and what it may."""
 
+import time
+
 import pytest
 
 from cotune.prompts.edits import PromptPart
@@ -69,3 +71,33 @@ def test_slots_are_marks_that_no_part_holds() -> None:
     assert wording.text(template) == "Use ⟦ and ⟪1⟫ then ⟪2⟫"
     assert wording.template(wording.text(template)) == template
     assert wording.fault(template, "Use ⟪2⟫⟪1⟫") == "" and wording.fault(template, "Use ⟪2⟫") == "slot 1 is lost"
+
+
+@pytest.mark.parametrize("hidden", ["\u200b", "\u202e", "\U000e0041", "\x07"])
+def test_a_text_with_characters_that_nobody_sees_is_refused(hidden: str) -> None:
+    found = refusals(PART, Template((f"You answer{hidden} mail kindly. ", 1)), known())
+    assert [(one.rule, one.detail[:18]) for one in found] == [("invisible", f"the character U+{ord(hidden):04X}"[:18])]
+    there = PromptPart(name="a.user", roles=("a",), kind="user", old=Template((f"Mail{hidden}: ", 1)))
+    assert refusals(there, Template((f"Read the mail{hidden}: ", 1)), known()) == []
+
+
+def test_a_text_that_is_too_long_is_looked_at_no_further() -> None:
+    long = Template(("boss@evil.example " * 5000, 1))
+    assert [one.rule for one in refusals(PART, long, known())] == ["too_long"]
+
+
+@pytest.mark.parametrize("piece", ["a", "a-", "a.", "a_", "1-", "/a", "a@", "www.", "`a", "http:", "A:\\"])
+def test_the_time_for_a_text_grows_with_its_length_alone(piece: str) -> None:
+    """Four times as long takes about four times as long, not sixteen."""
+    part = PromptPart(name="a.user", roles=("a",), kind="user", old=Template(("x " * 40_000, 1)))
+
+    def seconds(length: int) -> float:
+        new = Template((piece * (length // len(piece)) + " é", 1))
+        took = []
+        for _ in range(3):
+            begun = time.process_time()
+            refusals(part, new, known())
+            took.append(time.process_time() - begun)
+        return min(took)
+
+    assert seconds(32_000) < 9 * seconds(8_000) + 0.05

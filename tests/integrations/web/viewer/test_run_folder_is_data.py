@@ -120,12 +120,12 @@ def _path(page: str) -> str:
     return urlsplit(page).path
 
 
-def crawl(start: str) -> list[str]:
-    """Open the pages that links lead to, a few of each kind; their addresses."""
+def crawl(start: str) -> dict[str, str]:
+    """Open the pages that links lead to, a few of each kind; their texts by their addresses."""
     waiting = [start, *(urljoin(start, page.path) for page in PAGES if "{" not in page.path)]
     # Scripts fetch these parts; no link leads to them.
     waiting += [urljoin(start, page.path.format(run="sent")) for page in PAGES if page.path.count("{") == 1]
-    opened: list[str] = []
+    opened: dict[str, str] = {}
     kinds: dict[str, int] = {}
     with httpx.Client(follow_redirects=True, timeout=60) as client:
         while waiting:
@@ -138,7 +138,7 @@ def crawl(start: str) -> list[str]:
             kinds[kind] = kinds.get(kind, 0) + 1
             answer = client.get(page)
             assert answer.status_code < 500, (page, answer.text)
-            opened.append(page)
+            opened[page] = answer.text
             links = re.findall(r'(?:href|src|data-fetch)="([^"]+)"', answer.text)
             waiting += [urljoin(page, link.replace("&amp;", "&")) for link in links]
     return opened
