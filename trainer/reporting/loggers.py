@@ -36,6 +36,8 @@ COLUMNS = ("step", "task", "input", "status", "calls", "metrics", "error")
 MAIN = "1_main"
 """Group of the figures that a tracker shows first."""
 _PASSWORD = re.compile(r"(\w+://)[^/@\s]+@")
+_SECRET = re.compile(r"(?i)(?<=[?&])([\w.-]*(?:password|passwd|token|secret|key)[\w.-]*)=[^&#\s]*")
+"""Parameters of an address that hold a secret, such as password of PostgreSQL."""
 EXPORT = "export"
 """Name of the artefact that `cotune export` sends."""
 LONGEST = 2000
@@ -142,7 +144,7 @@ def public(value: Any) -> Any:
         return value
     if Path(value).is_absolute():
         return Path(value).name
-    return _PASSWORD.sub(r"\1", value)
+    return _SECRET.sub(r"\1=***", _PASSWORD.sub(r"\1", value))
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:

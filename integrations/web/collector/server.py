@@ -147,10 +147,28 @@ class Collector:
         if kind not in kinds:
             text = f"The body must be sent as Content-Type: {' or '.join(kinds)}."
             raise RequestError(415, text, code="unsupported_media_type")
+        self._check_room()
+        arrived = 0
+
+        async def receive() -> Message:
+            """The next part, counted while the rest arrives: many bodies that never end would fill the memory."""
+            nonlocal arrived
+            message = await request.receive()
+            size = len(message.get("body", b""))
+            arrived += size
+            self.waiting += size
+            self._check_room()
+            return message
+
+        try:
+            return await read_any(request.scope, receive, self.limits.max_body), kind
+        finally:
+            self.waiting -= arrived
+
+    def _check_room(self) -> None:
         if self.waiting > MOST_WAITING:
             text = "The collector is behind: send the batch again in a moment."
             raise RequestError(429, text, code="behind", headers={"retry-after": "1"})
-        return await read_any(request.scope, request.receive, self.limits.max_body), kind
 
     def _unpacked(self, request: Request, raw: bytes) -> bytes:
         coding = header(request.scope, b"content-encoding").decode("latin-1")

@@ -148,3 +148,6 @@ def test_the_figures_that_say_most_stand_first_and_a_setting_tells_no_path_or_pa
     listed = [{"name": "a", "model": "/home/me/other", "loss": "/home/me/own.py:loss"}]
     assert public(listed) == [{"name": "a", "model": "other", "loss": "own.py:loss"}]
     assert public("http://me:secret@host:8000/v1") == "http://host:8000/v1"
+    assert public("postgresql://host/db?sslmode=on&password=x&ApiKey=y") == (
+        "postgresql://host/db?sslmode=on&password=***&ApiKey=***"
+    )

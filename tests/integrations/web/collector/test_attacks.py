@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import socket
 import threading
 import time
 import tracemalloc
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,43 @@ def test_a_collector_that_is_behind_asks_to_wait(guarded) -> None:
     answer = post(guarded.url, pack_batch("desk", new_id(), []), TOKENS["desk"][0])
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     guarded.opened.waiting = 0
+
+
+def test_bodies_that_never_end_are_counted_while_they_arrive(guarded) -> None:
+    """Beyond the bound they are refused, and what they held is free again once they are gone."""
+    host, port = guarded.url.removeprefix("http://").split(":")
+    head = (
+        f"POST /v1/batches HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: {MEDIA_TYPE}\r\n"
+        f"authorization: Bearer {TOKENS['desk'][0]}\r\ncontent-length: {16 << 20}\r\n\r\n"
+    )
+    opened = []
+    for _ in range(8):
+        connection = socket.create_connection((host, int(port)))
+        opened.append(connection)
+        with contextlib.suppress(OSError):  # refused, and closed, before all is sent
+            connection.sendall(head.encode() + b"x" * (12 << 20))
+    collector = guarded.opened
+    wait_until(lambda: collector.waiting > MOST_WAITING - (16 << 20))
+    assert collector.waiting <= MOST_WAITING
+    assert any(b" 429 " in (_answer(connection) or b"") for connection in opened[5:])
+    for connection in opened:
+        connection.close()
+    wait_until(lambda: collector.waiting == 0)
+    assert post(guarded.url, pack_batch("desk", new_id(), []), TOKENS["desk"][0]).status_code == 200
+
+
+def _answer(connection: socket.socket) -> bytes | None:
+    connection.settimeout(5)
+    with contextlib.suppress(OSError):
+        return connection.recv(1000)
+    return None
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_a_flood_of_feedback_leaves_the_last_one(guarded, records: Path) -> None:
