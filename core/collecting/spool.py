@@ -26,6 +26,9 @@ log = logging.getLogger("cotune.collect")
 
 _HEAD = struct.Struct("<III")
 """Of a frame: its length, the records in it, and the CRC-32 of both and of what follows."""
+_MOST_SUMMED = 2 << 30
+"""Bytes that checksums are computed of, about two seconds, to find the next frame after a damaged one. In a text that
+was written to look like many heads, all would take hours; the rest of the segment is lost then."""
 _PARTS = 8
 """Segments that fill the spool: the oldest one is dropped at a time."""
 MEMORY = 4 << 20
@@ -317,17 +320,29 @@ def _damaged(file: BinaryIO, start: int, end: int) -> _Frame:
     """From a frame that its process did not finish, or that the disk changed, to the next whole one."""
     file.seek(start)
     data = memoryview(file.read(end - start))
-    at = next((at for at in range(1, len(data) - _HEAD.size) if _is_frame(data[at:])), len(data))
+    at, budget = 1, _MOST_SUMMED
+    while at < len(data):
+        whole = _is_frame(data[at:])
+        if whole or budget < 0:
+            break
+        if whole is False:  # it had the length of one: its sum was computed
+            budget -= _HEAD.unpack_from(data[at:])[0]
+        at += 1
+    at = at if budget >= 0 else len(data)
     length, records, _ = _HEAD.unpack(data[: _HEAD.size]) if len(data) >= _HEAD.size else (0, 0, 0)
     known = _HEAD.size + length == at or (at == len(data) < _HEAD.size + length)
     return _Frame(None, records if known and 0 < records <= length else 1, end if at == len(data) else start + at)
 
 
-def _is_frame(data: memoryview) -> bool:
-    """Whether these bytes begin with a whole frame. A record takes a byte at least, which tells most of them apart
-    without their sum."""
+def _is_frame(data: memoryview) -> bool | None:
+    """Whether these bytes begin with a whole frame; None where their head alone says no. A record takes a byte at
+    least, which tells most of them apart without their sum."""
+    if len(data) < _HEAD.size:
+        return None
     length, records, _ = _HEAD.unpack_from(data)
-    return 0 < records <= length and _belong(data[: _HEAD.size], data[_HEAD.size : _HEAD.size + length])
+    if not 0 < records <= length <= len(data) - _HEAD.size:
+        return None
+    return _belong(data[: _HEAD.size], data[_HEAD.size : _HEAD.size + length])
 
 
 def _belong(head: bytes | memoryview, body: bytes | memoryview) -> bool:

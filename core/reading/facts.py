@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
+from datetime import datetime
 from typing import Literal
 
 import msgspec
@@ -68,10 +69,18 @@ def facts(run: OpenedRun) -> Facts:
         steps=f"{len(lines)} of {run.planned}" if run.planned else str(len(lines) or ""),
         seconds=sum(sum(line["seconds"].values()) for line in lines),
         judge_cost=sum(line["counters"].get("judge.cost", 0.0) for line in lines),
-        created=str(about.get("created") or "").replace("T", " ")[:16] or _day(last.started if last else 0.0),
+        created=_local(str(about.get("created") or "")) or _day(last.started if last else 0.0),
         episodes=episodes,
         calls=calls,
     )
+
+
+def _local(written: str) -> str:
+    """A time of run.json, which has the zone of the machine that made the run, in the zone of this one."""
+    try:
+        return f"{datetime.fromisoformat(written).astimezone():%Y-%m-%d %H:%M}"
+    except (ValueError, OverflowError, OSError):
+        return written.replace("T", " ")[:16]
 
 
 def _day(seconds: float) -> str:

@@ -125,7 +125,7 @@ def total_use(calls: Sequence[SeenCall], latencies: Sequence[float], prices: Pri
         prompt_tokens=sum(call.prompt_tokens for call in answered),
         completion_tokens=sum(call.completion_tokens for call in answered),
         uncounted=sum(not call.prompt_tokens and not call.completion_tokens for call in answered),
-        seconds=mean(latencies),
+        seconds=mean(latencies, least=0.0),
         cost=sum(costs) if costs else None,
         unpriced=len(answered) - len(costs),
     )

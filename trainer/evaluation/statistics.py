@@ -23,12 +23,18 @@ def shown(found: Interval | None, form: str) -> str:
     return f"{found.mean:{form}} [{found.low:{form}}, {found.high:{form}}]"
 
 
-def mean(values: Sequence[float], bounds: tuple[float, float] | None = None, level: float = LEVEL) -> Interval | None:
+def mean(
+    values: Sequence[float],
+    bounds: tuple[float, float] | None = None,
+    level: float = LEVEL,
+    *,
+    least: float = -math.inf,
+) -> Interval | None:
     """Mean with its Student's t interval of this level, unknown for a single value; None without values.
 
     Where the values have `bounds` the interval stays within them, and half an observation at each of both is added: few
     values that are all equal do not tell the mean exactly (Agresti and Min 2005, Statistics in Medicine 24, 729-740,
-    who add a half to each cell of a table).
+    who add a half to each cell of a table). `least` cuts the interval alone, as of seconds, which are never negative.
     """
     n = len(values)
     if n == 0:
@@ -45,7 +51,7 @@ def mean(values: Sequence[float], bounds: tuple[float, float] | None = None, lev
     low, high = min(centre, middle - half), max(centre, middle + half)
     if bounds is not None:
         low, high = max(low, bounds[0]), min(high, bounds[1])
-    return Interval(mean=centre, low=low, high=high, n=n)
+    return Interval(mean=centre, low=max(low, least), high=high, n=n)
 
 
 def mean_reward(rewards: Sequence[float]) -> Interval | None:

@@ -162,7 +162,13 @@ def _add_tokenizer(writer: Any, model: Path, size: int, split: str) -> None:
     writer.add_token_types(
         [kinds[added.get(number)] if number in texts else gguf.TokenType.UNUSED for number in range(size)]
     )
-    special = gguf.SpecialVocab(model, load_merges=True, n_vocab=size)
+
+    class SpecialTokens(gguf.SpecialVocab):
+        def _set_special_token(self, typ: str, tid: Any) -> None:
+            if not isinstance(tid, int) or tid >= 0:  # some configurations write -1 for a token that there is not
+                super()._set_special_token(typ, tid)
+
+    special = SpecialTokens(model, load_merges=True, n_vocab=size)
     ids = tokenizer("a")["input_ids"]  # what it really adds, whichever of its files says so
     special.add_special_token = {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1] == tokenizer.eos_token_id}
     special.add_to_gguf(writer, quiet=True)

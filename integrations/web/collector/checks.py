@@ -78,6 +78,13 @@ def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[s
 
 
 def _is_address(record: Message) -> bool:
+    try:
+        return _has_address(record)
+    except (TypeError, ValueError, RecursionError):  # such as keys that are no text, of which nobody makes an address
+        return False
+
+
+def _has_address(record: Message) -> bool:
     if address(canonical(record.body)) == record.id:
         return True
     return any(address(canonical({kind: record.body})) == record.id for kind in ("tools", "grammar"))

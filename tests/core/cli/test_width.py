@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import RenderableType
 
+from cotune.cli.main import main
 from cotune.cli.printing.overview import show_run
 from cotune.cli.printing.runs import list_runs
 from cotune.cli.printing.steps import show_steps
@@ -216,3 +217,15 @@ def test_a_row_without_room_stands_as_names_and_values() -> None:
     lines = " ".join(words(role_table(step()), 60))
     row = "role research_supervisor · reward 0.500 · group spread 0.500 · no spread 50% · entropy 0.500 · clipped 50%"
     assert row in lines
+
+
+@pytest.mark.parametrize("columns", ["1", "2", "3"])
+def test_a_terminal_of_a_few_columns_is_no_error(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for words in (["show", "--help"], ["prompts", "improve", "--help-all"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+    assert "usage:" in capsys.readouterr().out

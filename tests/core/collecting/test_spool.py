@@ -7,6 +7,8 @@ import fcntl
 import itertools
 import os
 import random
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -234,3 +236,29 @@ def test_a_new_spool_is_not_taken_for_an_abandoned_one(
     looked[0].close()
     spool.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_text_that_looks_like_heads_costs_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summed, crc32 = [0], zlib.crc32
+
+    def counted(data: bytes, *start: int) -> int:
+        summed[0] += len(data)
+        return crc32(data, *start)
+
+    left = Spool(tmp_path, 1 << 30)
+    left.add(b"one", 1)
+    left.add(struct.pack("<III", 400_000, 1, 0) * 70_000, 3)
+    left.add(b"two", 1)
+    path = left._segments[0].path
+    assert path is not None and left._lock is not None
+    left._lock.release()
+    content = bytearray(path.read_bytes())
+    content[15 + 4] ^= 1  # the head of the second frame
+    path.write_bytes(content)
+    monkeypatch.setattr("cotune.collecting.spool._MOST_SUMMED", 10 << 20)
+    monkeypatch.setattr("cotune.collecting.spool.zlib.crc32", counted)
+    (found,) = abandoned(tmp_path, "", 1 << 30)
+    assert found.take(1 << 20)[0] == b"one" and found.dropped > 0
+    assert summed[0] < 13 << 20

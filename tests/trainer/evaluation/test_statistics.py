@@ -184,3 +184,8 @@ def test_a_higher_level_widens_paired_intervals() -> None:
         assert (low, high) == bounds(paired_difference(after, before, LEVEL))
         lower, higher = bounds(paired_difference(after, before, 0.99))
         assert lower < low and higher > high
+
+
+def test_seconds_are_never_negative() -> None:
+    found = mean([0.1, 0.1, 9.0], least=0.0)
+    assert found is not None and found.low == 0.0 and found.high is not None and found.high > 9.0

@@ -19,7 +19,7 @@ from cotune.integrations.web.collector import counts
 from cotune.integrations.web.collector.checks import MOST_NAMES, admitted
 from cotune.integrations.web.collector.counts import Counts
 from cotune.records.ids import key_target, new_id, pack_ids, segment_id
-from cotune.records.structs import CallRecord, Candidate, Episode, Record, RewardRecord, Segment, Task
+from cotune.records.structs import CallRecord, Candidate, Episode, Message, Record, RewardRecord, Segment, Task
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.sql.sqlite import SqliteDatabase
@@ -175,3 +175,10 @@ def test_unknown_paths_are_no_error(store: Store) -> None:
     assert store.stored_segments([segment_id((1,))]) == set()
     with pytest.raises(RecordError):
         store.token_ids(segment_id((1,)))
+
+
+def test_keys_that_are_no_text_are_refused() -> None:
+    refused: Counter[str] = Counter()
+    odd: list[Record] = [Message("0" * 32, {1: "x", "a": 2}), Message("0" * 32, {"content": [{2: 3}]})]
+    assert admitted(odd, "desk", lambda segment: None, refused) == []
+    assert refused == {"forged_id": 2}
