@@ -204,7 +204,7 @@ class UntrustedFolderError(RunError):
     """A folder that this user did not make on this machine names what to run. `orders` are all that it gives, and
     `taken` those that the command would obey."""
 
-    def __init__(self, folder: Path, taken: Mapping[str, str], orders: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, taken: Mapping[str, str], orders: Any) -> None:
         named = "; ".join(f"{name}: {value}" for name, value in taken.items())
         super().__init__(
             f"{folder} was not made by you on this machine, and it decides what is run and asked: {named}.",
@@ -213,4 +213,4 @@ class UntrustedFolderError(RunError):
         )
         self.folder = str(folder)
         self.taken = dict(taken)
-        self.orders = dict(orders)
+        self.orders = orders

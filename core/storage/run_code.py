@@ -12,11 +12,21 @@ import json
 import os
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cotune.errors import UntrustedFolderError
-from cotune.storage.run_layout import FUNCTIONS, is_run, known_workflow, leaves, read_config, read_run_json
+from cotune.storage.run_layout import (
+    FUNCTIONS,
+    WITHHELD,
+    is_run,
+    is_withheld,
+    known_workflow,
+    leaves,
+    read_config,
+    read_run_json,
+)
 from cotune.storage.state_folder import state_folder
 
 FOLDER = "modules from"
@@ -30,12 +40,38 @@ _agreed: set[str] = set()
 """Orders that were agreed to in this process, where the user's folder cannot be written."""
 
 
-def orders_of_run(path: Path, described: Mapping[str, Any]) -> dict[str, str]:
-    """What a run.json says of code and addresses, by the names of settings; "workflow" is the application."""
-    orders = {}
-    if workflow := known_workflow(described, path.absolute()):
-        orders["workflow"] = workflow
-    config = read_config(path) if isinstance(described.get("config"), Mapping) else {}
+@dataclass(frozen=True)
+class FolderOrders:
+    """What a folder decides of code and addresses, by the names of settings; "workflow" is the application."""
+
+    folder: Path
+    named: Mapping[str, str]
+    """With files where they are now."""
+    written: Mapping[str, str]
+    """As the folder says it, with files where they were."""
+
+    @property
+    def keys(self) -> list[str]:
+        """What is kept of orders that are trusted: a digest of them, and one for this very folder, which a user may
+        move together with the application: a rename keeps its inode."""
+        keys = [_digest(self.named)]
+        with contextlib.suppress(OSError):
+            found = self.folder.stat()
+            keys.append(_digest({**self.written, "inode": f"{found.st_dev}:{found.st_ino}"}))
+        return keys
+
+
+def orders_of_run(path: Path, described: Mapping[str, Any]) -> FolderOrders:
+    """What a run.json decides."""
+    path = path.absolute()
+    has_config = isinstance(described.get("config"), Mapping)
+    named = _orders(known_workflow(described, path), read_config(path) if has_config else {}, described)
+    written = _orders(described.get("workflow"), described["config"] if has_config else {}, described)
+    return FolderOrders(path, named, written)
+
+
+def _orders(workflow: str | None, config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, str]:
+    orders = {"workflow": workflow} if workflow else {}
     tables = [("", config)]
     for number, table in enumerate(config.get("policy") or ()):
         tables.append((f"policy.{number}.", table))
@@ -43,7 +79,7 @@ def orders_of_run(path: Path, described: Mapping[str, Any]) -> dict[str, str]:
         for name, value in leaves(table):
             in_table = name.startswith(_ALWAYS)
             if in_table or (name.rpartition(".")[2] in _WITH_COLON and ":" in str(value)):
-                orders[prefix + name] = str(value)
+                orders[prefix + name] = WITHHELD if is_withheld(name) else str(value)
             elif name == "cluster.address" and value == "auto":  # the cluster that the environment names
                 orders[prefix + name] = value
     if orders and (folder := described.get("folder")):
@@ -51,38 +87,38 @@ def orders_of_run(path: Path, described: Mapping[str, Any]) -> dict[str, str]:
     return orders
 
 
-def remember(orders: Mapping[str, str]) -> None:
+def remember(orders: FolderOrders) -> None:
     """Keep that this user gave or agreed to these orders, outside of the folder that holds them."""
-    if not orders:
+    if not orders.named:
         return
-    digest = _digest(orders)
-    _agreed.add(digest)
+    _agreed.update(orders.keys)
     with contextlib.suppress(OSError):
         folder = state_folder() / "trusted"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (folder / digest).touch()
+        for key in orders.keys:
+            (folder / key).touch()
 
 
-def is_trusted(folder: Path, orders: Mapping[str, str]) -> bool:
+def is_trusted(orders: FolderOrders) -> bool:
     """Whether this user gave or agreed to all of these orders, or names a folder above in COTUNE_TRUST_FOLDERS (folders
     as in PATH)."""
-    if not orders or _digest(orders) in _agreed:
+    if not orders.named:
         return True
-    if (state_folder() / "trusted" / _digest(orders)).exists():
+    if any(key in _agreed or (state_folder() / "trusted" / key).exists() for key in orders.keys):
         return True
     above = [Path(one).expanduser() for one in os.environ.get("COTUNE_TRUST_FOLDERS", "").split(os.pathsep) if one]
-    return any(folder.resolve().is_relative_to(one.resolve()) for one in above)
+    return any(orders.folder.resolve().is_relative_to(one.resolve()) for one in above)
 
 
-def check_trusted(folder: Path, orders: Mapping[str, str], taken: Collection[str]) -> bool:
+def check_trusted(orders: FolderOrders, taken: Collection[str]) -> bool:
     """Whether a folder is trusted. Raises UntrustedFolderError where it is not, and gives an order that is `taken`."""
-    if is_trusted(folder, orders):
+    if is_trusted(orders):
         return True
-    obeyed = {name: value for name, value in orders.items() if name in taken}
+    obeyed = {name: value for name, value in orders.named.items() if name in taken}
     if obeyed:
-        if FOLDER in orders:
-            obeyed[FOLDER] = orders[FOLDER]
-        raise UntrustedFolderError(folder, obeyed, orders)
+        if FOLDER in orders.named:
+            obeyed[FOLDER] = orders.named[FOLDER]
+        raise UntrustedFolderError(orders.folder, obeyed, orders)
     return False
 
 
@@ -95,10 +131,10 @@ def open_run_code(path: str | Path, named: Collection[str] = (), *, only: Collec
     path = Path(path).absolute()
     described = read_run_json(path)
     orders = orders_of_run(path, described)
-    taken = [name for name in orders if name not in (*named, FOLDER)]
+    taken = [name for name in orders.named if name not in (*named, FOLDER)]
     if only is not None:
         taken = [name for name in taken if name in only or name.rpartition(".")[2] in only]
-    trusted = check_trusted(path, orders, taken)
+    trusted = check_trusted(orders, taken)
     if trusted:
         import_from(described.get("folder"))
     return trusted

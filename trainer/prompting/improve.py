@@ -42,6 +42,7 @@ from cotune.trainer.prompting.options import (
     PromptRun,
     StoredSearch,
     check_changes,
+    orders_of_search,
     read_search,
     with_whole_places,
 )
@@ -77,7 +78,7 @@ def improve(
     trusted = not resume
     if resume:
         before = read_search(out)
-        trusted = is_trusted(Path(out).absolute(), before.orders)
+        trusted = is_trusted(orders_of_search(out))
         if trusted:
             import_from(before.cwd)
     app = workflow_of(workflow).redacted(options.redact).named_by(options.roles_by)
@@ -103,7 +104,7 @@ def improve(
     }
     with _opened(folder, about, resume) as secret, open_store(folder.records) as store:
         if trusted:
-            remember(read_search(out).orders)
+            remember(orders_of_search(out))
         run_folder.set(folder.path)
         return run_sync(_improve(app, split, options, folder, store, secret, responder, reflector))
 

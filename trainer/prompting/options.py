@@ -10,7 +10,7 @@ import msgspec
 
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
 from cotune.records.prices import Prices
-from cotune.storage.run_code import FOLDER
+from cotune.storage.run_code import FOLDER, FolderOrders
 from cotune.storage.run_layout import address_now, whole_address
 from cotune.storage.typed_json import read_typed
 from cotune.trainer.config.faults import PAGE
@@ -188,10 +188,9 @@ class StoredSearch(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any]
     secret: str
 
-    @property
-    def orders(self) -> dict[str, str]:
-        """The code, the address and the key variable that it names; see `run_code`."""
-        named = {"workflow": self.app}
+    def orders_with(self, app: str) -> dict[str, str]:
+        """The code, the address and the key variable that it names, with the address of its application."""
+        named = {"workflow": app}
         for name in ("roles_by", "redact", "reflection_url", "reflection_key_env"):
             value = self.options.get(name)
             if value and (":" in value or name == "reflection_key_env"):
@@ -202,10 +201,21 @@ class StoredSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_search(path: str | Path) -> StoredSearch:
     """The search of a folder, with its application where it is now. Raises RunError."""
-    run = PromptRun(path)
-    if not run.described.is_file():
-        raise RunError(f"{path} holds no search to go on with.", "Leave out --resume.")
-    search = read_typed(run.described, StoredSearch, "Begin a new search, with another --out.")
+    search = _as_written(path)
     if not search.app:
         return search
-    return msgspec.structs.replace(search, app=address_now(search.app, {"folder": search.cwd}, run.path))
+    app = address_now(search.app, {"folder": search.cwd}, PromptRun(path).path)
+    return msgspec.structs.replace(search, app=app)
+
+
+def orders_of_search(path: str | Path) -> FolderOrders:
+    """What a search's folder decides of code, addresses and keys. Raises RunError."""
+    written, now = _as_written(path), read_search(path)
+    return FolderOrders(PromptRun(path).path, now.orders_with(now.app), written.orders_with(written.app))
+
+
+def _as_written(path: str | Path) -> StoredSearch:
+    file = PromptRun(path).described
+    if not file.is_file():
+        raise RunError(f"{path} holds no search to go on with.", "Leave out --resume.")
+    return read_typed(file, StoredSearch, "Begin a new search, with another --out.")

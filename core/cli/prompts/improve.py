@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, add_trust_folder, fields_of, prices, settings
 from cotune.errors import ConfigError
@@ -44,7 +43,7 @@ def run(a: argparse.Namespace) -> int:
     from cotune.cli.prompts.agreement import agreed
     from cotune.storage.run_code import FOLDER, check_trusted
     from cotune.trainer.prompting.improve import improve
-    from cotune.trainer.prompting.options import LIMITS, load_options, named_options, read_search
+    from cotune.trainer.prompting.options import LIMITS, load_options, named_options, orders_of_search, read_search
     from cotune.trainer.prompting.outcome import render
 
     given = {**fields_of(a), **settings(a.set)}
@@ -55,7 +54,8 @@ def run(a: argparse.Namespace) -> int:
     if a.resume:
         search = read_search(a.out)
         own = {*named_options(a.config, given), *(["workflow"] if a.workflow else [])}
-        trusted = check_trusted(Path(a.out).absolute(), search.orders, search.orders.keys() - own - {FOLDER})
+        orders = orders_of_search(a.out)
+        trusted = check_trusted(orders, orders.named.keys() - own - {FOLDER})
         workflow, tasks, table = workflow or search.app, tasks or search.tasks, search.options
     for name, value in (("workflow", workflow), ("tasks", tasks)):
         if not value:

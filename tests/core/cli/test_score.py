@@ -167,6 +167,7 @@ def test_feedback_passes_the_redactors_of_workflow_run_and_command(traced: Provi
     shutil.copytree("run", "run/eval", ignore=shutil.ignore_patterns("run.json", "eval"))
     for folder in ("run", "run/eval"):  # an evaluation of a run is the run's as well
         command = ["records", "score", folder, "scored_app.py:told", "--redact", "scored_app.py:asked", "--write"]
+        command.append("--trust-folder")
         assert main(command) == 0
         with SqliteStore.open(folder, read_only=True) as store:
             call = next(call for e in store.episodes() for call in store.calls(e.id) if call.role == "reader")

@@ -117,6 +117,7 @@ def test_what_a_judge_says_of_a_run_passes_the_redactor_of_the_run(
 ) -> None:
     """Also where the judge is asked from another folder than the one that the run was started in."""
     folder, judge = recorded
+    monkeypatch.setenv("COTUNE_TRUST_FOLDERS", str(tmp_path))
     run = shutil.copytree(folder / "run", tmp_path / "run", ignore=shutil.ignore_patterns("judge.db*"))
     (folder / "privacy.py").write_text("def hide(m): return {**m, 'content': m['content'].replace('4111', '[card]')}")
     described = {"folder": str(folder), "config": {"redact": f"{folder}/privacy.py:hide"}}

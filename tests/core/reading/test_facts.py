@@ -19,9 +19,7 @@ from cotune.reading.facts import _local
         ("yesterday", "yesterday"),
     ],
 )
-def test_a_time_of_another_zone_is_shown_in_this_one(
-    written: str, shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_of_another_zone_is_shown_in_this_one(written: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the times of records are, in the same list."""
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()

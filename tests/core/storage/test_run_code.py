@@ -14,7 +14,7 @@ from cotune.errors import UntrustedFolderError
 from cotune.recording.recorder import LiveEpisode
 from cotune.records.structs import Task
 from cotune.storage.run_code import is_trusted, open_run_code, orders_of_run, remember
-from cotune.storage.run_layout import read_run_json
+from cotune.storage.run_layout import WITHHELD, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
 
 APP = """
@@ -57,7 +57,7 @@ def sent(tmp_path: Path) -> Path:
     (folder / "sent_app.py").write_text(APP)
     config: dict[str, Any] = {"model": "m", "redact": "sent_app:hide", "steps": 3, "recipe": "distill"}
     config["distill"] = {"teacher": "http://elsewhere:8000"}
-    config["cluster"] = {"address": "10.0.0.9:6379", "env": {"OPENAI_API_KEY": "(not kept)"}}
+    config["cluster"] = {"address": "10.0.0.9:6379", "env": {"OPENAI_API_KEY": "sk-secret-of-an-old-run"}}
     described = {"workflow": "sent_app:solve", "folder": str(folder), "run": str(folder), "tasks": None}
     (folder / "run.json").write_text(json.dumps({**described, "config": config}))
     with SqliteStore.open(folder) as store:
@@ -66,12 +66,12 @@ def sent(tmp_path: Path) -> Path:
 
 
 def test_all_that_a_run_decides_is_named(sent: Path) -> None:
-    assert orders_of_run(sent, read_run_json(sent)) == {
+    assert orders_of_run(sent, read_run_json(sent)).named == {
         "workflow": "sent_app:solve",
         "redact": "sent_app:hide",
         "distill.teacher": "http://elsewhere:8000",
         "cluster.address": "10.0.0.9:6379",
-        "cluster.env.OPENAI_API_KEY": "(not kept)",
+        "cluster.env.OPENAI_API_KEY": WITHHELD,
         "modules from": str(sent),
     }
 
@@ -111,7 +111,7 @@ class _Anything:
 
 
 def test_what_the_command_line_names_is_not_taken_from_the_folder(sent: Path) -> None:
-    orders = set(orders_of_run(sent, read_run_json(sent))) - {"modules from"}
+    orders = set(orders_of_run(sent, read_run_json(sent)).named) - {"modules from"}
     with pytest.raises(UntrustedFolderError) as caught:
         open_run_code(sent, orders - {"redact"})
     assert caught.value.taken == {"redact": "sent_app:hide", "modules from": str(sent)}
@@ -132,16 +132,36 @@ def test_a_folder_that_was_agreed_to_stays_trusted_until_it_changes(sent: Path, 
         open_run_code(sent)
 
 
+def test_a_project_that_this_user_moved_is_still_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that somebody else made of it, with a file of theirs in the application's place, is not."""
+
+    def write(project: Path) -> Path:
+        (project / "run").mkdir(parents=True)
+        (project / "app.py").touch()
+        described = {"workflow": str(tmp_path / "mine" / "app.py:solve"), "run": str(tmp_path / "mine" / "run")}
+        (project / "run" / "run.json").write_text(json.dumps({**described, "config": {"model": "m"}}))
+        return project / "run"
+
+    run = write(tmp_path / "mine")
+    remember(orders_of_run(run, read_run_json(run)))
+    moved = (tmp_path / "mine").rename(tmp_path / "moved") / "run"
+    orders = orders_of_run(moved, read_run_json(moved))
+    assert orders.named["workflow"] == str(tmp_path / "moved" / "app.py:solve") and is_trusted(orders)
+    theirs = write(tmp_path / "theirs")
+    orders = orders_of_run(theirs, read_run_json(theirs))
+    assert orders.named["workflow"] == str(tmp_path / "theirs" / "app.py:solve") and not is_trusted(orders)
+
+
 def test_folders_below_a_trusted_one_are_obeyed(sent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     orders = orders_of_run(sent, read_run_json(sent))
     monkeypatch.setenv("COTUNE_TRUST_FOLDERS", f"/no/such:{tmp_path}")
-    assert is_trusted(sent, orders)
+    assert is_trusted(orders)
     monkeypatch.setenv("COTUNE_TRUST_FOLDERS", f"{tmp_path}/sen:")
-    assert not is_trusted(sent, orders)
+    assert not is_trusted(orders)
     (tmp_path / "trusted").mkdir()
     (tmp_path / "trusted" / "link").symlink_to(sent)
     monkeypatch.setenv("COTUNE_TRUST_FOLDERS", str(tmp_path / "trusted"))
-    assert not is_trusted(tmp_path / "trusted" / "link", orders)
+    assert not is_trusted(orders_of_run(tmp_path / "trusted" / "link", read_run_json(sent)))
 
 
 def test_a_run_that_names_no_code_is_open_to_all(sent: Path) -> None:
