@@ -175,15 +175,39 @@ def test_at_a_terminal_the_user_is_asked(
 ) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda question: reply)
-    status = main(["replay", str(sent), "--all"])
-    said = capsys.readouterr().out
+    assert main(["replay", str(sent), "--all"]) == 1
+    said, error = capsys.readouterr()
     assert "It decides what is run and asked:\n  workflow: sent_app:solve\n" in said
     assert "distill.teacher" not in said  # replay asks no teacher
     assert (sent / "code_ran").exists() == runs
-    assert status == (0 if runs else 1)
+    assert ("The records have no episode" in error) == runs  # which replay says once the application is loaded
 
 
-def test_a_flag_agrees_beforehand(sent: Path) -> None:
-    assert main(["replay", str(sent), "--all", "--trust-folder"]) == 0
+def test_a_flag_agrees_beforehand(sent: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--trust-folder"], []):
+        assert main(["replay", str(sent), "--all", *flags]) == 1
+        assert "The records have no episode" in capsys.readouterr().err
     assert (sent / "code_ran").exists()
-    assert main(["replay", str(sent), "--all"]) == 0
+
+
+def test_a_search_of_somebody_else_chooses_no_address_and_no_key(
+    sent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"reflection": "m", "reflection_url": "http://elsewhere/v1", "reflection_key_env": "MY_SECRET"}
+    about = {"app": f"{sent}/sent_app.py:solve", "cwd": str(sent), "tasks": str(tmp_path / "tasks.jsonl")}
+    about |= {"task_ids": ["a"], "options": {**options, "redact": f"{sent}/sent_app.py:hide"}, "secret": "s"}
+    (sent / "improve.json").write_text(json.dumps(about))
+    again = ["prompts", "improve", "--out", str(sent), "--resume"]
+    assert main(again) == 1
+    said = capsys.readouterr().err
+    assert "reflection_url: http://elsewhere/v1; reflection_key_env: MY_SECRET" in said, said
+    monkeypatch.chdir(tmp_path)
+    Path("own_app.py").write_text(APP.replace("code_ran", "own_ran"))
+    mine = ["own_app.py:solve", "--reflection-url", "http://mine/v1", "--reflection-key-env", "MINE"]
+    assert main([*again, *mine]) == 1
+    said = capsys.readouterr().err
+    assert "it decides what is run and asked: redact:" in said and "elsewhere" not in said
+    assert not (sent / "code_ran").exists()
+    (sent / "improve.json").write_text(json.dumps({name: about[name] for name in about if name != "task_ids"}))
+    assert main(again) == 1
+    assert "improve.json is broken" in capsys.readouterr().err
