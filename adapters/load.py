@@ -54,6 +54,14 @@ class Export:
                 f"{folder}: the weights have fingerprint {found}, roles.json says {policy.fingerprint}.",
                 "Export the run again.",
             )
+        if policy.lora is not None:
+            # A scale of alpha / rank with another rank would give other answers, and nobody would notice.
+            ranks = {tensor.shape[0] for name, tensor in weights.items() if ".lora_A." in name}
+            if ranks - {policy.lora.rank}:
+                raise AdapterError(
+                    f"{folder}: the adapter has rank {max(ranks)}, roles.json says {policy.lora.rank}.",
+                    "Correct roles.json and adapter_config.json, or export the run again.",
+                )
         return weights
 
     async def publish(self, engine: EngineModel, sampler: Sampler) -> None:

@@ -104,6 +104,14 @@ def test_weights_of_another_fingerprint(copy: Path) -> None:
         loaded.weights(loaded.manifest.policies[0])
 
 
+def test_another_rank_than_that_of_the_weights_is_refused(copy: Path) -> None:
+    """Its scale is alpha / rank: the adapter would give other answers."""
+    edit(copy, lambda manifest: manifest["policies"][0]["lora"].update(rank=64))
+    found = load_export(copy)
+    with pytest.raises(AdapterError, match=r"the adapter has rank \d+, roles\.json says 64"):
+        found.weights(found.manifest.policies[0])
+
+
 def test_missing_weights(copy: Path) -> None:
     (copy / "planner" / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterError, match=r"adapter_model\.safetensors is missing"):
