@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import APP, TASKS, Parser, add_fields, add_repeated, add_trust_folder, fields_of, prices, settings
+from cotune.cli.command import (
+    APP,
+    TASKS,
+    Parser,
+    add_fields,
+    add_repeated,
+    add_trust_folder,
+    fields_of,
+    prices,
+    settings,
+)
 from cotune.errors import ConfigError
 from cotune.terminal import tell, terminal
 

@@ -81,11 +81,11 @@ def test_all_that_a_run_decides_is_named(sent: Path) -> None:
     [
         ["train", "--resume", "{run}"],
         ["replay", "{run}", "--all"],
-        ["judge", "{run}", "--labels", "labels.jsonl"],
+        ["records", "judge", "{run}", "--labels", "labels.jsonl"],
         ["eval", "own_app.py:solve", "--tasks", "tasks.jsonl", "--run", "{run}"],
-        ["score", "{run}", "own_app.py:solve"],
+        ["records", "score", "{run}", "own_app.py:solve"],
     ],
-    ids=lambda words: words[0],
+    ids=lambda words: words[1] if words[0] == "records" else words[0],
 )
 def test_a_run_of_somebody_else_is_refused_before_its_code_runs(
     words: list[str],
@@ -203,7 +203,7 @@ def test_a_search_of_somebody_else_chooses_no_address_and_no_key(
     assert "reflection_url: http://elsewhere/v1; reflection_key_env: MY_SECRET" in said, said
     monkeypatch.chdir(tmp_path)
     Path("own_app.py").write_text(APP.replace("code_ran", "own_ran"))
-    mine = ["own_app.py:solve", "--reflection-url", "http://mine/v1", "--reflection-key-env", "MINE"]
+    mine = ["own_app.py:solve", "--set", "reflection_url=http://mine/v1", "--set", "reflection_key_env=MINE"]
     assert main([*again, *mine]) == 1
     said = capsys.readouterr().err
     assert "it decides what is run and asked: redact:" in said and "elsewhere" not in said
