@@ -47,7 +47,7 @@ from cotune.storage.sql.writer import Writer
 log = logging.getLogger("cotune.store")
 Connection = psycopg.Connection[Row]
 
-PATIENCE = {
+PATIENCE: Mapping[str, Any] = {
     "application_name": "cotune",
     "connect_timeout": 10,
     "keepalives_idle": 10,
@@ -277,7 +277,7 @@ def _asked(value: Any) -> Any:
 
 def _connect(address: str, writes: bool = False) -> Connection:
     chosen = conninfo_to_dict(address)
-    patience = {name: value for name, value in PATIENCE.items() if name not in chosen}
+    patience: dict[str, Any] = {name: value for name, value in PATIENCE.items() if name not in chosen}
     db = psycopg.connect(address, autocommit=True, **patience)
     db.adapters.register_dumper(str, StrDumper)
     db.adapters.register_loader("numeric", FloatLoader)
