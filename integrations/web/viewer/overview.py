@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from cotune.integrations.web.http.requests import json_response
+from cotune.integrations.web.viewer.chart_csv import chart_as_csv
 from cotune.integrations.web.viewer.episodes import newest
 from cotune.integrations.web.viewer.rendering import address, doing, plain, render
-from cotune.integrations.web.viewer.tables import chart_as_csv
 from cotune.integrations.web.viewer.viewer import KnownField, Viewer, hues
 from cotune.reading.curves import charts, first_charts
 from cotune.reading.facts import ending, facts, learned, troubles

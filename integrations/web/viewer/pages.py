@@ -18,6 +18,7 @@ from starlette.routing import Route
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.web.viewer.access import guarded
 from cotune.integrations.web.viewer.calls import calls_page
+from cotune.integrations.web.viewer.diff import diff_page
 from cotune.integrations.web.viewer.episode import call_page, episode_page
 from cotune.integrations.web.viewer.episodes import episodes_page
 from cotune.integrations.web.viewer.evaluations import evaluations_page
@@ -33,8 +34,6 @@ from cotune.integrations.web.viewer.overview import (
     use_part,
 )
 from cotune.integrations.web.viewer.rendering import asset
-from cotune.integrations.web.viewer.sides import diff_page, sides_page
-from cotune.integrations.web.viewer.tables import table_as_csv
 from cotune.integrations.web.viewer.tasks import tasks_page
 from cotune.integrations.web.viewer.viewer import KnownField, Page, Viewer
 from cotune.reading.find_runs import FoundRuns
@@ -54,8 +53,6 @@ PAGES = (
     Page("/run/{run}/episode/{id:path}", episode_page, "Episodes"),
     Page("/run/{run}/calls", calls_page, "Calls", sampled=True),
     Page("/run/{run}/call/{id:path}", call_page, "Calls"),
-    Page("/sides", sides_page, "Side by side"),
-    Page("/run/{run}/sides", sides_page, "Episodes"),
     Page("/run/{run}/diff", diff_page, "Calls"),
     Page("/run/{run}/notes", notes_page, "Calls"),
     Page("/run/{run}/note", note_part, method="POST"),
@@ -91,9 +88,7 @@ def _endpoint(viewer: Viewer, page: Page) -> Any:
 
 def _answer(viewer: Viewer, page: Page, request: Request) -> Any:
     request.state.tab = page.tab
-    answer: Any = functools.partial(page.answer, viewer)
-    csv = request.query_params.get("csv", "")
-    return table_as_csv(answer, request) if csv.isdecimal() else answer(request)
+    return page.answer(viewer, request)
 
 
 def _static(request: Request) -> Response:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from importlib.resources import files
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -25,29 +22,6 @@ CUT = 4000
 """Characters of a text that a list shows."""
 HUES = 8
 """Colours of roles."""
-
-
-_exact: ContextVar[bool] = ContextVar("cotune_exact_figures", default=False)
-
-
-@contextlib.contextmanager
-def exactly() -> Iterator[None]:
-    """Within it figures are rendered with all their digits: shares as fractions, times in seconds."""
-    token = _exact.set(True)
-    try:
-        yield
-    finally:
-        _exact.reset(token)
-
-
-def _or_exact(rounded: Callable[[Any], str]) -> Callable[[Any], str]:
-    """A filter that rounds figures, except within `exactly`."""
-
-    @functools.wraps(rounded)
-    def shown(value: Any) -> str:
-        return ("" if value is None else str(value)) if _exact.get() else rounded(value)
-
-    return shown
 
 
 def render(template: str, **values: Any) -> str:
@@ -70,12 +44,12 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     made.filters |= {
-        "number": _or_exact(number),
-        "signed": _or_exact(signed),
-        "percent": _or_exact(percent),
+        "number": number,
+        "signed": signed,
+        "percent": percent,
         "plural": plural,
-        "short": _or_exact(short),
-        "duration": _or_exact(duration),
+        "short": short,
+        "duration": duration,
         "plain": plain,
         "line": lambda value: plain(first_line(value)),
         "pretty": lambda value: plain(pretty(value)),

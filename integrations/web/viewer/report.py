@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from cotune.integrations.web.viewer.episode import ShownCall, show_calls
 from cotune.integrations.web.viewer.evaluations import chosen, episodes_of_modes, show_evaluation
 from cotune.integrations.web.viewer.rendering import asset, render
-from cotune.integrations.web.viewer.sides import Told, told_episode
 from cotune.integrations.web.viewer.viewer import hues
 from cotune.reading.curves import charts
 from cotune.reading.evaluations import StoredEvaluation
@@ -20,6 +20,7 @@ from cotune.reading.headline import compared_modes
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import Totals, total_cost
 from cotune.records.prices import Prices
+from cotune.records.structs import Episode
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.whole_file import whole_file
 
@@ -30,12 +31,22 @@ MOST_CALLS = 8
 """Calls of an episode that are shown."""
 
 
+class ReportedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode with its first calls. `title` says when it was, or by which policies; `more` calls are not shown."""
+
+    title: str
+    episode: Episode
+    rewards: dict[str, float]
+    calls: list[ShownCall]
+    more: int
+
+
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """Two episodes of one task side by side; or, where `task` is empty, a single one."""
+    """Two episodes of one task; or, if `task` is empty, a single one."""
 
     task: str
-    before: Told | None
-    after: Told | None
+    before: ReportedEpisode | None
+    after: ReportedEpisode | None
 
 
 def write_report(path: Path | str, out: Path, prices: Prices | None = None) -> None:
@@ -93,7 +104,7 @@ def before_and_after(run: OpenedRun, evaluation: StoredEvaluation | None) -> tup
             pairs = [_of_steps(run, phase, *row) for row in found]
             return pairs, f"The same {what} tasks in an early and a late step, whatever came of them."
     latest = run.store.episode_ids(EpisodeFilters(status="counted"), EPISODES)
-    pairs = [Pair(task="", before=None, after=told_episode(run, id, _of_one(run, id), MOST_CALLS)) for id in latest]
+    pairs = [Pair(task="", before=None, after=_reported_episode(run, id, _of_one(run, id))) for id in latest]
     if not run.is_run or not latest:
         return pairs, "The latest episodes."
     return pairs, "No task was tried twice, so there is no before and after. These are the latest episodes."
@@ -110,19 +121,25 @@ def _evaluated(run: OpenedRun, evaluation: StoredEvaluation) -> list[Pair]:
     return [
         Pair(
             task=task,
-            before=told_episode(records, found[task, against], f"before: {against}", MOST_CALLS),
-            after=told_episode(records, found[task, label], f"after: {label}", MOST_CALLS),
+            before=_reported_episode(records, found[task, against], f"before: {against}"),
+            after=_reported_episode(records, found[task, label], f"after: {label}"),
         )
         for task in tasks
         if {(task, label), (task, against)} <= found.keys()
     ]
 
 
+def _reported_episode(run: OpenedRun, id: str, title: str) -> ReportedEpisode:
+    episode = run.store.episode(id)
+    calls = show_calls(run, run.store.calls(id, limit=MOST_CALLS), None)
+    rewards = dict(run.store.rewards([id])[id])
+    more = max(0, episode.calls - len(calls))
+    return ReportedEpisode(title=title, episode=episode, rewards=rewards, calls=calls, more=more)
+
+
 def _of_steps(run: OpenedRun, phase: str, task: str, first: int, last: int) -> Pair:
     before, after = (
-        told_episode(
-            run, run.store.first_episodes(phase, step, [task])[str(task)], f"{when}: step {step + 1}", MOST_CALLS
-        )
+        _reported_episode(run, run.store.first_episodes(phase, step, [task])[str(task)], f"{when}: step {step + 1}")
         for when, step in (("before", first), ("after", last))
     )
     return Pair(task=str(task), before=before, after=after)

@@ -174,25 +174,6 @@ function redraw() {
 async function load(element) {
   const answer = await fetch(element.dataset.load);
   if (answer.ok) element.innerHTML = await answer.text();
-  offerTables();
-}
-
-// A link below each table that leads to it as a file, with all of its rows.
-function offerTables() {
-  if (document.body.dataset.still) return;
-  const places = new Map();
-  for (const table of document.querySelectorAll("main table:not(.u-legend)")) {
-    const address = table.closest("[data-load]")?.dataset.load ?? location.href;
-    const number = places.get(address) ?? 0, box = table.closest(".scroll") ?? table;
-    places.set(address, number + 1);
-    if (box.nextElementSibling?.matches(".csv")) continue;
-    const there = new URL(address, location.href);
-    there.searchParams.set("csv", number);
-    there.hash = "";
-    const link = document.createElement("a");
-    Object.assign(link, { className: "csv", href: there.href, textContent: "CSV", title: "this table as a file, with exact figures and all rows" });
-    box.after(link);
-  }
 }
 
 async function refresh() {
@@ -207,7 +188,6 @@ async function refresh() {
     if (fresh && fresh.innerHTML !== old.innerHTML) old.innerHTML = fresh.innerHTML;
   }
   drawAll();
-  offerTables();
   document.querySelectorAll("[data-load]").forEach(load);
 }
 
@@ -281,7 +261,6 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 
 choose();
 drawAll();
-offerTables();
 document.querySelectorAll("[data-load]").forEach(load);
 follow();
 document.documentElement.dataset.ready = "yes";

@@ -64,7 +64,6 @@ def places(driver: Chrome, site: str) -> dict[str, str]:
         "/": f"{site}/?all=1",
         "/curves": f"{site}/curves?run=trained&run=traced",
         "/compare": f"{site}/compare?run=trained&run=traced",
-        "/sides": f"{site}/sides?run=trained&run=traced",
         "/run/{run}/episode/{id:path}": link(driver, f"{run}/episodes", "a.main"),
         "/run/{run}/call/{id:path}": link(driver, f"{run}/calls", "a.main"),
         "/run/{run}/group/{id:path}": link(driver, f"{run}/groups?step=1", "main a[href*='/group/']"),

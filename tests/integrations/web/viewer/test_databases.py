@@ -144,7 +144,7 @@ def pages_of(store: Store) -> list[str]:
             "/config",
         ),
         *(f"/episodes?order={order}&phase=train" for order in ORDERS),
-        *("/episodes?text=%C3%89tude", "/calls?text=kept", f"/sides?a={ids[0]}&b={ids[1]}"),
+        *("/episodes?text=%C3%89tude", "/calls?text=kept"),
         *(f"/episode/{id}" for id in ids),
         *(f"/call/{id}" for id in calls),
     ]

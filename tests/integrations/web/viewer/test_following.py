@@ -12,15 +12,17 @@ import httpx
 import numpy as np
 import pytest
 from selenium.webdriver.common.by import By
+from starlette.testclient import TestClient
 
 from cotune.cli.servers.view import documented_fields
+from cotune.integrations.web.viewer.chart_csv import chart_as_csv
+from cotune.integrations.web.viewer.diff import diff
 from cotune.integrations.web.viewer.server import viewing
-from cotune.integrations.web.viewer.sides import diff
-from cotune.integrations.web.viewer.tables import MOST_ROWS
 from cotune.integrations.web.viewer.timeline import TimedCall, role_graph
 from cotune.integrations.web.viewer.tokens import COLOURS, Colouring
 from cotune.integrations.web.viewer.viewer import KnownField
-from cotune.records.structs import CallRecord, Candidate, Episode, Message, RewardRecord, Task
+from cotune.reading.curves import Chart, Series
+from cotune.records.structs import CallRecord, Candidate, Episode, Message, Task
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.storage.token_figures import Seen, TokenFigures, read_token_figures, write_token_figures
@@ -128,8 +130,6 @@ def test_a_search_shows_what_matched(tmp_path: Path):
         page = httpx.get(f"{here}/calls?q=%3Cit%3E&role=r0").text
         assert "prompt, user</a>: where is <mark>&lt;it&gt;</mark>?" in page and page.count("<mark>") == 1
         assert "No call fits" in httpx.get(f"{here}/calls?q=nowhere").text
-        page = httpx.get(f"{here}/sides?task=t0").text
-        assert "This is the only episode of this task." in page and page.count('/episode/E0">') == 1
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_calls_are_filtered_and_paged(site, run, query, where):
     while page:
         answer = httpx.get(page).text
         found += re.findall(r'class="main" href="/run/trained/call/(\w+)"', answer)
-        more = re.search(r'rel="next" data-rows href="([^"]+)"', answer)
+        more = re.search(r'rel="next" href="([^"]+)"', answer)
         page = site + more[1].replace("&amp;", "&") if more else ""
     assert found == expected
 
@@ -170,38 +170,19 @@ def test_episodes_are_put_in_order_and_told_by_outcome(site, run):
     assert "not solved" in solved["no"].split("Filter")[1]
 
 
-def test_a_table_is_a_file_with_all_rows_and_exact_figures(site, run, monkeypatch):
-    monkeypatch.setattr("cotune.integrations.web.viewer.calls.PAGE", 20)
-    rows = rows_of(f"{site}/run/trained/calls?csv=0")
-    assert rows[0][:3] == ["call", "turn", "episode"]
-    assert len(rows) - 1 == len(ids(run, "SELECT id FROM calls")) > 40
-    use = rows_of(f"{site}/run/trained/use?csv=0")
-    assert [int(row[3]) for row in use[1:]] == [
-        int(n) for n in ids(run, "SELECT sum(prompt_tokens) FROM calls GROUP BY role ORDER BY role")
-    ]
+def test_a_curve_is_a_file_with_exact_figures(site, run):
     line = list(read_metrics(run))[-1]
     chart = rows_of(f"{site}/run/trained/curves?csv=roles-reward")
     assert chart[0] == ["step", "first", "second"] and float(chart[-1][1]) == line["roles"]["first"]["reward"]
     assert len(chart) == STEPS + 1
-    for page in ("/calls?csv=7", "/curves?csv=none", "/notes?csv=0"):
-        assert httpx.get(f"{site}/run/trained{page}").status_code == 404
+    assert httpx.get(f"{site}/run/trained/curves?csv=none").status_code == 404
 
 
-def test_no_cell_of_a_file_is_a_formula(tmp_path: Path):
-    with SqliteStore.open(tmp_path / "traced") as store:
-        store.write([Episode(id="E1", task=Task(id="=1+1", input="x"), workflow="w", calls=3)])
-        store.write([RewardRecord("E1", "team", -0.123456789)])
-    with viewing([tmp_path / "traced"]) as server:
-        (_, row) = rows_of(f"{server.url}/run/traced/episodes?csv=0")
-    assert row[1] == "'=1+1" and row[2] == "team -0.123456789"
-
-
-def test_a_cut_file_says_so(site, monkeypatch):
-    monkeypatch.setattr("cotune.integrations.web.viewer.calls.PAGE", 5)
-    monkeypatch.setattr("cotune.integrations.web.viewer.tables.MOST_ROWS", 10)
-    rows = rows_of(f"{site}/run/trained/calls?csv=0")
-    assert len(rows) == 12 and rows[-1] == ["more than 10 rows: the rest is left out"]
-    assert MOST_ROWS > 100_000
+def test_no_cell_of_a_file_is_a_formula():
+    series = [Series(label="=1+1", run="r", values=[-0.5, None]), Series(label="a", run="r", values=[1.0, 2.0])]
+    chart = Chart(id="reward", section="", title="", help="", steps=[0, 1], series=series)
+    rows = list(csv.reader(io.StringIO(TestClient(chart_as_csv(chart)).get("/").text)))
+    assert rows == [["step", "'=1+1", "a"], ["0", "-0.5", "1.0"], ["1", "", "2.0"]]
 
 
 def test_words_that_differ_are_marked():
@@ -227,20 +208,6 @@ def test_two_candidates_are_compared_with_the_chosen_one_first(site, run):
     assert picked == [f"{call}.{other}", f"{call}.{chosen}"]
     for wrong in (f"a={call}.9", "a=none.0", "", f"a={call}.0&b=none.0"):
         assert httpx.get(f"{site}/run/trained/diff?{wrong}").status_code == 404, wrong
-
-
-def test_two_episodes_of_a_task_stand_side_by_side(site, run):
-    newest = ids(run, "SELECT id FROM episodes WHERE task = 'a' ORDER BY id DESC")
-    page = httpx.get(f"{site}/run/trained/sides?task=a").text
-    picked = re.findall(r'<option value="trained/([^"]+)" selected', page)
-    alike = ids(run, "SELECT id FROM episodes WHERE task = 'a' AND phase = 'eval' ORDER BY id DESC")
-    assert picked == [alike[-1], newest[0]] and newest[0] == alike[0]
-    assert "first@0" in text(f"{site}/run/trained/sides?task=a")
-    page = httpx.get(f"{site}/sides?left=trained/{newest[1]}&right=trained/{newest[2]}").text
-    assert re.findall(r'<option value="trained/([^"]+)" selected', page) == [newest[1], newest[2]]
-    assert httpx.get(f"{site}/sides?left=trained/none").status_code == 404
-    assert httpx.get(f"{site}/sides?left=none/none").status_code == 404
-    assert "No episode of this task" in text(f"{site}/run/trained/sides?task=none")
 
 
 def test_who_read_whom_is_counted_by_role():

@@ -188,7 +188,8 @@ def asked(run: Path) -> Iterator[str]:
         for table, page in (("episodes", "episode"), ("calls", "call")):
             for (name,) in db.execute(f"SELECT id FROM {table} LIMIT 3"):
                 yield f"/run/run/{page}/{name}"
-                yield f"/run/run/diff?a={name}.0" if table == "calls" else f"/run/run/sides?right=run/{name}"
+                if table == "calls":
+                    yield f"/run/run/diff?a={name}.0"
 
 
 async def answers(runs: FoundRuns, pages: list[str]) -> dict[str, httpx.Response]:

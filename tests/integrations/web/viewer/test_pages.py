@@ -301,7 +301,6 @@ def test_texts_of_applications_are_shown_as_text(hostile):
             "/episodes?q=taken&order=task",
             "/calls?q=taken",
             "/diff?a=call1.0",
-            "/sides",
             "/notes",
         ):
             answer = httpx.get(f"{server.url}/run/traced{path}")
