@@ -42,9 +42,9 @@ def configuration(model: str, layout: str, **learner: Any) -> Any:
 def learn(model: str, layout: str, rows: int) -> int:
     """Two updates, each with the copy that a publication makes; the largest resident size in bytes."""
     from benchmarks.memory import make_rows
+    from benchmarks.peak_memory import peak_memory
     from cotune.algorithms.catalogue import recipe
     from cotune.records.policies import policies_for
-    from cotune.runtime.memory import peak_memory
     from cotune.trainer.learner.local import LocalLearner
 
     settings = configuration(model, layout, device="cpu", threads=1, mini_batch=rows).learner
@@ -62,10 +62,10 @@ async def sample(model: str, layout: str, sequences: int) -> int:
     import numpy as np
 
     from benchmarks.adapter_shapes import adapter_shapes
+    from benchmarks.peak_memory import peak_memory
     from cotune.integrations.models.folder.folder import read_parameters
     from cotune.integrations.models.transformers.sampler import TransformersSampler
     from cotune.records.structs import PolicyRef
-    from cotune.runtime.memory import peak_memory
     from cotune.sampling.protocol import SamplingParams
 
     if layout == "full":

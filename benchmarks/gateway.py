@@ -36,7 +36,7 @@ import aiohttp
 import httpx
 import openai
 
-from cotune.runtime.memory import peak_memory
+from benchmarks.peak_memory import peak_memory
 
 PROMPT, REPLY = 500, 100
 MESSAGES = [

@@ -20,8 +20,8 @@ import sys
 import time
 from typing import Any
 
+from benchmarks.peak_memory import peak_memory
 from cotune.algorithms.samples import TrainRow
-from cotune.runtime.memory import peak_memory
 
 GROUP, PROMPT, RESPONSE = 8, 64, 32
 

@@ -66,7 +66,6 @@ _CLIENTS = (
     "langgraph-supervisor",
     "jsonschema",
     "anthropic",
-    "psutil",
     "mypy",
     "setuptools",
     "scipy",
@@ -100,7 +99,7 @@ ENVIRONMENTS = {
     "crewai-newest": Environment("crewai,langgraph,train", ("crewai", *_CHAT), _CREWAI),
     **{
         f"vllm-{version.removesuffix('.0')}": Environment(
-            "langgraph,gateway,ray,train,view", ("langchain-openai", "psutil", "scipy"), _VLLM, vllm=version
+            "langgraph,gateway,ray,train,view", ("langchain-openai", "scipy"), _VLLM, vllm=version
         )
         for version in ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
     },

@@ -7,13 +7,13 @@ import contextlib
 import inspect
 import logging
 import os
-import signal
 import tempfile
 import time
 import warnings
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from cotune.errors import ConfigError, CotuneError
 from cotune.user_objects import load_object
@@ -138,14 +138,18 @@ class RayProcess:
 
 
 def end_processes(pids: Collection[int]) -> None:
-    """Wait until these processes of this machine have ended, which Ray has told to: what a stopped or busy one does not
-    hear, SIGKILL does. Ray would send it much later."""
+    """Wait until these processes of this machine have ended, which Ray has told to. A process that is stopped or busy
+    does not hear that; it is killed, which Ray would do much later."""
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
     for force, seconds in ((False, GRACE_SECONDS), (True, KILL_SECONDS)):
         deadline = time.monotonic() + seconds
-        while (pids := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
-            for pid in pids if force else ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        while (processes := [one for one in processes if _is_running(one)]) and time.monotonic() < deadline:
+            for process in processes if force else ():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             time.sleep(0.02)
 
 
@@ -156,13 +160,11 @@ def this_node() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def _alive(pid: int) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     """Whether a process or, once it has ended, any of its threads still runs and holds its sockets and memory."""
-    process = Path("/proc", str(pid))
     try:
-        ended = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        return not ended or len(list((process / "task").iterdir())) > 1
-    except OSError:
+        return process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, check_bounds
-from cotune.runtime.memory import parse_size
 from cotune.storage.run_config import RunLearner
+from cotune.trainer.config.sizes import parse_size
 
 LORA_LR = 5e-6
 FULL_LR = 1e-6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from cotune.errors import ConfigError, check_bounds
-from cotune.runtime.memory import parse_size
+from cotune.trainer.config.sizes import parse_size
 
 
 class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.models.chat.grammar_trial import Trials, reason
 from cotune.integrations.models.chat.grammar_worker import BYTES, opened
+from cotune.integrations.models.memory import process_memory
 from cotune.runtime.bounded_cache import BoundedCache
-from cotune.runtime.memory import process_memory
 
 Bits = npt.NDArray[np.int32]
 """Allowed tokens of one position: bit i % 32 of word i // 32 is token i."""

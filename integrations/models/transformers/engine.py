@@ -21,6 +21,7 @@ from cotune.integrations.models.folder.folder import loading, loading_weights, r
 from cotune.integrations.models.folder.kinds import auto_class, end_ids, sees_images
 from cotune.integrations.models.folder.meta_model import check_finite, check_full
 from cotune.integrations.models.folder.vision import ImageInputs
+from cotune.integrations.models.memory import machine_memory
 from cotune.integrations.models.served_versions import Version, Versions
 from cotune.integrations.models.transformers.batch import BASE, Batch
 from cotune.integrations.models.transformers.cache import attention_only
@@ -31,7 +32,6 @@ from cotune.integrations.models.transformers.wire import PREFIX_PART, Answer, Co
 from cotune.integrations.profiling.tracer import Tracer
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
-from cotune.runtime.memory import machine_memory
 from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint
 
 PREFILL_TOKENS = 8192

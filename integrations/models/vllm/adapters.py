@@ -86,7 +86,7 @@ def read_weights(folder: Path) -> Weights:
 
 def left_in_shared_memory() -> list[Path]:
     """Files in shared memory that vLLM's processes hold; it leaves them there when it is killed."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     files = set()
     for process in psutil.Process().children(recursive=True):

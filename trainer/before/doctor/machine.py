@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from cotune.integrations.cluster.runtime import open_ray
+from cotune.integrations.models.memory import machine_memory
 from cotune.integrations.versions import installed
-from cotune.runtime.memory import machine_memory
 
 PACKAGES = ("torch", "transformers", "peft", "ray", "vllm", "openai", "langgraph", "autogen-agentchat", "crewai")
 

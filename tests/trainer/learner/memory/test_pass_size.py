@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
+from cotune.integrations.models.memory import process_memory
 from cotune.records.policies import policies_for
-from cotune.runtime.memory import parse_size, process_memory
 from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.config.sizes import parse_size
 from cotune.trainer.learner.batching import micro_batches, pass_tokens
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory import pass_size
