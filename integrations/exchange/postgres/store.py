@@ -82,7 +82,10 @@ class PostgresStore(SqlStore[Connection]):
         try:
             return cls._open(address, shown, read_only)
         except psycopg.Error as error:
-            if isinstance(error, psycopg.errors.LockNotAvailable) or not _answers(address):
+            if isinstance(error, psycopg.errors.LockNotAvailable):
+                text = f"The store {shown} is blocked: another process has been writing to it for {LOCK_SECONDS} s."
+                raise StoreUnavailableError(text, "Try again later, or end that process.") from error
+            if not _answers(address):
                 text = f"The store {shown} does not answer: {error_line(error)}."
                 raise StoreUnavailableError(text, "Check that the server runs, and the address.") from error
             if not isinstance(error, psycopg.OperationalError):
