@@ -14,6 +14,7 @@ from cotune.storage.run_layout import read_run
 from cotune.storage.whole_file import is_full
 from cotune.trainer.guard import safe_checkpoint
 from cotune.trainer.reporting.metrics import Updates
+from cotune.trainer.reporting.profile import profiled
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run.checkpoint import save_checkpoint
 from cotune.trainer.run.run import Run
@@ -62,7 +63,7 @@ async def make_steps(run: Run, source: Source) -> None:
         await commit(run)
     async with source.steps():
         while not (run.finished or run.stopping):
-            async with source.step():
+            async with source.step(), profiled(run, report.progress):
                 rows = await source.rows()
                 if rows is None:
                     break  # stopped

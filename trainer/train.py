@@ -68,13 +68,15 @@ def train(
     *,
     out: str | Path | None = None,
     console: Console | None = None,
+    profile: bool = False,
     **settings: Any,
 ) -> RunSummary:
     """Train the policies of `workflow` on `tasks`; blocks until done or stopped.
 
     `workflow` is a decorated function or "module:attribute", `tasks` a JSON-lines file or values, None with recipes
     that learn from records; `config` and `settings` are fields of TrainConfig. `out` is the new run folder, by default
-    runs/DATE-TIME. Raises CotuneError subclasses before work starts for bad input.
+    runs/DATE-TIME. `profile` writes a trace of one step, see docs/how-to/profile.md. Raises CotuneError subclasses
+    before work starts for bad input.
 
     ```python
     summary = cotune.train(solve, "tasks.jsonl", model="Qwen/Qwen3-1.7B", out="runs/r1", steps=100, plan={"k": 8})
@@ -118,7 +120,7 @@ def train(
     try:
         if flow.prompts is not None:
             write_prompts(folder.path, flow.prompts)
-        return run_sync(_train(folder, chosen, flow, split, console))
+        return run_sync(_train(folder, chosen, flow, split, console, profile=profile))
     except BaseException:
         folder.discard_unbegun()
         raise
@@ -131,12 +133,14 @@ def resume(
     tasks: str | Path | Iterable[Any] | None = None,
     changes: Mapping[str, Any] | None = None,
     console: Console | None = None,
+    profile: bool = False,
 ) -> RunSummary:
     """Continue a run from its newest checkpoint, under its own configuration with `changes`, which are recorded.
 
     `changes` are fields of TrainConfig, nested or by dotted names; some may not change (docs/reference/run-folder.md).
-    `workflow` and `tasks` are needed only where the run was started from Python with objects instead of names. Raises
-    ConfigError or RunError, before work starts, for a change that would make it another run.
+    `workflow` and `tasks` are needed only where the run was started from Python with objects instead of names.
+    `profile` writes a trace of one of the steps to come. Raises ConfigError or RunError, before work starts, for a
+    change that would make it another run.
 
     ```python
     summary = cotune.resume("runs/r1", workflow=solve, changes={"steps": 200})
@@ -181,7 +185,7 @@ def resume(
     ]
     if done >= config.steps:
         notes.append(f"all {done} steps of the run are done: pass --steps with a larger number to continue")
-    return run_sync(_train(folder, config, flow, split, console, notes))
+    return run_sync(_train(folder, config, flow, split, console, notes, profile=profile))
 
 
 def _resumed_app(
@@ -248,6 +252,8 @@ async def _train(
     split: Split,
     console: Console | None,
     notes: Iterable[str] = (),
+    *,
+    profile: bool = False,
 ) -> RunSummary:
     started = time.perf_counter()
     go_on_with = f"Continue with: cotune train --resume {folder.path}"
@@ -288,6 +294,10 @@ async def _train(
         stack.callback(progress.loggers.close)
         loading.close()
 
+        if profile and not run.finished:
+            # The first step of a process also loads and compiles, so the second one is traced if there is one.
+            run.profile_step = min(run.state.steps + 2, config.steps)
+
         def stop() -> None:
             if run.stop():
                 progress.say("finishing and saving the step under way first")
@@ -310,8 +320,8 @@ async def _train(
             elif run.stopping and not run.finished:
                 progress.say(f"stopped after step {run.state.steps}; saved. {go_on_with}")
                 folder.note_end("stopped", "It was stopped.")
-            if (config.profile or 0) > run.state.steps:
-                progress.say(f"step {config.profile} has no profile: it was not reached")
+            if (run.profile_step or 0) > run.state.steps:
+                progress.say(f"step {run.profile_step} has no profile: it was not reached")
         run.store.flush()
         if run.store.lost:
             progress.say(f"{run.store.lost} records could not be stored and are lost")

@@ -40,7 +40,6 @@ _FLAGS = {
     "cluster.address": ("--cluster", "ADDRESS"),
     "evaluation.tasks": ("--eval-tasks", "FILE"),
     "init": ("--init", "RUN"),
-    "profile": ("--profile", "STEP"),
     **dict.fromkeys(("records.path", "records"), ("--records", "RUN")),
     "episode": ("--episode", "ID"),
     "answer": ("--answer", "TEXT"),

@@ -23,6 +23,7 @@ REMOVED_FLAGS: Mapping[str, str] = {
     "trace --freeze": "Use --record frozen.",
     "export --best": "Use --step best.",
     "check --roles-by": "Use --set roles_by=WHO.",
+    "show --profile": "cotune train --profile writes a trace of one step: open it at https://ui.perfetto.dev.",
     "train --strategy": "Run cotune prompts improve, then cotune train --prompts FOLDER; see docs/how-to/prompts.md.",
     "train --reflection": _SEARCH_FIRST,
     "train --reflection-url": _SEARCH_FIRST,

@@ -25,7 +25,6 @@ def arguments(command: Parser) -> None:
     view.add_argument("--episode", metavar="ID", help="one episode as a tree of calls")
     view.add_argument("--steps", action="store_true", help="curves by role and policy, and a line for each step")
     view.add_argument("--groups", action="store_true", help="groups by role and turn; samples left out, with reasons")
-    view.add_argument("--profile", action="store_true", help="where the time of profiled steps went")
     view.add_argument("--html", type=Path, metavar="FILE", help="write one HTML page of the run, to send to somebody")
     command.add_argument("--explain", action="store_true", help="with --steps: explain each curve and column")
     command.add_argument("--full", action="store_true", help="with --episode: whole prompts and answers")
@@ -57,11 +56,6 @@ def run(a: argparse.Namespace) -> int:
         _write_page(a)
     elif a.json:
         _print_json(a, filters)
-    elif a.profile:
-        from cotune.integrations.profiling.step import print_profile, read_profiles
-
-        for profile in read_profiles(a.run):
-            print_profile(terminal(), profile)
     elif a.steps:
         from cotune.cli.printing.steps import show_steps
 
@@ -79,7 +73,7 @@ def _list(a: argparse.Namespace) -> int:
     from cotune.cli.printing.runs import list_runs
 
     runs = open_runs([a.run])
-    views = ("episode", "steps", "groups", "profile", "html", "explain", "full", "json", "price")
+    views = ("episode", "steps", "groups", "html", "explain", "full", "json", "price")
     if flag := _first_flag(a, (*views, *_FILTERS)):
         remedy = f"For example: cotune show {runs[-1].path} {flag} ..."
         raise ConfigError(flag, None, f"needs one run, and {a.run} is a folder of {len(runs)}", remedy)
@@ -111,9 +105,8 @@ def _print_json(a: argparse.Namespace, filters: EpisodeFilters) -> None:
     from cotune.storage.metrics_file import read_metrics
     from cotune.storage.open_store import open_store
 
-    if a.groups or a.profile:
-        asked = "--groups" if a.groups else "--profile"
-        raise ConfigError("--json", None, f"cannot be used with {asked}", "Use it alone, with --episode or --steps.")
+    if a.groups:
+        raise ConfigError("--json", None, "cannot be used with --groups", "Use it alone, with --episode or --steps.")
     if a.steps:
         for metrics in read_metrics(a.run)[-a.limit :]:
             print(line(metrics))

@@ -23,7 +23,7 @@ def arguments(command: Parser) -> None:
         "--config", metavar="FILE", help="TOML file; see docs/reference/configuration.md. Flags override it"
     )
     add_fields(command, "model", "policies", "plan.kind", "plan.k", "recipe", "steps", "tasks_per_step", "learner.lr")
-    add_fields(command, "prompts", "init", "records.path", "evaluation.tasks", "cluster.address", "profile")
+    add_fields(command, "prompts", "init", "records.path", "evaluation.tasks", "cluster.address")
     add_repeated(command, "--set", "FIELD=VALUE", "any other field, such as lora.rank=8 or schedule.kind=linear")
     command.add_argument("--out", metavar="DIR", help="new run folder (default: runs/DATE-TIME)")
     command.add_argument(
@@ -32,6 +32,11 @@ def arguments(command: Parser) -> None:
         help="continue a stopped, killed or finished run under its own configuration; runs the application and the "
         "functions that the run names. Settings that are safe to change "
         "(--steps, --tasks-per-step, memory, machines, ...) may be given; see docs/reference/run-folder.md",
+    )
+    command.add_argument(
+        "--profile",
+        action="store_true",
+        help="write a trace of one step by torch's profiler, and print its path; see docs/how-to/profile.md",
     )
     command.add_argument(
         "--explain", action="store_true", help="explain each column and figure of a step, and train nothing"
@@ -60,9 +65,9 @@ def run(a: argparse.Namespace) -> int:
         if a.out is not None:
             raise ConfigError("out", a.out, "cannot be used with --resume, which names the run", "Leave out --out.")
         changes = {**read_toml(a.config), **fields}
-        summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks, changes=changes)
+        summary = resume(a.resume, workflow=a.workflow, tasks=a.tasks, changes=changes, profile=a.profile)
     else:
-        summary = train(a.workflow, a.tasks, load_config(a.config, fields), out=a.out)
+        summary = train(a.workflow, a.tasks, load_config(a.config, fields), out=a.out, profile=a.profile)
     state = "finished" if summary.finished else "stopped"
     tell(f"{state} after {plural(summary.steps, 'step')} in {summary.seconds:.0f} s: {summary.path}")
     for change in summary.headline.changes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,8 +63,6 @@ class PolicyResponder:
     unlisted: Counter[str] = field(default_factory=Counter, init=False)
     """Calls by role that has neither a policy nor a place among `provider_roles`, whoever answers."""
     scorer_errors: Counter[str] = field(default_factory=Counter, init=False)
-    scoring: list[tuple[float, float]] = field(default_factory=list, init=False)
-    """From when to when scorers were at work, in seconds since 1970."""
     reads_aside: ClassVar[bool] = False
     """Whether replies are read in a thread, so that long ones delay no other call."""
 
@@ -231,9 +228,7 @@ class PolicyResponder:
         if scorer is None:
             return (), None
         call.stage = "its scorer was running"
-        began = time.time()
         scored = await score(scorer, candidates, call, call.role)
-        self.scoring.append((began, time.time()))
         given: list[Scored] = []
         errors: Counter[str] = Counter()
         for result in scored:

@@ -8,7 +8,7 @@ RUN/end.json           why the run ended, where that was before its last step
 RUN/checkpoints/       step-000012/, `latest`, the name of the newest complete one, and best.json
 RUN/tokens/           what the learner saw of each token of a step: step-000012.npz, see `token_figures`
 RUN/notes.jsonl       thumbs and notes of people on candidates and episodes, from cotune view
-RUN/profile/           where the time of steps went that were profiled: step-000012.json, step-000012.trace.json.gz
+RUN/profile/           the trace of a step that was profiled: step-000012.trace.json.gz
 RUN/loggers.json       ids of the run in experiment trackers; RUN/tensorboard/ and RUN/wandb/ are their files
 RUN/now.json           the phase of the run, while it is under way
 """

@@ -11,7 +11,6 @@ import msgspec
 
 from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.models.served_versions import Version, Versions
-from cotune.integrations.profiling.spans import Trace
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, in_time
@@ -52,17 +51,6 @@ class CalledSampler(ABC):
     async def wake(self) -> None:
         """Take the GPU back. Raises SamplerError, and serves nothing more, when the weights are other ones now."""
         await self._call("wake")
-
-    async def begin_trace(self) -> None:
-        """Let the engine note its work: its spans are prefill, decode, sampling, and load of a version.
-
-        Raises RequestRefused where it cannot, SamplerError.
-        """
-        await self._call("begin_trace")
-
-    async def end_trace(self) -> list[Trace]:
-        """The engine's work since `begin_trace`, by process."""
-        return await self._call("end_trace")
 
 
 _TO_THEIR_END = ("publish", "retire", "sleep", "wake")
@@ -212,12 +200,6 @@ class LoopSampler(CalledSampler):
         raise RequestRefused(f"{self.name} cannot sleep.", "Sample with vLLM on the learner's GPU.")
 
     _wake = _sleep
-
-    async def _begin_trace(self) -> None:
-        raise RequestRefused(f"{self.name} cannot be traced.", "Trace another sampler.")
-
-    async def _end_trace(self) -> list[Trace]:
-        return []
 
 
 def room_after(prompt: int, max_model_len: int) -> int:

@@ -30,12 +30,19 @@ class Trainer:
         self.said = ""
 
     def __call__(
-        self, app: WorkflowFunction | str, tasks: Any = TASKS, *, to: str = "run", **settings: Any
+        self,
+        app: WorkflowFunction | str,
+        tasks: Any = TASKS,
+        *,
+        to: str = "run",
+        profile: bool = False,
+        **settings: Any,
     ) -> RunSummary:
         settings = {"model": str(self.base), "steps": 2, "tasks_per_step": 3, **settings}
         settings["plan"] = {"k": 4, **settings.get("plan", {})}
         settings["learner"] = {"lr": 3e-3, "threads": 1, "device": "cpu", **settings.get("learner", {})}
-        done = self._listen(lambda console: train(app, tasks, settings, out=self.folder / to, console=console))
+        more = {"out": self.folder / to, "profile": profile}
+        done = self._listen(lambda console: train(app, tasks, settings, console=console, **more))
         if done.steps:
             assert [name for line in self.metrics(to) for name in undocumented(line)] == []
         return done

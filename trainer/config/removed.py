@@ -14,6 +14,7 @@ _NO_PAST = "Leave it out: present versions play all roles. Train roles in turns 
 REMOVED: Mapping[str, str] = {
     "learner.seed": "Use seed.",
     "replay.continuations": "Leave it out: later calls of a branch are trained on, except with recipe c3.",
+    "profile": "Pass --profile to cotune train: it traces one step; see docs/how-to/profile.md.",
     "replay.freeze": 'Use replay.tools = "frozen".',
     "routing.past": _NO_PAST,
     "routing.pool": _NO_PAST,

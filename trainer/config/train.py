@@ -117,8 +117,6 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seed: int = 0
     """Decides the order of tasks and of rows, the adapters' initial weights, and, with the place of a call and the
     application's own seed if it sets one, the seed of each call."""
-    profile: int | None = None
-    """Number of a step to profile, from 1: a trace and a table of its time are written; see docs/how-to/profile.md."""
     loggers: tuple[Tool, ...] = ()
     """Experiment trackers that get each step: tensorboard | wandb | mlflow | trackio; see
     docs/how-to/loggers.md."""
@@ -149,8 +147,6 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         counts = ("steps", "tasks_per_step", "concurrency", "checkpoint_every", "max_staleness")
         check_bounds(self, *counts, "episode_timeout", "max_calls", "probe_bound")
-        if self.profile is not None and not 1 <= self.profile <= self.steps:
-            raise ConfigError("profile", self.profile, f"is not a step of the run, 1 to {self.steps}")
         _check_failure(self.on_failure)
         check_tool_format(self.tool_format)
         if self.cluster.colocate and self.mode != "sync":
@@ -211,7 +207,6 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "guard": self.guard == "stop",
             "curriculum.pool": self.curriculum.pool != "even",
             "refill.budget": self.refill.budget,
-            "profile": self.profile,
         }
         return [name for name, value in given.items() if value]
 

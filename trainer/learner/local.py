@@ -23,13 +23,11 @@ from torch import Tensor
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import Floats, TrainRow
 from cotune.errors import ConfigError, LearnerError, RunError
-from cotune.integrations.profiling.spans import Trace
-from cotune.integrations.profiling.tracer import Tracer
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.storage.token_figures import Seen
 from cotune.trainer.config.learner import LearnerSettings, Method, check_losses
-from cotune.trainer.learner import files
+from cotune.trainer.learner import files, torch_trace
 from cotune.trainer.learner.batching import (
     check_rows,
     lengths_of,
@@ -76,7 +74,6 @@ class LocalLearner:
         self._policies = dict(policies)
         self._methods = methods = {name: own.get(name, Method(settings, loss)) for name in policies}
         self._group, self._lock = group or SingleProcess(), threading.RLock()
-        self._tracer = Tracer(next(iter(policies.values())).device)
         self._seen: dict[str, Mapping[str, Seen]] = {}
         self._order = {name: torch.Generator().manual_seed(seed) for name in policies}
         self._optimizers = {name: build_optimizer(of, methods[name].settings) for name, of in policies.items()}
@@ -181,8 +178,7 @@ class LocalLearner:
                 backward = partial(self._backward, update, batch, noting=step < first)
                 losses[step] = size.fitting(backward, self._optimizers[policy].zero_grad)
                 checkpointed += size.checkpointed
-                with self._tracer.span("optimizer"):
-                    norms[step] = self._step(policy, lr_scale, moves=any(tokens.moves[i] for i in batch))
+                norms[step] = self._step(policy, lr_scale, moves=any(tokens.moves[i] for i in batch))
             losses = self._group.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
             self._seen[policy] = tokens.seen(self._group)
             finite = [norm for norm in norms if np.isfinite(norm)]
@@ -249,11 +245,12 @@ class LocalLearner:
                 raise RunError(f"The weights are of another shape than those of policy {policy!r}.", "See `lora`.")
             model.load({name: torch.from_numpy(np.array(array)) for name, array in weights.items()})
 
-    def begin_trace(self) -> None:
-        self._tracer.begin()
+    def begin_profile(self) -> None:
+        """See `Learner.begin_profile`. The trace has all threads of this process, so an engine in it too."""
+        torch_trace.begin()
 
-    def end_trace(self) -> list[Trace]:
-        return [self._tracer.end()]
+    def end_profile(self, file: Path | None) -> None:
+        torch_trace.end(file)
 
     def save(self, folder: Path) -> None:
         """Write `learner.json`, and weights, optimizer and row order per policy (see `files`)."""
@@ -341,8 +338,7 @@ class LocalLearner:
         """What `compute` makes of the response tokens of each row that is this rank's part, with the row's number."""
         for micro in [micro for batch in batches for micro in self._micro_batches(model, rows, batch)]:
             own = [rows[i] for i in micro]
-            with self._tracer.span("forward"):
-                values = compute(own)
+            values = compute(own)
             yield from zip(micro, values.split(lengths_of(own)) if micro else (), strict=True)
 
     def _skip(self, update: Update, batch: Sequence[int]) -> None:
@@ -369,14 +365,12 @@ class LocalLearner:
                     model.reference_logprobs([])
                 (model.token_logprobs([])[0].sum() * 0.0).backward()
                 continue
-            with self._tracer.span("forward"):
-                rows = [tokens.rows[i] for i in micro]
-                untrained = model.reference_logprobs(rows) if loss.needs_untrained else None
-                new, entropy = model.token_logprobs(rows)
-                own = tokens.of_pass(micro, weight, new=new, entropy=entropy, untrained=untrained)
-                parts = policy_loss(loss, own)
-            with self._tracer.span("backward"):
-                parts.loss.backward()
+            rows = [tokens.rows[i] for i in micro]
+            untrained = model.reference_logprobs(rows) if loss.needs_untrained else None
+            new, entropy = model.token_logprobs(rows)
+            own = tokens.of_pass(micro, weight, new=new, entropy=entropy, untrained=untrained)
+            parts = policy_loss(loss, own)
+            parts.loss.backward()
             total += parts.loss.item()
             done.append((micro, own.detached(), parts._replace(loss=parts.loss.detach())))
         for micro, own, parts in done:

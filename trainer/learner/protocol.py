@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cotune.algorithms.samples import TrainRow
-from cotune.integrations.profiling.spans import Trace
 from cotune.sampling.protocol import Weights
 from cotune.storage.token_figures import Seen
 
@@ -57,12 +56,13 @@ class Learner(Protocol):
         not fit this learner."""
         ...
 
-    def begin_trace(self) -> None:
-        """Note from now on when each process does what: spans named forward, backward, optimizer."""
+    def begin_profile(self) -> None:
+        """Start torch's profiler in the learner's process; of several, in that of rank 0. Raises RuntimeError."""
         ...
 
-    def end_trace(self) -> list[Trace]:
-        """What was done since `begin_trace`, by process; of processes that train together the first alone."""
+    def end_profile(self, file: Path | None) -> None:
+        """Stop it and write its trace to `file` (.json.gz); without a file, discard it. Raises RuntimeError and
+        OSError."""
         ...
 
 
@@ -96,11 +96,11 @@ class LearnerAround:
     def load(self, folder: Path, new: Collection[str] = ()) -> None:
         self.inner.load(folder, new)
 
-    def begin_trace(self) -> None:
-        self.inner.begin_trace()
+    def begin_profile(self) -> None:
+        self.inner.begin_profile()
 
-    def end_trace(self) -> list[Trace]:
-        return self.inner.end_trace()
+    def end_profile(self, file: Path | None) -> None:
+        self.inner.end_profile(file)
 
 
 class Teacher(Protocol):

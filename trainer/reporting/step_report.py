@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from cotune.integrations.profiling.spans import Span
 from cotune.records.structs import JUDGING
 from cotune.sampling.request_params import replaced
 from cotune.storage.judge_ledger import totals_of
@@ -41,19 +39,12 @@ class StepReport:
     def __init__(self, run: Run, progress: Progress) -> None:
         self.progress = progress
         self._folder = run.folder
-        self.phases: list[Span] | None = None
-        """The phases so far, where somebody has put a list here to know."""
 
     @contextlib.contextmanager
     def phase(self, name: str, of: str = "") -> Iterator[None]:
         """Count the seconds within as those of a phase of the step; `of` names its object."""
-        began = time.time()
-        try:
-            with self.progress.activity.phase(name, of):
-                yield
-        finally:
-            if self.phases is not None:
-                self.phases.append(Span(name, began, time.time()))
+        with self.progress.activity.phase(name, of):
+            yield
 
     def restart(self) -> None:
         """Forget the seconds of a step that is done again."""

@@ -48,9 +48,6 @@ class EpisodeRunner(Protocol):
     def scorer_errors(self) -> Mapping[str, int]:
         """Candidates by the error that their scorer raised."""
 
-    scoring: list[tuple[float, float]] | None
-    """From when to when scorers were at work, where somebody has put a list here to know."""
-
     @property
     def unlisted(self) -> Mapping[str, int]:
         """Calls by role that has no policy."""
@@ -70,7 +67,6 @@ class LocalRunner:
         self.counters: Counter[str] = Counter()
         self.scorer_errors: Counter[str] = Counter()
         self.unlisted: Counter[str] = Counter()
-        self.scoring: list[tuple[float, float]] | None = None
         self._workflow = workflow
         self.sampler = sampler
         self._chats = chats
@@ -85,5 +81,3 @@ class LocalRunner:
         finally:
             self.scorer_errors.update(answering.scorer_errors)
             self.unlisted.update(answering.unlisted)
-            if self.scoring is not None:
-                self.scoring += answering.scoring

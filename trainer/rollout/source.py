@@ -22,7 +22,6 @@ from cotune.trainer.evaluation.held_out import evaluate_base, evaluate_held_out
 from cotune.trainer.guard import watch
 from cotune.trainer.loop import Rows
 from cotune.trainer.reporting.metrics import Updates
-from cotune.trainer.reporting.profiled import profiled
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.step_report import RolloutReport
 from cotune.trainer.rollout.episodes import RolloutPipeline, answering, finished_episodes, run_episodes
@@ -72,8 +71,7 @@ class RolloutSource:
         """Goes back to the last checkpoint where a learner is lost within."""
         async with recovery(self._run, self._rollouts, self.report):
             await add_new_roles(self._run, self.report)
-            async with profiled(self._run, self.report):
-                yield
+            yield
 
     async def rows(self) -> Rows | None:
         """The rows of the step's episodes."""

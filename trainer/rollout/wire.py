@@ -53,8 +53,6 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Records that could not be sent."""
     scorer_errors: dict[str, int]
     unlisted: dict[str, int]
-    scoring: list[tuple[float, float]]
-    """From when to when scorers were at work, in seconds since 1970."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

@@ -146,7 +146,6 @@ class RolloutWorker:
             lost=lost,
             scorer_errors=dict(responder.scorer_errors) if responder else {},
             unlisted=dict(responder.unlisted) if responder else {},
-            scoring=responder.scoring if responder else [],
         )
 
     def _noted(self, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -43,7 +43,6 @@ class RolloutWorkers:
     def __init__(self, workflow: Workflow, pool: WorkerPool) -> None:
         self.scorer_errors: Counter[str] = Counter()
         self.unlisted: Counter[str] = Counter()
-        self.scoring: list[tuple[float, float]] | None = None
         self._workflow = workflow
         self._pool = pool
 
@@ -134,8 +133,6 @@ class RolloutWorkers:
         self._pool.counters["records_lost"] += result.lost
         self.scorer_errors.update(result.scorer_errors)
         self.unlisted.update(result.unlisted)
-        if self.scoring is not None:
-            self.scoring += result.scoring
         try:
             records: list[Record] = unpack(result.records)
         except msgspec.DecodeError as error:

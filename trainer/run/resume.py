@@ -25,7 +25,7 @@ MAY_CHANGE = (
     "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "learner.tree_attention",
     "evaluation", "guard", "cluster",
     "records.path", "distill.teacher",
-    "prices", "profile", "loggers", "project",
+    "prices", "loggers", "project",
 )  # fmt: skip
 """Settings that a resumed run may change: length, concurrency, memory, machines. `model` is the same model elsewhere,
 `distill.teacher` the same teacher, also those of a [[policy]], and `roles` may name more. `train` of a [[policy]] may
@@ -62,9 +62,6 @@ def apply_changes(config: TrainConfig, changes: Mapping[str, Any], *, done: int)
         raise ConfigError(
             "steps", new.steps, f"is less than the {done} that the run has made", "Leave it out to go on."
         )
-    if "profile" in changes and new.profile is not None and new.profile <= done:
-        remedy = f"Name a later one, up to {new.steps}." if done < new.steps else "Leave it out, or raise --steps."
-        raise ConfigError("profile", new.profile, f"is done: the run has made {done} steps", remedy)
     if lost := sorted(set(config.roles) - set(new.roles)):
         raise ConfigError("roles", list(new.roles), f"lacks {', '.join(lost)}, which the run has", "Name them too.")
     return new, found

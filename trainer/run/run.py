@@ -48,6 +48,8 @@ class Run:
     state: Checkpoint
     committed: int = -1
     """Steps that the newest checkpoint has."""
+    profile_step: int | None = None
+    """The step to profile, from 1."""
     stopping: bool = False
     ended: str = ""
     """Why the run ends before its last step, by its own settings."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +18,6 @@ from cotune.integrations.cluster.router.replica import Artifact, Engine, Make, R
 from cotune.integrations.cluster.router.validate import validate_completions
 from cotune.integrations.models.engine_sampler import LoopSampler
 from cotune.integrations.models.served_versions import Version
-from cotune.integrations.profiling.spans import Trace, traced, untraced
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
@@ -67,8 +65,6 @@ class RoutedSampler(LoopSampler):
         ]  # fmt: skip
         self._queue = Queue(self._replicas, min_healthy, self.counters)
         self._supervisors: list[asyncio.Task[None]] = []
-        self._traced: dict[Engine, list[Trace]] = {}
-        """Engines that note what they do now; for one that does not, the trace that says why."""
 
     @classmethod
     async def open(
@@ -131,19 +127,6 @@ class RoutedSampler(LoopSampler):
             served=self._versions.served(),
             counters=self.counters.copy(),
         )
-
-    async def _begin_trace(self) -> None:
-        engines = self._queue.healthy()
-        answers = await asyncio.gather(*(traced(e.name, partial(e.ask, "begin_trace")) for e in engines))
-        self._traced = dict(zip(engines, answers, strict=True))
-
-    async def _end_trace(self) -> list[Trace]:
-        engines, failed = self._queue.healthy(), self._traced
-        tracing = [engine for engine in engines if failed.get(engine) == []]
-        ended = await asyncio.gather(*(traced(e.name, partial(e.ask, "end_trace")) for e in tracing))
-        gone = [engine for engine, why in failed.items() if not why and engine not in engines]
-        lost = [untraced(engine.name, "it was taken out meanwhile") for engine in gone]
-        return [*(trace for traces in (*ended, *failed.values()) for trace in traces), *lost]
 
     async def _close(self) -> None:
         for replica in self._replicas:

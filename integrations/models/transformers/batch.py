@@ -24,7 +24,6 @@ from cotune.integrations.models.transformers.lora import LoraRows
 from cotune.integrations.models.transformers.prefill import image_shift, like_lengths, prefill, states_of, stems
 from cotune.integrations.models.transformers.prefixes import NOTHING, Prefix, PrefixCache
 from cotune.integrations.models.transformers.rows import Job, Rows, Source, arrange
-from cotune.integrations.profiling.tracer import Tracer
 from cotune.sampling.protocol import Completion
 
 BASE = -1
@@ -50,13 +49,11 @@ class Batch:
         end_token_ids: Iterable[int],
         tokenizer: Any = None,
         prefixes: PrefixCache | None = None,
-        tracer: Tracer | None = None,
         images: ImageInputs | None = None,
     ) -> None:
-        """`prefixes`, `tracer` and `images` (of a model that sees them) may be of several batches."""
+        """`prefixes` and `images` (of a model that sees them) may be of several batches."""
         self.model = model
         self.images = images
-        self.tracer = tracer or Tracer(model.device)
         self.prefixes = prefixes or PrefixCache(0)
         own_attention = use_rows_attention(model)
         self.lora = LoraRows(model)
@@ -107,24 +104,20 @@ class Batch:
     @torch.inference_mode()
     def admit(self, jobs: Sequence[Job]) -> list[Job]:
         """Prefill each distinct prompt once and start all candidates; return jobs that ended with one token."""
-        with self.tracer.span("prefill"):
-            logits, at = self._start(jobs)
-        with self.tracer.span("sampling"):
-            return self._draw(logits, at)
+        logits, at = self._start(jobs)
+        return self._draw(logits, at)
 
     @torch.inference_mode()
     def step(self) -> list[Job]:
         """Decode one token for every row; return the jobs that ended with it."""
-        with self.tracer.span("decode"):
-            if self.alive < self.rows - self.rows // 8:
-                self._arrange(np.empty(0, np.int64), 0)
-                self.cache.trim()
-                self._compose()
-            self.cache.make_room(self.rows, 0)
-            logits = self._step(self._input[: self.rows, 0], self.cache, self._alike())
-            self.cache.advance()
-        with self.tracer.span("sampling"):
-            return self._draw(logits, None)
+        if self.alive < self.rows - self.rows // 8:
+            self._arrange(np.empty(0, np.int64), 0)
+            self.cache.trim()
+            self._compose()
+        self.cache.make_room(self.rows, 0)
+        logits = self._step(self._input[: self.rows, 0], self.cache, self._alike())
+        self.cache.advance()
+        return self._draw(logits, None)
 
     def cancel(self, job: Job) -> None:
         """Free the rows of a job."""

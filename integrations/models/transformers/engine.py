@@ -29,7 +29,6 @@ from cotune.integrations.models.transformers.lora import read_adapter
 from cotune.integrations.models.transformers.prefixes import PrefixCache
 from cotune.integrations.models.transformers.rows import Job
 from cotune.integrations.models.transformers.wire import PREFIX_PART, Answer, Command, ModelSource
-from cotune.integrations.profiling.tracer import Tracer
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint
@@ -66,7 +65,6 @@ class DecodingEngine:
         self._tokenizer = tokenizer
         memory = torch.cuda.mem_get_info(model.device)[1] if model.device.type == "cuda" else machine_memory()[1]
         self.prefixes = PrefixCache(memory // PREFIX_PART if source.prefix_cache is None else source.prefix_cache)
-        self._tracer = Tracer(model.device)
         path = source.model if isinstance(source.model, str) else model.config.name_or_path
         self._images = ImageInputs(path) if sees_images(model.config) else None
         self._packed = packed
@@ -74,7 +72,7 @@ class DecodingEngine:
             pack_linear_layers(model)
         elif model.device.type == "cpu" and prefers_onednn() and model.num_parameters() >= LARGE:
             speed_linear_layers(model)
-        self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes, self._tracer, self._images)
+        self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes, self._images)
         self._batches = [self._base]
         self._waiting: dict[Batch, deque[Job]] = {self._base: deque()}
         self._versions = Versions((self._base, BASE))
@@ -120,8 +118,6 @@ class DecodingEngine:
             "info": lambda: SamplerInfo(
                 name="transformers", max_model_len=self.max_model_len, served=self._versions.served()
             ),
-            "begin_trace": self._tracer.begin,
-            "end_trace": lambda: [self._tracer.end()],
         }
         try:
             if command.method == "sample":
@@ -216,12 +212,11 @@ class DecodingEngine:
     def _publish(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> str:
         if (known := self._versions.known(policy, weights)) is not None:
             return known
-        with self._tracer.span("load"):
-            target = self._open(policy, weights, lora)
-            for older in self._versions.all():
-                if older.policy.name == policy.name:
-                    self.prefixes.drop(older.target)
-            version = Version(policy, fingerprint(weights), target)
+        target = self._open(policy, weights, lora)
+        for older in self._versions.all():
+            if older.policy.name == policy.name:
+                self.prefixes.drop(older.target)
+        version = Version(policy, fingerprint(weights), target)
         self._versions.add(version)
         return version.fingerprint
 
@@ -229,7 +224,7 @@ class DecodingEngine:
         """A batch of its own for all weights of a model, or an adapter in that of the base."""
         check_finite(policy, weights)
         if lora is None:
-            batch = Batch(self._copy(weights), self._ends, self._tokenizer, self.prefixes, self._tracer, self._images)
+            batch = Batch(self._copy(weights), self._ends, self._tokenizer, self.prefixes, self._images)
             self._batches.append(batch)
             self._waiting[batch] = deque()
             return batch, BASE

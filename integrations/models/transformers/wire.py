@@ -28,8 +28,7 @@ class ModelSource(NamedTuple):
 
 class Command(NamedTuple):
     """What the engine is asked: "sample", "publish", "retire" and "info" with the arguments of the `Sampler` protocol,
-    "begin_trace" and "end_trace", answered under `id`; "cancel" of the command `id`, and "close", which are not
-    answered."""
+    answered under `id`; "cancel" of the command `id`, and "close", which are not answered."""
 
     method: str
     id: int = 0

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from cotune.errors import ConfigError, RequestRefused, SamplerError, error_line
 from cotune.integrations.apps.activation import NO_ACTIVATION
 from cotune.integrations.models.engine_sampler import LoopSampler
@@ -22,7 +20,6 @@ from cotune.integrations.models.vllm.adapters import SharedFolders, left_in_shar
 from cotune.integrations.models.vllm.device import check_gpu, on_gpu
 from cotune.integrations.models.vllm.images import image_prompt
 from cotune.integrations.models.vllm.requests import python_completion, python_params
-from cotune.integrations.profiling.spans import Trace
 from cotune.integrations.versions import require
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
@@ -340,14 +337,6 @@ class VllmSampler(LoopSampler):
         except Exception as error:
             raise self._failed(error) from error
         return await super()._info()
-
-    async def _begin_trace(self) -> None:
-        await self._ask("cotune_begin_trace")
-
-    async def _end_trace(self) -> list[Trace]:
-        """Of workers that compute together the first one's."""
-        first, *_ = await self._ask("cotune_end_trace")
-        return [msgspec.json.decode(first, type=Trace)]
 
     async def _unload(self, version: Version) -> None:
         if version.target is not None:

@@ -13,7 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -24,7 +23,6 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.lora.peft_helper import PEFTHelper
 
 from cotune.integrations.models.vllm.adapters import read_weights
-from cotune.integrations.profiling.tracer import Tracer
 from cotune.sampling.protocol import fingerprint
 
 BACKEND = "cotune-folder"
@@ -36,7 +34,6 @@ class CotuneWorker:
     model_runner: Any
     weight_transfer_engine: Any
     device: torch.device
-    cotune_tracer: Tracer
 
     def cotune_adapter(self, lora_id: int, folder: str) -> str:
         """Fingerprint of a folder, after a check that the adapter in this engine was made from the same values.
@@ -73,30 +70,6 @@ class CotuneWorker:
     def cotune_weights(self) -> str:
         """Fingerprint of the full weights that this worker loaded last."""
         return self.weight_transfer_engine.loaded
-
-    def cotune_begin_trace(self) -> None:
-        """Note from now on when this worker computes prompts, single tokens and samples, and loads weights."""
-        self.cotune_tracer = Tracer(self.device)
-        self.cotune_tracer.watch(self.model_runner, "execute_model", _pass)
-        self.cotune_tracer.watch(self.model_runner, "sample_tokens", lambda _: "sampling")
-        self.cotune_tracer.watch(self.model_runner, "add_lora", lambda _: "load")
-        if self.weight_transfer_engine is not None:
-            self.cotune_tracer.watch(self.weight_transfer_engine, "update_weights", lambda _: "load")
-        self.cotune_tracer.begin()
-
-    def cotune_end_trace(self) -> bytes:
-        """The `Trace` since `cotune_begin_trace`, as JSON."""
-        return msgspec.json.encode(self.cotune_tracer.end())
-
-
-def _pass(scheduled: Any) -> str:
-    """vLLM computes prompts and single tokens in one pass: one with any prompt, or part of one, counts as prefill. One
-    without tokens only tells the worker which requests have ended."""
-    if not scheduled.total_num_scheduled_tokens:
-        return ""
-    cached = scheduled.scheduled_cached_reqs
-    prompts = scheduled.scheduled_new_reqs or any(map(cached.is_context_phase, cached.req_ids))
-    return "prefill" if prompts else "decode"
 
 
 def _as_loaded(name: str, array: Any, dtype: torch.dtype, scale: float) -> torch.Tensor:

@@ -322,8 +322,8 @@ def trained(monkeypatch):
     """What `cotune train` hands to `train`."""
     seen = SimpleNamespace(finished=True, versions={"planner": 3}, stayed={}, held_out="", path="runs/r1")
 
-    def train(workflow, tasks, config, *, out):
-        seen.workflow, seen.tasks, seen.config, seen.run = workflow, tasks, config, out
+    def train(workflow, tasks, config, *, out, profile):
+        seen.workflow, seen.tasks, seen.config, seen.run, seen.profile = workflow, tasks, config, out, profile
         of = StoredEvaluation(evaluations={}, name="in training, after step 3")
         lines = [{"step": step, "roles": {"planner": {"reward": 0.25 + step / 4}}} for step in range(3)]
         return RunSummary(
@@ -354,6 +354,7 @@ def test_flags_of_train_become_its_configuration(trained, capsys):
     )
     assert cli.main(["train", "app:solve", "--tasks", "t.jsonl", *flags.split()]) == 0
     assert (trained.workflow, trained.tasks, trained.run) == ("app:solve", "t.jsonl", "runs/r1")
+    assert trained.profile is False
     assert trained.config == train_config.convert(
         {
             "model": "base",

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from cotune.errors import RequestRefused, SamplerError
-from cotune.integrations.profiling.spans import Span, Trace
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, Weights, fingerprint
@@ -166,16 +165,6 @@ class FakeEngine:
         if self.mode == "alters":
             raise SamplerError("It woke with other weights.", "")
         self.asleep = False
-
-    async def begin_trace(self) -> None:
-        await self._control()
-        if self.mode == "refuses":
-            raise RequestRefused("It keeps no clock.", "")
-
-    async def end_trace(self) -> list[Trace]:
-        if self.mode == "crash":
-            raise OSError("the disk is full")
-        return [Trace([Span(self.name, 1.0, 2.0)], [])]
 
     async def aclose(self) -> None:
         self.closed = True

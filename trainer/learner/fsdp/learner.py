@@ -16,7 +16,6 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, LearnerError, LearnerLost
 from cotune.integrations.cluster.worker_group import WorkerGroup, WorkersClosed, WorkersLost
-from cotune.integrations.profiling.spans import Trace
 from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
 from cotune.storage.token_figures import Seen
@@ -165,13 +164,13 @@ class FsdpLearner:
         files.check_identity(folder, [spec for spec in self._specs if spec.name not in new])
         self._all(lambda pool: pool.call("load", str(folder.absolute()), list(new)))
 
-    def begin_trace(self) -> None:
-        """As `LocalLearner.begin_trace`."""
-        self._all(lambda pool: pool.call("learner", "begin_trace"))
+    def begin_profile(self) -> None:
+        """Start torch's profiler on rank 0."""
+        self._pools[0].call("begin_profile")
 
-    def end_trace(self) -> list[Trace]:
-        """What the first rank of each pool has done since `begin_trace`."""
-        return [trace for traces in self._all(lambda pool: pool.call("learner", "end_trace")) for trace in traces]
+    def end_profile(self, file: Path | None) -> None:
+        """Stop it; rank 0 writes the trace. `file` must be in a folder that its machine sees."""
+        self._pools[0].call("end_profile", file and str(file.absolute()))
 
     async def aclose(self) -> None:
         """End all actors; calls that still run fail."""

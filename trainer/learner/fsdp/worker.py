@@ -144,6 +144,14 @@ class FsdpWorker:
         """What a method of this rank's learner returns. Rows come as bytes."""
         return getattr(self._learner, method)(*(unpack_rows(a) if isinstance(a, bytes) else a for a in arguments))
 
+    def begin_profile(self) -> None:
+        if self._rank == 0:
+            self._learner.begin_profile()
+
+    def end_profile(self, file: str | None) -> None:
+        if self._rank == 0:
+            self._learner.end_profile(None if file is None else Path(file))
+
     def save(self, folder: str) -> None:
         self._learner.save_policies(Path(folder))
         dist.barrier()

@@ -44,16 +44,6 @@ def test_policies_never_meet_each_others_weights() -> None:
     jump(scenario())
 
 
-def test_a_trace_is_of_all_engines() -> None:
-    async def scenario() -> list[str]:
-        one, two, rest = engines(3)
-        sampler = PolicySampler({"one": one, "two": two}, rest)
-        await sampler.begin_trace()
-        return [span.name for trace in await sampler.end_trace() for span in trace.spans]
-
-    assert jump(scenario()) == ["engine-0", "engine-1", "engine-2"]
-
-
 def test_a_policy_without_an_engine_is_refused_by_name() -> None:
     (one,) = engines(1)
     with pytest.raises(RequestRefused, match="three@1 has no engine; there are engines for one"):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import signal
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -137,37 +135,6 @@ def test_a_cancelled_or_late_request_is_aborted_in_the_engine(vllm_in_ray: Sampl
         return (await vllm_in_ray.info()).counters["requests"]
 
     assert run(asyncio.wait_for(scenario(), 120)) <= 1
-
-
-def test_a_trace_tells_prompts_from_single_tokens_sampling_and_loading(
-    vllm_in_ray: RaySampler, roles: Reference
-) -> None:
-    ref = PolicyRef("writer", 8)
-
-    async def scenario() -> Any:
-        await vllm_in_ray.begin_trace()
-        await vllm_in_ray.publish(ref, roles.weights["writer"], LORA)
-        drawn = [await vllm_in_ray.sample(prompt, 1, params(max_tokens=5), ref) for prompt in PROMPTS[:2]]
-        (trace,) = await vllm_in_ray.end_trace()
-        await vllm_in_ray.sample(PROMPTS[0], 1, params(max_tokens=5), ref)
-        await vllm_in_ray.retire(ref)
-        (empty,) = await vllm_in_ray.end_trace()
-        return [len(candidate.token_ids) for (candidate,) in drawn], trace, empty
-
-    began = time.time()
-    lengths, trace, empty = run(scenario())
-    names = [span.name for span in trace.spans if span.name != "profiler"]
-    passes = [kind for length in lengths for kind in ["prefill", *["decode"] * (length - 1)]]
-    assert [name for name in names if name != "sampling"] == ["load", *passes]
-    assert all(after == "sampling" for name, after in itertools.pairwise(names) if name in passes)
-    assert {"prefill", "decode"} == set(passes)
-    assert began < trace.spans[0].began < trace.spans[-1].ended < time.time()
-    assert all(a.ended <= b.began for a, b in itertools.pairwise(trace.spans))
-    (process,) = {span.process for span in trace.spans}
-    assert process != os.getpid()
-    assert {"aten::linear", "_C::cpu_attention_with_kv_cache"} & {event["name"] for event in trace.operators}
-    assert trace.notes == ()
-    assert (empty.spans, empty.operators) == ([], [])
 
 
 def test_an_engine_that_sleeps_answers_when_it_wakes_as_before(vllm_in_ray: RaySampler, roles: Reference) -> None:

@@ -1,0 +1,41 @@
+"""torch's own profiler, for `cotune train --profile`: one trace at a time of what this process computes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+_profiler: torch.profiler.profile | None = None
+
+
+def begin() -> None:
+    """Record the operators of all threads of this process, and the kernels of its GPUs. Raises RuntimeError."""
+    global _profiler
+    end(None)  # torch has one profiler at a time; that of an interrupted step may be left
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise it reports each trace on standard error
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    # By default torch records only the thread that starts it. An engine of this process computes in another one.
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    profiler = torch.profiler.profile(activities=activities, experimental_config=all_threads)
+    profiler.start()
+    _profiler = profiler
+
+
+def end(file: Path | None) -> None:
+    """Write what was recorded since `begin` to a file that ends with .json.gz; without a file, discard it.
+
+    Raises RuntimeError and OSError.
+    """
+    global _profiler
+    profiler, _profiler = _profiler, None
+    if profiler is None:
+        return
+    profiler.stop()
+    if file is not None:
+        file.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(file))

@@ -1,0 +1,51 @@
+"""`cotune train --profile`: a trace of one step by torch's profiler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from cotune.errors import error_line
+from cotune.storage.checkpoints import checkpoint_name
+from cotune.trainer.reporting.progress import Progress
+from cotune.trainer.run.run import Run
+
+
+@contextlib.asynccontextmanager
+async def profiled(run: Run, progress: Progress) -> AsyncIterator[None]:
+    """Trace the step within, if it is the one to profile, and say where the trace is.
+
+    A profiler that fails ends no run. A step that is not completed leaves no trace.
+    """
+    number = run.state.steps + 1
+    if number != run.profile_step:
+        yield
+        return
+    file: Path | None = run.folder.profiles / f"{checkpoint_name(number)}.trace.json.gz"
+    progress.say(f"step {number} is profiled ...")
+    fault = await _fault(run.learner.begin_profile)
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(Exception):  # the error of the step counts, and its learner may be gone
+            run.learner.end_profile(None)
+        raise
+    if run.state.steps < number:  # it was stopped
+        file = None
+    fault = fault or await _fault(run.learner.end_profile, file)
+    if fault:
+        progress.say(f"step {number} has no profile: {fault}")
+    elif file is not None:
+        progress.say(f"trace of step {number}, for https://ui.perfetto.dev or chrome://tracing: {file}")
+
+
+async def _fault(method: Callable[..., None], *arguments: Any) -> str:
+    """Call a method of the learner; if its profiler fails, the reason in one line."""
+    try:
+        await asyncio.to_thread(method, *arguments)
+    except (RuntimeError, OSError) as error:
+        return error_line(error)
+    return ""
