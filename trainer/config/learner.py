@@ -27,9 +27,6 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
 
-    eps: float = 1e-8
-    """AdamW's epsilon."""
-
     grad_clip: float = 1.0
     """Largest L2 norm of a policy's gradient at one optimizer step; 0 for no clipping."""
 
@@ -76,7 +73,7 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
         counts = ("mini_batch", "epochs", "micro_batch_tokens", "threads")
         check_bounds(self, *counts, least=1, table="learner.")
         check_bounds(self, "lr", table="learner.")
-        check_bounds(self, "grad_clip", "weight_decay", "eps", least=0, table="learner.")
+        check_bounds(self, "grad_clip", "weight_decay", least=0, table="learner.")
         if self.memory:
             _check_memory(self.memory)
 

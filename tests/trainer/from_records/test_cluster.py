@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from tests.trainer.conftest import Trainer
 from tests.trainer.from_records.records import traced
+from tests.trainer.learner.fsdp_ranks import RUN_EPS
 from tests.trainer.tiny_app import application, converse
 
 pytestmark = pytest.mark.slow
@@ -25,10 +26,13 @@ def weights(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_on_workers_ends_with_the_weights_of_a_local_one(
-    ray_runtime: str, trainer: Trainer, tmp_path: Path
+    ray_runtime: str, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Smaller ones blow up the rounding errors of gradients that are nearly zero.
+    monkeypatch.setattr("cotune.trainer.learner.memory.optimizer.EPS", RUN_EPS)
+    monkeypatch.setattr("cotune.trainer.learner.fsdp.learner.RANK", "tests.trainer.learner.fsdp_ranks:FineRank")
     traced(tmp_path / "records")
-    settings = {"recipe": "sft", "records": str(tmp_path / "records"), "learner": {"eps": 1e-4}, **STEPS}
+    settings = {"recipe": "sft", "records": str(tmp_path / "records"), **STEPS}
     for name, more in (("local", {}), ("cluster", {"cluster": CLUSTER})):
         summary = trainer(application(converse), None, to=name, **settings, **more)
         assert summary.finished and summary.versions == {"first": 3, "second": 3}

@@ -1,7 +1,7 @@
 """Ranks that outlive a learner, so that tests with different settings share their start; and ranks with faults."""
 
 import time
-from typing import Self
+from typing import Self, TypeVar
 from unittest import mock
 
 import pytest
@@ -10,8 +10,11 @@ import torch.distributed as dist
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.learner.fsdp.learner import FsdpLearner, Pool
 from cotune.trainer.learner.fsdp.worker import FsdpWorker
+from cotune.trainer.learner.local import LocalLearner
 
 TIMEOUT = 120.0
+FINE_EPS, RUN_EPS = 1e-6, 1e-4
+LearnerOfTests = TypeVar("LearnerOfTests", LocalLearner, FsdpLearner)
 RANK = "tests.trainer.learner.fsdp_ranks:TestedRank"
 
 
@@ -37,10 +40,34 @@ class TestedRank(FsdpWorker):
             self.update(policy, rows, 1.0)
         return exchange.call_count
 
+    def set_eps(self, eps: float) -> None:
+        with_eps(self._learner, eps)
+
     def share(self, policy: str) -> float:
         """Numbers of the policy that this rank holds, over all that there are."""
         parameters = self._learner._policies[policy].parameters().values()
         return sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters)
+
+
+class FineRank(FsdpWorker):
+    """A rank of a run, with the epsilon `RUN_EPS`."""
+
+    def open(self, *arguments, **named) -> None:
+        super().open(*arguments, **named)
+        with_eps(self._learner, RUN_EPS)
+
+
+def with_eps(learner: LearnerOfTests, eps: float = FINE_EPS) -> LearnerOfTests:
+    """A learner whose AdamW has another epsilon. A large one makes the first steps proportional to the gradient, and
+    any that is not tiny keeps them from blowing up rounding errors where a gradient is nearly zero."""
+    if isinstance(learner, FsdpLearner):
+        for pool in learner._pools:
+            pool.call("set_eps", eps)
+        return learner
+    for optimizer in learner._optimizers.values():
+        for group in optimizer.param_groups:
+            group["eps"] = eps
+    return learner
 
 
 def open_learner(*arguments, **cluster) -> FsdpLearner:

@@ -19,6 +19,7 @@ from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.update_tokens import UpdateTokens
 from tests.integrations import tiny_models
+from tests.trainer.learner.fsdp_ranks import with_eps
 from tests.trainer.learner.learner_rows import FAST, SMALL, VOCABULARY, change, make_rows, on_policy, same, snapshot
 
 pytestmark = pytest.mark.slow
@@ -196,7 +197,7 @@ def test_learning_rate_scale_and_defaults(opened, base):
 def test_gradient_clipping_bounds_the_step(opened, base):
     norms, moved = [], []
     for clip in (0.0, 1e-2):
-        learner = opened(base, "full", change(FAST, grad_clip=clip, eps=0.1))
+        learner = with_eps(opened(base, "full", change(FAST, grad_clip=clip)), 0.1)
         start = snapshot(learner, "a")
         norms.append(learner.update("a", make_rows())["grad_norm"])
         moved.append(sum(np.abs(array - start[name]).sum() for name, array in learner.weights("a").items()))

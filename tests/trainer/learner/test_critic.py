@@ -18,6 +18,7 @@ from cotune.errors import ConfigError, RunError
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.fsdp_ranks import with_eps
 from tests.trainer.learner.learner_rows import change, make_rows
 from tests.trainer.tiny_app import application, converse
 
@@ -165,15 +166,15 @@ def test_a_critic_takes_the_reward_as_it_is():
 def test_two_workers_judge_and_learn_as_one_and_go_on_from_each_other(base, two_ranks, tmp_path, kind):
     """With privileged text; 11 rows, then fewer rows than workers."""
     loss = msgspec.structs.replace(LOSS, kl=0.01, kl_in="reward")
-    settings = change(SETTINGS, eps=1e-6, mini_batch=4, micro_batch_tokens=30)
+    settings = change(SETTINGS, mini_batch=4, micro_batch_tokens=30)
     policies = policies_for(kind, ["a", "b"], LoraSpec(rank=4))
 
     def shown(groups: int, k: int) -> list[TrainRow]:
         made = make_rows(groups=groups, k=k, response=(1, 6))[1 if k > 1 else 0 :]
         return [msgspec.structs.replace(row, privileged=(2, 5 + i % 2)) for i, row in enumerate(made)]
 
-    local = LocalLearner.open(base, policies, settings, loss)
-    ranks = two_ranks.learner(base, policies, settings, loss)
+    local = with_eps(LocalLearner.open(base, policies, settings, loss))
+    ranks = with_eps(two_ranks.learner(base, policies, settings, loss))
     batches = [shown(3, 4)] * 3 + [shown(1, 1)]
 
     def compare(policy: str, batch: list[TrainRow]) -> None:

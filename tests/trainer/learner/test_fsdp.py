@@ -26,7 +26,7 @@ from cotune.trainer.learner.batching import passes, rank_parts
 from cotune.trainer.learner.fsdp.worker import pack_rows
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.cluster.group_worker import alive
-from tests.trainer.learner.fsdp_ranks import TIMEOUT, open_learner
+from tests.trainer.learner.fsdp_ranks import TIMEOUT, open_learner, with_eps
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, on_policy, same, snapshot
 
 pytestmark = pytest.mark.slow
@@ -35,11 +35,11 @@ BOTH = Policies(
     {"lora": PolicySpec(name="lora", lora=SMALL), "full": PolicySpec(name="full", kind="full")},
     {"a": "lora", "b": "full"},
 )
-FINE = change(FAST, lr=1e-3, eps=1e-6)
-"""Steps that do not blow rounding up where a gradient is nearly zero."""
+FINE = change(FAST, lr=1e-3)
+"""With the epsilon of `with_eps`: steps that do not blow rounding up where a gradient is nearly zero."""
 
-AS_GRADIENT = change(FAST, lr=1.0, eps=1.0, grad_clip=0.0)
-"""The first step is then -g / (|g| + 1), from which g is read."""
+AS_GRADIENT = change(FAST, lr=1.0, grad_clip=0.0)
+"""With an epsilon of 1 the first step is -g / (|g| + 1), from which g is read."""
 
 
 def apart(one, other):
@@ -106,9 +106,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_and_metrics_of_two_workers_are_the_local_ones(base, two_ranks, case):
     rows, settings, loss = CASES[case]
-    settings = change(settings, lr=AS_GRADIENT.lr, eps=AS_GRADIENT.eps, grad_clip=0.0)
-    local = LocalLearner.open(base, BOTH, settings, loss)
-    fsdp = two_ranks.learner(base, BOTH, settings, loss)
+    settings = change(settings, lr=AS_GRADIENT.lr, grad_clip=0.0)
+    local = with_eps(LocalLearner.open(base, BOTH, settings, loss), 1.0)
+    fsdp = with_eps(two_ranks.learner(base, BOTH, settings, loss), 1.0)
     for policy in ("lora", "full"):
         for _ in range(2 if policy == "lora" else 1):  # A of a LoRA has no gradient before the second step
             assert apart(local.weights(policy), fsdp.weights(policy)) < 1e-5
@@ -126,8 +126,8 @@ def test_gradients_and_metrics_of_two_workers_are_the_local_ones(base, two_ranks
 def test_weights_stay_equal_over_many_steps(base, two_ranks, layout):
     settings = change(FINE, mini_batch=3, epochs=2, micro_batch_tokens=60)
     policies = policies_for(layout, ("a", "b"), SMALL)
-    local = LocalLearner.open(base, policies, settings, LossSpec())
-    fsdp = two_ranks.learner(base, policies, settings, LossSpec())
+    local = with_eps(LocalLearner.open(base, policies, settings, LossSpec()))
+    fsdp = with_eps(two_ranks.learner(base, policies, settings, LossSpec()))
     rows = on_policy(local, "a", make_rows())[1:]
     for policy in ("a", "b"):
         metrics, divided = local.update(policy, rows, lr_scale=0.5), fsdp.update(policy, rows, lr_scale=0.5)
@@ -140,7 +140,7 @@ def test_weights_stay_equal_over_many_steps(base, two_ranks, layout):
 
 def test_pairs_of_answers_move_the_weights_as_in_one_process(base, two_ranks, tmp_path):
     rows, loss = make_rows(groups=6, k=2), FROM_RECORDS["dpo"]
-    learners = [LocalLearner.open(base, BOTH, FINE, loss), two_ranks.learner(base, BOTH, FINE, loss)]
+    learners = [with_eps(make(base, BOTH, FINE, loss)) for make in (LocalLearner.open, two_ranks.learner)]
     figures = []
     for number, learner in enumerate(learners):
         preferring = PreferenceLearner(learner, DpoConfig(beta=0.5), pairs=3)
@@ -157,7 +157,7 @@ def test_mixed_precision_is_near_single_precision(base, two_ranks):
     rows = make_rows()
     norms = {}
     for dtype in ("float32", "bfloat16"):
-        learner = two_ranks.learner(base, BOTH, change(FINE, dtype=dtype), LossSpec())
+        learner = with_eps(two_ranks.learner(base, BOTH, change(FINE, dtype=dtype), LossSpec()))
         norms[dtype] = [learner.update(policy, rows)["grad_norm"] for policy in ("lora", "full")]
         assert all(array.dtype == np.float32 for array in learner.weights("full").values())
     assert norms["bfloat16"] == pytest.approx(norms["float32"], rel=0.05)
@@ -204,7 +204,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_workers(base, request, tmp_
     def opened(kind, seed):
         ranks = {"one": "one_rank", "two": "two_ranks"}
         open_one = LocalLearner.open if kind == "local" else request.getfixturevalue(ranks[kind]).learner
-        return open_one(base, BOTH, change(FINE, mini_batch=6), LossSpec(), seed=seed)
+        return with_eps(open_one(base, BOTH, change(FINE, mini_batch=6), LossSpec(), seed=seed))
 
     at_save, then = trained(opened(writer, seed=0), tmp_path)
     learner = opened(reader, seed=99)  # other start and order, overwritten by load
@@ -258,7 +258,7 @@ def test_what_the_cluster_has_no_room_for_is_said_at_once(base):
 def saved(base, tmp_path_factory):
     """A checkpoint after one update of both policies."""
     folder = tmp_path_factory.mktemp("saved")
-    trained(LocalLearner.open(base, BOTH, FINE, LossSpec()), folder)
+    trained(with_eps(LocalLearner.open(base, BOTH, FINE, LossSpec())), folder)
     return folder
 
 
@@ -268,7 +268,7 @@ def opened(base, ray_runtime):
     learners = []
 
     def open_one(**cluster):
-        learners.append(open_learner(base, BOTH, FINE, LossSpec(), **cluster))
+        learners.append(with_eps(open_learner(base, BOTH, FINE, LossSpec(), **cluster)))
         return learners[-1]
 
     yield open_one
@@ -279,7 +279,7 @@ def opened(base, ray_runtime):
 def goes_on_as_a_local_one(learner, base, saved):
     """Both are loaded from the checkpoint and updated; returns the local one."""
     learner.load(saved)
-    local = LocalLearner.open(base, BOTH, FINE, LossSpec())
+    local = with_eps(LocalLearner.open(base, BOTH, FINE, LossSpec()))
     local.load(saved)
     one, other = updated(local), updated(learner)
     assert all(apart(one[policy], other[policy]) < 1e-5 for policy in one)

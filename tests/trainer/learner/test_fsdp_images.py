@@ -13,7 +13,7 @@ from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.trainer.learner.local import LocalLearner
 from tests.integrations.pictures import asks, picture
 from tests.integrations.seeing_models import build_seeing
-from tests.trainer.learner.fsdp_ranks import OpenRanks
+from tests.trainer.learner.fsdp_ranks import OpenRanks, with_eps
 from tests.trainer.learner.learner_rows import change
 from tests.trainer.learner.test_fsdp import AS_GRADIENT, BOTH, apart, gradients
 
@@ -50,8 +50,8 @@ def test_two_workers_learn_from_images_what_one_process_does(
     build_seeing(tmp_path, kind)
     rows = rows_of(ChatTemplate.load(tmp_path))
     settings = change(AS_GRADIENT, micro_batch_tokens=tokens)
-    local = LocalLearner.open(str(tmp_path), BOTH, settings, LossSpec())
-    fsdp = two_ranks.learner(str(tmp_path), BOTH, settings, LossSpec())
+    local = with_eps(LocalLearner.open(str(tmp_path), BOTH, settings, LossSpec()), 1.0)
+    fsdp = with_eps(two_ranks.learner(str(tmp_path), BOTH, settings, LossSpec()), 1.0)
     for policy in ("lora", "full"):
         expected, metrics = gradients(local, policy, rows)
         found, divided = gradients(fsdp, policy, rows)

@@ -6,16 +6,17 @@ import pytest
 from cotune.algorithms.recipes import LossSpec
 from cotune.records.policies import policies_for
 from cotune.trainer.learner.local import LocalLearner
-from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, snapshot
+from tests.trainer.learner.fsdp_ranks import with_eps
+from tests.trainer.learner.learner_rows import FAST, SMALL, make_rows, snapshot
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_workers_learn_what_one_process_does(smollm2, two_ranks):
-    settings = change(FAST, eps=1e-2)  # eps: steps that follow the gradient, however small it is
     policies = policies_for("lora", ("a", "b"), SMALL)
-    local = LocalLearner.open(str(smollm2), policies, settings, LossSpec(ratio="none"))
-    fsdp = two_ranks.learner(str(smollm2), policies, settings, LossSpec(ratio="none"))
+    # With this epsilon steps follow the gradient, however small it is.
+    local = with_eps(LocalLearner.open(str(smollm2), policies, FAST, LossSpec(ratio="none")), 1e-2)
+    fsdp = with_eps(two_ranks.learner(str(smollm2), policies, FAST, LossSpec(ratio="none")), 1e-2)
     rows = make_rows(groups=2, k=2, response=(2, 4))
     start = snapshot(local, "a")
     metrics, divided = local.update("a", rows), fsdp.update("a", rows)

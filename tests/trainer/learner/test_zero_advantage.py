@@ -7,12 +7,13 @@ import pytest
 from cotune.algorithms.recipes import LossSpec
 from cotune.records.policies import policies_for
 from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.fsdp_ranks import with_eps
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, on_policy, snapshot
 
 pytestmark = pytest.mark.slow
 
-AS_GRADIENTS = change(FAST, lr=1.0, eps=1e3, betas=(0.0, 0.99))
-"""Steps of the size of the gradients, without momentum."""
+AS_GRADIENTS = change(FAST, lr=1.0, betas=(0.0, 0.99))
+"""With an epsilon of 1,000: steps of the size of the gradients, without momentum."""
 CASES = {
     "token mean": ({}, LossSpec()),
     "several steps and epochs": ({"mini_batch": 8, "epochs": 2}, LossSpec(aggregation="sequence_mean")),
@@ -44,7 +45,7 @@ def test_the_update_is_the_one_that_passes_them(opened, case):
     some[1] = msgspec.structs.replace(some[1], logprobs=tuple(value - 0.02 for value in some[1].logprobs))
     start, found = snapshot(first, "a"), []
     for advantage in (1e-20, 0.0):
-        learner = opened(settings=change(AS_GRADIENTS, **fields), loss=loss)
+        learner = with_eps(opened(settings=change(AS_GRADIENTS, **fields), loss=loss), 1e3)
         figures = learner.update("a", [*some, *flat(others, advantage)])
         found.append((figures, snapshot(learner, "a")))
     (whole, expected), (metrics, weights) = found

@@ -11,6 +11,9 @@ from cotune.errors import ConfigError
 from cotune.trainer.config.learner import FULL_LR, LORA_LR, LearnerSettings
 from cotune.trainer.learner.policy_model import PolicyModel
 
+EPS = 1e-8
+"""AdamW's epsilon, the default of its paper (arXiv 1711.05101) and of PyTorch."""
+
 
 def check_hardware(settings: LearnerSettings) -> None:
     """Raises ConfigError for settings that need a GPU where there is none, or bitsandbytes, which is not installed."""
@@ -28,7 +31,7 @@ def build_optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.opti
     shared: dict[str, Any] = {
         "lr": learning_rate(model, settings),
         "betas": settings.betas,
-        "eps": settings.eps,
+        "eps": EPS,
         "weight_decay": settings.weight_decay,
     }
     if settings.optimizer == "adamw8bit":

@@ -26,6 +26,7 @@ from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory import products
 from cotune.trainer.learner.memory.pass_size import bytes_per_token
 from cotune.trainer.publish import Probe, sampled_gaps
+from tests.trainer.learner.fsdp_ranks import with_eps
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, snapshot
 
 ROUNDING = pytest.mark.skipif(not bfloat16.has_bfloat16(), reason="this processor does not multiply bfloat16")
@@ -42,9 +43,9 @@ def moved(learner: LocalLearner) -> tuple[Mapping[str, float], Mapping[str, Any]
 
 
 def test_gradients_are_those_of_peft(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    joined, weights = moved(opened(base, eps=1e-2))
+    joined, weights = moved(with_eps(opened(base), 1e-2))
     monkeypatch.setattr(products, "join_layers", lambda network, dtype: None)
-    apart, expected = moved(opened(base, eps=1e-2))
+    apart, expected = moved(with_eps(opened(base), 1e-2))
     assert joined["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-5)
     for name, array in expected.items():
         np.testing.assert_allclose(weights[name], array, atol=1e-6, err_msg=name)
