@@ -62,25 +62,6 @@ def recorded_answers(
         left_out["unreadable"] += store.unreadable
 
 
-def best_episodes(store: Store, episodes: Iterable[Episode], count: int, left_out: Counter[str]) -> list[Episode]:
-    """Of each task the `count` episodes that ended well with the highest outcome, the earlier one of equals.
-
-    An episode's outcome is the sum of its rewards. `left_out` counts the calls of the others.
-    """
-    listed = list(episodes)
-    rewards = store.rewards(episode.id for episode in listed)
-    of_task: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for place, episode in enumerate(listed):
-        if episode.status == "ok" and rewards.get(episode.id):
-            of_task[episode.task.id].append((-sum(rewards[episode.id].values()), place))
-        else:
-            left_out["failed_episode" if episode.status != "ok" else "no_reward"] += episode.calls
-    kept = {place for ranked in of_task.values() for _, place in sorted(ranked)[:count]}
-    for ranked in of_task.values():
-        left_out["not_best"] += sum(listed[place].calls for _, place in sorted(ranked)[count:])
-    return [episode for place, episode in enumerate(listed) if place in kept]
-
-
 def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, float]:
     """The value of each episode, by its id: the sum of its rewards. For an episode without any that the policy failed,
     `on_failure` gives it: a number, or the lowest of the episodes of its phase that ended well, and at most 0. With

@@ -22,8 +22,6 @@ class RecordsConfig(RunRecords, frozen=True, kw_only=True, forbid_unknown_fields
     They stand in for rewards; candidates without a score are left out."""
     min_reward: float | None = None
     """Recipe sft: least sum of an answer's own rewards, or of its episode's where it has none."""
-    best_of: int | None = None
-    """Recipe sft: of each task take only so many episodes, those with the highest outcome."""
     since: str = ""
     """Learn only from what came later: a time ago (7d), a day (2026-11-30), or last: new episodes and newly rewarded
     ones since the last run in the same folder of runs that learned from these records."""
@@ -33,7 +31,6 @@ class RecordsConfig(RunRecords, frozen=True, kw_only=True, forbid_unknown_fields
     """Share of the tasks that are held out, to measure the loss on; 0 for none."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "best_of", least=1, table="records.")
         check_bounds(self, "version", least=0, table="records.")
         if (shown := without_password(self.path)) != self.path:
             remedy = "Leave it out, and set PGPASSWORD or write ~/.pgpass."
@@ -86,8 +83,6 @@ def check_records(recipe: str | None, records: RecordsConfig, learner: LearnerSe
         )
     if learner.mini_batch < 2:
         raise ConfigError("learner.mini_batch", learner.mini_batch, "must be 2 or more: a pair has two rows")
-    for name in ("min_reward", "best_of"):
-        if (value := getattr(records, name)) is not None:
-            raise ConfigError(
-                f"records.{name}", value, "cannot be used with recipe dpo, which takes the best and worst answers"
-            )
+    if records.min_reward is not None:
+        fault = "cannot be used with recipe dpo, which takes the best and worst answers"
+        raise ConfigError("records.min_reward", records.min_reward, fault)

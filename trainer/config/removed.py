@@ -16,6 +16,7 @@ REMOVED: Mapping[str, str] = {
     "learner.seed": "Use seed.",
     "replay.continuations": "Leave it out: later calls of a branch are trained on, except with recipe c3.",
     "profile": "Pass --profile to cotune train: it traces one step; see docs/how-to/profile.md.",
+    "records.best_of": "Use records.min_reward: it takes the answers of all episodes that did well enough.",
     "replay.freeze": 'Use replay.tools = "frozen".',
     "routing.past": _NO_PAST,
     "routing.pool": _NO_PAST,

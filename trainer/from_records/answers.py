@@ -10,7 +10,7 @@ import msgspec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import RecordError
 from cotune.integrations.models.chat.answers import encode_answer
-from cotune.reading.recorded_answers import RecordedAnswer, best_episodes, recorded_answers
+from cotune.reading.recorded_answers import RecordedAnswer, recorded_answers
 from cotune.records.ids import candidate_id
 from cotune.records.structs import Candidate, Episode
 from cotune.sampling.request_params import template_options, tools_shown
@@ -27,7 +27,7 @@ _MEANINGS = {
     "unrenderable": "the model's chat template refuses the messages",
 }
 _REMEDIES = {
-    **dict.fromkeys(("below_reward", "no_reward", "not_best"), _REWARDED),
+    **dict.fromkeys(("below_reward", "no_reward"), _REWARDED),
     **{
         reason: f"{reason}: {meaning}. Take a model whose chat template writes tool calls, or set tool_format."
         for reason, meaning in _MEANINGS.items()
@@ -78,8 +78,6 @@ def read_answers(store: Store, readers: Readers, settings: RecordsConfig, on_fai
     rows, learned = Rows(), Counter[str]()
     of_episode: dict[str, list[TrainRow]] = {}
     episodes = learned_from(store, left_out)
-    if settings.best_of is not None:
-        episodes = iter(best_episodes(store, episodes, settings.best_of, left_out))
     unwritten = Unwritten()
     listed = recorded_answers(store, episodes, left_out, min_reward=settings.min_reward, on_failure=on_failure)
     before = ""

@@ -166,7 +166,7 @@ def test_a_run_on_the_groups_of_a_tree(trainer: Trainer, tmp_path: Path) -> None
         ({"learner": {"epochs": 2}}, "learner.epochs = 2 cannot be used with recipe dpo"),
         ({"learner": {"mini_batch": 1}}, "learner.mini_batch = 1 must be 2 or more"),
         ({"dpo": {"beta": 0.0}}, "dpo.beta = 0.0 must be a number above 0"),
-        ({"records": {"path": "x", "best_of": 1}}, "records.best_of = 1 cannot be used with recipe dpo"),
+        ({"records": {"path": "x", "min_reward": 1.0}}, "records.min_reward = 1.0 cannot be used with recipe dpo"),
     ],
 )
 def test_bad_settings_are_named(trainer: Trainer, settings: dict[str, Any], message: str) -> None:

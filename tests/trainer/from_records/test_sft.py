@@ -123,18 +123,6 @@ def test_a_role_whose_answers_cannot_be_written_is_told(tmp_path: Path, tiny_bas
     assert writer.startswith("Role writer learns 1 of 2 answers; left out are inexpressible: 1. inexpressible: the mod")
 
 
-def test_best_of_takes_the_episodes_of_each_task_with_the_highest_outcome(tmp_path: Path, tiny_base: Path) -> None:
-    with SqliteStore.open(tmp_path) as store:
-        for task, text, outcome in (("a", "b", 0.0), ("a", "a", 2.0), ("a", "c", 2.0), ("d", "d", -1.0)):
-            record(store, task, [("first", asked(f"say {task}"), said(text))], rewards={"team": outcome})
-        record(store, "a", [("first", asked("say a"), said("e"))])
-        store.flush()
-        best = read(store, tiny_base, best_of=1)
-        assert [row.response_ids[0] for row in rows_of(best)] == [4, 7]
-        assert best.left_out == {"not_best": 2, "no_reward": 1}
-        assert [row.response_ids[0] for row in rows_of(read(store, tiny_base, best_of=2, min_reward=1.0))] == [4, 6]
-
-
 def test_turns_that_go_on_from_each_other_are_one_row_with_the_same_loss(base: str) -> None:
     first, other = (make_rows(groups=1, k=1, seed=seed, response=(3, 3))[0] for seed in (1, 2))
     second = TrainRow(
@@ -275,30 +263,21 @@ def test_a_policy_whose_held_out_loss_rises_stops_and_keeps_its_best(
 
 def test_the_command_line(records: Path, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "tests.trainer.worker_app:solve", "--recipe", "sft", "--records", str(records)]
-    words += [
-        "--model",
-        str(tiny_base),
-        "--out",
-        str(tmp_path / "run"),
-        "--set",
-        "records.best_of=1",
-        "--set",
-        "records.min_reward=0.5",
-    ]
+    words += ["--model", str(tiny_base), "--out", str(tmp_path / "run"), "--set=records.min_reward=0.5"]
     words += ["--steps", "2", "--tasks-per-step", "4", "--lr", "3e-3", "--set=learner.device=cpu"]
     assert main(words) == 0
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["rows"] for line in lines] == [8, 8]
-    assert lines[0]["left_out"] == {"not_best": 24}
+    assert lines[0]["left_out"] == {"below_reward": 24}
     assert main(["train", "--resume", str(tmp_path / "run"), "--steps", "3"]) == 0
     assert "finished after 3 steps" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "run")]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"recipe sft, learns from {records} 3 of 3 steps, 24 rows trained on" in shown
-    assert "held-out loss of first: " in shown and "left out: not_best: 24" in shown
+    assert "held-out loss of first: " in shown and "left out: below_reward: 24" in shown
     assert main(["show", str(tmp_path / "run"), "--steps"]) == 0
     steps = capsys.readouterr().out
-    assert "reward" not in steps and "failed" not in steps and "held-out" in steps
+    assert "reward" not in steps.replace("below_reward", "") and "failed" not in steps and "held-out" in steps
     assert main(["show", str(tmp_path / "run"), "--groups"]) == 1
     assert f"learns from records and has no episode of its own. Those are in {records}." in capsys.readouterr().err
 
