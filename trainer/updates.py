@@ -21,8 +21,11 @@ from cotune.trainer.run.run import RolloutRun
 async def update_policies(
     learner: Learner, rows: Mapping[str, Sequence[TrainRow]], scales: Mapping[str, float]
 ) -> Updates:
-    """Update policies on their rows, those of pools of their own at once. Raises what the first of them did, when the
-    others are done too: a thread cannot be left."""
+    """Update policies on their rows.
+
+    The learner trains one after the other; meanwhile a teacher scores the rows of the next. Raises what the first of
+    them did, when the others are done too: a thread cannot be left.
+    """
     work = (asyncio.to_thread(learner.update, name, rows[name], lr_scale=scales[name]) for name in rows)
     updates: dict[str, Mapping[str, float]] = {}
     for name, figures in zip(rows, await asyncio.gather(*work, return_exceptions=True), strict=True):

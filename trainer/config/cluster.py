@@ -9,7 +9,6 @@ import msgspec
 from cotune.errors import ConfigError, check_bounds
 from cotune.integrations.models.engines import ENGINES, Engine, engine_of
 
-Pools = Literal["shared", "per_policy"]
 Placement = Literal["pack", "spread"]
 
 CPUS = 1.0
@@ -48,9 +47,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """[cluster.engine_args] Further arguments of vLLM's engine, such as max_model_len or gpu_memory_utilization; of
     vllm-url: folder, where adapters are written for a server on another machine."""
     learners: int = 1
-    """FSDP workers of a pool; a batch is divided among them."""
-    pools: Pools = "shared"
-    """shared: one pool trains all policies, in turn | per_policy: a pool for each, in parallel."""
+    """FSDP workers; they train all policies in turn, and a batch is divided among them."""
     gpus_per_learner: int = 0
     """GPUs of each FSDP worker; 0: it trains on the CPU."""
     learner_timeout: float = 1800.0
@@ -61,7 +58,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One engine and one learner share a GPU: vLLM sleeps while the learner updates, and is checked as it wakes. It
     takes engine_args.gpu_memory_utilization of the GPU (0.5 where that is not set), the learner keeps the rest."""
     placement: Placement = "pack"
-    """pack: learners of one pool on as few machines as possible | spread: on as many."""
+    """pack: learners on as few machines as possible | spread: on as many."""
     env: dict[str, str] = {}
     """[cluster.env] Environment variables of the actors, such as keys that the application needs."""
     runtime_env: dict[str, Any] = {}
@@ -97,13 +94,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError(f"cluster.{name}", getattr(self, name), f"must be {allowed} if a server samples")
 
     def _check_colocated(self) -> None:
-        for name, value, allowed in (
-            ("engines", self.engines, 1),
-            ("learners", self.learners, 1),
-            ("pools", self.pools, "shared"),
-        ):
-            if value != allowed:
-                raise ConfigError(f"cluster.{name}", value, f"must be {allowed} if cluster.colocate is true")
+        for name, value in (("engines", self.engines), ("learners", self.learners)):
+            if value != 1:
+                raise ConfigError(f"cluster.{name}", value, "must be 1 if cluster.colocate is true")
         if not self.kind.sleeps:
             able = " or ".join(name for name, kind in ENGINES.items() if kind.sleeps)
             raise ConfigError("cluster.engine", self.sampled_by, f"must be {able} if cluster.colocate is true")
@@ -142,12 +135,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         half = 2 if self.colocate else 1
         return self.gpus_per_engine / half, self.gpus_per_learner / half
 
-    def demands(self, policies: int = 1, samplers: int = 1) -> tuple[Demand, ...]:
-        """What the run asks of the cluster, with this many trained policies and sets of engines."""
-        pools = policies if self.pools == "per_policy" else 1
+    def demands(self, samplers: int = 1) -> tuple[Demand, ...]:
+        """What the run asks of the cluster, with this many sets of engines."""
         engine, learner = self.gpu_shares
         return (
             Demand("engine", self.engines * samplers, engine),
-            Demand("learner", self.learners * pools, learner),
+            Demand("learner", self.learners, learner),
             Demand("rollout worker", self.rollout_workers),
         )

@@ -12,6 +12,7 @@ from cotune.errors import ConfigError
 _NO_PAST = "Leave it out: present versions play all roles. Train roles in turns with train in [[policy]]."
 
 REMOVED: Mapping[str, str] = {
+    "cluster.pools": "Leave it out: the learners train all policies in turn.",
     "learner.eps": "Leave it out: AdamW's epsilon is 1e-8.",
     "learner.seed": "Use seed.",
     "replay.continuations": "Leave it out: later calls of a branch are trained on, except with recipe c3.",

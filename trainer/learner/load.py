@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -33,10 +33,9 @@ def open_policy_models(
     settings: LearnerSettings,
     *,
     reference: Container[str],
-    names: Collection[str] | None = None,
     seed: int = 0,
 ) -> dict[str, PolicyModel]:
-    """The trained policies by name, or those of them in `names`; frozen and provider policies are left out.
+    """The trained policies by name; frozen and provider policies are left out.
 
     A `full` model in `reference` keeps a frozen copy (an adapter's reference is its base). The initial weights of a
     policy's adapter follow from `seed` and its place among the trained policies, whatever else is opened with it.
@@ -48,8 +47,6 @@ def open_policy_models(
     shared: dict[str, tuple[Any, LogprobModel]] = {}
     with torch.random.fork_rng(devices=[]):
         for index, spec in enumerate(trained):
-            if names is not None and spec.name not in names:
-                continue
             torch.manual_seed(seed + SEED_STRIDE * index)
             path = spec.model or model
             if spec.kind == "full":

@@ -32,7 +32,7 @@ from cotune.trainer.run.engines import (
 )
 
 SPARE_CPUS = 16
-"""What a local Ray gives out beyond what the run's parts ask for, so that pools of further policies find room."""
+"""What a local Ray gives out beyond what the run's parts ask for, so that engines of further policies find room."""
 
 
 class Cluster:

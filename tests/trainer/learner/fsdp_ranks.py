@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from cotune.trainer.config.cluster import ClusterConfig
-from cotune.trainer.learner.fsdp.learner import FsdpLearner, Pool
+from cotune.trainer.learner.fsdp.learner import FsdpLearner, Ranks
 from cotune.trainer.learner.fsdp.worker import FsdpWorker
 from cotune.trainer.learner.local import LocalLearner
 
@@ -61,8 +61,7 @@ def with_eps(learner: LearnerOfTests, eps: float = FINE_EPS) -> LearnerOfTests:
     """A learner whose AdamW has another epsilon. A large one makes the first steps proportional to the gradient, and
     any that is not tiny keeps them from blowing up rounding errors where a gradient is nearly zero."""
     if isinstance(learner, FsdpLearner):
-        for pool in learner._pools:
-            pool.call("set_eps", eps)
+        learner._ranks.call("set_eps", eps)
         return learner
     for optimizer in learner._optimizers.values():
         for group in optimizer.param_groups:
@@ -87,7 +86,7 @@ class OpenRanks:
     def __enter__(self) -> Self:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("cotune.trainer.learner.fsdp.learner.RANK", RANK)
-            self.group = Pool.start(["under test"], self.cluster, "cpu").workers
+            self.group = Ranks.start(self.cluster, "cpu").workers
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,6 +95,6 @@ class OpenRanks:
     def learner(self, model, policies, settings, loss, own=None, seed=0) -> FsdpLearner:
         """A learner on these ranks; the one before serves no more."""
         specs = [spec for spec in policies.specs.values() if spec.trained]
-        pool = Pool(self.group, [spec.name for spec in specs], TIMEOUT)
-        pool.call("open", model, policies, settings, loss, list(pool.names), own or {}, seed)
-        return FsdpLearner(specs, [pool])
+        ranks = Ranks(self.group, TIMEOUT)
+        ranks.call("open", model, policies, settings, loss, own or {}, seed)
+        return FsdpLearner(specs, ranks)

@@ -76,7 +76,7 @@ def test_a_lost_learner_goes_on_from_the_last_checkpoint_and_one_lost_too_often_
     killed: list[int] = []
 
     def kill(rank: int) -> None:
-        os.kill(learners[-1]._pools[0].workers.processes[rank], signal.SIGKILL)
+        os.kill(learners[-1]._ranks.workers.processes[rank], signal.SIGKILL)
         killed.append(rank)
 
     def weights(learner: FsdpLearner, policy: str) -> Any:

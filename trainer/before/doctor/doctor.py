@@ -83,8 +83,7 @@ def examine(config: TrainConfig | None = None, *, prompt: int = PROMPT) -> Repor
             findings.append(blocking(error, "cluster"))
     if nodes and config is not None:
         try:
-            trained = trained_policies(config, config.specs)
-            findings += judge_placement(nodes, cluster, policies=trained, samplers=_samplers(config))
+            findings += judge_placement(nodes, cluster, samplers=_samplers(config))
         except ConfigError as error:
             findings.append(blocking(error, "engines"))
     return Report(machine, tuple(nodes), tuple(findings), memory)
@@ -178,11 +177,9 @@ def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
         yield Finding("ok", "precision", text)
 
 
-def judge_placement(
-    nodes: Sequence[Node], cluster: ClusterConfig, *, policies: int = 1, samplers: int = 1
-) -> Iterator[Finding]:
+def judge_placement(nodes: Sequence[Node], cluster: ClusterConfig, *, samplers: int = 1) -> Iterator[Finding]:
     """Whether each process of the run finds a machine with room for it; the largest are placed first."""
-    demands = cluster.demands(policies, samplers)
+    demands = cluster.demands(samplers)
     local = cluster.address == "local"
     wanted = sum(demand.count * CPUS for demand in demands)
     have = sum(node.free_cpus for node in nodes)

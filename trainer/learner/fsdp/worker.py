@@ -121,19 +121,16 @@ class FsdpWorker:
         policies: Policies,
         settings: LearnerSettings,
         loss: LossSpec,
-        names: list[str],
         own: Mapping[str, Method] = {},
         seed: int = 0,
     ) -> None:
-        """Load the policies in `names`, divide their weights, and build the optimizers."""
+        """Load the trained policies, divide their weights, and build the optimizers."""
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         # Whole models stay in the memory of the CPU; only this rank's part goes to the device.
         whole = msgspec.structs.replace(settings, device="cpu")
-        opened = open_policy_models(
-            model, policies, whole, reference=needing_untrained(policies, loss, own), names=names, seed=seed
-        )
+        opened = open_policy_models(model, policies, whole, reference=needing_untrained(policies, loss, own), seed=seed)
         shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.precision)
         self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own, seed)
 

@@ -127,7 +127,6 @@ def test_an_engine_and_a_learner_share_one_gpu_when_they_are_colocated() -> None
         ({"engines": 2}, r"cluster\.engines .*1 if cluster\.colocate"),
         ({"engine": "transformers"}, "cluster.engine .*vllm"),
         ({"learners": 2}, "cluster.learners"),
-        ({"pools": "per_policy"}, "cluster.pools .*shared"),
         ({"gpus_per_engine": 1}, "gpus_per_engine and gpus_per_learner"),
     ],
 )
@@ -139,12 +138,6 @@ def test_what_cannot_share_a_gpu_is_refused(changes: dict[str, Any], message: st
 def test_mode_async_cannot_share_a_gpu() -> None:
     with pytest.raises(ConfigError, match=r"mode .*sync if cluster\.colocate"):
         TrainConfig(model="m", mode="async", cluster=ClusterConfig(address="local", colocate=True))
-
-
-def test_a_pool_for_each_policy_counts_for_each() -> None:
-    asked = ClusterConfig(address="auto", pools="per_policy", learners=2, gpus_per_learner=1)
-    assert blocking(judge_placement([node(16, 4)], asked, policies=3))
-    assert not blocking(judge_placement([node(16, 4)], asked, policies=2))
 
 
 def test_policies_of_full_weights_count_engines_of_their_own() -> None:
