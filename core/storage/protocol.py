@@ -275,7 +275,7 @@ class Store(Protocol):
         """The first episode of each of these tasks in a training step, by task."""
         ...
 
-    def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int, int]]:
+    def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int]]:
         """Tasks with episodes in several steps, and the first and the last of these; the furthest apart first."""
         ...
 

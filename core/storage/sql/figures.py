@@ -230,7 +230,7 @@ class Figures(ABC):
         )
         return {str(task): str(id) for task, id in found}
 
-    def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int, int]]:
+    def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int]]:
         return self.rows(
             f"""SELECT task, earliest, latest FROM (
                 SELECT task, min(training_step) AS earliest, max(training_step) AS latest FROM episodes
