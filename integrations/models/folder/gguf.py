@@ -77,7 +77,9 @@ def public_name(model: str) -> str:
 def _unpack(file: Path, to: Path, weights: bool) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     # A progress bar for each of three passes over hundreds of tensors, which transformers cannot be told to leave out.
     modeling_gguf_pytorch_utils.tqdm = functools.partial(modeling_gguf_pytorch_utils.tqdm, disable=True)
     source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}

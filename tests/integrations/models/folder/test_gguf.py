@@ -30,7 +30,7 @@ def test_a_file_becomes_a_folder_once(
     assert folder.parent == cache / "cotune" / "models"
     assert [record.getMessage() for record in caplog.records] == [
         f"Unpacking tiny.gguf into {folder}, once",
-        "It takes 0 MB there, for later runs too; you may remove it",
+        "It takes 1 MB there, for later runs too; you may remove it",
     ]
     assert "GGUF tensors" not in capfd.readouterr().err  # no progress bar
     weights = read_parameters(folder)
