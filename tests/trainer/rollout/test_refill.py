@@ -47,7 +47,7 @@ def test_flat_groups_are_replaced_and_all_that_is_drawn_is_counted(trainer):
     assert sum(line["groups"] for line in lines) > sum(line["groups"] for line in plain)
     for line, episodes in zip(lines, episodes_in(trainer).values(), strict=True):
         own, refill = line["roles"]["first"], line["refill"]
-        assert refill == {"tasks": refill["tasks"], "episodes": 8 * refill["tasks"], "late": 0}
+        assert refill == {"tasks": refill["tasks"], "episodes": 8 * refill["tasks"], "late": 0, "late_tasks": 0}
         assert len(episodes) == line["episodes"] == 8 * (4 + refill["tasks"])
         assert len({e.task.id for e in episodes}) == 4 + refill["tasks"] <= 12
         assert own["refill_drawn"] == own["refill_kept"] + own["refill_wasted"] == refill["tasks"]
