@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from cotune.reading.headline import PLAIN_COLUMN, Headline
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import Totals, Use
 from cotune.reading.words import change_text, interval_text
+from cotune.storage.checkpoints import checkpoint_name
 from cotune.tables import figure, sparkline
 
 CURVE = "curve.svg"
@@ -33,23 +35,28 @@ _OLLAMA = (
 
 
 class Background(msgspec.Struct, frozen=True, kw_only=True):
-    """The run of an export. `uses` are by role, over all its calls."""
+    """The run of an export. `uses` are by role, over all its calls. `unevaluated` says why there is no evaluation of
+    the exported weights, although the run has some."""
 
     facts: Facts
     charts: list[Chart]
     uses: dict[str, Use]
     evaluated: StoredEvaluation | None
     headline: Headline
+    unevaluated: str = ""
 
 
-def read_background(run: Path, evaluation: Path | None = None) -> Background:
-    """The background from a run folder. The evaluation is that of the folder `evaluation`, else the newest one of the
-    run; one of the run that cannot be read is left out with a warning. Raises ConfigError if `evaluation` holds none,
-    RunError."""
+def read_background(run: Path, evaluation: Path | None = None, steps: Collection[int] = ()) -> Background:
+    """The background from a run folder.
+
+    `steps` are those of the exported checkpoints; empty if they are the newest. The evaluation is that of the folder
+    `evaluation`, else the newest one of the run that tried the exported weights. One of the run that cannot be read is
+    left out with a warning. Raises ConfigError if `evaluation` holds none, RunError.
+    """
     named = read_evaluation(evaluation) if evaluation else None
     with OpenedRun(run) as opened:
         found = first_charts(charts([opened]), most=len(FIRST))
-        told = opened.headline_with([named]) if named else opened.headline
+        told, unevaluated = _figures_of(opened, named, set(steps))
         chosen = [next((c for c in found if c.section == section), None) for section in ("Outcome", "Roles")]
         return Background(
             facts=facts(opened),
@@ -57,7 +64,30 @@ def read_background(run: Path, evaluation: Path | None = None) -> Background:
             uses=dict(sorted(Totals(opened).by_role().items())),
             evaluated=named or told.evaluation,
             headline=told,
+            unevaluated=unevaluated,
         )
+
+
+def _figures_of(run: OpenedRun, named: StoredEvaluation | None, steps: set[int]) -> tuple[Headline, str]:
+    """The figures of the weights after these steps, and why they have no evaluation although the run has some."""
+    if named:
+        return run.headline_with([named], until=max(steps, default=None)), ""
+    if not steps:
+        return run.headline, ""
+    of_these = [one for one in run.evaluations if steps == {one.steps}]
+    told = run.headline_with(of_these, until=max(steps))
+    in_lines = {line["step"] + 1 for line in run.metrics if line.get("held_out")}
+    if of_these or (len(steps) == 1 and steps <= in_lines):
+        return told, ""
+
+    # Held-out figures are of other weights, and those of records are of the whole run.
+    changes = tuple(change for change in told.changes if change.kind not in ("held_out", "recorded"))
+    told = msgspec.structs.replace(told, changes=changes)
+    if len(steps) > 1:
+        return told, "This combination was not evaluated: its policies are from several checkpoints."
+    if run.evaluations or in_lines:
+        return told, f"The checkpoint after step {max(steps)} was not evaluated."
+    return told, ""
 
 
 def write_card(folder: Path, manifest: Manifest, background: Background | None) -> None:
@@ -75,6 +105,7 @@ def card(manifest: Manifest, background: Background | None) -> str:
         "Each role of a multi-agent application has its policy, trained with cotune. "
         "`roles.json` holds hashes, versions and metrics.",
         _roles(manifest),
+        *_checkpoints(manifest),
         *(f"{text}." for text in not_updated(manifest)),
         *_prompts(manifest),
     ]
@@ -93,6 +124,16 @@ def _prompts(manifest: Manifest) -> list[str]:
         f"Use them with the edited prompts of `prompts.json` (`{manifest.prompts[:12]}`): `cotune serve` and "
         f"`cotune.deployed` do so by themselves, other servers do not. They were trained with {these}."
     ]
+
+
+def _checkpoints(manifest: Manifest) -> Iterator[str]:
+    """Which checkpoints of the run the policies are from."""
+    steps = {policy.name: policy.step for policy in manifest.policies if policy.folder and policy.step is not None}
+    names = {name: f"`{checkpoint_name(step)}`" for name, step in steps.items()}
+    if len(set(names.values())) > 1:
+        yield f"Checkpoints: {', '.join(f'{policy} {name}' for policy, name in names.items())}."
+    elif names:
+        yield f"Checkpoint: {next(iter(names.values()))}."
 
 
 def _front_matter(manifest: Manifest) -> str:
@@ -162,6 +203,10 @@ def _curves(about: Background) -> Iterator[str]:
 
 
 def _evaluation(about: Background) -> Iterator[str]:
+    if about.unevaluated:
+        yield "## Evaluation"
+        yield f"{about.unevaluated} To evaluate it:"
+        yield f"```sh\n{evaluation_command(about.facts.workflow, 'PATH/TO/THIS/FOLDER')}\n```"
     if about.evaluated is None:
         return
     yield "## Evaluation"
@@ -185,6 +230,11 @@ def _evaluation(about: Background) -> Iterator[str]:
     yield _table(("", "success", "reward", *([PLAIN_COLUMN] if plain else []), "episodes", "failed"), rows)
     if verdicts := [f"- {compared.verdict}" for compared in about.evaluated.comparisons if compared.verdict]:
         yield "\n".join(verdicts)
+
+
+def evaluation_command(workflow: str, export: str | Path) -> str:
+    """The command that evaluates an export."""
+    return shlex.join(["cotune", "eval", workflow or "app:solve", "--run", str(export), "--tasks", "held_out.jsonl"])
 
 
 def _counted(found: Interval | None, percent: bool = False) -> str:

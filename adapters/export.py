@@ -79,9 +79,9 @@ def export_run(
 
     With `merge` an adapter is added to its base model: each policy is a whole model. With `gguf` that model is one file
     for llama.cpp and Ollama, its matrices in this precision. The card has the figures of `evaluation`, a folder that
-    `cotune eval --out` wrote; by default of the newest one that lies in a folder of the run. `model` is where the base
-    model lies if elsewhere than the run says; of several it maps those that were moved. `prompts` are edited prompts
-    with which the policies are used.
+    `cotune eval --out` wrote; by default of the newest evaluation of these weights in the folder of the run. `model` is
+    where the base model lies if elsewhere than the run says; of several it maps those that were moved. `prompts` are
+    edited prompts with which the policies are used.
 
     Raises RunError, ConfigError, AdapterError.
     """
@@ -91,6 +91,7 @@ def export_run(
         policies = best_policies(run, model)
     else:
         policies = policies_at(run, step, model)
+    steps = {policy.step for policy in policies if policy.weights is not None and policy.step is not None}
     return write_export(
         out,
         [replace(policy, stayed=_why_stayed(Path(run), policy)) for policy in policies],
@@ -98,7 +99,7 @@ def export_run(
         others=untrained_policy(run, model),
         merge=merge,
         gguf=gguf,
-        background=read_background(Path(run), Path(evaluation) if evaluation else None),
+        background=read_background(Path(run), Path(evaluation) if evaluation else None, steps=steps),
         prompts=prompts,
         trained_with=read_run(run).prompts or AS_WRITTEN,
         models=_models_asked(Path(run)),
@@ -258,6 +259,7 @@ def _write_policy(
         lora=None if merge or gguf else policy.lora,
         gguf=gguf,
         stayed=policy.stayed,
+        step=policy.step,
     )
 
 
@@ -307,7 +309,7 @@ class TrainedPolicy:
     `model` is the folder or Hugging Face id of its base, None for a provider policy, and `trained_on` the
     SHA-256 of that base by part, as far as the run knows it; `tool_format` is how it writes tool calls, `dtype` the
     precision in which adapters on it were trained, where that is known. `metrics` are by role. `stayed` says why no
-    step has updated a policy that is trained.
+    step has updated a policy that is trained. `step` is how many steps its checkpoint had made, where it is of a run.
     """
 
     name: str
@@ -322,6 +324,7 @@ class TrainedPolicy:
     tool_format: str = "auto"
     dtype: str | None = None
     stayed: str = ""
+    step: int | None = None
 
     def check_trained_on(self, model: str, found: BaseFingerprint) -> None:
         """Raises AdapterError unless `found`, of `model`, is the base that it was trained on, if that is known."""
@@ -430,6 +433,7 @@ def _policies_of(described: RunDescription, checkpoint: Path, moved: Moved) -> l
             trained_on=described.held.of(entry.name),
             tool_format=described.config.tool_format_of(entry.name),
             dtype=described.dtype_of({one.kind for one in saved}),
+            step=steps_of(checkpoint),
         )
         for entry in saved
     ]

@@ -37,7 +37,7 @@ class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     their SHA-256, `fingerprint` is that of the weights in memory (`cotune.sampling.protocol.fingerprint`). `base` is
     None for a provider policy. `gguf` is the precision of a policy that is a GGUF file; the fingerprint is then that of
     the weights in fp32 which it was made from. `stayed` says why no step has updated a trained policy; empty where one
-    has.
+    has. `step` is how many steps its checkpoint had made, if it was trained in a run.
     """
 
     name: str
@@ -50,6 +50,7 @@ class ExportedPolicy(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraSpec | None = None
     gguf: str | None = None
     stayed: str = ""
+    step: int | None = None
 
     @property
     def ref(self) -> PolicyRef:

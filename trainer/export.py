@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from cotune.adapters.bases import Moved
+from cotune.adapters.card import evaluation_command
 from cotune.adapters.export import export_run
 from cotune.adapters.manifest import Manifest, not_updated
 from cotune.adapters.prompts import prompts_for, told
@@ -64,6 +65,10 @@ def export(
     trained = sorted(role for role, kind in kinds.items() if kind in TRAINED)
     say(f"exported {', '.join(trained)} to {out}{f', with {told(chosen)}' if chosen else ''}")
     _say_checkpoint(RunLayout(run), step, {manifest.policy(role).name for role in trained}, say)
+    steps = {policy.step for policy in manifest.policies if policy.folder}
+    if len(steps) > 1 and evaluation is None:
+        command = evaluation_command(read_run(run).workflow or "", out)
+        say(f"this combination was not evaluated: {command}")
     for text in not_updated(manifest):
         say(text)
     for role in sorted(kinds.keys() - set(trained)):

@@ -148,11 +148,12 @@ class OpenedRun:
         """The figures of the run."""
         return self.headline_with(self.evaluations)
 
-    def headline_with(self, evaluations: list[StoredEvaluation]) -> Headline:
-        """The figures of the run with other evaluations than its own."""
+    def headline_with(self, evaluations: list[StoredEvaluation], until: int | None = None) -> Headline:
+        """The figures of the run, or of its first `until` steps, with other evaluations than its own."""
         if not self.is_run and any(phase.startswith(SEARCH_PHASES) for phase in self.store.phases()):
             return search_headline(self.folder)
-        return headline(self.metrics, evaluations, self.store, self.config.on_failure, taught=all_taught(self.config))
+        lines = [line for line in self.metrics if until is None or line["step"] < until]
+        return headline(lines, evaluations, self.store, self.config.on_failure, taught=all_taught(self.config))
 
     @property
     def now(self) -> Now | None:

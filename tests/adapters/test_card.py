@@ -48,6 +48,7 @@ EVALUATION = {
         "trained": mode(interval(0.64, 0.542, 0.727), 0.05),
     },
     "comparisons": [{"verdict": "trained is better than base"}],
+    "steps": 2,
 }
 
 
@@ -83,6 +84,33 @@ def test_the_card_tells_of_the_training_the_evaluation_and_the_bill(tmp_path: Pa
     image = ElementTree.parse(tmp_path / "out" / "curve.svg")
     lines = image.findall("{http://www.w3.org/2000/svg}polyline")
     assert [found.get("points") for found in lines] == ["52.0,178.0 408.0,30.0"]
+
+
+def test_the_card_has_the_evaluation_of_the_exported_checkpoint(tmp_path: Path, run: Path) -> None:
+    """The newest evaluation is of step 2, an earlier one of step 1, and none of step 0."""
+    for step in (0, 1):
+        earlier = run / "checkpoints" / f"step-{step:06d}"
+        shutil.copytree(run / "checkpoints" / "step-000002", earlier)
+        write_hashes(earlier)
+    evaluation = {"evaluations": {"trained": mode(interval(0.9, 0.82, 0.95), None)}, "steps": 1}
+    (run / "held_out").mkdir()
+    (run / "held_out" / "step-000001.json").write_text(json.dumps(evaluation))
+
+    export_run(run, tmp_path / "out", step=1)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Checkpoint: `step-000001`." in card
+    assert "- held-out success: trained 90.0% [82.0%, 95.0%] of 100" in card and "64.0%" not in card
+    assert "reward of planner: 0.5\n" in card, "the figures of training end with the exported step"
+
+    export_run(run, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Checkpoint: `step-000002`." in card and "64.0%" in card and "90.0%" not in card
+
+    export_run(run, tmp_path / "out", step=0)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "The checkpoint after step 0 was not evaluated. To evaluate it:" in card
+    assert "cotune eval app:solve --run PATH/TO/THIS/FOLDER --tasks held_out.jsonl" in card
+    assert "held-out success" not in card and "90.0%" not in card and "64.0%" not in card
 
 
 def test_a_policy_that_was_never_updated_is_named_with_the_reason(

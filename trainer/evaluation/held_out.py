@@ -75,6 +75,12 @@ async def evaluate_base(run: RolloutRun, report: StepReport, progress: Progress)
     progress.activity.begin(run.state.steps)
 
 
+def start_figures(run: RolloutRun) -> dict[str, float]:
+    """The figures of the evaluation before the first step; empty if there was none."""
+    stored = _stored(run, 0)
+    return _figures(stored[-1]) if stored else {}
+
+
 def _share_lowest(run: RolloutRun, step: int, found: EvaluatedMode, progress: Progress) -> list[EvaluatedMode]:
     """The evaluation before the first step, where there is one, and `found`, that after this step, with the lowest
     reward of all evaluations of the run for failed episodes: no policy gains by a crash where another did badly.

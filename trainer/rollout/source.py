@@ -29,7 +29,7 @@ from cotune.trainer.rollout.forks import run_forks
 from cotune.trainer.rollout.judged_step import JudgedStep
 from cotune.trainer.rollout.judging import Bench, judging_role
 from cotune.trainer.rollout.refill import RolledOut, run_refill
-from cotune.trainer.run.best_checkpoint import note_best
+from cotune.trainer.run.best_checkpoint import note_best, note_start
 from cotune.trainer.run.restore import add_new_roles, recovery
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.schedules.curriculum import fewer_episodes
@@ -63,6 +63,7 @@ class RolloutSource:
         """Evaluates first what the run starts from."""
         await self.report.begin()
         await evaluate_base(self._run, self.report, self._progress)
+        note_start(self._run)
         async with self._rollouts:
             yield
 

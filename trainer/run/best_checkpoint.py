@@ -9,7 +9,7 @@ from typing import Any
 
 from cotune.storage.checkpoints import Best, checkpoint_name, read_best, steps_of
 from cotune.storage.metrics_file import read_metrics
-from cotune.trainer.evaluation.held_out import AGAINST_UNTRAINED
+from cotune.trainer.evaluation.held_out import AGAINST_UNTRAINED, start_figures
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.run.checkpoint import write_best
 from cotune.trainer.run.run import RolloutRun
@@ -40,6 +40,13 @@ def is_game(held_out: Mapping[str, float]) -> bool:
     return any(name.startswith(f"{AGAINST_UNTRAINED}/") for name in held_out)
 
 
+def note_start(run: RolloutRun) -> None:
+    """Before the first step: the policies that `init` names are the best so far, and their checkpoint is kept."""
+    config = run.config.evaluation
+    if run.config.init and not run.best and (config.keep_best or config.patience):
+        run.best = _best_of(run, read_metrics(run.folder.path))
+
+
 def note_best(run: RolloutRun, held_out: Mapping[str, float], progress: Progress) -> bool:
     """After a step with an evaluation: whether some policy is better than at any earlier one, so that the checkpoint of
     this step is to be kept. Ends the run where none has been for `evaluation.patience` evaluations."""
@@ -65,7 +72,8 @@ def note_best(run: RolloutRun, held_out: Mapping[str, float], progress: Progress
     last = max(steps_of(Path(best.checkpoint)) for best in run.best.values())
     since = sum(bool(line["held_out"]) for line in lines if line["step"] + 1 > last)
     if since >= config.patience:
-        run.ended = f"{since} evaluations in a row were no better than that after step {last}"
+        when = f"after step {last}" if last else "before the first step"
+        run.ended = f"{since} evaluations in a row were no better than that {when}"
     return False
 
 
@@ -94,17 +102,26 @@ def find_best(run: RolloutRun) -> list[str]:
 
 
 def _best_of(run: RolloutRun, lines: Sequence[Mapping[str, Any]], now: str = "") -> dict[str, Best]:
-    """By policy, the best evaluation in these lines of metrics.jsonl, the earlier one of equals; where the best are
-    kept, of those whose checkpoint is there, or is that of `now`, which is not yet written."""
+    """By policy, the best evaluation in these lines of metrics.jsonl, the earlier one of equals.
+
+    In a run that starts from other policies (`init`), the evaluation before the first step takes part too. If the best
+    are kept, only checkpoints take part that are there, or that of `now`, which is not yet written.
+    """
+    evaluated = [(line["step"] + 1, line["held_out"]) for line in lines if line["held_out"]]
+    games = [(steps, held_out) for steps, held_out in evaluated if is_game(held_out)]
+    if games:
+        evaluated = games
+    elif run.config.init:
+        evaluated.insert(0, (0, start_figures(run)))
+
     found: dict[str, Best] = {}
-    evaluated = [line for line in lines if line["held_out"]]
-    games = [line for line in evaluated if is_game(line["held_out"])]
-    for line in games or evaluated:
-        name = checkpoint_name(line["step"] + 1)
-        if not run.config.evaluation.keep_best or name == now or (run.folder.checkpoints / name).is_dir():
-            for policy, figure in _figures(run, line["held_out"]).items():
-                if policy not in found or figure > found[policy].figure:
-                    found[policy] = Best(name, figure)
+    for steps, held_out in evaluated:
+        name = checkpoint_name(steps)
+        if run.config.evaluation.keep_best and name != now and not (run.folder.checkpoints / name).is_dir():
+            continue
+        for policy, figure in _figures(run, held_out).items():
+            if policy not in found or figure > found[policy].figure:
+                found[policy] = Best(name, figure)
     return found
 
 

@@ -18,7 +18,7 @@ from cotune.errors import ConfigError, RunError
 from cotune.reading.curves import charts
 from cotune.reading.evaluations import in_training
 from cotune.reading.run import OpenedRun
-from cotune.storage.checkpoints import Best, read_best
+from cotune.storage.checkpoints import Best, checkpoint_name, read_best
 from cotune.trainer.run import checkpoint
 from cotune.trainer.run.best_checkpoint import judged_figures
 from tests.trainer.conftest import Trainer
@@ -169,7 +169,9 @@ def test_a_lower_reward_of_failures_counts_in_all_evaluations_of_a_run(trainer: 
     assert chart.series[0].values == pytest.approx([-4.4, -4.0, 0.4, -1.0, 0.3, -4.05])
 
 
-def test_each_policy_may_have_a_best_checkpoint_of_its_own(trainer: Trainer) -> None:
+def test_each_policy_may_have_a_best_checkpoint_of_its_own(
+    trainer: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
     held = {"first": [0.0, 0.9, 0.1, 0.3], "second": [0.0, 0.1, 0.2, 0.8]}
 
     def scripted(role: str) -> Any:
@@ -188,6 +190,35 @@ def test_each_policy_may_have_a_best_checkpoint_of_its_own(trainer: Trainer) -> 
     assert {name: policy.version for name, policy in found.items()} == {"first": 1, "second": 3}
     kept = load_file(run / "checkpoints" / "step-000001" / "0.safetensors")
     assert all(np.array_equal(kept[name], found["first"].weights[name]) for name in kept)
+
+    # Nobody has evaluated the two together: the card says so instead of showing the figures of one step.
+    assert main(["export", str(run), "--out", str(trainer.folder / "best"), "--step", "best"]) == 0
+    command = f"cotune eval app:solve --run {trainer.folder / 'best'} --tasks held_out.jsonl"
+    assert f"this combination was not evaluated: {command}" in " ".join(capsys.readouterr().out.split())
+    card = (trainer.folder / "best" / "README.md").read_text()
+    assert "Checkpoints: first `step-000001`, second `step-000003`." in card
+    assert "This combination was not evaluated: its policies are from several checkpoints." in card
+    assert "held-out reward" not in card and "cotune eval app:solve --run PATH/TO/THIS/FOLDER" in card
+
+
+@pytest.mark.parametrize(
+    ("held", "best"), [([0.9, 0.5, 0.4], Best("step-000000", 0.9)), ([0.2, 0.5, 0.4], Best("step-000001", 0.5))]
+)
+def test_the_policies_that_a_run_starts_from_may_be_its_best(trainer: Trainer, held: list[float], best: Best) -> None:
+    trainer(application(Scripted([0.0]), first=letters), to="earlier", steps=1)
+    evaluation = held_out(trainer, keep_best=True, patience=2, best_by="outcome")
+    app = application(Scripted([*held, 0.3]), first=letters)
+    trainer(app, init=str(trainer.folder / "earlier"), evaluation=evaluation, steps=2)
+    run = trainer.folder / "run"
+    assert read_best(run / "checkpoints") == {"first": best}
+    (policy,) = [one for one in best_policies(run) if one.weights is not None]
+    assert checkpoint_name(policy.step) == best.checkpoint
+    if best.checkpoint == "step-000000":
+        assert "2 evaluations in a row were no better than that before the first step" in " ".join(trainer.said.split())
+
+    # A resumed run still knows them.
+    trainer.resume(app, steps=3)
+    assert read_best(run / "checkpoints") == {"first": best}
 
 
 def test_what_an_evaluation_says_of_each_policy() -> None:
