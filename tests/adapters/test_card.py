@@ -57,7 +57,9 @@ def run(tmp_path: Path, base: Path, policies: list[TrainedPolicy]) -> Path:
     folder = tmp_path / "run"
     assert policies[0].lora is not None and policies[0].weights is not None
     write_run(folder, base, policies[0].lora, policies[0].weights)
-    (folder / "run.json").write_text(json.dumps({"model": str(base), "config": {"steps": 2, "recipe": "at_grpo"}}))
+    (folder / "run.json").write_text(
+        json.dumps({"id": "r", "model": str(base), "config": {"steps": 2, "recipe": "at_grpo"}})
+    )
     lines = [line(0, 0.25, 0.5), line(1, 0.75, 1.5)]
     RunLayout(folder).metrics.write_text("".join(json.dumps(found) + "\n" for found in lines))
     (folder / "eval").mkdir()
@@ -91,6 +93,7 @@ def test_the_card_has_the_evaluation_of_the_exported_checkpoint(tmp_path: Path, 
     for step in (0, 1):
         earlier = run / "checkpoints" / f"step-{step:06d}"
         shutil.copytree(run / "checkpoints" / "step-000002", earlier)
+        (earlier / "checkpoint.json").write_text(json.dumps({"steps": step, "run": "r"}))
         write_hashes(earlier)
     evaluation = {"evaluations": {"trained": mode(interval(0.9, 0.82, 0.95), None)}, "steps": 1}
     (run / "held_out").mkdir()
@@ -100,7 +103,7 @@ def test_the_card_has_the_evaluation_of_the_exported_checkpoint(tmp_path: Path, 
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Checkpoint: `step-000001`." in card
     assert "- held-out success: trained 90.0% [82.0%, 95.0%] of 100" in card and "64.0%" not in card
-    assert "reward of planner: 0.5\n" in card, "the figures of training end with the exported step"
+    assert "- reward of planner: 0.5 in step 1\n" in card, "the figures of training end with the exported step"
 
     export_run(run, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
@@ -132,6 +135,8 @@ def test_a_policy_that_was_never_updated_is_named_with_the_reason(
     )
     best = run / "checkpoints" / "step-000000"
     shutil.copytree(file.parent, best)
+    (best / "checkpoint.json").write_text(json.dumps({"steps": 0, "run": "r"}))
+    write_hashes(best)
     file.write_text(file.read_text().replace('"version": 0', '"version": 2'))
     write_hashes(file.parent)
     (run / "checkpoints" / "best.json").write_text(json.dumps({"planner": {"checkpoint": best.name, "figure": 0.5}}))

@@ -189,7 +189,7 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path: Path, policies:
 def write_run(run: Path, base: Path, lora: LoraSpec, weights: Weights) -> None:
     step = run / "checkpoints" / "step-000002"
     step.mkdir(parents=True)
-    (run / "run.json").write_text(json.dumps({"model": str(base)}))
+    (run / "run.json").write_text(json.dumps({"id": "r", "model": str(base)}))
     (run / "checkpoints" / "latest").write_text("step-000002\n")
     save_file(dict(weights), step / "planner.safetensors")
     saved = {
@@ -202,6 +202,7 @@ def write_run(run: Path, base: Path, lora: LoraSpec, weights: Weights) -> None:
         "weights_file": "planner.safetensors",
     }
     (step / "policies.json").write_text(json.dumps([saved]))
+    (step / "checkpoint.json").write_text(json.dumps({"steps": 2, "run": "r"}))
     write_hashes(step)
 
 
@@ -241,7 +242,7 @@ def test_adapters_answer_in_the_precision_of_their_training(
 ) -> None:
     run, opened = tmp_path / "run", list[str | None]()
     write_run(run, base, lora, adapter(5))
-    (run / "run.json").write_text(json.dumps({"model": str(base), **described}))
+    (run / "run.json").write_text(json.dumps({"id": "r", "model": str(base), **described}))
     manifest = export_run(run, tmp_path / "out")
     assert [one.dtype for one in manifest.bases] == [expected]
     assert [one.dtype for one in export_run(run, tmp_path / "merged", merge=True).bases] == [None]
@@ -301,7 +302,7 @@ def test_a_base_that_has_moved_is_named_and_must_be_the_same(
     run, moved = tmp_path / "run", tmp_path / "elsewhere" / "copy"
     write_run(run, base, lora, adapter(5))
     held = {"base": msgspec.to_builtins(base_fingerprint(base))}
-    (run / "run.json").write_text(json.dumps({"model": str(tmp_path / "gone"), "held": held}))
+    (run / "run.json").write_text(json.dumps({"id": "r", "model": str(tmp_path / "gone"), "held": held}))
     shutil.copytree(base, moved)
     command = ["export", str(run), "--out", str(tmp_path / "out")]
     assert main(command) == 1 and "gone" in capsys.readouterr().err
@@ -324,7 +325,7 @@ def test_the_command_says_how_far_the_run_is_and_which_roles_got_no_folder(
     saved = json.loads((step / "policies.json").read_text())
     (step / "policies.json").write_text(json.dumps([*saved, judge]))
     write_hashes(step)
-    (run / "run.json").write_text(json.dumps({"model": str(base), "config": {"steps": 100}}))
+    (run / "run.json").write_text(json.dumps({"id": "r", "model": str(base), "config": {"steps": 100}}))
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"exported planner to {tmp_path / 'out'}"

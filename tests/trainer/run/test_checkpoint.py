@@ -12,10 +12,18 @@ import pytest
 from cotune.errors import RunError
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.storage.checkpoints import Best, read_best
+from cotune.storage.run_layout import RunDescription
 from cotune.trainer.run import checkpoint as module
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, tidy_checkpoints
 
 POLICIES = policies_for("lora", ["a", "b"], LoraSpec())
+
+
+@pytest.fixture(autouse=True)
+def run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoints are those of the run "r"."""
+    monkeypatch.setattr(module, "is_run", lambda path: True)
+    monkeypatch.setattr(module, "read_run", lambda path: RunDescription(id="r"))
 
 
 class Learner:
@@ -29,7 +37,7 @@ class Learner:
 
 
 def save(folder: Path, step: int, keep: int = 2, **best: Best) -> None:
-    checkpoint = Checkpoint(steps=step, versions={"a": step}, policies=POLICIES)
+    checkpoint = Checkpoint(steps=step, run="r", versions={"a": step}, policies=POLICIES)
     with mock.patch.object(module, "KEPT_CHECKPOINTS", keep):
         save_checkpoint(folder, checkpoint, Learner(step), best=best)
 
