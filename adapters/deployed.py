@@ -22,7 +22,8 @@ from cotune.episodes.tracing import Trace
 from cotune.errors import ConfigError, CotuneError
 from cotune.prompts.edits import Prompts
 from cotune.recording.call_records import CallerContext
-from cotune.recording.context import carry_context, current_episode, recording
+from cotune.recording.carrying import carry_context
+from cotune.recording.context import current_episode, recording
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.redaction import Redactor
 from cotune.recording.roles import RolesFunction, roles_function

@@ -10,7 +10,7 @@ from cotune.episodes.workflows import runners, workflow
 from cotune.errors import CotuneError, Outage
 from cotune.lazy_names import opener
 from cotune.recording.chance import freezers
-from cotune.recording.context import role
+from cotune.recording.role import role
 from cotune.replay.tools import recorded
 from cotune.sampling.scoring import Feedback
 

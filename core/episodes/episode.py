@@ -15,8 +15,9 @@ from typing import Any
 from cotune.episodes.workflows import Workflow
 from cotune.errors import CotuneError, TooManyCalls, WorkflowError
 from cotune.recording.app_parts import Parts
+from cotune.recording.carrying import carry_context
 from cotune.recording.chance import Chance, start_freezing
-from cotune.recording.context import carry_context, recording
+from cotune.recording.context import recording
 from cotune.recording.recorder import LiveEpisode, Responder, Sink
 from cotune.records.blame import Blame, blame
 from cotune.records.structs import Episode, Task

@@ -23,7 +23,8 @@ from cotune.errors import ConfigError, RecordError, WorkflowError, error_text
 from cotune.prompts.edits import Prompts
 from cotune.prompts.file import read_prompts
 from cotune.recording.call_records import CallerContext
-from cotune.recording.context import carry_context, current_episode
+from cotune.recording.carrying import carry_context
+from cotune.recording.context import current_episode
 from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.recording.redaction import Redactor, check_redactor
 from cotune.recording.rewards import reward_records

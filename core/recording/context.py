@@ -1,25 +1,17 @@
-"""The recording context: the only global state of cotune. Which episode runs here, and who is calling.
-
-Code that an application starts in threads of its own stays in its episode and node.
-"""
+"""The recording context: the only global state of cotune. Which episode runs here, and who is calling."""
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import functools
 import sys
-import threading
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from types import FrameType
+from typing import NamedTuple, TypeVar
 
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.runtime.callers import functions_around, started_by
 from cotune.runtime.user_code import setting
 
 ScopeT = TypeVar("ScopeT", bound="Scope")
@@ -30,11 +22,28 @@ opened_call: ContextVar[LiveCall | None] = ContextVar("cotune_call", default=Non
 """A call that a model class has opened; the wire request it makes, if any, belongs to that call."""
 judging: ContextVar[LiveEpisode | None] = ContextVar("cotune_judging", default=None)
 """Episode of the calls that a judge of whole episodes makes, where it is a role of the run."""
-_override: ContextVar[str | None] = ContextVar("cotune_role", default=None)
+role_override: ContextVar[RoleOverride | None] = ContextVar("cotune_role", default=None)
+"""The innermost `cotune.role` around this point, but for those in generators."""
+generator_roles: dict[int, list[RoleOverride]] = {}
+"""The roles that generators have entered, innermost last, by the id of the generator's frame.
+
+A generator shares the context of whoever steps it. A ContextVar that it sets would still be set while it is suspended,
+for the calls of its consumer. So its roles hold for calls that have the generator's frame on their stack.
+"""
 
 current_scope: ContextVar[Scope | None] = ContextVar("cotune_scope", default=None)
 scope_finders: list[Callable[[], CallerContext | None]] = []
 """How integrations find a scope that is not entered by `entered`, for example the node of a graph."""
+
+
+class RoleOverride(NamedTuple):
+    """A role that the application has named with `cotune.role`."""
+
+    name: str
+    frame: FrameType
+    """Where it was entered. The reference keeps the frame's id from being used again."""
+    number: int
+    """Counts up with every role that is entered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,19 +85,6 @@ def called_by(caller: CallerContext | None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def role(name: str) -> Iterator[None]:
-    """Attribute every call made inside to the role `name`, whatever framework makes it.
-
-    ```python
-    with cotune.role("planner"):
-        answer = client.chat.completions.create(model="gpt-4o-mini", messages=messages)
-    ```
-    """
-    with setting(_override, name):
-        yield
-
-
 def recording(episode: LiveEpisode) -> AbstractContextManager[None]:
     """Calls made inside belong to `episode`."""
     return setting(current_episode, episode)
@@ -99,12 +95,12 @@ def identify() -> CallerContext:
     caller = current_caller.get()
     if caller is None or caller.done:
         caller = _enclosing() or CallerContext("app", "openai")
-    name = _override.get()
-    if name is None:
+    override = role_here(sys._getframe(1))
+    if override is None:
         return caller
     caller.calls += 1
     return CallerContext(
-        name,
+        override.name,
         "override",
         state=caller.state,
         read=caller.read,
@@ -112,6 +108,24 @@ def identify() -> CallerContext:
         given=True,
         thread=caller.thread,
     )
+
+
+def role_here(frame: FrameType | None) -> RoleOverride | None:
+    """The innermost role that the application has named around a frame."""
+    override = role_override.get()
+    if not generator_roles:
+        return override
+    while frame is not None:
+        entered_here = generator_roles.get(id(frame))
+        if entered_here:
+            # Both may belong to this frame: the generator's own code may also set the ContextVar.
+            if override is not None and override.frame is frame and override.number > entered_here[-1].number:
+                return override
+            return entered_here[-1]
+        if override is not None and override.frame is frame:
+            return override
+        frame = frame.f_back
+    return override
 
 
 def _enclosing() -> CallerContext | None:
@@ -139,99 +153,3 @@ def _count_unidentified(error: Exception) -> None:
     episode = current_episode.get()
     if episode is not None:
         episode.warn("unidentified_call", "The role of a call could not be found, it is recorded as app.", error)
-
-
-def carry_context(*, callers: bool = False) -> None:
-    """Make threads and jobs of thread pools run in a copy of the caller's context, inside an episode only.
-
-    Covers `Thread.start` (timers too), `ThreadPoolExecutor.submit` (so `map` and `run_in_executor`) and
-    `multiprocessing.pool.ThreadPool`, also of pools made before. With `callers`, for an episode whose roles a function
-    names, tasks of asyncio know who started them. Outside an episode nothing changes.
-    """
-    _carry_into_threads()
-    if callers:
-        _tell_tasks()
-
-
-_POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
-_QUEUED = ("apply_async", "_map_async", "imap", "imap_unordered")
-"""By these methods everything gets into a `multiprocessing.pool.ThreadPool`: the others call them."""
-
-
-@functools.cache
-def _carry_into_threads() -> None:
-    from multiprocessing.pool import ThreadPool
-
-    start, submit = threading.Thread.start, ThreadPoolExecutor.submit
-
-    @functools.wraps(start)
-    def start_in_context(self: threading.Thread) -> None:
-        # A pool's worker outlives the episode that happens to start it, so the worker itself must not inherit it.
-        in_pool = getattr(getattr(self, "_target", None), "__module__", None) in _POOLS
-        if current_episode.get() is not None and not in_pool:
-            context, run = _told(contextvars.copy_context()), self.run
-
-            def run_in_context() -> None:
-                del self.__dict__["run"]
-                context.run(run)
-
-            self.run = run_in_context  # type: ignore[method-assign]
-        start(self)
-
-    @functools.wraps(submit)  # type: ignore[arg-type]
-    def submit_in_context(
-        self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Future[Any]:
-        if current_episode.get() is None:
-            return submit(self, fn, *args, **kwargs)
-        inner = fn.func if type(fn) is functools.partial else fn
-        context = getattr(inner, "__self__", None)
-        if type(context) is contextvars.Context:  # as asyncio and LangChain submit
-            _told(context)
-            return submit(self, fn, *args, **kwargs)
-        return submit(self, _told(contextvars.copy_context()).run, fn, *args, **kwargs)
-
-    threading.Thread.start = start_in_context  # type: ignore[method-assign]
-    ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign, assignment]
-    for name in _QUEUED:
-        setattr(ThreadPool, name, _queued_in_context(getattr(ThreadPool, name)))
-
-
-@functools.cache
-def _tell_tasks() -> None:
-    create: Callable[..., Any] = asyncio.BaseEventLoop.create_task
-
-    @functools.wraps(create)
-    def create_task(self: Any, coro: Any, *, context: contextvars.Context | None = None, **options: Any) -> Any:
-        episode = current_episode.get()
-        if episode is not None and episode.roles is not None:
-            context = _told(contextvars.copy_context() if context is None else context)
-        return create(self, coro, context=context, **options)
-
-    asyncio.BaseEventLoop.create_task = create_task  # type: ignore[method-assign]
-
-
-def _told(context: contextvars.Context) -> contextvars.Context:
-    """`context`, in which a task or thread will run, with the functions around this point, where roles need them."""
-    episode = current_episode.get()
-    if episode is not None and episode.roles is not None:
-        around = functions_around(sys._getframe(1))
-        with suppress(RuntimeError):  # entered already
-            context.run(started_by.set, around)
-    return context
-
-
-def _queued_in_context(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def queue(self: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if current_episode.get() is None:
-            return original(self, func, *args, **kwargs)
-        context = _told(contextvars.copy_context())
-
-        @functools.wraps(func, updated=())
-        def in_context(*given: Any, **named: Any) -> Any:
-            return context.copy().run(func, *given, **named)  # a copy each: several workers may run it at once
-
-        return original(self, in_context, *args, **kwargs)
-
-    return queue

@@ -15,8 +15,8 @@ from cotune.errors import RunError
 from cotune.integrations.apps.openai.asking import ask_chat
 from cotune.prompts.edits import PromptPart
 from cotune.prompts.wording import Wording
-from cotune.recording.context import role
 from cotune.recording.recorder import Responder
+from cotune.recording.role import role
 from cotune.records.ids import canonical
 from cotune.records.structs import REFLECTING, Task
 from cotune.storage.protocol import Store

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from cotune.errors import RecordError
 from cotune.recording.call_records import CallerContext, PromptTree
-from cotune.recording.context import current_caller, identify, role, scope_finders
+from cotune.recording.context import current_caller, identify, scope_finders
 from cotune.recording.recorder import LiveEpisode
+from cotune.recording.role import role
 from cotune.records.answers import Answer
 from cotune.records.ids import message_id, pack_ids, segment_id
 from cotune.records.structs import (

@@ -1,0 +1,123 @@
+"""Threads, pools and tasks that an application starts stay in its episode, its node and its role."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from cotune.recording.context import current_episode, generator_roles, role_here, role_override
+from cotune.runtime.callers import functions_around, started_by
+
+
+def carry_context(*, callers: bool = False) -> None:
+    """Make threads and jobs of thread pools run in a copy of the caller's context, inside an episode only.
+
+    Covers `Thread.start` (timers too), `ThreadPoolExecutor.submit` (so `map` and `run_in_executor`) and
+    `multiprocessing.pool.ThreadPool`, also of pools made before. With `callers`, for an episode whose roles a function
+    names, tasks of asyncio know who started them. Outside an episode nothing changes.
+    """
+    _carry_into_threads()
+    if callers:
+        tell_tasks(asyncio.BaseEventLoop)
+
+
+_POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
+_QUEUED = ("apply_async", "_map_async", "imap", "imap_unordered")
+"""By these methods everything gets into a `multiprocessing.pool.ThreadPool`: the others call them."""
+
+
+@functools.cache
+def _carry_into_threads() -> None:
+    from multiprocessing.pool import ThreadPool
+
+    start, submit = threading.Thread.start, ThreadPoolExecutor.submit
+
+    @functools.wraps(start)
+    def start_in_context(self: threading.Thread) -> None:
+        # A pool's worker outlives the episode that happens to start it, so the worker itself must not inherit it.
+        in_pool = getattr(getattr(self, "_target", None), "__module__", None) in _POOLS
+        if current_episode.get() is not None and not in_pool:
+            context, run = _told(contextvars.copy_context()), self.run
+
+            def run_in_context() -> None:
+                del self.__dict__["run"]
+                context.run(run)
+
+            self.run = run_in_context  # type: ignore[method-assign]
+        start(self)
+
+    @functools.wraps(submit)  # type: ignore[arg-type]
+    def submit_in_context(
+        self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        if current_episode.get() is None:
+            return submit(self, fn, *args, **kwargs)
+        inner = fn.func if type(fn) is functools.partial else fn
+        context = getattr(inner, "__self__", None)
+        if type(context) is contextvars.Context:  # as asyncio and LangChain submit
+            _told(context)
+            return submit(self, fn, *args, **kwargs)
+        return submit(self, _told(contextvars.copy_context()).run, fn, *args, **kwargs)
+
+    threading.Thread.start = start_in_context  # type: ignore[method-assign]
+    ThreadPoolExecutor.submit = submit_in_context  # type: ignore[method-assign, assignment]
+    for name in _QUEUED:
+        setattr(ThreadPool, name, _queued_in_context(getattr(ThreadPool, name)))
+
+
+@functools.cache
+def tell_tasks(loops: Any) -> None:
+    """Let the tasks of a class of event loops know who started them. Raises TypeError if it cannot be patched.
+
+    The copy of the context that asyncio makes is not enough: see `_told`.
+    """
+    owner: Any = next(cls for cls in loops.__mro__ if "create_task" in vars(cls))
+    if owner is not loops:
+        tell_tasks(owner)
+        return
+    create: Callable[..., Any] = owner.create_task
+
+    @functools.wraps(create)
+    def create_task(self: Any, coro: Any, *, context: contextvars.Context | None = None, **options: Any) -> Any:
+        episode = current_episode.get()
+        if episode is not None and (episode.roles is not None or generator_roles):
+            context = _told(contextvars.copy_context() if context is None else context)
+        return create(self, coro, context=context, **options)
+
+    owner.create_task = create_task
+
+
+def _told(context: contextvars.Context) -> contextvars.Context:
+    """`context`, in which a task or thread will run, with what only the stack around this point knows: the functions
+    that start it, for roles functions, and the role of a generator that starts it."""
+    episode = current_episode.get()
+    caller = sys._getframe(1)
+    with suppress(RuntimeError):  # entered already
+        if episode is not None and episode.roles is not None:
+            context.run(started_by.set, functions_around(caller))
+        if generator_roles:
+            context.run(role_override.set, role_here(caller))
+    return context
+
+
+def _queued_in_context(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def queue(self: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if current_episode.get() is None:
+            return original(self, func, *args, **kwargs)
+        context = _told(contextvars.copy_context())
+
+        @functools.wraps(func, updated=())
+        def in_context(*given: Any, **named: Any) -> Any:
+            return context.copy().run(func, *given, **named)  # a copy each: several workers may run it at once
+
+        return original(self, in_context, *args, **kwargs)
+
+    return queue

@@ -1,0 +1,177 @@
+"""`cotune.role`: the application names the role of its calls itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextvars import Token
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+from cotune.errors import WorkflowError
+from cotune.recording.carrying import tell_tasks
+from cotune.recording.context import RoleOverride, generator_roles, role_override
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+_numbers = itertools.count()
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+
+
+class role:
+    """Attribute every call made inside to the role `name`, whatever framework makes it.
+
+    ```python
+    with cotune.role("planner"):
+        answer = client.chat.completions.create(model="gpt-4o-mini", messages=messages)
+    ```
+
+    It also decorates functions, coroutine functions and generator functions. In a generator the role holds for the
+    generator's own calls, not for those of the code that reads from it. Raises WorkflowError for a name that is no
+    text, for anything else that is decorated, and in an asynchronous generator outside asyncio.
+    """
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise WorkflowError(
+                f"cotune.role({name!r}): the name of a role is a text that is not empty.",
+                'For example: with cotune.role("planner"): ...',
+            )
+        self._name = name
+        self._override: RoleOverride | None = None
+        self._token: Token[RoleOverride | None] | None = None
+
+    def __enter__(self) -> None:
+        if self._override is not None:
+            raise WorkflowError(
+                f"This cotune.role({self._name!r}) is entered already.",
+                f"Make one for each block: with cotune.role({self._name!r}): ...",
+            )
+        frame = _frame_of_block(sys._getframe(1))
+        override = RoleOverride(self._name, frame, next(_numbers))
+        if frame.f_code.co_flags & _GENERATOR:
+            self._watch_tasks(frame)
+            generator_roles.setdefault(id(frame), []).append(override)
+        else:
+            self._token = role_override.set(override)
+        self._override = override
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        override, token = self._override, self._token
+        self._override = self._token = None
+        if override is None:
+            return
+        if token is not None:
+            # A framework may leave the block in another context than the one it was entered in. There the role was
+            # never set, or is a copy that ends with its task.
+            with contextlib.suppress(ValueError):
+                role_override.reset(token)
+            return
+        key = id(override.frame)
+        entered = generator_roles.get(key, [])
+        if override in entered:
+            entered.remove(override)
+        if not entered:
+            generator_roles.pop(key, None)
+
+    def __call__(self, fn: FunctionT) -> FunctionT:
+        """`fn` with all its calls in this role."""
+        name = self._name
+        wrapper: Callable[..., Any]
+        if not callable(fn) or inspect.isclass(fn):
+            raise WorkflowError(
+                f"@cotune.role({name!r}) cannot decorate {_named(fn)}: it takes functions, coroutine functions and "
+                "generator functions.",
+                "Decorate the methods or functions that make the calls, below @staticmethod or @classmethod.",
+            )
+        if inspect.iscoroutinefunction(fn):
+
+            async def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with role(name):
+                    return await fn(*args, **kwargs)
+
+        elif inspect.isasyncgenfunction(fn):
+
+            async def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with role(name):
+                    generator = fn(*args, **kwargs)
+                    step = generator.asend(None)
+                    while True:
+                        try:
+                            value = await step
+                        except StopAsyncIteration:
+                            return
+                        try:
+                            sent = yield value
+                        except GeneratorExit:
+                            await generator.aclose()
+                            raise
+                        except BaseException as error:  # noqa: BLE001, the generator decides about it
+                            step = generator.athrow(error)
+                        else:
+                            step = generator.asend(sent)
+
+        elif inspect.isgeneratorfunction(fn):
+
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with role(name):
+                    return (yield from fn(*args, **kwargs))
+
+        else:
+
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with role(name):
+                    result = fn(*args, **kwargs)
+                if inspect.iscoroutine(result) or isinstance(result, Generator | AsyncGenerator):
+                    if not isinstance(result, AsyncGenerator):
+                        result.close()
+                    raise WorkflowError(
+                        f"{_named(fn)} returns a {type(result).__name__}, whose calls would be made after "
+                        f"@cotune.role({name!r}) has ended.",
+                        "Put @cotune.role below the other decorators, next to the async function or the generator.",
+                    )
+                return result
+
+        return functools.wraps(fn)(wrapper)  # type: ignore[return-value]
+
+    def _watch_tasks(self, frame: FrameType) -> None:
+        """Let the tasks that the generator starts inherit its role."""
+        loop = asyncio._get_running_loop()
+        try:
+            if loop is not None:
+                tell_tasks(type(loop))
+                return
+        except TypeError:
+            kind = f"an event loop of type {type(loop).__name__}"
+        else:
+            if frame.f_code.co_flags & inspect.CO_GENERATOR:
+                return
+            kind = "a library other than asyncio"
+        raise WorkflowError(
+            f"cotune.role({self._name!r}) cannot be entered in an asynchronous generator under {kind}: tasks that the "
+            "generator starts would lose the role.",
+            "Enter it in the coroutines that the generator awaits.",
+        )
+
+
+def _frame_of_block(frame: FrameType) -> FrameType:
+    """The frame whose block the role is for: not contextlib's, and not that of a `@contextmanager` around the role."""
+    while frame.f_back is not None:
+        before = frame.f_back
+        is_context_manager = (
+            bool(frame.f_code.co_flags & _GENERATOR) and before.f_globals.get("__name__") == "contextlib"
+        )
+        if frame.f_globals.get("__name__") != "contextlib" and not is_context_manager:
+            break
+        frame = before
+    return frame
+
+
+def _named(fn: object) -> str:
+    return str(getattr(fn, "__qualname__", None) or f"a {type(fn).__name__}")
