@@ -81,7 +81,7 @@ class PendingCall:
     """A chat request of one role in an episode: a call before its answer."""
 
     __slots__ = (
-        "attempts", "caller", "edits", "episode_id", "id", "messages", "model", "params", "parents", "prompts",
+        "attempts", "began", "caller", "edits", "episode_id", "id", "messages", "model", "params", "parents", "prompts",
         "rewritten", "role", "sent", "started", "step", "streamed", "tools", "turn", "unedited",
     )  # fmt: skip
 
@@ -95,6 +95,8 @@ class PendingCall:
         self.turn = turn
         self.started = time.time()
         """Seconds since the epoch."""
+        self.began = time.monotonic()
+        """The same moment by a clock that never steps back: the latency is measured from it."""
         self.attempts: list[str] = []
         """Requests that failed before the client's retry, each as `<status>: <cause>`."""
         self.parents: tuple[str, ...] = ()
@@ -302,7 +304,7 @@ def _call(
         attempts=tuple(redacted.attempts),
         streamed=call.streamed,
         started=call.started,
-        latency=time.time() - call.started,
+        latency=time.monotonic() - call.began,
         usage=answer.usage if answer else Usage(),
         candidates=answer.candidates if answer else (),
         chosen=answer.chosen if answer and answer.candidates else None,

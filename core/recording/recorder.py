@@ -95,6 +95,7 @@ class LiveCall(PendingCall):
         self, episode: LiveEpisode, caller: CallerContext, step: int, turn: int, body: Mapping[str, Any]
     ) -> None:
         super().__init__(episode.id, caller, step, turn, body)
+        self.started = episode.now()
         self.episode = episode
         self.task = episode.task
         self.state = caller.state
@@ -181,6 +182,7 @@ class LiveEpisode:
     def __post_init__(self) -> None:
         self.id = new_id()
         self.started = time.time()
+        self._began = time.monotonic()
         self.failures: dict[str, int] = {}
         """Calls that did not end well, by status; also those whose failure the application swallowed."""
         self.warnings: dict[str, int] = {}
@@ -226,6 +228,13 @@ class LiveEpisode:
         self.forked = False
         """Whether this is a copy in a child process that the application forked: nothing can be recorded in it."""
         survives_fork(self)
+
+    def now(self) -> float:
+        """Seconds since the epoch by the episode's own clock, which cannot step back while it runs.
+
+        The computer's clock may: it is set by NTP, and when a virtual machine resumes.
+        """
+        return self.started + (time.monotonic() - self._began)
 
     def start(self, caller: CallerContext, body: Mapping[str, Any]) -> LiveCall:
         """Open a call; step and turn are taken here, under the lock. Raises RecordError once the episode has ended.
@@ -356,7 +365,7 @@ class LiveEpisode:
             error=error if self.redaction is None else self.redaction.text(error),
             blame=blame,
             started=self.started,
-            latency=time.time() - self.started,
+            latency=time.monotonic() - self._began,
             calls=self._places.steps,
             metrics=dict(metrics or {}),
             fork=self.fork,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,8 +86,8 @@ class Tape:
         with setting(tool_at_work, use):
             yield use
 
-    def keep(self, use: ToolUse, started: float) -> bool:
-        """Keep the result of a use; False for one that is no JSON. One that made model calls, as an agent does, is not
+    def keep(self, use: ToolUse, started: float, latency: float) -> bool:
+        """Keep the result of a use and its time in seconds; False for one that is no JSON. One that made model calls, as an agent does, is not
         kept and no fault: they are repeated themselves."""
         if use.calls or not self.keeps:
             return True
@@ -98,7 +97,6 @@ class Tape:
             return False
         if value != use.value:
             return False
-        latency = max(0.0, time.time() - started)
         with self._lock:
             self._kept.append(Given(use.name, use.arguments, started, value, latency, answered_call.get()))
         return True

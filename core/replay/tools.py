@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -56,10 +55,10 @@ def taped(
         if live is None or name is None or (at_work is not None and at_work.name == name):
             yield ToolUse("", "")
             return
-        started = time.time()
+        started = live.now()
         with live.tape.using(name, arguments_of(args[skip:], kwargs, without)) as use:
             yield use
-            if not live.tape.keep(use, started):
+            if not live.tape.keep(use, started, live.now() - started):
                 text = f"The value that {name} returned is not JSON, so a replay runs it again."
                 live.warn("unrecorded_tool", text)
 

@@ -218,7 +218,7 @@ def _call_row(call: CallRecord) -> Row:
         call.policy and call.policy.name,
         call.policy and call.policy.version,
         call.started,
-        call.latency,
+        max(call.latency, 0.0),
         len(call.candidates),
         _json.encode(replace(call, candidates=())).decode(),
         _json.encode(stored).decode(),
@@ -239,7 +239,7 @@ def _episode_row(episode: Episode) -> Row:
         episode.app,
         episode.key,
         episode.started,
-        episode.latency,
+        max(episode.latency, 0.0),
         episode.calls,
         episode.error,
         episode.blame,
@@ -297,10 +297,13 @@ def episode_from(body: str, metrics: str) -> Episode:
 
 
 def _in_time(record: Timed) -> Timed:
-    """The record. Raises ValueError for times that are negative or above `_LATEST`."""
-    if not (0 <= record.started < _LATEST and 0 <= record.latency < _LATEST):
+    """The record. Raises ValueError for times that no clock shows.
+
+    A negative latency is 0: other recorders measure it with a clock that may step back.
+    """
+    if not (0 <= record.started < _LATEST and -_LATEST < record.latency < _LATEST):
         raise ValueError("a time that no clock shows")
-    return record
+    return record if record.latency >= 0 else replace(record, latency=0.0)
 
 
 def join_path(segment_id: str, rows: Iterable[tuple[str, str | None, bytes]]) -> tuple[int, ...]:

@@ -198,7 +198,7 @@ class _Reading:
             status=status,
             error=self.root.failed,
             started=self.root.start / 1e9,
-            latency=(max(ends) - self.root.start) / 1e9,
+            latency=max(max(ends) - self.root.start, 0) / 1e9,
             calls=self.calls,
             metrics={name: value for name, value in metrics.items() if value is not None},
         )
@@ -237,7 +237,9 @@ class _Reading:
         *others, made = self.made.ended(call, answer, status, error)
         assert isinstance(made, CallRecord)
         self._rewards(chat, call.id)
-        return [*others, msgspec.structs.replace(made, latency=(chat.end - chat.start) / 1e9)]
+        if chat.end < chat.start:
+            self.left_out["negative_latency"] += 1
+        return [*others, msgspec.structs.replace(made, latency=max(chat.end - chat.start, 0) / 1e9)]
 
     def _candidates(self, chat: Span, answers: Sequence[Mapping[str, Any]]) -> tuple[Candidate, ...]:
         reasons = chat.attributes.get(names.FINISH_REASONS)

@@ -327,5 +327,7 @@ def test_one_block_is_not_entered_twice_at_once() -> None:
 
 def test_an_asynchronous_generator_outside_asyncio_is_refused() -> None:
     made: Any = words()
-    with pytest.raises(WorkflowError, match=r"under a library other than asyncio.*coroutines that the generator awaits"):
+    with pytest.raises(
+        WorkflowError, match=r"under a library other than asyncio.*coroutines that the generator awaits"
+    ):
         made.asend(None).send(None)

@@ -19,7 +19,7 @@ def use(tape: Tape, name: str, arguments: Any, value: Any = None) -> tuple[bool,
     with tape.using(name, arguments) as found:
         if not found.known:
             found.value = value
-        tape.keep(found, 1.0)
+        tape.keep(found, 1.0, 0.0)
     return found.known, found.value
 
 
@@ -50,7 +50,7 @@ def test_only_json_is_kept_and_nothing_that_made_calls_or_a_redactor_changes():
     with tape.using("agent", []) as found:
         found.calls += 1
         found.value = "said"
-        assert tape.keep(found, 1.0)
+        assert tape.keep(found, 1.0, 0.0)
     assert len(kept(tape)) == 1
 
 
@@ -89,7 +89,7 @@ def test_what_an_application_changes_after_its_tool_has_returned_is_in_no_record
     with trunk.using("a", arguments) as found:
         arguments[0].sort()
         found.value = value
-        trunk.keep(found, 1.0)
+        trunk.keep(found, 1.0, 0.0)
     value["found"].append("b")
     results = kept(trunk)
     assert [one.value for one in results] == [{"found": ["a"]}]
