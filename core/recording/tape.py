@@ -87,8 +87,10 @@ class Tape:
             yield use
 
     def keep(self, use: ToolUse, started: float, latency: float) -> bool:
-        """Keep the result of a use and its time in seconds; False for one that is no JSON. One that made model calls, as an agent does, is not
-        kept and no fault: they are repeated themselves."""
+        """Keep the result of a use, which took `latency` seconds; False for one that is no JSON.
+
+        The result of a tool that made model calls, as an agent does, is not kept: the calls are repeated themselves.
+        """
         if use.calls or not self.keeps:
             return True
         try:

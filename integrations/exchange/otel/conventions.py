@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from cotune.integrations.exchange.otel import names
-from cotune.integrations.exchange.otel.messages import as_text, decoded, from_parts, mapping, tool_call
+from cotune.integrations.exchange.otel.messages import as_text, decoded, from_parts, json_value, mapping, tool_call
 from cotune.integrations.exchange.otel.spans import Span
 from cotune.records.answers import MOST
 
@@ -48,9 +48,9 @@ def agent_of(span: Span) -> str | None:
     return str(named) if named else None
 
 
-def params_of(found: Mapping[str, Any]) -> dict[str, Any]:
+def params_of(found: Mapping[str, Any], left_out: Counter[str]) -> dict[str, Any]:
     """Request parameters in OpenAI form."""
-    given = decoded(found.get("llm.invocation_parameters"))
+    given = json_value(found.get("llm.invocation_parameters"), "llm.invocation_parameters", left_out)
     params = {k: v for k, v in mapping(given).items() if k not in ("model", "messages", "tools")}
     params |= {name: found[key] for name, key in names.PARAMS.items() if found.get(key) is not None}
     if found.get(names.OUTPUT_TYPE) == "json":
@@ -68,20 +68,24 @@ def whole(value: Any) -> int:
 
 
 def messages_of(span: Span, left_out: Counter[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Messages of the request and of the answer, in OpenAI form; an answer's may carry a `finish_reason`."""
+    """Messages of the request and of the answer, in OpenAI form; an answer's may carry a `finish_reason`.
+
+    Without the whole prompt, the answer to it is left out as well.
+    """
     for found in (span.attributes, *(event.attributes for event in span.events if event.name == _DETAILS)):
         if names.INPUT_MESSAGES in found or names.OUTPUT_MESSAGES in found:
-            return _request(found, left_out), _answer(found, left_out)
+            request = _request(found, left_out)
+            return ([], []) if request is None else (request, _answer(found, left_out))
     request = [_openinference(one) for one in _items(span.attributes, "llm.input_messages")]
     return request, [_openinference(one) for one in _items(span.attributes, "llm.output_messages")]
 
 
-def tools_of(found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def tools_of(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]] | None:
     """Tool definitions in OpenAI form, None where there are none."""
-    given = decoded(found.get(names.TOOL_DEFINITIONS))
+    given = json_value(found.get(names.TOOL_DEFINITIONS), names.TOOL_DEFINITIONS, left_out)
     if not isinstance(given, list):
         given = [one.get("tool.json_schema") for one in _items(found, "llm.tools")]
-    known = [one for one in map(mapping, map(decoded, given)) if one]
+    known = [one for one in (mapping(json_value(tool, "llm.tools", left_out)) for tool in given) if one]
     tools = []
     for one in known:
         bare = "function" not in one and one.get("type", "function") == "function"
@@ -90,17 +94,23 @@ def tools_of(found: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _request(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
-    system = decoded(found.get(names.SYSTEM_INSTRUCTIONS))
+def _request(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]] | None:
+    """The messages of a request; None if one of its attributes was cut."""
+    system = json_value(found.get(names.SYSTEM_INSTRUCTIONS), names.SYSTEM_INSTRUCTIONS, left_out)
+    given = json_value(found.get(names.INPUT_MESSAGES), names.INPUT_MESSAGES, left_out)
+    for name, value in ((names.SYSTEM_INSTRUCTIONS, system), (names.INPUT_MESSAGES, given)):
+        if value is None and found.get(name) is not None:
+            return None
     messages = from_parts({"role": "system", "parts": _as_list(system)}, left_out) if system else []
-    for message in _readable(found.get(names.INPUT_MESSAGES), left_out):
+    for message in _readable(given, left_out):
         messages += from_parts(message, left_out)
     return messages
 
 
 def _answer(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]]:
     messages = []
-    for message in _readable(found.get(names.OUTPUT_MESSAGES), left_out):
+    given = json_value(found.get(names.OUTPUT_MESSAGES), names.OUTPUT_MESSAGES, left_out)
+    for message in _readable(given, left_out):
         made = from_parts({"role": "assistant", **message}, left_out)[0]
         reason = message.get("finish_reason")
         messages.append({**made, "finish_reason": reason} if reason else made)
@@ -108,7 +118,7 @@ def _answer(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, 
 
 
 def _readable(given: Any, left_out: Counter[str]) -> list[Mapping[str, Any]]:
-    messages = _as_list(decoded(given))
+    messages = _as_list(given)
     readable = [message for message in messages if isinstance(message, Mapping)]
     if len(readable) < len(messages):
         left_out["message_not_readable"] += len(messages) - len(readable)

@@ -23,7 +23,7 @@ from cotune.integrations.exchange.otel.conventions import (
     whole,
 )
 from cotune.integrations.exchange.otel.files import read
-from cotune.integrations.exchange.otel.messages import decoded
+from cotune.integrations.exchange.otel.messages import json_value
 from cotune.integrations.exchange.otel.spans import Span
 from cotune.recording.call_records import CallerContext, CallRecords, PendingCall
 from cotune.recording.recorder import Places, Sink
@@ -181,13 +181,14 @@ class _Reading:
         found = self.root.attributes
         own = kind_of(self.root) == "workflow"
         ends = [self.root.end, *(chat.end for chat in self.chats)]
-        given = decoded(found.get(names.METRICS))
+        given = json_value(found.get(names.METRICS), names.METRICS, self.left_out)
+        task_input = json_value(found.get(names.TASK_INPUT), names.TASK_INPUT, self.left_out)
         metrics = {str(name): metric(value) for name, value in given.items()} if isinstance(given, dict) else {}
         self.left_out.update("metric_not_a_number" for value in metrics.values() if value is None)
         status: EpisodeStatus = "ok" if self.root.failed is None else "error"
         if found.get(names.STATUS) == "cancelled":
             status = "cancelled"
-        task = Task(id=str(found.get(names.TASK) or self.root.trace), input=decoded(found.get(names.TASK_INPUT)))
+        task = Task(id=str(found.get(names.TASK) or self.root.trace), input=task_input)
         return Episode(
             id=self.id,
             task=task,
@@ -213,7 +214,12 @@ class _Reading:
         candidates = self._candidates(chat, answers)
         caller = CallerContext(role, str(found.get(names.INTEGRATION) or "opentelemetry"))
         model = str(first(found, names.REQUEST_MODEL, "llm.model_name", "gen_ai.response.model") or "")
-        body = {**params_of(found), "messages": asked, "tools": tools_of(found), "model": model}
+        body = {
+            **params_of(found, self.left_out),
+            "messages": asked,
+            "tools": tools_of(found, self.left_out),
+            "model": model,
+        }
         body["stream"] = bool(found.get(names.REQUEST_STREAM))
         call = PendingCall(self.id, caller, step, turn, body)
         call.id, call.started = self.ids[chat.id], chat.start / 1e9
@@ -244,7 +250,7 @@ class _Reading:
     def _candidates(self, chat: Span, answers: Sequence[Mapping[str, Any]]) -> tuple[Candidate, ...]:
         reasons = chat.attributes.get(names.FINISH_REASONS)
         reasons = reasons if isinstance(reasons, Sequence) and not isinstance(reasons, str) else ()
-        sampled = decoded(chat.attributes.get(names.SAMPLED)) or []
+        sampled = json_value(chat.attributes.get(names.SAMPLED), names.SAMPLED, self.left_out) or []
         made = []
         for index, message in enumerate(answers):
             own = reasons[index] if index < len(reasons) else "stop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -109,6 +110,21 @@ def decoded(value: Any) -> Any:
         with contextlib.suppress(ValueError):
             return json.loads(value)
     return value
+
+
+_JSON_BEGINS = re.compile(r"""\s*(\[\s*([\[{"\]]|$)|\{\s*(["}]|$))""")
+
+
+def json_value(value: Any, name: str, left_out: Counter[str]) -> Any:
+    """As `decoded`, but None for JSON that was cut, which is counted under the `name` of its attribute.
+
+    SDKs and backends cut long attributes, some after 1,024 characters. The beginning of a JSON text is no plain text.
+    """
+    found = decoded(value)
+    if isinstance(found, str) and found is value and _JSON_BEGINS.match(found):
+        left_out[f"cut:{name}"] += 1
+        return None
+    return found
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

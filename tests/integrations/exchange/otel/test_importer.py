@@ -424,3 +424,74 @@ def test_a_step_that_is_no_number_sorts_first(tmp_path: Path, odd: Any) -> None:
     about = {"gen_ai.operation.name": "chat"}
     chats = [span(1, 0, "chat m", {**about, "cotune.step": 1}), span(2, 0, "chat m", {**about, "cotune.step": odd})]
     assert Read(tmp_path, span(0, None, "run", {}), *chats).made.calls == 2
+
+
+def chat_span(start: int = 1, end: int = 2, **attributes: str) -> dict[str, Any]:
+    """A call without any span around it; the attributes are texts."""
+    given = {"gen_ai.operation.name": "chat", **{name.replace("__", "."): value for name, value in attributes.items()}}
+    return {
+        "traceId": "1" * 32,
+        "spanId": "1" * 16,
+        "name": "chat m",
+        "startTimeUnixNano": str(1_700_000_000_000_000_000 + start * 1_000_000_000),
+        "endTimeUnixNano": str(1_700_000_000_000_000_000 + end * 1_000_000_000),
+        "attributes": [{"key": key, "value": {"stringValue": value}} for key, value in given.items()],
+    }
+
+
+def imported(tmp_path: Path, span: dict[str, Any]) -> tuple[CallRecord, list[Any], dict[str, int]]:
+    """The call of a span as it is read from a store, its messages, and what was left out."""
+    file = tmp_path / "spans.jsonl"
+    file.write_text(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}))
+    with SqliteStore.open(tmp_path / "records.db") as store:
+        told = import_file(file, store)
+        store.flush()
+        [episode] = store.episodes()
+        [call] = store.calls(episode.id)
+        return call, [store.message(name) for name in call.messages], dict(told.left_out)
+
+
+def whole_message(role: str, text: str) -> str:
+    return json.dumps([{"role": role, "parts": [{"type": "text", "content": text}]}])
+
+
+PROMPT, ANSWER = whole_message("user", "hello " * 100), whole_message("assistant", "yes " * 100)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 20, 128, 300])
+def test_a_prompt_that_was_cut_takes_its_answer_with_it(tmp_path: Path, length: int) -> None:
+    span = chat_span(gen_ai__input__messages=PROMPT[:length], gen_ai__output__messages=ANSWER)
+    call, messages, left_out = imported(tmp_path, span)
+    assert (messages, call.candidates) == ([], ())
+    assert left_out == {"cut:gen_ai.input.messages": 1, "call_without_messages": 1}
+
+
+def test_a_system_text_that_was_cut_takes_prompt_and_answer_with_it(tmp_path: Path) -> None:
+    system = json.dumps([{"type": "text", "content": "be brief " * 100}])[:128]
+    span = chat_span(
+        gen_ai__system_instructions=system, gen_ai__input__messages=PROMPT, gen_ai__output__messages=ANSWER
+    )
+    call, messages, left_out = imported(tmp_path, span)
+    assert (messages, call.candidates) == ([], ())
+    assert left_out == {"cut:gen_ai.system_instructions": 1, "call_without_messages": 1}
+
+
+def test_an_answer_or_tools_that_were_cut_are_left_out(tmp_path: Path) -> None:
+    tools = json.dumps([{"type": "function", "name": "add", "description": "d" * 200}])
+    span = chat_span(
+        gen_ai__input__messages=PROMPT, gen_ai__output__messages=ANSWER[:128], gen_ai__tool__definitions=tools[:128]
+    )
+    call, messages, left_out = imported(tmp_path, span)
+    assert (len(messages), call.candidates, call.tools) == (1, (), None)
+    assert left_out == {"cut:gen_ai.output.messages": 1, "cut:gen_ai.tool.definitions": 1}
+
+
+@pytest.mark.parametrize("text", ["hello", "[INST] hello [/INST]", "{name}, hello", "12:30"])
+def test_a_plain_text_is_one_message(tmp_path: Path, text: str) -> None:
+    _, messages, left_out = imported(tmp_path, chat_span(gen_ai__input__messages=text))
+    assert (messages, left_out) == ([{"role": "user", "content": text}], {})
+
+
+def test_a_span_that_ends_before_it_starts_is_readable(tmp_path: Path) -> None:
+    call, _, left_out = imported(tmp_path, chat_span(5, 1, gen_ai__input__messages=PROMPT))
+    assert (call.latency, left_out) == (0.0, {"negative_latency": 1})
