@@ -28,6 +28,7 @@ from cotune.integrations.web.http.requests import (
     ClientGone,
     RequestError,
     header,
+    invalid_value,
     own_key,
     refusal,
     unless_gone,
@@ -39,7 +40,7 @@ from cotune.recording.redaction import Redactor
 from cotune.records.answers import Answer
 from cotune.records.structs import CallStatus, Task
 from cotune.sampling.protocol import SamplingParams
-from cotune.sampling.request_params import template_options
+from cotune.sampling.request_params import template_options, unknown_fields
 
 logger = logging.getLogger("cotune.serve")
 
@@ -113,8 +114,14 @@ class ChatEndpoint:
         return served
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = await read_json(scope, receive, self.access, ChatRequest, self.limits)
-        call = self._call(request, own_key(header(scope, b"x-cotune-key")))
+        body = await read_json(scope, receive, self.access, dict[str, Any], self.limits)
+        try:
+            request = msgspec.convert(body, ChatRequest)
+        except msgspec.ValidationError as error:
+            raise invalid_value(error) from None
+        # The responder honours some fields of other servers and refuses others.
+        others = {name: value for name, value in body.items() if name not in ChatRequest.__struct_fields__}
+        call = self._call(request, others, own_key(header(scope, b"x-cotune-key")))
         try:
             content, kind = await unless_gone(receive, functools.partial(self._answer, request, call))
         except ClientGone:
@@ -135,12 +142,12 @@ class ChatEndpoint:
             headers |= {"x-cotune-episode": call.episode.id, "x-cotune-call": call.id}
         await Response(content, headers=headers)(scope, receive, send)
 
-    def _call(self, request: ChatRequest, key: str) -> LiveCall:
+    def _call(self, request: ChatRequest, others: Mapping[str, Any], key: str) -> LiveCall:
         """The call of a request, which is recorded once it has ended where requests are, in an episode that the
         application calls `key`."""
         # A further name of a role is that role's: its prompts are edited too.
         role = self.find(request.model).name or request.model
-        asked, caller = msgspec.structs.asdict(request), CallerContext(role, "serve", given=True)
+        asked, caller = {**others, **msgspec.structs.asdict(request)}, CallerContext(role, "serve", given=True)
         if self._recording is not None:
             call = self._opened(self._recording, key).start(caller, asked)
         else:
@@ -160,6 +167,7 @@ class ChatEndpoint:
         chat = self.responder.chat_of(request.model)
         # The responder logs the options that it leaves out.
         self.not_enforced.update(name for name in template_options(asked) if not chat.reads(name))
+        self.not_enforced.update(unknown_fields(call.params))
         try:
             held = [await self.responder.respond(call)]
         except SampleTimeout as error:

@@ -124,6 +124,7 @@ def _candidate(index: int, candidate: Candidate, faults: list[str]) -> Candidate
         finish_reason=storable(finish),
         malformed=bool(candidate.malformed),
         shown=candidate.shown,
+        stop=storable(candidate.stop) if isinstance(candidate.stop, str) else "",
     )
 
 

@@ -88,7 +88,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     `message` is the assistant message in OpenAI form as the application would receive it.
     Token ids and log-probabilities are empty where the engine or provider does not give them. `malformed` says that
     the text holds a tool call that could not be read: the application gets it as text. `shown` are the tokens as the
-    application is told of them, None where it did not ask for log-probabilities.
+    application is told of them, None where it did not ask for log-probabilities. `stop` is the stop string that ended
+    it, where the interface tells of it (Anthropic's).
     """
 
     index: int
@@ -99,6 +100,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: str = "stop"
     malformed: bool = False
     shown: tuple[ShownToken, ...] | None = None
+    stop: str = ""
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     what is added), `repetition_penalty` (tokens of prompt and reply), `frequency_penalty` and `presence_penalty`
     (tokens of the reply), temperature, `min_p`, `top_k`, `top_p`. `images` are the encoded bytes (PNG, JPEG, ...) of
     what the image tokens of the prompt stand for, in order. `top_logprobs` is how many of the most likely tokens are
-    told at each place.
+    told at each place. `stop_token_ids` end a candidate like the model's own end tokens.
     """
 
     temperature: float = 1.0
@@ -52,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     timeout: float | None = None
     images: tuple[bytes, ...] = ()
@@ -217,6 +218,15 @@ class ChatFormat(Protocol):
     def images(self, messages: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
         """The encoded images of messages, in order. Raises RequestRefused where there are some and the model sees none,
         or one does not come with its bytes."""
+        ...
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens with which the model ends a reply."""
+        ...
+
+    def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        """The stop string that ended a reply; empty where none did."""
         ...
 
     @property

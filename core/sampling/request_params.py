@@ -24,6 +24,51 @@ _NUMBERS = {
 _BIAS = 100.0
 _MOST_TOP_K = 2**31 - 1
 """More than any vocabulary has."""
+RESTRICTIONS = ("allowed_token_ids", "bad_words", "min_tokens")
+"""Fields that say which tokens a reply may hold; each is enforced by a grammar of its own."""
+CONTINUE = "continue_final_message"
+"""Asks that the reply goes on from the last message, an assistant's."""
+_REFUSED: Mapping[str, Any] = {
+    "add_generation_prompt": True,
+    "best_of": 1,
+    "chat_template": None,
+    "documents": None,
+    "echo": False,
+    "ebnf": None,
+    "grammar": None,
+    "include_stop_str_in_output": False,
+    "json_schema": None,
+    "length_penalty": 1.0,
+    "mirostat": 0,
+    "no_repeat_ngram_size": 0,
+    "prompt_logprobs": None,
+    "regex": None,
+    "repeat_penalty": 1.0,
+    "suffix": None,
+    "tfs_z": 1.0,
+    "top_a": 0.0,
+    "truncate_prompt_tokens": None,
+    "typical_p": 1.0,
+    "use_beam_search": False,
+    "xtc_probability": 0.0,
+}
+"""Fields of other servers that change what a reply means and that no sampler here follows, each with the value that
+asks for nothing."""
+_KNOWN = frozenset({
+    *_NUMBERS, *RESTRICTIONS, *_REFUSED, CONTINUE,
+    # How a reply is drawn and written.
+    "top_k", "seed", "max_tokens", "max_completion_tokens", "max_output_tokens", "n", "stop", "stop_token_ids",
+    "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "response_format", "text", "tool_choice", "tools",
+    "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort", "reasoning", "thinking", "return_token_ids",
+    # Refused elsewhere, with a reason.
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "modalities", "audio",
+    "web_search_options", "functions", "function_call", "previous_response_id", "conversation", "background", "prompt",
+    # About the request and its transport.
+    "model", "messages", "input", "instructions", "api", "stream", "stream_options", "include", "metadata", "user",
+    "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
+    "truncation", "max_tool_calls", "priority", "request_id", "cache_salt", "return_tokens_as_token_ids",
+    "skip_special_tokens", "spaces_between_special_tokens", "name", "role", "key",
+})  # fmt: skip
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 """Forms of a reply as vLLM alone takes them."""
 
@@ -41,19 +86,62 @@ def request_params(
             asked[name] = _number(name, body[name], low, high)
     for name in ("top_k", "seed"):
         if body.get(name) is not None:
-            asked[name] = _integer(name, body[name])
+            asked[name] = integer(name, body[name])
     if "top_k" in asked:
         asked["top_k"] = min(max(asked["top_k"], 0), _MOST_TOP_K)
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     if limit is not None:
-        asked["max_tokens"] = _integer("max_tokens", limit)
+        asked["max_tokens"] = integer("max_tokens", limit)
     if body.get("stop"):
-        asked["stop"] = _texts("stop", body["stop"])
+        asked["stop"] = texts_of("stop", body["stop"])
+    if body.get("stop_token_ids"):
+        asked["stop_token_ids"] = token_ids("stop_token_ids", body["stop_token_ids"])
     if body.get("logit_bias"):
         asked["logit_bias"] = _bias(body["logit_bias"])
     if body.get("top_logprobs"):
         asked["top_logprobs"] = _top_logprobs(body)
     return msgspec.structs.replace(defaults, **{**asked, **(override or {})})
+
+
+def check_supported(body: Mapping[str, Any]) -> None:
+    """Raises RequestRefused for a field that changes the reply and that no policy can honour."""
+    for name, nothing in _REFUSED.items():
+        value = body.get(name)
+        if value is None or value == nothing or value in ([], {}, ""):
+            continue
+        if name == "add_generation_prompt" and body.get(CONTINUE):
+            continue
+        raise RequestRefused(
+            f"{name} = {str(value)[:80]!r} was asked for, which no policy can honour.",
+            "Leave it out of the request, or give the role a policy of kind provider.",
+        )
+
+
+def unknown_fields(body: Mapping[str, Any]) -> list[str]:
+    """Fields of a request that nothing here reads, and that may ask for something."""
+    return [name for name, value in body.items() if name not in _KNOWN and value not in (None, False, "", [], {})]
+
+
+def continues_reply(body: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the reply goes on from the last message, as `continue_final_message` asks, or `prefix` in the message.
+
+    Raises RequestRefused where it cannot.
+    """
+    last = messages[-1] if messages else {}
+    if not body.get(CONTINUE) and not (last.get("role") == "assistant" and last.get("prefix")):
+        return False
+    if last.get("role") != "assistant" or last.get("tool_calls") or not last.get("content"):
+        raise RequestRefused(
+            "The reply is to go on from the last message, which is not a text of the assistant.",
+            "End the messages with the beginning of the reply, or leave continue_final_message out.",
+        )
+    return True
+
+
+def ends_itself(body: Mapping[str, Any], ends: Sequence[int]) -> bool:
+    """Whether the model may end its reply by one of the end tokens `ends`."""
+    allowed = body.get("allowed_token_ids")
+    return not body.get("ignore_eos") and not (allowed and not set(ends) & set(allowed))
 
 
 RESPONSE_LOGPROBS = "message.output_text.logprobs"
@@ -83,6 +171,18 @@ def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def fixes_form(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> bool:
     """Whether the request restricts what a reply may look like, so that it is sampled under a grammar."""
+    if restrictions(body):
+        return True
+    return fixes_structure(body, tools)
+
+
+def restrictions(body: Mapping[str, Any]) -> list[str]:
+    """Those of `RESTRICTIONS` that the request has."""
+    return [name for name in RESTRICTIONS if body.get(name)]
+
+
+def fixes_structure(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Whether the request fixes the structure of its reply: JSON, or calls of tools."""
     if form_type(body) != "text":
         return True
     for name in GUIDED:
@@ -125,13 +225,23 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
     return float(value)
 
 
-def _integer(name: str, value: Any) -> int:
+def integer(name: str, value: Any) -> int:
+    """An integer in a request. Raises RequestRefused."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
         raise RequestRefused(f"{name} = {value!r} was asked for.", "It is an integer.")
     return int(value)
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Ids of tokens in a request. Raises RequestRefused."""
+    ids = value if isinstance(value, list | tuple) else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise RequestRefused(f"{name} = {str(value)[:80]!r} was asked for.", "It is a list of token ids.")
+    return tuple(ids)
+
+
+def texts_of(name: str, value: Any) -> tuple[str, ...]:
+    """Texts in a request: one, or a list of them. Raises RequestRefused."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise RequestRefused(f"{name} = {value!r} was asked for.", "It is a text, or a list of texts.")
@@ -139,7 +249,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _top_logprobs(body: Mapping[str, Any]) -> int:
-    top = _integer("top_logprobs", body["top_logprobs"])
+    top = integer("top_logprobs", body["top_logprobs"])
     if not 0 <= top <= MOST_TOP_LOGPROBS:
         raise RequestRefused(f"top_logprobs = {top} was asked for.", f"It is an integer from 0 to {MOST_TOP_LOGPROBS}.")
     if asks_logprobs(body):

@@ -23,7 +23,19 @@ from cotune.records.plans import Plan, Select, seed_of
 from cotune.records.structs import Candidate, PolicyRef, Usage
 from cotune.runtime.bounded_cache import INLINE, bytes_of
 from cotune.sampling.protocol import NEVER, UNSHAPED, ChatFormat, Completion, Sampler, SamplingParams
-from cotune.sampling.request_params import asks_logprobs, fixes_form, request_params, template_options, tools_shown
+from cotune.sampling.request_params import (
+    CONTINUE,
+    asks_logprobs,
+    check_supported,
+    continues_reply,
+    ends_itself,
+    fixes_form,
+    fixes_structure,
+    request_params,
+    template_options,
+    tools_shown,
+    unknown_fields,
+)
 from cotune.sampling.scoring import AnyScorer, Scored, score
 from cotune.sampling.shown_tokens import shown_tokens
 
@@ -104,8 +116,9 @@ class PolicyResponder:
         sampling = msgspec.structs.asdict(params)
         if images := sampling.pop("images"):
             sampling["images"] = [image_id(data) for data in images]
-        if not params.top_logprobs:
-            del sampling["top_logprobs"]
+        for name in ("top_logprobs", "stop_token_ids"):
+            if not sampling[name]:
+                del sampling[name]
         return Answer(
             candidates=candidates,
             chosen=choose(compared, self.plan.select if self.plan else "first", params.seed or 0),
@@ -153,6 +166,10 @@ class PolicyResponder:
         asked = out.params
         try:
             # 1. The parameters. What training sets otherwise is told here; of the temperature `cotune check` speaks.
+            check_supported(asked)
+            for name in unknown_fields(asked):
+                text = f"Role {call.role!r} asks for {name}, which policies do not know: it changes nothing."
+                episode.warn("not_enforced", text)
             params = request_params(asked, self.defaults, self.override)
             for name, value in (self.override or {}).items():
                 if name in UNSHAPED and asked.get(name) not in (None, value):
@@ -172,11 +189,24 @@ class PolicyResponder:
             if images:
                 never = tuple((token, NEVER) for token in chat.image_tokens)
                 params = msgspec.structs.replace(params, images=images, logit_bias=(*params.logit_bias, *never))
+            # A reply that may not end by itself goes on to `max_tokens`: its end tokens are never drawn.
+            if (asked.get("ignore_eos") or asked.get("allowed_token_ids")) and not ends_itself(
+                asked, chat.end_token_ids
+            ):
+                never = tuple((token, NEVER) for token in chat.end_token_ids)
+                params = msgspec.structs.replace(params, logit_bias=(*params.logit_bias, *never))
             # 3. The prompt, and the room that it leaves.
             options = template_options(asked)
             for name in options:
                 if not chat.reads(name):
                     episode.warn("unread_option", f"The model's chat template does not know {name}.")
+            if continues_reply(asked, out.messages):
+                if fixes_structure(asked, out.tools):
+                    raise RequestRefused(
+                        "The reply is to go on from the last message, and to have a fixed form.",
+                        "Ask for one of the two: the form is that of a whole reply.",
+                    )
+                options[CONTINUE] = True
             more: dict[str, Any] = {"options": options} if options else {}
             longest = self.longest(call.role)
             if longest is not None:
@@ -203,10 +233,14 @@ class PolicyResponder:
         """The candidates that were sampled. Empties the list: long completions take a while to be freed."""
         chat, tools = self.chat_of(call.role), tools_shown(call.params, call.tools)
         with_logprobs, with_ids = asks_logprobs(call.params), bool(call.params.get("return_token_ids"))
+        names_stop = call.params.get("api") == "messages"
         candidates: list[Candidate] = []
         while completions:
             drawn = completions.pop(0)
-            text, message, finish = chat.parse(drawn.token_ids, params.stop, prompt=prompt, tools=tools)
+            said = drawn.token_ids
+            if drawn.finish_reason == "stop" and said and said[-1] in params.stop_token_ids:
+                said = said[:-1]
+            text, message, finish = chat.parse(said, params.stop, prompt=prompt, tools=tools)
             if malformed := finish == "malformed":
                 finish = "tool_calls" if message.get("tool_calls") else "stop"
             candidate = Candidate(
@@ -217,6 +251,7 @@ class PolicyResponder:
                 logprobs=drawn.logprobs,
                 finish_reason="length" if drawn.finish_reason == "length" else finish,
                 malformed=malformed,
+                stop=chat.stopped_by(said, params.stop) if params.stop and names_stop else "",
                 shown=shown_tokens(drawn, message, chat.token_bytes, with_ids) if with_logprobs else None,
             )
             candidates.append(candidate)

@@ -126,6 +126,7 @@ class StoredCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False)
     logprobs: Count
     malformed: bool = False
     shown: tuple[ShownToken, ...] | None = None
+    stop: str = ""
 
 
 _json = msgspec.json.Encoder(enc_hook=plain)
@@ -197,7 +198,9 @@ def _call_row(call: CallRecord) -> Row:
     stored, token_ids, logprobs = [], bytearray(), bytearray()
     for c in call.candidates:
         tokens, known = len(c.token_ids), len(c.logprobs)
-        stored.append(StoredCandidate(c.index, c.text, c.message, c.finish_reason, tokens, known, c.malformed, c.shown))
+        stored.append(
+            StoredCandidate(c.index, c.text, c.message, c.finish_reason, tokens, known, c.malformed, c.shown, c.stop)
+        )
         if tokens:
             token_ids += pack_ids(c.token_ids)
         if known:
@@ -269,6 +272,7 @@ def call_from(body: str, candidates: str, token_ids: bytes | None, logprobs: byt
             finish_reason=entry.finish_reason,
             malformed=entry.malformed,
             shown=None if lean else entry.shown,
+            stop=entry.stop,
         )
         at_id, at_value = at_id + entry.tokens, at_value + entry.logprobs
         found.append(candidate)

@@ -43,8 +43,9 @@ def bytes_chat(template: str | None = None) -> ChatTemplate:
 class ScriptedSampler:
     """Candidate i of every request is reply i. Keeps what it was asked, as (prompt ids, parameters)."""
 
-    def __init__(self, chat: ChatTemplate, replies: Sequence[str]) -> None:
+    def __init__(self, chat: ChatTemplate, replies: Sequence[str], end: bool) -> None:
         self.chat = chat
+        self.end = [chat.end_token_ids[0]] if end else []
         self.replies = replies
         self.asked: list[tuple[list[int], SamplingParams]] = []
 
@@ -55,7 +56,7 @@ class ScriptedSampler:
         completions = []
         for candidate in range(n):
             text = self.replies[candidate % len(self.replies)]
-            ids = [*self.chat.tokenizer.encode(text, add_special_tokens=False), self.chat.end_token_ids[0]]
+            ids = [*self.chat.tokenizer.encode(text, add_special_tokens=False), *self.end]
             completions.append(Completion(tuple(ids), (-0.5,) * len(ids), "stop"))
         return completions
 
@@ -75,11 +76,14 @@ class ScriptedEpisode(NamedTuple):
 
 
 def run_scripted(
-    folder: Path, fn: Callable[..., Any], chat: ChatTemplate, *replies: str, k: int = 1
+    folder: Path, fn: Callable[..., Any], chat: ChatTemplate, *replies: str, k: int = 1, end: bool = True
 ) -> ScriptedEpisode:
-    """Run a workflow once; the policy `a` plays the role `a`. With `k` above 1 its calls branch."""
+    """Run a workflow once; the policy `a` plays the role `a`. With `k` above 1 its calls branch.
+
+    Without `end`, the replies have no end token: something in the request stops them.
+    """
     workflow: Any = fn if hasattr(fn, "cotune") else cotune.workflow(fn)
-    store, sampler = SqliteStore.open(folder), ScriptedSampler(chat, replies)
+    store, sampler = SqliteStore.open(folder), ScriptedSampler(chat, replies, end)
     responder = PolicyResponder(sampler, chat, {"a": PolicyRef("a")})
     if k > 1:
         responder.plan, responder.scorers = Plan(kind="tree", k=k), workflow.cotune.scorers

@@ -17,6 +17,7 @@ from cotune.recording.recorder import LiveCall, LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Usage
 from cotune.runtime.bounded_cache import BoundedCache, bytes_of
+from cotune.sampling.request_params import CONTINUE
 
 _REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "content_filter": "refusal"}
 _FINISHES = {**{reason: finish for finish, reason in _REASONS.items()}, "interrupted": "interrupted"}
@@ -35,8 +36,8 @@ def message_of(call: LiveCall, answer: Answer, asked: Mapping[str, Any]) -> dict
         "role": "assistant",
         "model": call.model,
         "content": list(_written(call, candidate.message)),
-        "stop_reason": _REASONS.get(candidate.finish_reason, "end_turn"),
-        "stop_sequence": None,
+        "stop_reason": "stop_sequence" if candidate.stop else _REASONS.get(candidate.finish_reason, "end_turn"),
+        "stop_sequence": candidate.stop or None,
         "usage": used,
     }
 
@@ -60,7 +61,7 @@ def to_events(message: Mapping[str, Any], asked: Mapping[str, Any]) -> bytes:
     made: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
     for index, block in enumerate(message["content"]):
         made += ({**event, "index": index} for event in _block_events(block))
-    ended = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    ended = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
     made.append(
         {"type": "message_delta", "delta": ended, "usage": {"output_tokens": message["usage"]["output_tokens"]}}
     )
@@ -94,6 +95,7 @@ def answer_of(message: Any) -> Answer:
         text=read["content"] or "",
         message=read,
         finish_reason=_FINISHES.get(message.get("stop_reason"), "stop"),  # type: ignore[arg-type]
+        stop=message.get("stop_sequence") or "",
     )
     usage = Usage((used.get("input_tokens") or 0) + cached, used.get("output_tokens") or 0)
     return Answer(candidates=(candidate,), usage=usage)
@@ -188,6 +190,8 @@ def read(asked: Mapping[str, Any], episode: LiveEpisode) -> tuple[dict[str, Any]
     system = [{"role": "system", "content": text_of(asked["system"])}] if asked.get("system") else []
     body["messages"] = [*system, *messages_of(asked.get("messages") or (), arguments_in(episode))]
     body["api"] = "messages"
+    if body["messages"] and body["messages"][-1]["role"] == "assistant":
+        body[CONTINUE] = True  # a prefill: the reply goes on from it
     if asked.get("stop_sequences"):
         body["stop"] = asked["stop_sequences"]
     if asked.get("tools"):

@@ -36,7 +36,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
-    """Body of POST /v1/chat/completions. Fields that are not listed here are ignored."""
+    """Body of POST /v1/chat/completions. Other fields are read by `cotune.sampling.request_params`."""
 
     model: str
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]

@@ -31,9 +31,11 @@ def for_template(message: Mapping[str, Any], *, parts: bool = False) -> dict[str
     elif content is None:
         out["content"] = ""
     elif isinstance(content, list):
-        out["content"] = "".join(_text_part(part) for part in content)
-    if out.get("tool_calls"):
-        out["tool_calls"] = [_call_for_template(c) for c in out["tool_calls"]]
+        out["content"] = "\n".join(_text_part(part) for part in content)  # as vLLM does
+    # Servers answer with an empty list, and applications send it back. Many templates take it for calls.
+    calls = out.pop("tool_calls", None)
+    if calls:
+        out["tool_calls"] = [_call_for_template(c) for c in calls]
     return out
 
 
@@ -47,7 +49,9 @@ def _text_part(part: Any) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
-        return str(part.get("text", ""))
+        return str(part.get("text") or "")
+    if isinstance(part, Mapping) and part.get("type") == "refusal":
+        return str(part.get("refusal") or "")
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise SamplerError(
         f"A message has a content part of type {kind!r}.", "Policies read text, and images as image_url."
@@ -57,7 +61,8 @@ def _text_part(part: Any) -> str:
 def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     if "arguments" in function:
-        function["arguments"] = parsed(function["arguments"])
+        arguments = parsed(function["arguments"])
+        function["arguments"] = {} if arguments is None else arguments
     return {**call, "function": function}
 
 

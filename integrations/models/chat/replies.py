@@ -61,6 +61,12 @@ class Replies:
         message |= _thought(reasoning)
         return text, message, _finish(message, reader if tools else None)
 
+    def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        """As `ChatTemplate.stopped_by`."""
+        text = self.decode([token for token in token_ids if token not in self._dropped])
+        places = [(text.find(mark), mark) for mark in stop if mark and mark in text]
+        return min(places)[1] if places else ""
+
     def opened(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends with the mark that opens reasoning."""
         return self.tail(prompt).endswith(REASONING[0])

@@ -13,7 +13,17 @@ from typing import Any
 from cotune.errors import RequestRefused
 from cotune.integrations.models.chat.grammar_trial import Trials
 from cotune.integrations.models.chat.tool_formats import TOOL_CALL, call_grammar
-from cotune.sampling.request_params import GUIDED, fixes_form, form_type, function_of
+from cotune.sampling.request_params import (
+    GUIDED,
+    fixes_form,
+    fixes_structure,
+    form_type,
+    function_of,
+    integer,
+    restrictions,
+    texts_of,
+    token_ids,
+)
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """As `json.dumps` or compact: a model cannot fill its reply with white space."""
@@ -43,6 +53,10 @@ class Syntax:
     thinking: bool = False
     ends: Sequence[int] = field(default=())
     spells: bool = True
+    all_ends: Sequence[int] = field(default=())
+    """All end tokens."""
+    vocabulary: int | None = None
+    """How many tokens there are, where that is known."""
 
     def mark(self, text: str) -> str:
         """A mark as a grammar names it."""
@@ -56,6 +70,8 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     Raises RequestRefused for a form that there is not. A schema that cannot be enforced is refused when the grammar
     is compiled.
     """
+    if names := restrictions(body):
+        return _restricted(body, tools, names, syntax)
     form = _form(body)
     choice, allowed = _choice(body, list(tools or ()))
     several = body.get("parallel_tool_calls") is not False
@@ -82,6 +98,41 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     start = "start: " + ("thought " if thought and syntax.thinking else "thought? " if thought else "") + f"reply{end}"
     options = "{}" if syntax.spells else '{"no_forcing": true}'
     return "\n".join([f"%llguidance {options}", start, f"reply: {reply}", *rules, *thought, ""])
+
+
+def _restricted(
+    body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, names: list[str], syntax: Syntax
+) -> str:
+    """The grammar of replies of free text that may hold some tokens only."""
+    if len(names) > 1 or fixes_structure(body, tools):
+        other = names[1] if len(names) > 1 else "a fixed form of the reply"
+        raise RequestRefused(f"{names[0]} is not supported together with {other}.", "Ask for one of the two.")
+    options = "{}" if syntax.spells else '{"no_forcing": true}'
+    ends = ",".join(map(str, syntax.all_ends)) or "0"
+    if names[0] == "min_tokens":
+        least = integer("min_tokens", body["min_tokens"])
+        most = body.get("max_completion_tokens") or body.get("max_tokens")
+        if least < 0 or (isinstance(most, int) and least > most):
+            raise RequestRefused(f"min_tokens = {least} was asked for.", "It is an integer from 0 to max_tokens.")
+        rules = [f"start: <[^{ends}]>{{{least}}} <[*]>*"]
+    elif names[0] == "allowed_token_ids":
+        allowed = token_ids("allowed_token_ids", body["allowed_token_ids"])
+        if syntax.vocabulary is not None and max(allowed) >= syntax.vocabulary:
+            raise RequestRefused(
+                f"allowed_token_ids names the token {max(allowed)}; the model has 0 to {syntax.vocabulary - 1}.",
+                "Name tokens of the model that answers, by their ids.",
+            )
+        rules = [f"start: <[{','.join(map(str, sorted(set(allowed))))}]>*"]
+    else:
+        if tools:
+            raise RequestRefused("bad_words is not supported together with tools.", "Ask for one of the two.")
+        words = "|".join(_regex(word) for word in texts_of("bad_words", body["bad_words"]))
+        without = f"/(.|\\n)*/ & ~/(.|\\n)*({words})(.|\\n)*/"
+        thought = [rule.replace("THINKING: /(.|\\n)*/", f"THINKING: {without}") for rule in _thought(syntax)]
+        begin = "thought " if thought and syntax.thinking else "thought? " if thought else ""
+        end = f" ({' | '.join(f'<[{token}]>' for token in syntax.ends)})?" if syntax.ends else ""
+        rules = [f"start: {begin}TEXT{end}", f"TEXT: {without}", *thought]
+    return "\n".join([f"%llguidance {options}", *rules, ""])
 
 
 def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> str:

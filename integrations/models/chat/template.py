@@ -39,6 +39,7 @@ from cotune.records.ids import address, pack_ids, unpack_ids
 from cotune.records.images import holds_images, images_of
 from cotune.runtime.bounded_cache import BoundedCache
 from cotune.sampling.protocol import TokenBytes
+from cotune.sampling.request_params import CONTINUE
 
 log = logging.getLogger("cotune")
 
@@ -237,6 +238,10 @@ class ChatTemplate:
         """
         return self._replies.parse(token_ids, stop, prompt, tools or ())
 
+    def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        """The stop string that ended a reply; empty where none did."""
+        return self._replies.stopped_by(token_ids, stop)
+
     def _unknown(self) -> str:
         return f"The model's chat template writes tool calls in an unknown form: {self.spelled!r}."
 
@@ -259,6 +264,19 @@ class ChatTemplate:
             return shown_by(lambda chat, tools: self._template(chat, tools, {}))
         except SamplerError:  # a template that refuses tools says so for each request that has some
             return True
+
+    @functools.cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template itself writes a content in parts; `vllm serve` then hands it the parts, too."""
+        written = {}
+        for content in (_PROBE, [{"type": "text", "text": text} for text in (_PROBE, _SECOND)]):
+            message = {"role": "user", "content": content}
+            try:
+                written[type(content)] = self.tokenizer.apply_chat_template([message], tokenize=False)
+            except Exception:  # noqa: BLE001, a template that reads texts alone fails in any way
+                return False
+        in_parts = written[list]
+        return in_parts.replace(_SECOND, "").count(_PROBE) == 1 and _SECOND in in_parts and "'text'" not in in_parts
 
     def images(self, messages: Messages) -> tuple[bytes, ...]:
         """The encoded images of messages, in order. Raises RequestRefused where there are some and the model sees none,
@@ -289,6 +307,8 @@ class ChatTemplate:
         tail, format = self._replies.tail(prompt), self.tool_format or HERMES
         reasons = REASONING[0] in str(self.tokenizer.chat_template) and not tail.endswith(REASONING[1])
         return Syntax(
+            all_ends=self.end_token_ids,
+            vocabulary=len(self.tokenizer),
             call_mark=format.marks[0] if format.marks else _NO_MARK,
             call=lambda name, arguments: format.call(name, arguments, self._token),
             token=self._token,
@@ -327,7 +347,13 @@ class ChatTemplate:
         try:
             images = self.images(messages)
             parts = bool(images) or self._in_parts
-            chat, shown = [for_template(m, parts=parts) for m in messages], list(tools) if tools else None
+            chat = []
+            for message in messages:
+                in_parts = parts or (isinstance(message.get("content"), list) and self.reads_parts)
+                chat.append(for_template(message, parts=in_parts))
+            shown = list(tools) if tools else None
+            if options.get(CONTINUE):
+                generation = False
             with time_limit(PATIENCE):
                 text: str = self.tokenizer.apply_chat_template(
                     chat, tools=shown, add_generation_prompt=generation, tokenize=False, **options
@@ -349,7 +375,7 @@ class ChatTemplate:
 
 PATIENCE = 10.0
 """Seconds that a chat template has for one prompt."""
-_PROBE = "hello"
+_PROBE, _SECOND = "hello", "goodbye"
 _NAME_IT = "Set tool_format to the format; vllm:NAME is any tool parser of vLLM."
 ANY_TOOLS = [{"type": "function", "function": {"name": "any"}}]
 """Tools, where any will do."""

@@ -366,12 +366,16 @@ class Batch:
         return None if job.open else job
 
     def _stopped(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which rows have just written one of their stop strings."""
+        """Which rows have just written one of their stop strings or stop tokens."""
         s = self.state
         stopped = np.zeros(len(at), bool)
         for i in np.flatnonzero(s["watched"][at] & s["alive"][at]):
             row = at[i]
             stop = s["job"][row].params.stop
+            if int(s["token"][row, int(s["count"][row]) - 1]) in s["job"][row].params.stop_token_ids:
+                stopped[i] = True
+            if stopped[i] or not stop:
+                continue
             tail = 4 * max(map(len, stop)) + 8  # a character is at most four tokens
             count = int(s["count"][row])
             text = self.tokenizer.decode(s["token"][row, max(0, count - tail) : count].tolist())

@@ -106,7 +106,7 @@ class Rows:
             "limit": job.limit,
             "span": len(job.prompt) + job.limit,
             "alive": True,
-            "watched": bool(p.stop),
+            "watched": bool(p.stop or p.stop_token_ids),
             "shaped": [Shaped(job.prompt, p, grammars) if is_shaped(p) else None for _ in at],
             "temperature": p.temperature,
             "top_k": p.top_k if p.temperature > 0 else 0,

@@ -47,7 +47,8 @@ def http_params(n: int, params: SamplingParams) -> dict[str, Any]:
 def _common(n: int, params: SamplingParams) -> dict[str, Any]:
     shape = {name: getattr(params, name) for name in _SHAPE}
     shape["top_p"] = shape["top_p"] or 1e-9  # vLLM takes no 0, at which the likeliest token alone is drawn
-    more = {"stop": list(params.stop), "seed": spread(params.seed), "skip_special_tokens": False}
+    ends = {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
+    more = {**ends, "seed": spread(params.seed), "skip_special_tokens": False}
     return {"n": n, **shape, **more, "logprobs": params.top_logprobs}
 
 

@@ -337,6 +337,15 @@ def test_a_stop_string_ends_a_candidate(sampler: Sampler) -> None:
     assert [(c.token_ids, c.finish_reason) for c in answer] == [(full.token_ids[:end], "stop")] * 2
 
 
+def test_a_stop_token_ends_a_candidate(sampler: Sampler) -> None:
+    full = run(sampler.sample(PROMPTS[2], 1, params(temperature=0.0, max_tokens=20), BASE))[0]
+    stop = full.token_ids[7]
+    end = full.token_ids.index(stop) + 1
+    how = params(temperature=0.0, max_tokens=20, stop_token_ids=(stop,))
+    answer = run(sampler.sample(PROMPTS[2], 2, how, BASE))
+    assert [(c.token_ids, c.finish_reason) for c in answer] == [(full.token_ids[:end], "stop")] * 2
+
+
 @maths
 @pytest.mark.parametrize("alone", [{"top_k": 1}, {"top_p": 0.0}])
 def test_the_likeliest_token_alone_is_greedy_with_certainty(
