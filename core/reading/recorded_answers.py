@@ -10,8 +10,9 @@ from typing import Any, Literal, NamedTuple
 from cotune.algorithms.collect import failure_of
 from cotune.algorithms.tree_values import tree_values
 from cotune.errors import RecordError
+from cotune.json_values import json_or_none
 from cotune.records.ids import candidate_id
-from cotune.records.structs import CallRecord, Episode
+from cotune.records.structs import CallRecord, Candidate, Episode
 from cotune.storage.outcomes import OnFailure
 from cotune.storage.protocol import Store
 
@@ -25,6 +26,15 @@ class RecordedAnswer(NamedTuple):
     tools: Any
     """The tools that it offered; None for none."""
     answer: dict[str, Any]
+
+    @property
+    def fault(self) -> str | None:
+        """Why it is nothing to learn from; see `answer_fault`. continued: it goes on from the last message."""
+        assert self.call.chosen is not None
+        last = self.messages[-1] if self.messages else {}
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
+            return "continued"
+        return answer_fault(self.call.candidates[self.call.chosen])
 
 
 def recorded_answers(
@@ -60,6 +70,33 @@ def recorded_answers(
                 yield found
     if store.unreadable:
         left_out["unreadable"] += store.unreadable
+
+
+def answer_fault(candidate: Candidate) -> str | None:
+    """Why an answer is nothing to learn from, whatever the model; None if it is whole and says something.
+
+    truncated: cut at its length limit, or only half read. filtered: cut by the provider's filter. malformed: a tool
+    call that cannot be read, or whose arguments are no JSON object. empty_answer: neither text nor tool calls.
+    """
+    message = candidate.message
+    if candidate.finish_reason in ("length", "interrupted"):
+        return "truncated"
+    if candidate.finish_reason == "content_filter":
+        return "filtered"
+    if candidate.malformed:
+        return "malformed"
+    calls = message.get("tool_calls") or ()
+    for call in calls:
+        function = call.get("function") or {}
+        arguments = function.get("arguments") or "{}"
+        if not function.get("name") or not isinstance(json_or_none(arguments), dict):
+            return "malformed"
+    if calls or message.get("function_call"):
+        return None
+    content = message.get("content")
+    texts = content if isinstance(content, list) else [content]
+    said = any(part.get("text") if isinstance(part, Mapping) else part for part in texts)
+    return None if said and (not isinstance(content, str) or content.strip()) else "empty_answer"
 
 
 def outcome_values(store: Store, on_failure: OnFailure = "lowest") -> dict[str, float]:

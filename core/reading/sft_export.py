@@ -27,12 +27,15 @@ def write_supervised(
     min_reward: float | None = None,
     asked: bool = False,
 ) -> Written:
-    """Write `{"messages": [...], "tools": [...]}`, one line per answer of `recorded_answers`."""
+    """Write `{"messages": [...], "tools": [...]}`, one line per answer of `recorded_answers` that has no fault."""
     left_out: Counter[str] = Counter()
     lines = 0
     with whole_file(path) as file:
         episodes = store.episodes()
         for found in recorded_answers(store, episodes, left_out, role=role, min_reward=min_reward, asked=asked):
+            if found.fault is not None:
+                left_out[found.fault] += 1
+                continue
             line = {"messages": [*found.messages, found.answer]}
             file.write(msgspec.json.encode({**line, "tools": found.tools} if found.tools else line) + b"\n")
             lines += 1

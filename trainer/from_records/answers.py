@@ -149,9 +149,8 @@ def _row(reader: Reader, found: RecordedAnswer, noted: Counter[str]) -> TrainRow
     """The row of an answer, or why there is none."""
     call, chat = found.call, reader.chat
     assert call.chosen is not None
-    candidate = call.candidates[call.chosen]
-    if candidate.malformed or candidate.finish_reason == "length":
-        return "malformed" if candidate.malformed else "truncated"
+    if found.fault is not None:
+        return found.fault
     tools, options = tools_shown(call.params, found.tools), template_options(call.params)
     encoded = encode_answer(chat, found.messages, tools, found.answer, options)
     if isinstance(encoded, str):

@@ -82,6 +82,10 @@ class _Episode:
         self.rewards = store.rewards([episode.id, *targets])
         self.feedback = store.feedback([episode.id, *targets]) if detail.content else {}
         self.root = _span_id(episode.id, "workflow")
+        self.tool_ids = Counter(id for call in self.calls for id in _chosen_ids(call))
+        """How many tool calls of the episode have an id."""
+        self.used_ids: Counter[str] = Counter()
+        """How many of them have been written."""
 
     def spans(self) -> Iterator[Span]:
         yield self._workflow()
@@ -216,9 +220,14 @@ class _Episode:
         """The tools that the chosen answer called, known by the tool messages of a later call, or by results that were
         recorded for a replay."""
         called = [] if call.chosen is None else call.candidates[call.chosen].tool_calls
-        for tool in called:
+        read = self._read_results(place, call, called)
+        numbers: Counter[str] = Counter()
+        for tool, result in zip(called, read, strict=True):
             function, id = tool.get("function") or {}, tool.get("id")
-            found = self._read_result(place, call, id) or self._kept_result(id, function.get("name"))
+            number = numbers[str(id)]  # servers may give several calls the same id
+            numbers[str(id)] += 1
+            found = result or self._kept_result(id, function.get("name"), self.used_ids[str(id)])
+            self.used_ids[str(id)] += 1
             if found is None:
                 self.left_out["tool_without_result"] += 1
                 continue
@@ -233,22 +242,51 @@ class _Episode:
             if self.detail.content:
                 attributes[names.TOOL_ARGUMENTS] = as_text(function.get("arguments"))
                 attributes[names.TOOL_RESULT] = as_text(result)
-            own, name = _span_id(call.id, f"tool {id}"), f"{names.TOOL} {function.get('name')}"
+            which = f"tool {id} {number}" if number else f"tool {id}"
+            own, name = _span_id(call.id, which), f"{names.TOOL} {function.get('name')}"
             yield self._span(own, _span_id(call.id, "agent"), name, start, end, attributes)
 
-    def _read_result(self, place: int, call: CallRecord, id: Any) -> tuple[int, int, Any] | None:
-        """Start, end and result of a tool, as a later call has it."""
-        for later in self.calls[place + 1 :]:
-            for message in self.messages[later.id]:
-                if message.get("role") == "tool" and message.get("tool_call_id") == id and id is not None:
-                    start = _end(call)
-                    return start, max(start, _nanoseconds(later.started)), message.get("content")
-        return None
+    def _read_results(
+        self, place: int, call: CallRecord, called: list[dict[str, Any]]
+    ) -> list[tuple[int, int, Any] | None]:
+        """Start, end and result of each tool of an answer, as the first later call that has any of them.
 
-    def _kept_result(self, id: Any, name: Any) -> tuple[int, int, Any] | None:
-        """The same, as it was recorded for a replay."""
-        for kept in self.episode.results if id else ():
-            if (kept.call, kept.name) == (id, name) and isinstance(body := self._body(kept.value), Mapping):
+        The results are the tool messages after the answer. Ids alone may belong to the tools of another answer.
+        """
+        ids = [tool.get("id") for tool in called]
+        results: list[tuple[int, int, Any] | None] = [None] * len(called)
+        same_answers = 0
+        for position in range(place, len(self.calls) - 1) if called else ():
+            # Turns may call tools under the same ids: the history of a later call ends with those of the last turns.
+            one, later = self.calls[position], self.calls[position + 1]
+            same_answers += one.role == call.role and _chosen_ids(one) == ids
+            messages = self.messages[later.id]
+            answered = [at for at, message in enumerate(messages) if _tool_ids(message) == ids]
+            if answered:
+                at = answered[-same_answers] if same_answers <= len(answered) else len(messages)
+                following = messages[at + 1 :]
+            else:  # the application has rewritten its history: only an id of its own tells
+                following = [] if any(self.tool_ids[id] > 1 for id in ids) else messages
+            for message in following:
+                if message.get("role") == "assistant" and answered:
+                    break
+                id = message.get("tool_call_id")
+                if message.get("role") != "tool" or id is None:
+                    continue
+                open_places = [i for i, own in enumerate(ids) if own == id and results[i] is None]
+                if open_places:
+                    start = _end(call)
+                    end = max(start, _nanoseconds(later.started))
+                    results[open_places[0]] = start, end, message.get("content")
+            if any(results):
+                break
+        return results
+
+    def _kept_result(self, id: Any, name: Any, number: int) -> tuple[int, int, Any] | None:
+        """The same, as it was recorded for a replay: of calls with the same id, that of this number."""
+        kept_of_id = [kept for kept in self.episode.results if id and (kept.call, kept.name) == (id, name)]
+        for kept in kept_of_id[number : number + 1]:
+            if isinstance(body := self._body(kept.value), Mapping):
                 return _nanoseconds(kept.started), _nanoseconds(kept.started + kept.latency), body.get("result")
         return None
 
@@ -290,6 +328,17 @@ def _request(params: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     asked = params.get("response_format")
     if isinstance(asked, Mapping):
         yield names.OUTPUT_TYPE, "json" if str(asked.get("type")).startswith("json") else "text"
+
+
+def _tool_ids(message: Mapping[str, Any]) -> list[Any]:
+    """The ids of the tools that an assistant message calls."""
+    calls = message.get("tool_calls")
+    return [one.get("id") for one in calls if isinstance(one, Mapping)] if isinstance(calls, list) else []
+
+
+def _chosen_ids(call: CallRecord) -> list[Any]:
+    """The ids of the tools that the answer of a call calls."""
+    return [] if call.chosen is None else [tool.get("id") for tool in call.candidates[call.chosen].tool_calls]
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -172,6 +172,12 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
             f"The form that the request asks for cannot be enforced: its schema is nested more than {DEPTH} deep.",
             "Use $defs and $ref, or ask for plain text and check the reply.",
         )
+    if place := _mixed_patterns(schema):
+        raise RequestRefused(
+            "The form that the request asks for cannot be enforced: "
+            f"{place}: patternProperties beside properties is not supported.",
+            "Name all properties, or use patternProperties alone.",
+        )
     closed = schema if "allOf" in json.dumps(schema) else _closed(schema)
     style = {"x-guidance": JSON_STYLE}
     return "%json " + json.dumps({**closed, **style} if isinstance(closed, Mapping) else {"allOf": [closed], **style})
@@ -282,16 +288,35 @@ def _deeper(value: Any, most: int) -> bool:
     return bool(level)
 
 
+_DATA = ("enum", "const", "default", "examples")
+"""Keywords whose values are data, and no schemas."""
+
+
+def _mixed_patterns(schema: Any, place: str = "$") -> str:
+    """Where an object has `patternProperties` beside `properties`; empty if none does.
+
+    llguidance allows a comma after the last property even if no further name fits a pattern. Such a reply would end
+    there, in the middle of the object.
+    """
+    if isinstance(schema, list):
+        parts = [(f"{place}[{index}]", part) for index, part in enumerate(schema)]
+    elif isinstance(schema, Mapping):
+        patterns, properties = schema.get("patternProperties"), schema.get("properties")
+        if isinstance(patterns, Mapping) and isinstance(properties, Mapping) and patterns and properties:
+            return place
+        parts = [(f"{place}.{key}", part) for key, part in schema.items() if key not in _DATA]
+    else:
+        return ""
+    return next((found for where, part in parts if (found := _mixed_patterns(part, where))), "")
+
+
 def _closed(schema: Any) -> Any:
     """The schema with `additionalProperties` false wherever an object names its properties and says nothing else."""
     if isinstance(schema, list):
         return [_closed(part) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    closed = {
-        key: value if key in ("enum", "const", "default", "examples") else _closed(value)
-        for key, value in schema.items()
-    }
+    closed = {key: value if key in _DATA else _closed(value) for key, value in schema.items()}
     open_ended = ("additionalProperties", "patternProperties", "unevaluatedProperties")
     if (
         isinstance(schema.get("properties"), Mapping)

@@ -65,6 +65,56 @@ def test_an_answers_own_rewards_decide_else_the_episodes(tmp_path: Path) -> None
         assert [line["messages"][-1]["content"] for line in lines(tmp_path / "sft.jsonl")] == ["yes", "yes"]
 
 
+def tool(arguments: str | None, name: str = "look") -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*tools: dict[str, Any], content: Any = None, **fields: Any) -> Candidate:
+    message = {"role": "assistant", "content": content, **({"tool_calls": list(tools)} if tools else {})}
+    return Candidate(index=0, text=content if isinstance(content, str) else "", message=message, **fields)
+
+
+def test_answers_that_are_nothing_to_learn_from_are_left_out(tmp_path: Path) -> None:
+    answers = {
+        None: [
+            calling(content="fine"),
+            calling(content=[{"type": "text", "text": "in parts"}]),
+            calling(tool('{"q": 1}')),
+            calling(tool("")),
+            calling(tool(None)),
+        ],
+        "truncated": [
+            calling(content="cut", finish_reason="length"),
+            calling(content="half", finish_reason="interrupted"),
+        ],
+        "filtered": [calling(content="fil", finish_reason="content_filter")],
+        "malformed": [
+            calling(content="<tool_call>{", malformed=True),
+            calling(tool('{"q": ')),
+            calling(tool("[1]")),
+            calling(tool('{"q": NaN}')),
+            calling(tool("{}", name="")),
+        ],
+        "empty_answer": [
+            calling(),
+            calling(content=" \n"),
+            calling(content=[{"type": "text", "text": ""}]),
+        ],
+    }
+    with SqliteStore.open(tmp_path / "records.db") as store:
+        live = LiveEpisode(store, Task(id="t", input=None), workflow="w")
+        for given in answers.values():
+            for candidate in given:
+                live.start(CallerContext("r", "test"), {"messages": ASKED}).finish(Answer(candidates=(candidate,)))
+        prefilled = [*ASKED, {"role": "assistant", "content": "Sure:"}]
+        live.start(CallerContext("r", "test"), {"messages": prefilled}).finish(Answer(candidates=(said(0, "yes"),)))
+        live.end("ok", rewards={"team": 1.0})
+        store.flush()
+        made = write_supervised(store, tmp_path / "sft.jsonl")
+    expected = {str(reason): len(given) for reason, given in answers.items() if reason}
+    assert made == Written(lines=5, left_out={**expected, "continued": 1})
+
+
 def test_one_role_only(tmp_path: Path) -> None:
     with recorded(tmp_path) as store:
         made = write_supervised(store, tmp_path / "sft.jsonl", role="plain", min_reward=0.0)

@@ -25,7 +25,8 @@ from cotune.integrations.exchange.otel.exporter import LiveExport, export_file, 
 from cotune.integrations.exchange.otel.spans import Detail, Span, episode_spans
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveEpisode
-from cotune.records.structs import Task
+from cotune.records.answers import Answer
+from cotune.records.structs import Candidate, Task
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.autogen_models import autogen_client
 from tests.integrations.exchange.otel.records import SECRET, record
@@ -296,3 +297,37 @@ def test_a_traced_application_sends_its_spans_as_it_goes(
     spans = exporter.get_finished_spans()
     assert sorted(span.name for span in spans) == sorted(["invoke_workflow solve", "invoke_agent app", "chat m"] * 2)
     assert not any("heron" in str(span.attributes) for span in spans)
+
+
+def tool_use(id: str, city: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": "look", "arguments": json.dumps({"city": city})}}
+
+
+def test_tool_calls_that_share_an_id_have_spans_and_results_of_their_own(tmp_path: Path) -> None:
+    """Some servers number the calls of every answer anew, or give all the same id."""
+    with SqliteStore.open(tmp_path / "records.db") as store:
+        live = LiveEpisode(store, Task(id="t", input=None), workflow="w")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+        for turn in range(2):
+            call = live.start(CallerContext("writer", "test"), {"model": "m", "messages": list(messages)})
+            tools = [tool_use("call_1", f"{turn}a"), tool_use("call_1", f"{turn}b"), tool_use("call_2", f"{turn}c")]
+            message = {"role": "assistant", "content": None, "tool_calls": tools}
+            call.finish(Answer(candidates=(Candidate(index=0, text="", message=message),)))
+            messages.append(message)
+            for name, letter in (("call_1", "a"), ("call_1", "b"), ("call_2", "c")):
+                messages.append({"role": "tool", "tool_call_id": name, "content": f"result {turn}{letter}"})
+        call = live.start(
+            CallerContext("writer", "test"), {"model": "m", "messages": messages[4:]}
+        )  # a trimmed history
+        call.finish(Answer(candidates=(Candidate(index=0, text="", message={"role": "assistant", "content": "end"}),)))
+        live.end("ok")
+        store.flush()
+        [episode] = store.episodes()
+        spans = episode_spans(store, episode, Detail(content=True))
+    assert len({span.id for span in spans}) == len(spans)
+    pairs = [
+        (json.loads(span.attributes[names.TOOL_ARGUMENTS])["city"], span.attributes[names.TOOL_RESULT])
+        for span in spans
+        if span.attributes[names.OPERATION] == names.TOOL
+    ]
+    assert pairs == [(f"{turn}{letter}", f"result {turn}{letter}") for turn in range(2) for letter in "abc"]

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cotune.errors import RequestRefused, SamplerError
 from cotune.integrations.models.chat import grammar
+from cotune.integrations.models.chat.reply_grammar import json_grammar
 from cotune.integrations.models.chat.template import ChatTemplate
 from tests.integrations.tiny_models import tokenizer
 
@@ -211,3 +212,23 @@ def test_a_tokenizer_that_no_grammar_knows_is_said_by_the_request_not_at_the_sta
     format.open_grammars()
     with pytest.raises(SamplerError, match="does not know this tokenizer"):
         format.grammar({"response_format": {"type": "json_object"}}, None, [8])
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"score": {}}, "patternProperties": {"^s": {}}}, r"\$"),
+        ({"properties": {"a": {"items": {"properties": {"b": {}}, "patternProperties": {"^x": {}}}}}},
+         r"\$\.properties\.a\.items"),
+        ({"anyOf": [{}, {"properties": {"b": {}}, "patternProperties": {"^x": {}}}]}, r"\$\.anyOf\[1\]"),
+    ],
+)  # fmt: skip
+def test_patterns_beside_properties_are_refused_with_their_place(schema: dict[str, Any], place: str) -> None:
+    with pytest.raises(RequestRefused, match=f"{place}: patternProperties beside properties"):
+        json_grammar({"type": "object", **schema})
+
+
+def test_patterns_alone_are_enforced() -> None:
+    patterns = {"type": "object", "patternProperties": {"^x": {"type": "string"}}}
+    assert "patternProperties" in json_grammar(patterns)
+    assert json_grammar({"enum": [{"properties": {"a": 1}, "patternProperties": {"b": 1}}]})
