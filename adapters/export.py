@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -32,6 +31,7 @@ from cotune.adapters.manifest import (
     write_manifest,
 )
 from cotune.errors import AdapterError, ConfigError, CotuneError, RunError
+from cotune.file_names import readable_file_name
 from cotune.integrations.models.folder.folder import (
     folder_sees_images,
     locate_model,
@@ -245,7 +245,7 @@ def _write_policy(
         return ExportedPolicy(name=policy.name, kind=policy.kind, version=policy.version, base=base)
     if policy.weights is None or base is None:
         raise AdapterError(f"Policy {policy.name!r} has no weights or no base model.", "Export a trained checkpoint.")
-    name = _folder_name(policy.name, taken)
+    name = readable_file_name(policy.name, [*taken, "README.md", "roles.json", PROMPTS, CURVE], "policy")
     (folder / name).mkdir()
     weights = _write_weights(folder / name, policy, base, merge, gguf)
     return ExportedPolicy(
@@ -283,15 +283,6 @@ def _write_weights(folder: Path, policy: TrainedPolicy, base: Base, merge: bool,
         return write_merged(model, weights, policy.lora, folder)
     write_adapter(folder, weights, policy.lora, base.model)
     return weights
-
-
-def _folder_name(policy: str, taken: list[str]) -> str:
-    name = stem = re.sub(r"[^\w.-]+", "_", policy).lstrip(".") or "policy"
-    number = 1
-    while name in taken or name in ("README.md", "roles.json", PROMPTS, CURVE):
-        number += 1
-        name = f"{stem}-{number}"
-    return name
 
 
 def _sync(folder: Path) -> None:

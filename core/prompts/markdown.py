@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from difflib import unified_diff
 
+from cotune.file_names import readable_file_name
 from cotune.prompts.edits import PromptPart, Prompts
 from cotune.prompts.wording import Wording
 
@@ -15,10 +16,7 @@ def pages(prompts: Prompts) -> dict[str, str]:
     wording = Wording(prompts.parts)
     made: dict[str, str] = {}
     for role in prompts.roles:
-        name = re.sub(r"[^\w.-]+", "_", role).strip("._") or "role"
-        number = 1
-        while (file := f"{name}{f'-{number}' if number > 1 else ''}.md") in made:
-            number += 1
+        file = readable_file_name(role, [name.removesuffix(".md") for name in made]) + ".md"
         parts = [part for part in prompts.parts if part.edited and role in part.roles]
         made[file] = "\n\n".join([f"# {role}", *(_part(part, role, wording) for part in parts)]) + "\n"
     return made

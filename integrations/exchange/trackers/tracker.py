@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,6 +75,8 @@ class Tracker:
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Store the figures of a step; they name it too, as W&B takes a step once only. Trackio keeps the name."""
         named = {name: value for name, value in figures.items() if name != "step"}
+        if self._tool == "mlflow":
+            named = {_mlflow_name(name): value for name, value in named.items()}
         if self._tool != "trackio":
             named["step"] = step
         self._made.log(named, **({} if self._tool == "wandb" else {"step": step}))
@@ -107,3 +111,14 @@ class Tracker:
     def finish(self) -> None:
         """End the run's part that was logged here."""
         self._made.finish()
+
+
+def _mlflow_name(name: str) -> str:
+    """A figure's name as MLflow takes it: at most 250 characters, and none of the marks that roles may have.
+
+    Names that had to change end with a digest, so that they stay different.
+    """
+    plain = re.sub(r"[^\w\-. /]", "_", name)
+    if plain == name and len(name) <= 250:
+        return name
+    return f"{plain[:239]}-{hashlib.blake2b(name.encode(), digest_size=5).hexdigest()}"

@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from urllib.parse import quote
 
 import msgspec
 
 from cotune.errors import SamplerError
+from cotune.file_names import file_name
 from cotune.integrations.cluster.temp_dir import goes_with, owned_folder
 from cotune.integrations.models.folder import folder as model_folder
 from cotune.records.policies import LoraSpec
@@ -37,7 +37,7 @@ class SharedFolders:
         """A fresh folder for `size` bytes."""
         roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size
         parent = self._parent or (SHARED_MEMORY if roomy else Path(tempfile.gettempdir()))
-        folder = self._in(parent) / quote(name, safe="@#")
+        folder = self._in(parent) / file_name(name)
         folder.mkdir()
         return folder
 
@@ -53,7 +53,7 @@ class SharedFolders:
 
     def remove(self, name: str) -> None:
         for parent in self._made.values():
-            shutil.rmtree(parent / quote(name, safe="@#"), ignore_errors=True)
+            shutil.rmtree(parent / file_name(name), ignore_errors=True)
 
     def close(self) -> None:
         self._owned.close()
