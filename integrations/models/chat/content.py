@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from cotune.errors import SamplerError
@@ -66,10 +67,63 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""Unicode's noncharacters, which are meant for the inside of a program. They stand around the number of a special token
+that is plain text."""
+MARKED = re.compile(f"{OPEN}(\\d+){CLOSE}")
+
+
+class ControlTokens:
+    """The special tokens of a tokenizer, and texts in which they are no control tokens but plain text.
+
+    A user may write `<|im_end|>`. In a prompt it would end the user's turn, so it is marked before the template sees
+    it, and its letters are tokenized one by one.
+    """
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self._tokens = sorted({token for token in tokens if token.strip()}, key=lambda token: (-len(token), token))
+        self._numbers = {token: number for number, token in enumerate(self._tokens)}
+        self._any = re.compile("|".join(map(re.escape, self._tokens))) if self._tokens else None
+
+    def marked(self, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+        """A message with marks in place of special tokens in its text, and how many there are.
+
+        What the assistant has said stays as it is: it is made of the model's own tokens.
+        """
+        content = message.get("content")
+        if message.get("role") == "assistant" or self._any is None or not content:
+            return message, 0
+        if isinstance(content, str):
+            text, count = self._any.subn(self._mark, content)
+            return ({**message, "content": text}, count) if count else (message, 0)
+        if not isinstance(content, list):
+            return message, 0
+        parts, count = [], 0
+        for part in content:
+            text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+            if isinstance(text, str):
+                plain, found = self._any.subn(self._mark, text)
+                count += found
+                part = plain if isinstance(part, str) else {**part, "text": plain}
+            parts.append(part)
+        return ({**message, "content": parts}, count) if count else (message, 0)
+
+    def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
+        """A rendered text in pieces, each with whether it is a special token that is plain text."""
+        for place, piece in enumerate(MARKED.split(text)):
+            is_token = place % 2 == 1 and int(piece) < len(self._tokens)
+            if piece:
+                yield (self._tokens[int(piece)], True) if is_token else (piece, False)
+
+    def _mark(self, match: re.Match[str]) -> str:
+        return f"{OPEN}{self._numbers[match.group()]}{CLOSE}"
+
+
 def text_of(content: Any) -> str:
     """The text of a message's content, also where it comes in parts."""
     if isinstance(content, list):
-        return "".join(str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in content)
+        texts = [str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in content]
+        return "\n".join(texts)  # as in a prompt
     return str(content or "")
 
 

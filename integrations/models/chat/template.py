@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import logging
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 
 from cotune.errors import ConfigError, PromptTooLong, RequestRefused, SamplerError, error_line
-from cotune.integrations.models.chat.content import SEEING, for_template
+from cotune.integrations.models.chat.content import MARKED, OPEN, SEEING, ControlTokens, for_template
 from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.chat.replies import Replies
 from cotune.integrations.models.chat.reply_grammar import Syntax, reply_grammar
@@ -77,6 +78,9 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self._images = images
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special = [str(token) for token in added if token.special]
+        self._control_tokens = ControlTokens([*tokenizer.all_special_tokens, *special])
         self._in_parts = False
         if images is not None:  # such templates may read texts from parts only
             with contextlib.suppress(SamplerError):
@@ -86,7 +90,8 @@ class ChatTemplate:
         """Prompts by how their ids came about: "rendered", "extended" (earlier ids reused), "respelled" (those of
         them in which the template spells a reply in another way), "diverged" (earlier ids were given, and the prompt
         does not go on from them), "cached"; those whose tools the template leaves out: "unshown_tools". Replies that
-        the tokenizer's response template refuses: "unparsed", their text is kept as it is."""
+        the tokenizer's response template refuses: "unparsed", their text is kept as it is. Special tokens in messages
+        that stay text: "plain_control_tokens"."""
         self._rendered: BoundedCache[_Rendered] = BoundedCache(PROMPTS, PROMPT_BYTES)
         self._lock = threading.Lock()
         self._encoder = msgspec.json.Encoder()
@@ -335,6 +340,11 @@ class ChatTemplate:
         if most is not None and len(text) > most * self._longest_token:
             raise _too_long(f"{len(text)} characters", most)
         self._count("rendered")
+        if count := len(MARKED.findall(text)):
+            with self._lock:
+                self.counts["plain_control_tokens"] += count
+            if self.counts["plain_control_tokens"] == count:
+                log.warning("A message holds special tokens of the model as text, such as <|im_end|>: they stay text.")
         return _Rendered(key, text)
 
     def _count(self, how: str) -> None:
@@ -349,6 +359,7 @@ class ChatTemplate:
             parts = bool(images) or self._in_parts
             chat = []
             for message in messages:
+                message, _ = self._control_tokens.marked(message)
                 in_parts = parts or (isinstance(message.get("content"), list) and self.reads_parts)
                 chat.append(for_template(message, parts=in_parts))
             shown = list(tools) if tools else None
@@ -370,7 +381,32 @@ class ChatTemplate:
             ) from error
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+        if OPEN not in text:
+            return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+        ids: list[int] = []
+        for piece, is_plain in self._control_tokens.pieces(text):
+            ids += self._encode_plain(piece) if is_plain else self.tokenizer.encode(piece, add_special_tokens=False)
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """The ids of a special token's text by its letters."""
+        if self._plain_tokenizer is None:  # a slow tokenizer
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            return ids
+        return list(self._plain_tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @functools.cached_property
+    def _plain_tokenizer(self) -> Any:
+        """A copy of the tokenizer that takes special tokens for text; None for one that is not fast."""
+        fast = getattr(self.tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            return None
+        with self._lock:
+            plain = copy.deepcopy(fast)
+        plain.no_padding()
+        plain.no_truncation()
+        plain.encode_special_tokens = True
+        return plain
 
 
 PATIENCE = 10.0

@@ -40,7 +40,9 @@ def answer_of(model: ChatTemplate, answer: dict[str, Any], tools: Any = None) ->
 
 def test_a_text_ends_with_the_end_token() -> None:
     assert answer_of(chat(), said("nine")) == "nine<|im_end|>"
-    assert answer_of(chat(), said([{"type": "text", "text": "ni"}, {"type": "text", "text": "ne"}])) == "nine<|im_end|>"
+    assert (
+        answer_of(chat(), said([{"type": "text", "text": "ni"}, {"type": "text", "text": "ne"}])) == "ni\nne<|im_end|>"
+    )
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     plain += "{% if add_generation_prompt %}assistant: {% endif %}"
     assert answer_of(chat(plain), said("nine")) == "nine\n<|im_end|>"

@@ -60,7 +60,7 @@ def test_tools_that_the_template_does_not_show_are_told_once_and_counted(
 
 def test_content_parts_are_joined_and_null_content_is_empty(chat: ChatTemplate) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-    assert chat.render([{"role": "user", "content": parts}], None) == chat.render([USER], None)
+    assert chat.render([{"role": "user", "content": parts}], None) == chat.render([{**USER, "content": "h\ni"}], None)
     empty = chat.render([{"role": "assistant", "content": None}], None)
     assert chat.tokenizer.decode(empty) == "<|im_start|>assistant\n<|im_end|>\n<|im_start|>assistant\n"
 
