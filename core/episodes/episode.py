@@ -205,8 +205,9 @@ def outcome_of(value: Any, source: str, *, some: bool = True) -> tuple[dict[str,
 
 
 def _is_bool(value: Any) -> bool:
-    """Whether a value is Python's or NumPy's bool."""
-    return isinstance(value, bool) or getattr(getattr(value, "dtype", None), "kind", "") == "b"
+    """Whether a value is a bool of Python, NumPy or torch."""
+    kind = getattr(value, "dtype", None)
+    return isinstance(value, bool) or getattr(kind, "kind", "") == "b" or str(kind) == "torch.bool"
 
 
 async def _run(workflow: Workflow, task: Task, live: LiveEpisode) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +41,7 @@ def load_labels(path: str | Path) -> dict[str, float]:
     if not Path(path).is_file():
         raise ConfigError("labels", str(path), "is not a file", EXAMPLE)
     found: dict[str, float] = {}
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).splitlines(), 1):
         if not line.strip():
             continue
         try:

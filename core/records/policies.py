@@ -47,7 +47,7 @@ class LoraSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Names of the linear layers that get an adapter."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "rank", table="lora.")
+        check_bounds(self, "rank", "alpha", table="lora.")
 
     @property
     def scale(self) -> float:

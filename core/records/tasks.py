@@ -36,6 +36,8 @@ def load_tasks(path: str | Path) -> list[Task]:
         try:
             value = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if not tasks and (kind := _one_value(text)):
+                raise ConfigError("tasks", str(path), f"is {kind}, not one task on each line", _EXAMPLE) from None
             raise ConfigError("tasks", f"{path}, line {number}", f"is not valid JSON ({error})", _EXAMPLE) from None
         except RecursionError:
             fault = "is nested too deeply"
@@ -52,6 +54,15 @@ def load_tasks(path: str | Path) -> list[Task]:
     if not tasks:
         raise ConfigError("tasks", str(path), "has no task", _EXAMPLE)
     return tasks
+
+
+def _one_value(text: bytes) -> str:
+    """What a file is that is one JSON value on several lines; empty for any other."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    return "one JSON list" if isinstance(value, list) else "one JSON value on several lines"
 
 
 def as_task(value: Any, number: int) -> Task:

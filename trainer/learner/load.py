@@ -123,6 +123,11 @@ def _lora_config(spec: PolicySpec, network: Any) -> Any:
         raise ConfigError(
             "lora.targets", lora.targets, "names the output embedding, which stays as it is", "Remove lm_head."
         )
+    embedding = network.get_input_embeddings()
+    for name, module in network.named_modules():
+        if module is embedding and name.rpartition(".")[2] in {target.rpartition(".")[2] for target in lora.targets}:
+            fault = f"of policy {spec.name!r} names the input embedding, which stays as it is"
+            raise ConfigError("lora.targets", lora.targets, fault, f"Remove {name.rpartition('.')[2]}.")
     missing = [t for t in lora.targets if not any(name == t or name.endswith(f".{t}") for name in names)]
     if missing and (lora.targets != ALL_LINEAR or len(missing) == len(lora.targets)):
         layers = dict.fromkeys(filter(None, (_linear(*named) for named in network.named_modules())))

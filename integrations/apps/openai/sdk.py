@@ -74,6 +74,8 @@ class _Exchange:
     call: LiveCall = None  # type: ignore[assignment]  # set once there is a request
     failure: str = "unknown"
     """How the last attempt failed."""
+    waits: bool = False
+    """Whether the last attempt has failed, and no other has begun."""
     edits: bool = False
     """Whether the prompts of the call are edited here, in each attempt."""
 
@@ -99,6 +101,7 @@ class _Exchange:
 
     def attempt_failed(self, error: BaseException) -> None:
         self.failure = ": ".join(reason_of(error))
+        self.waits = isinstance(error, Exception)
         if not self.retried:
             raised(self.call, error)
 
@@ -106,7 +109,7 @@ class _Exchange:
         """Record the provider's answer: now, or when the application has read the stream."""
         if response.status_code >= 400:
             cause = f"HTTP {response.status_code} {response.reason_phrase}".strip()
-            self.failure = f"error: {cause}"
+            self.failure, self.waits = f"error: {cause}", True
             if not self.retried:
                 self.call.fail("error", cause, outage=not refusal(response.status_code))
             return response
@@ -144,6 +147,9 @@ def _begun_exchange() -> Iterator[None]:
         yield
     except BaseException as error:
         if exchange.call is not None:
+            if exchange.waits and not isinstance(error, Exception):
+                # Cancelled while the SDK waited to try again: the last attempt had ended before.
+                exchange.call.attempts.append(exchange.failure)
             raised(exchange.call, error)
         raise
     finally:
@@ -240,6 +246,7 @@ def _exchange_of(request: Any) -> _Exchange | Any | None:
     exchange = _exchange.get() or _Exchange(retried=False)
     if exchange.call is not None:
         exchange.call.attempts.append(exchange.failure)
+        exchange.waits = False
         return exchange
     try:
         asked = msgspec.json.decode(request.content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -46,6 +47,7 @@ def read(path: str | Path, left_out: Counter[str]) -> Iterator[Span]:
 
 def _values(raw: bytes, left_out: Counter[str]) -> Iterator[Mapping[str, Any]]:
     """The JSON objects in a file, those of lists and pages one by one."""
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         values = [msgspec.json.decode(raw)]
     except _NOT_JSON:

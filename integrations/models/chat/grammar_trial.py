@@ -18,7 +18,7 @@ from cotune.runtime.forks import survives_fork
 
 MOST_TEXT = 1 << 20
 """Most characters of a grammar."""
-_REMEDY = "Take this out of the schema, or ask for plain text and check the reply."
+REMEDY = "Take this out of the schema, or ask for plain text and check the reply."
 
 
 class Trials:
@@ -41,7 +41,7 @@ class Trials:
     def check(self, grammar: str) -> None:
         """Raises RequestRefused for a grammar that cannot be compiled, or only with too much time or memory."""
         if fault := self.fault(grammar):
-            raise RequestRefused(f"The form that the request asks for cannot be enforced: {fault}.", _REMEDY)
+            raise RequestRefused(f"The form that the request asks for cannot be enforced: {fault}.", REMEDY)
 
     def fault(self, grammar: str) -> str:
         """Why `check` refuses a grammar; "" where it does not."""

@@ -12,6 +12,7 @@ from cotune.integrations.models.chat.tool_formats import (
     is_call,
     split_reasoning,
     tool_call,
+    with_arguments,
 )
 
 Tools = Sequence[Mapping[str, Any]]
@@ -92,7 +93,7 @@ class Replies:
             return None
         message: dict[str, Any] = {"role": "assistant", "content": parsed.get("content") or ""}
         message |= _thought(parsed.get("reasoning_content") or parsed.get("thinking") or "")
-        calls = [c.get("function", c) for c in parsed.get("tool_calls") or []]
+        calls = [with_arguments(c.get("function", c)) for c in parsed.get("tool_calls") or []]
         if not all(is_call(c) for c in calls):
             self._refused()
             return None

@@ -100,6 +100,82 @@ def reply_grammar(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     return "\n".join([f"%llguidance {options}", start, f"reply: {reply}", *rules, *thought, ""])
 
 
+_LOOKS = 64
+"""Most parts of a schema that are tried to find what is refused: each may take a while."""
+_HOLDERS = ("properties", "$defs", "definitions", "patternProperties")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+
+
+def refused_place(
+    body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, fault: Callable[[str], str]
+) -> str:
+    """What the library refuses of a request's schemas: its place, keyword and value, and why; empty if not found.
+
+    `fault` says why a grammar is refused; empty for one that is not.
+    """
+    schemas: list[tuple[str, Any]] = []
+    if form_type(body) == "json_schema":
+        schemas.append(("", body["response_format"]["json_schema"]["schema"]))
+    for tool in tools or ():
+        if function_of(tool).get("strict"):
+            schemas.append((f"tool {_name(tool)}", function_of(tool).get("parameters")))
+    looks = 0
+
+    def why(schema: Any, root: Mapping[str, Any]) -> str:
+        nonlocal looks
+        looks += 1
+        if looks > _LOOKS:
+            return ""
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        try:
+            return fault(f"start: {json_grammar({**definitions, **schema} if isinstance(schema, Mapping) else schema)}")
+        except RequestRefused as refused:
+            return refused.cause
+
+    for name, root in schemas:
+        if not isinstance(root, Mapping) or not (reason := why(root, root)):
+            continue
+        place, schema, seen = [name] if name else [], root, set()
+        while True:
+            # 1. Go on into the first part that is refused by itself.
+            inner = next(((path, part) for path, part in _parts(schema) if why(part, root)), None)
+            target = schema.get("$ref")
+            if inner is None and isinstance(target, str) and target not in seen:
+                seen.add(target)
+                found: Any = root
+                for step in target.removeprefix("#/").split("/"):
+                    found = found.get(step) if isinstance(found, Mapping) else None
+                if isinstance(found, Mapping) and why(found, root):
+                    schema = found
+                    continue
+            if inner is None:
+                break
+            place.append(inner[0])
+            schema = inner[1]
+            reason = why(schema, root) or reason
+        # 2. In it, the keyword without which it is not.
+        for keyword in schema:
+            if keyword != "type" and not why({key: value for key, value in schema.items() if key != keyword}, root):
+                value = json.dumps(schema[keyword], ensure_ascii=False)[:120]
+                return f"{'.'.join(place) or 'the schema'}: {keyword} {value} ({reason.rstrip(':')})"
+        return f"{'.'.join(place) or 'the schema'}: {reason}"
+    return ""
+
+
+def _parts(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The schemas directly in a schema, with their place in it."""
+    parts: list[tuple[str, Any]] = []
+    for key, value in schema.items():
+        if key in _HOLDERS and key not in ("$defs", "definitions") and isinstance(value, Mapping):
+            parts += value.items()
+        elif key in _LISTS and isinstance(value, list):
+            parts += [(f"{key}[{index}]", part) for index, part in enumerate(value)]
+        elif key in _SINGLE:
+            parts.append((key, value))
+    return [(place, part) for place, part in parts if isinstance(part, Mapping)]
+
+
 def _restricted(
     body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None, names: list[str], syntax: Syntax
 ) -> str:
@@ -151,6 +227,7 @@ def unenforceable(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | 
     )
     try:
         error = fault(reply_grammar(body, tools, plain))
+        error = (error and refused_place(body, tools, fault)) or error
     except RequestRefused as refused:
         return refused.cause
     return f"The form that the request asks for cannot be enforced: {error}." if error else ""

@@ -18,8 +18,9 @@ import msgspec
 from cotune.errors import ConfigError, PromptTooLong, RequestRefused, SamplerError, error_line
 from cotune.integrations.models.chat.content import MARKED, OPEN, SEEING, ControlTokens, for_template
 from cotune.integrations.models.chat.grammar import Grammars
+from cotune.integrations.models.chat.grammar_trial import REMEDY
 from cotune.integrations.models.chat.replies import Replies
-from cotune.integrations.models.chat.reply_grammar import Syntax, reply_grammar
+from cotune.integrations.models.chat.reply_grammar import Syntax, refused_place, reply_grammar
 from cotune.integrations.models.chat.time_limit import TookTooLong, time_limit
 from cotune.integrations.models.chat.token_reuse import EarlierIds, Messages, PathTexts
 from cotune.integrations.models.chat.tool_formats import (
@@ -304,7 +305,10 @@ class ChatTemplate:
     def grammar(self, asked: Mapping[str, Any], tools: Tools | None, prompt: Sequence[int]) -> str:
         """The grammar of the replies that a request in OpenAI form allows (`reply_grammar`). Raises RequestRefused."""
         grammar = reply_grammar(asked, tools, self._syntax(prompt))
-        self._grammars.trials.check(grammar)
+        trials = self._grammars.trials
+        if trials.fault(grammar) and (place := refused_place(asked, tools, trials.fault)):
+            raise RequestRefused(f"The form that the request asks for cannot be enforced: {place}.", REMEDY)
+        trials.check(grammar)
         return grammar
 
     def _syntax(self, prompt: Sequence[int]) -> Syntax:

@@ -41,7 +41,7 @@ def read_hermes(text: str) -> tuple[str, list[dict[str, Any]]]:
     calls: list[dict[str, Any]] = []
 
     def take(match: re.Match[str]) -> str:
-        call = _value(match.group(1))
+        call = with_arguments(_value(match.group(1)))
         if not is_call(call):
             return match.group(0)
         calls.append(call)
@@ -87,6 +87,13 @@ def is_call(call: Any) -> bool:
         return isinstance(msgspec.json.decode(written), dict)
     except (ValueError, TypeError, RecursionError):  # msgspec's and Unicode's errors are ValueErrors
         return False
+
+
+def with_arguments(call: Any) -> Any:
+    """The call with its `parameters` as `arguments`, as some models write them; anything else as it is."""
+    if isinstance(call, dict) and call.get("arguments") is None and call.get("parameters") is not None:
+        return {**call, "arguments": call["parameters"]}
+    return call
 
 
 def tool_call(call: Mapping[str, Any]) -> dict[str, Any]:

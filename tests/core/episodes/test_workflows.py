@@ -296,6 +296,13 @@ def test_what_a_workflow_may_return(value, rewards, metrics):
     assert outcome_of(value, "it") == (rewards, metrics)
 
 
+def test_a_bool_of_torch_is_a_success():
+    import torch
+
+    assert outcome_of(torch.tensor(True), "it") == ({"team": 1.0}, {"success": 1.0})
+    assert outcome_of(torch.tensor(1.0), "it") == ({"team": 1.0}, {})
+
+
 @pytest.mark.parametrize(
     "value",
     [None, math.nan, math.inf, "1.0", "good", [1], {}, {"team": math.nan}, {"success": math.nan}, {"team": "x"}],

@@ -78,6 +78,21 @@ def test_a_json_list_is_no_file_of_tasks(file):
     assert caught.value.remedy.endswith('One task that is a list stands under a name: {"messages": [...]}.')
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ('[\n  {"q": 1},\n  {"q": 2}\n]\n', "one JSON list"),
+        ('[{"q": 1},\n {"q": 2}]', "one JSON list"),
+        ('{\n  "q": 1\n}\n', "one JSON value on several lines"),
+    ],
+)
+def test_a_json_value_on_several_lines_is_no_file_of_tasks(file, text, kind):
+    path = file(text)
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(path)
+    assert (caught.value.value, caught.value.fault) == (str(path), f"is {kind}, not one task on each line")
+
+
 def test_no_file(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_tasks(tmp_path / "nowhere.jsonl")

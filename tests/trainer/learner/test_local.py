@@ -223,6 +223,12 @@ def test_bad_settings_name_the_field(base, tmp_path):
     with pytest.raises(ConfigError, match=r"lora\.targets"):
         spec = policies_for("lora", ["a"], LoraSpec(targets=("nowhere",)))
         LocalLearner.open(base, spec, FAST, LossSpec())
+    with pytest.raises(ConfigError, match=r"lora\.targets .* names the input embedding"):
+        spec = policies_for("lora", ["a"], LoraSpec(targets=("q_proj", "embed_tokens")))
+        LocalLearner.open(base, spec, FAST, LossSpec())
+    for alpha in (0.0, -1.0):
+        with pytest.raises(ConfigError, match=r"lora\.alpha = .* must be a number above 0"):
+            LoraSpec(alpha=alpha)
 
 
 @pytest.mark.parametrize(

@@ -444,6 +444,29 @@ def test_sdk_retries_are_one_call(provider: Provider, record: Recorded, monkeypa
     ]
 
 
+def test_a_call_that_is_cancelled_between_attempts_keeps_the_failed_one(
+    provider: Provider, record: Recorded, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(openai.AsyncOpenAI, "_calculate_retry_timeout", lambda *args: 60.0)
+    provider.reply = lambda body, number: json_reply({"error": "busy"}, 429)
+
+    async def run(task):
+        client = openai.AsyncOpenAI(api_key="none", max_retries=2)
+        call = asyncio.create_task(
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}])
+        )
+        while not provider.headers:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        return 1
+
+    record(run)
+    assert [(c.status, c.attempts) for c in record.calls] == [("cancelled", ("error: HTTP 429 Too Many Requests",))]
+
+
 def test_the_applications_own_retry_is_a_new_call(provider: Provider, record: Recorded):
     ok = provider.reply
     provider.reply = lambda body, number: json_reply({"error": "busy"}, 500) if number == 0 else ok(body, 0)

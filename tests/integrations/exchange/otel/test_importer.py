@@ -495,3 +495,13 @@ def test_a_plain_text_is_one_message(tmp_path: Path, text: str) -> None:
 def test_a_span_that_ends_before_it_starts_is_readable(tmp_path: Path) -> None:
     call, _, left_out = imported(tmp_path, chat_span(5, 1, gen_ai__input__messages=PROMPT))
     assert (call.latency, left_out) == (0.0, {"negative_latency": 1})
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    line = json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [chat_span(gen_ai__input__messages=PROMPT)]}]}]})
+    for name, text in (("value", line), ("lines", f"{line}\r\n{line}\r\n")):
+        file = tmp_path / name
+        file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+        with SqliteStore.open(tmp_path / f"{name}.db") as store:
+            told = import_file(file, store)
+        assert (told.calls, dict(told.left_out)) == (1 + (name == "lines"), {})

@@ -232,3 +232,32 @@ def test_patterns_alone_are_enforced() -> None:
     patterns = {"type": "object", "patternProperties": {"^x": {"type": "string"}}}
     assert "patternProperties" in json_grammar(patterns)
     assert json_grammar({"enum": [{"properties": {"a": 1}, "patternProperties": {"b": 1}}]})
+
+
+PATTERN = {"type": "string", "pattern": "^(?!x)a$"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"properties": {"amount": {"anyOf": [{"type": "number"}, PATTERN]}}},
+         r"amount\.anyOf\[1\]: pattern .*\(\?!x\)"),
+        ({"properties": {"a": {"items": {"type": "integer", "minimum": -(2**63), "maximum": 2**64}, "type": "array"}}},
+         r"a\.items: (minimum|maximum) "),
+        ({"properties": {"a": {"$ref": "#/$defs/A"}},
+          "$defs": {"A": {"properties": {"b": {"not": {}}}, "type": "object"}}}, r"a\.b: not \{\}"),
+        ({"properties": {"a": {"uniqueItems": True, "type": "array"}}}, "a: uniqueItems true"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_place_and_the_keyword(schema: dict[str, Any], named: str) -> None:
+    chat = ChatTemplate(tokenizer(), [2])
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object", **schema}}}}
+    with pytest.raises(RequestRefused, match=f"cannot be enforced: {named}"):
+        chat.grammar(asked, None, [])
+
+
+def test_a_refusal_of_a_tools_schema_names_the_tool() -> None:
+    parameters = {"type": "object", "properties": {"a": PATTERN}}
+    strict = [{"type": "function", "function": {"name": "go", "strict": True, "parameters": parameters}}]
+    with pytest.raises(RequestRefused, match=r"cannot be enforced: tool go\.a: pattern"):
+        ChatTemplate(tokenizer(), [2]).grammar({}, strict, [])

@@ -155,3 +155,23 @@ def test_a_template_without_calls_is_read_as_hermes() -> None:
     tokenizer = tiny_models.tokenizer()
     tokenizer.chat_template = refusing
     assert ChatTemplate(tokenizer, [2]).tool_format is FORMATS["hermes"]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"name": "go", "parameters": {"to": 1}}', {"to": 1}),
+        ('{"name": "go", "arguments": {}, "parameters": {"to": 1}}', {}),
+        ('{"name": "go"}', {}),
+    ],
+)
+def test_parameters_in_place_of_arguments_are_the_arguments(call: str, arguments: Any) -> None:
+    chat = made(CALLS["hermes"])
+    ids = chat.tokenizer.encode(f"<tool_call>{call}</tool_call>", add_special_tokens=False)
+    [found] = chat.parse(ids, tools=TOOLS)[1]["tool_calls"]
+    assert json.loads(found["function"]["arguments"]) == arguments
+
+
+def test_parameters_that_are_no_object_are_no_call() -> None:
+    text = '<tool_call>{"name": "go", "parameters": [1]}</tool_call>'
+    assert FORMATS["hermes"].read(text, TOOLS) == (text, [])
