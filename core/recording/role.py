@@ -142,7 +142,7 @@ class role:
 
     def _watch_tasks(self, frame: FrameType) -> None:
         """Let the tasks that the generator starts inherit its role."""
-        loop = asyncio._get_running_loop()
+        loop: Any = asyncio._get_running_loop()
         try:
             if loop is not None:
                 tell_tasks(type(loop))

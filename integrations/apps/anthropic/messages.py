@@ -121,8 +121,8 @@ class MessageStream:
             index, delta = number(event, "index"), event["delta"]
             if index not in self._blocks and delta.get("type") in _GROWING:
                 # Servers leave out the event that announces a text; clients do without.
-                field = _GROWING[delta["type"]]
-                self._blocks[index] = {"type": field, field: ""}
+                text_field = _GROWING[delta["type"]]
+                self._blocks[index] = {"type": text_field, text_field: ""}
             block = self._blocks[index]
             if delta.get("type") == "input_json_delta":
                 grow(block, "partial", delta["partial_json"])

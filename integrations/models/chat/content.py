@@ -100,9 +100,9 @@ class ControlTokens:
             return message, 0
         parts, count = [], 0
         for part in content:
-            text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-            if isinstance(text, str):
-                plain, found = self._any.subn(self._mark, text)
+            said = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(said, str):
+                plain, found = self._any.subn(self._mark, said)
                 count += found
                 part = plain if isinstance(part, str) else {**part, "text": plain}
             parts.append(part)

@@ -99,6 +99,7 @@ class MessageSampler:
     """Sampler and chat format of one call: the token ids of a candidate are the bytes of its message."""
 
     image_tokens: tuple[int, ...] = ()
+    end_token_ids: tuple[int, ...] = ()
 
     def __init__(self, message: Callable[[int], Message]) -> None:
         self.message = message
@@ -126,6 +127,9 @@ class MessageSampler:
             top = tuple(((id, -1.0),) for id in ids) if params.top_logprobs else ()
             completions.append(Completion(ids, (-1.0,) * len(ids), "stop", top))
         return completions
+
+    def stopped_by(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        return ""
 
     def token_bytes(self, token_ids: Sequence[int]) -> list[TokenBytes]:
         return [TokenBytes(bytes([id])) for id in token_ids]
