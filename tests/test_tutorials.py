@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 SMALLER = shlex.split(
     "--steps 1 --tasks-per-step 2 -k 2 --set sampling.max_tokens=4 --set learner.device=cpu --set learner.threads=1"
 )
-FEWER = {"--modes base,trained": "--modes trained --limit 2", "--out runs/traced": "--out runs/traced --limit 2"}
+FEWER = {"--modes base,trained": "--modes trained", "--out runs/traced": "--out runs/traced --limit 2"}
 PAGES = {
     "../start": ["triage", "writer"],
     "langgraph": ["llm_call"],

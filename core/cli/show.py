@@ -8,7 +8,6 @@ from pathlib import Path
 from cotune.cli.command import Parser, add_repeated, prices
 from cotune.cli.servers.view import PRICE, RUNS
 from cotune.errors import ConfigError
-from cotune.reading.find_runs import holds_records, open_runs
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import is_path
 from cotune.terminal import tell, terminal
@@ -41,6 +40,8 @@ def arguments(command: Parser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    from cotune.reading.find_runs import holds_records
+
     if is_path(a.run) and not holds_records(Path(a.run)):
         return _list(a)
     filters = EpisodeFilters(
@@ -71,6 +72,7 @@ def run(a: argparse.Namespace) -> int:
 def _list(a: argparse.Namespace) -> int:
     """List the runs of a folder. Raises RunError if it has none."""
     from cotune.cli.printing.runs import list_runs
+    from cotune.reading.find_runs import open_runs
 
     runs = open_runs([a.run])
     views = ("episode", "steps", "groups", "html", "explain", "full", "json", "price")

@@ -145,7 +145,8 @@ class role:
         loop: Any = asyncio._get_running_loop()
         try:
             if loop is not None:
-                tell_tasks(type(loop))
+                loops: Any = type(loop)
+                tell_tasks(loops)
                 return
         except TypeError:
             kind = f"an event loop of type {type(loop).__name__}"

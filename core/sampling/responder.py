@@ -165,21 +165,10 @@ class PolicyResponder:
         out, episode, chat = call.rewritten or call, call.episode, self.chat_of(call.role)
         asked = out.params
         try:
-            # 1. The parameters. What training sets otherwise is told here; of the temperature `cotune check` speaks.
+            # 1. The parameters.
             check_supported(asked)
-            for name in unknown_fields(asked):
-                text = f"Role {call.role!r} asks for {name}, which policies do not know: it changes nothing."
-                episode.warn("not_enforced", text)
-            params = request_params(asked, self.defaults, self.override)
-            for name, value in (self.override or {}).items():
-                if name in UNSHAPED and asked.get(name) not in (None, value):
-                    text = f"Role {call.role!r} asks for {name} = {asked[name]}; it is sampled with {value:g}."
-                    episode.warn(f"replaced_{name}", text)
-            if self.seed is not None:
-                place = (self.stream or episode.phase, episode.training_step, call.task.id, episode.rollout)
-                own_seed = () if params.seed is None else (params.seed,)
-                seed = seed_of(self.seed, *place, call.role, call.turn, *own_seed)
-                params = msgspec.structs.replace(params, seed=seed)
+            self._warn_of_parameters(call, asked)
+            params = self._with_seed(call, request_params(asked, self.defaults, self.override))
             # 2. The images. A reply may hold no token that stands for one: nothing would.
             try:
                 images = chat.images(out.messages)
@@ -226,6 +215,27 @@ class PolicyResponder:
             episode.warn("refused", f"Role {call.role!r} asks for what cannot be honoured.", error)
             raise
         return prompt, params
+
+    def _with_seed(self, call: LiveCall, params: SamplingParams) -> SamplingParams:
+        """In a run, each call has a seed of its own, and the application's own seed still makes a difference."""
+        if self.seed is None:
+            return params
+        episode = call.episode
+        place = (self.stream or episode.phase, episode.training_step, call.task.id, episode.rollout)
+        own_seed = () if params.seed is None else (params.seed,)
+        seed = seed_of(self.seed, *place, call.role, call.turn, *own_seed)
+        return msgspec.structs.replace(params, seed=seed)
+
+    def _warn_of_parameters(self, call: LiveCall, asked: Mapping[str, Any]) -> None:
+        """Count the parameters that change nothing and those that training replaces. `cotune check` reports the
+        temperature."""
+        for name in unknown_fields(asked):
+            text = f"Role {call.role!r} asks for {name}, which policies do not know: it changes nothing."
+            call.episode.warn("not_enforced", text)
+        for name, value in (self.override or {}).items():
+            if name in UNSHAPED and asked.get(name) not in (None, value):
+                text = f"Role {call.role!r} asks for {name} = {asked[name]}; it is sampled with {value:g}."
+                call.episode.warn(f"replaced_{name}", text)
 
     def read(
         self, call: LiveCall, prompt: Sequence[int], params: SamplingParams, completions: list[Completion]

@@ -77,16 +77,14 @@ class RolloutReport(StepReport):
         counters = await self._new_counts()
         run, config, state = self._run, self._run.config, self._run.state
         collected, prepared = batch.collected, batch.prepared
-        calls = collected.calls.values()
+        calls, silent = collected.calls.values(), run.silent(collected)
         ran = [e for e in batch.episodes if e.phase != JUDGING]
         single = [e for e in ran if run.plan.kind != "replay" or e.rollout == 0]
         tokens = sum(len(candidate.token_ids) for call in calls for candidate in call.candidates)
         frozen = run.frozen(state.steps)
         unmoved = stayed(state.policies, updates, batch.rows, collected, prepared, frozen)
         idle = not state.versions and "no signal" in unmoved.values()
-        sees = [name for name in unmoved if run.recipes.of(name).loss.teacher_sees] if batch.left_out["no_hint"] else []
-        hintless = [name for name in sees if unmoved[name] == "no sample"]
-        silent, refill = run.silent(collected), rolled.refill
+        hintless = _without_hints(run, batch, unmoved)
         return StepMetrics(
             step=state.steps,
             episodes=len(ran),
@@ -106,7 +104,7 @@ class RolloutReport(StepReport):
             candidate_reward=prepared.reward,
             held_out=dict(held_out),
             roles={
-                role: figures | (refill.figures(role) if refill else {})
+                role: figures | (rolled.refill.figures(role) if rolled.refill else {})
                 for role, figures in role_metrics(prepared, collected, batch.rows, updates).items()
             },
             policies={name: self._policy(name, updates) for name in updates},
@@ -119,14 +117,7 @@ class RolloutReport(StepReport):
             updated=bool(moved(updates)),
             stayed=unmoved,
             silent=silent,
-            refill={
-                "tasks": refill.tasks,
-                "episodes": rolled.refilled,
-                "late": rolled.late,
-                "late_tasks": len(rolled.late_tasks),
-            }
-            if refill
-            else {},
+            refill=_refill_figures(rolled),
             replay=replay_figures(run, batch.episodes),
             notes=(
                 *prepared.warnings,
@@ -135,8 +126,7 @@ class RolloutReport(StepReport):
                 *([NO_SIGNAL] if idle else []),
                 *([NO_FEEDBACK.format(policies=", ".join(hintless))] if hintless else []),
                 *([f"{NO_OUTCOME} {GIVE_OUTCOMES}."] if misses_outcomes(run, batch) else []),
-                *(FLAT.format(role=role) for role in (refill.missing if refill else ())),
-                *([LATE] if rolled.late_tasks else []),
+                *_refill_notes(rolled),
                 *(SILENT.format(role=role) for role, steps in silent.items() if steps >= SILENT_STEPS),
             ),
         )
@@ -166,6 +156,32 @@ class RolloutReport(StepReport):
         now["late_rewards_refused"] = run.store.refused
         self._counters = now
         return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}
+
+
+def _without_hints(run: RolloutRun, batch: Batch, unmoved: Mapping[str, str]) -> list[str]:
+    """Policies whose teacher sees feedback, and that have no sample because there was none."""
+    if not batch.left_out["no_hint"]:
+        return []
+    return [name for name, why in unmoved.items() if why == "no sample" and run.recipes.of(name).loss.teacher_sees]
+
+
+def _refill_notes(rolled: RolledOut) -> list[str]:
+    missing = rolled.refill.missing if rolled.refill else ()
+    notes = [FLAT.format(role=role) for role in missing]
+    if rolled.late_tasks:
+        notes.append(LATE)
+    return notes
+
+
+def _refill_figures(rolled: RolledOut) -> dict[str, int]:
+    if not rolled.refill:
+        return {}
+    return {
+        "tasks": rolled.refill.tasks,
+        "episodes": rolled.refilled,
+        "late": rolled.late,
+        "late_tasks": len(rolled.late_tasks),
+    }
 
 
 def _rounded_away(updates: Updates) -> list[str]:

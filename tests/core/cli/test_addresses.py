@@ -127,7 +127,7 @@ def test_what_cannot_be_opened_is_one_line(
     postgres: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = {
-        "postgresql://nobody:secret@127.0.0.1:1/x": "cannot be used",
+        "postgresql://nobody:secret@127.0.0.1:1/x": "does not answer",
         "mysql://x": "No store is known for the address mysql://x (known: postgresql://, postgres://)",
         postgres.database(): "has no records",
     }

@@ -216,7 +216,6 @@ def test_what_replaces_a_removed_flag_exists(row):
         ("records.version=3", 3),
         ("records.labels=runs/r 1/notes.jsonl", "runs/r 1/notes.jsonl"),
         ("records.min_reward=1", 1.0),
-        ("records.best_of=2", 2),
         ('loggers=["tensorboard", "wandb"]', ("tensorboard", "wandb")),
     ],
 )

@@ -224,7 +224,7 @@ def test_a_terminal_of_a_few_columns_is_no_error(
     columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    for words in (["show", "--help"], ["prompts", "improve", "--help-all"]):
+    for words in (["show", "--help"], ["prompts", "improve", "--help"]):
         with pytest.raises(SystemExit) as ended:
             main(words)
         assert ended.value.code == 0

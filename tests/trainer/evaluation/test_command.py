@@ -189,7 +189,7 @@ def test_a_role_without_a_policy_is_played_alike_in_deployed_and_serve(
     own = others == "provider"
     assert (dict(deployment.unlisted), dict(deployment.passed_through)) == ({"critic": 1}, {"critic": 1} if own else {})
     assert len(provider.requests) == int(own)
-    with serving(tmp_path / "adapters") as endpoint:
+    with serving(tmp_path / "adapters", default="" if own else "base") as endpoint:
         asked = {"model": "critic", "messages": [{"role": "user", "content": "check"}], "max_tokens": 2}
         answer = httpx.post(f"{endpoint.url}/chat/completions", json=asked, timeout=60)
         unlisted = httpx.get(endpoint.url.removesuffix("/v1") + "/health", timeout=60).json()["unlisted"]
