@@ -42,9 +42,9 @@ def test_an_exported_checkpoint_computes_what_the_learner_does(layout: str, base
         learner.update("planner", ROWS)
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    (run / "run.json").write_bytes(msgspec.json.encode({"model": str(base)}))
-    checkpoint = Checkpoint(steps=3, versions={"planner": 3, "writer": 0}, policies=policies)
-    save_checkpoint(run / "checkpoints", checkpoint, learner, keep=1)
+    (run / "run.json").write_bytes(msgspec.json.encode({"id": "r", "model": str(base)}))
+    checkpoint = Checkpoint(steps=3, versions={"planner": 3, "writer": 0}, policies=policies, run="r")
+    save_checkpoint(run / "checkpoints", checkpoint, learner)
 
     manifest = export_run(run, tmp_path / "out")
 

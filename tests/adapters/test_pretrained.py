@@ -67,9 +67,9 @@ def exported(smollm2: Path, tokenizer: Any, prompt: tuple[int, ...], tmp_path_fa
         for _ in range(4):
             learner.update(role, rows[role])
     (folder / "run" / "checkpoints").mkdir(parents=True)
-    (folder / "run" / "run.json").write_bytes(msgspec.json.encode({"model": str(smollm2)}))
-    checkpoint = Checkpoint(steps=4, versions=dict.fromkeys(ROLES, 4), policies=policies)
-    save_checkpoint(folder / "run" / "checkpoints", checkpoint, learner, keep=1)
+    (folder / "run" / "run.json").write_bytes(msgspec.json.encode({"id": "r", "model": str(smollm2)}))
+    checkpoint = Checkpoint(steps=4, versions=dict.fromkeys(ROLES, 4), policies=policies, run="r")
+    save_checkpoint(folder / "run" / "checkpoints", checkpoint, learner)
     export_run(folder / "run", folder / "export")
     return folder / "export", rows, {role: learner.logprobs(role, rows[role]) for role in ROLES}
 

@@ -38,7 +38,7 @@ def test_check_renders_each_role_in_the_template_of_its_base(
         "second": f"base {other_base}: 253 tokens, context 512, its template shows tools, it sees no images.",
     }
     (unshown,) = [one for one in report.findings if "shows no tools, so the model" in one.text]
-    assert (unshown.level, unshown.about) == ("warns", "first")
+    assert (unshown.level, unshown.about) == ("blocks", "first")
     counts = {call.role: call.tokens for call in report.calls if call.turn == 0}
     assert counts["first"] == len("say a") + 3 and counts["second"] > 100  # the tools of the other are in its prompt
     (shared,) = [one for one in report.findings if one.about == "tool_format"]

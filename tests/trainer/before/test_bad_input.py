@@ -141,7 +141,7 @@ def test_a_wrong_setting_is_named_as_it_was_written(settings, field, allowed, re
         ("clip_high", -1.0, "must be 0 or more"),
         ("scale", "median", "is not one of none, std"),
         ("zero_variance", "x", "must be true or false, not text"),
-        ("plan", "forest", "is not one of tree, independent, replay"),
+        ("plan", "forest", "is no setting of a recipe: all policies of a run have its plan"),
     ],
 )
 def test_a_wrong_override_is_named_as_it_was_written(setting, value, allowed):
@@ -304,7 +304,7 @@ def test_prompts_longer_than_the_model(refused):
 
 
 def test_a_mistake_put_right_works_in_the_same_folder(refused, trainer):
-    refused(ConfigError, application(**BOTH, thrid=letters))
+    refused(ConfigError, application(frist=letters, secnd=letters))
     assert trainer(application(**BOTH), steps=1).finished
     with pytest.raises(RunError) as caught:
         trainer(application(**BOTH))
@@ -316,7 +316,7 @@ def test_what_was_in_the_folder_before_stays(trainer, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError):
-        trainer(application(**BOTH, thrid=letters))
+        trainer(application(frist=letters, secnd=letters))
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
     assert not (tmp_path / "run" / "run.json").exists()
 

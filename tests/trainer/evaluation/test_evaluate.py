@@ -77,7 +77,7 @@ def run_of(settings: dict[str, Any], learner: LocalLearner, folder: Path) -> Run
     run.close()
     policies, own = policies_for("lora", ROLES, LORA), read_run_json(run.path)["id"]
     checkpoint = Checkpoint(steps=1, versions=dict.fromkeys(ROLES, 1), policies=policies, run=own)
-    save_checkpoint(run.checkpoints, checkpoint, learner, keep=1)
+    save_checkpoint(run.checkpoints, checkpoint, learner)
     return run
 
 

@@ -218,9 +218,11 @@ def test_the_prompt_of_a_conversation_goes_on_from_the_earlier_ids(folder, chat)
     assert chat.counts["extended"] == 1 and chat.render(more, None)[-10:] == ids[-10:]
 
 
-def test_a_text_that_holds_the_mark_of_images_is_refused(chat):
-    with pytest.raises(RequestRefused, match="2 image marks"):
-        chat.render([asks("so <image> it is", picture("red"))], None)
+def test_the_mark_of_images_in_a_text_stands_for_no_image(chat):
+    marked = chat.render([asks("so <image> it is", picture("red"))], None)
+    plain = chat.render([asks("so it is", picture("red"))], None)
+    counts = [sum(token in chat.image_tokens for token in ids) for ids in (marked, plain)]
+    assert counts[0] == counts[1] > 0
 
 
 def test_positions_in_rows_and_columns_of_an_image_are_those_of_the_model(tmp_path):

@@ -165,12 +165,15 @@ def test_a_role_without_scorer_is_not_trained_under_a_tree(provider: Provider) -
     report = dry(application(first=letters))
     assert report.trainable
     assert said(report, "warns", "second") == [
-        'not trained: no scorer Add @workflow.scorer("second"), or use --plan independent.'
+        'not trained: no scorer Add @solve.scorer("second"), or use --plan independent.'
     ]
 
 
 def test_a_scorer_of_a_role_that_never_calls_names_the_nearest(provider: Provider) -> None:
     report = dry(application(secnd=letters, first=letters))
+    assert report.trainable
+    assert any("Did you mean second?" in text for text in said(report, "warns", "secnd")), texts(report)
+    report = dry(application(secnd=letters))
     assert not report.trainable
     assert "Did you mean second?" in said(report, "blocks", "")[0]
 
