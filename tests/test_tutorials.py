@@ -59,6 +59,12 @@ class Here(Reader):
         self._open.enter_context(serving_model(words[2], names=names, port=port))
         return None
 
+    def _forget_application(self) -> None:
+        """Let the next command import the application again: clients that it made read the environment then."""
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(str(self.folder)):
+                del sys.modules[name]
+
     def stop(self) -> None:
         super().stop()
         self._open.close()
@@ -68,6 +74,8 @@ class Here(Reader):
         while "=" in words[0]:
             name, _, value = words.pop(0).partition("=")
             given[name] = value
+        if given != self.environment:
+            self._forget_application()
         with pytest.MonkeyPatch.context() as patch:
             for name, value in given.items():
                 patch.setenv(name, value)

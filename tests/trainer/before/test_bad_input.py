@@ -141,7 +141,6 @@ def test_a_wrong_setting_is_named_as_it_was_written(settings, field, allowed, re
         ("clip_high", -1.0, "must be 0 or more"),
         ("scale", "median", "is not one of none, std"),
         ("zero_variance", "x", "must be true or false, not text"),
-        ("plan", "forest", "is no setting of a recipe: all policies of a run have its plan"),
     ],
 )
 def test_a_wrong_override_is_named_as_it_was_written(setting, value, allowed):
