@@ -82,7 +82,7 @@ def test_resume_takes_values_out_of_an_old_run(run: Path, monkeypatch: pytest.Mo
 
     async def nothing(*args: Any) -> None: ...
 
-    monkeypatch.setattr(train, "_train", lambda *args: used.extend(args[1:2]) or nothing())
+    monkeypatch.setattr(train, "_train", lambda *args, **_: used.extend(args[1:2]) or nothing())
     train.resume(run, workflow=application(first=letters), tasks=[{"id": "t"}])
     assert used[0].cluster.env == CLUSTER["env"]
     assert b"secret" not in (run / "run.json").read_bytes()
@@ -116,7 +116,7 @@ def test_a_key_that_is_changed_is_recorded_by_its_name(run: Path, monkeypatch: p
 
     async def nothing(folder: RunFolder, *args: Any) -> None: ...
 
-    monkeypatch.setattr(train, "_train", lambda *args: notes.extend(args[-1]) or nothing(args[0]))
+    monkeypatch.setattr(train, "_train", lambda *args, **_: notes.extend(args[-1]) or nothing(args[0]))
     changes = {"cluster.env.NEW_KEY": "sk-new-secret", "steps": 7}
     train.resume(run, workflow=application(first=letters), tasks=[{"id": "t"}], changes=changes)
     assert "changed: cluster.env.NEW_KEY" in notes and "secret" not in str(notes)

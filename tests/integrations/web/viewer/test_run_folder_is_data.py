@@ -36,7 +36,6 @@ READING = [
     ["show", "."],
     ["show", ".", "--steps"],
     ["show", ".", "--groups"],
-    ["show", ".", "--profile"],
     ["show", ".", "--json"],
     ["show", ".."],
     ["show", ".", "--html", "out/report.html"],
@@ -94,7 +93,7 @@ def test_commands_that_read_a_run_import_nothing_from_it(trap: Path) -> None:
     statuses = re.findall(r"^STATUS (.*) (\d+)$", done.stdout, re.MULTILINE)
     assert [words for words, _ in statuses] == [" ".join(words) for words in READING]
     useless = [words for words, status in statuses if status != "0"]
-    nothing_found = {"show . --profile", "prompts show . --out out/prompts.json", "doctor --run ."}
+    nothing_found = {"prompts show . --out out/prompts.json", "doctor --run ."}
     nothing_found |= {"prompts export out/prompts.json --out out/md"}
     assert set(useless) <= nothing_found, f"{useless}\n{done.stderr}"
 
