@@ -42,12 +42,13 @@ def client(request: pytest.FixtureRequest, export: Path, in_thread: None) -> Ite
             yield made
     else:
         nowhere = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="x", max_retries=0)
-        with nowhere as made, cotune.deployed(export), cotune.role("planner"):
+        with nowhere as made, cotune.deployed(export):
             yield made
 
 
 def ask(client: openai.OpenAI, **asked: Any) -> Any:
-    return client.chat.completions.create(model="planner", messages=USER, **{"max_tokens": 120, **asked})
+    with cotune.role("planner"):
+        return client.chat.completions.create(model="planner", messages=USER, **{"max_tokens": 120, **asked})
 
 
 def test_an_option_that_the_template_does_not_know_is_counted(endpoint: Endpoint) -> None:
