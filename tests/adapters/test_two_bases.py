@@ -194,7 +194,8 @@ def test_each_role_is_answered_on_its_own_base(
 ) -> None:
     for role, own in (("planner", base), ("solver", short_base)):
         assert said(endpoint, role).json()["choices"][0]["token_ids"] == greedy(own, team_export / role, 4)
-    assert said(endpoint, "stranger").json()["choices"][0]["token_ids"] == greedy(base, None, 4)
+    refused = said(endpoint, "stranger")
+    assert refused.status_code == 404 and "--default" in refused.json()["error"]["message"]
     listed = httpx.get(f"{endpoint.url}/models").json()["data"]
     assert {model["id"]: (model["root"], model["max_model_len"]) for model in listed} == {
         "planner": (str(base), 512),
