@@ -176,14 +176,12 @@ class PolicyResponder:
                 where = f"Call {call.step}, turn {call.turn} of role {call.role!r}, has an image"
                 raise RequestRefused(f"{where}. {error.cause}", error.remedy) from None
             if images:
-                never = tuple((token, NEVER) for token in chat.image_tokens)
-                params = msgspec.structs.replace(params, images=images, logit_bias=(*params.logit_bias, *never))
+                params = _never_drawing(msgspec.structs.replace(params, images=images), chat.image_tokens)
             # A reply that may not end by itself goes on to `max_tokens`: its end tokens are never drawn.
             if (asked.get("ignore_eos") or asked.get("allowed_token_ids")) and not ends_itself(
                 asked, chat.end_token_ids
             ):
-                never = tuple((token, NEVER) for token in chat.end_token_ids)
-                params = msgspec.structs.replace(params, logit_bias=(*params.logit_bias, *never))
+                params = _never_drawing(params, chat.end_token_ids)
             # 3. The prompt, and the room that it leaves.
             options = template_options(asked)
             for name in options:
@@ -288,6 +286,12 @@ class PolicyResponder:
         if count == len(scored):
             return (), first
         return tuple(given), f"{count} of {len(scored)} candidates have no reward: {first}"
+
+
+def _never_drawing(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:
+    """The parameters with a bias that keeps these tokens out of the reply."""
+    biases = tuple((token, NEVER) for token in tokens)
+    return msgspec.structs.replace(params, logit_bias=(*params.logit_bias, *biases))
 
 
 def choose(rewards: Sequence[float] | Floats, select: Select, seed: int) -> int:

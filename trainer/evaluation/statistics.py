@@ -6,7 +6,7 @@ A task is one observation, with the mean of its samples: samples of one task are
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from scipy import stats
@@ -59,7 +59,7 @@ def mean_reward(rewards: Sequence[float]) -> Interval | None:
     1. Of other rewards no bounds are known: the interval holds those without any and with those that were seen."""
     if set(rewards) <= {0.0, 1.0}:
         return share(sum(rewards), len(rewards))
-    if _unit(rewards):
+    if within_unit(rewards):
         return mean(rewards, (0.0, 1.0))
     return _wider(mean(rewards), mean(rewards, (min(0.0, *rewards), max(0.0, *rewards))))
 
@@ -81,9 +81,8 @@ def paired_difference(after: Mapping[str, float], before: Mapping[str, float], l
     0.0, or the share of a task's samples) as of rewards. The interval includes 0 unless the sign-flip test rejects too,
     so equally good policies are told apart in at most 5% of comparisons, however few the tasks.
     """
-    tasks = [task for task in after if task in before]
-    differences = [float(after[task]) - float(before[task]) for task in tasks]
-    if _unit([side[task] for side in (after, before) for task in tasks]):
+    differences = shared_differences(after, before)
+    if within_unit([side[task] for side in (after, before) for task in after.keys() & before.keys()]):
         found = mean(differences, (-1.0, 1.0), level)
     else:
         size = max([abs(x) for x in differences], default=0.0)
@@ -91,6 +90,11 @@ def paired_difference(after: Mapping[str, float], before: Mapping[str, float], l
     if found is None or found.low is None or found.high is None or sign_flip_p(differences) <= 1 - level:
         return found
     return Interval(mean=found.mean, low=min(found.low, 0.0), high=max(found.high, 0.0), n=found.n)
+
+
+def shared_differences(after: Mapping[str, float], before: Mapping[str, float]) -> list[float]:
+    """after - before of each shared task, in the order of `after`."""
+    return [float(after[task]) - float(before[task]) for task in after if task in before]
 
 
 MOST_EXACT = 100
@@ -129,7 +133,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     return float(min(chances[np.abs(sums) >= observed].sum(), 1.0))
 
 
-def _unit(values: Sequence[float]) -> bool:
+def within_unit(values: Iterable[float]) -> bool:
     return all(0.0 <= value <= 1.0 for value in values)
 
 

@@ -16,6 +16,7 @@ from scipy import special, stats
 
 from cotune.intervals import LEVEL, Interval
 from cotune.tables import plural
+from cotune.trainer.evaluation.statistics import shared_differences, within_unit
 
 Floats = npt.NDArray[np.float64]
 
@@ -89,7 +90,7 @@ def tasks_for_points(after: Mapping[str, float], before: Mapping[str, float]) ->
 
     1 / POINTS tasks are added for the steps in which an exact test's p goes (Connor 1987, Biometrics 43, 207).
     """
-    differences = _differences(after, before)
+    differences = np.array(shared_differences(after, before))
     deviation = max(float(np.std(differences)) if len(differences) else 0.0, math.sqrt(POINTS))
     return tasks_for_mean(deviation, POINTS) + math.ceil(1 / POINTS)
 
@@ -97,7 +98,7 @@ def tasks_for_points(after: Mapping[str, float], before: Mapping[str, float]) ->
 def tasks_for_this(after: Mapping[str, float], before: Mapping[str, float]) -> int | None:
     """Tasks that show the mean difference of the shared tasks in 4 of 5 evaluations, if further tasks differ as these
     do; None if the mean is 0."""
-    differences = _differences(after, before)
+    differences = np.array(shared_differences(after, before))
     n, centre = len(differences), float(np.mean(differences))
     if not centre:
         return None
@@ -113,7 +114,7 @@ def tasks_for_this(after: Mapping[str, float], before: Mapping[str, float]) -> i
         centre, size = centre / size, 1.0
         return tasks_for_mean(float(np.std(differences / size)), centre) + math.ceil(1 / abs(centre))
     # The interval has half an observation at each end of the range: of little weight if the tasks are many.
-    bound = 1.0 if _within_unit(after, before) else size
+    bound = 1.0 if within_unit([*after.values(), *before.values()]) else size
     tasks = max(n + 1, LEAST)
     for _ in range(60):
         deviation = math.sqrt(float(np.var(differences)) + bound**2 / tasks)
@@ -157,14 +158,6 @@ def verdict_on_reward(label: str, against: str, found: Interval, enough: int | N
     if enough is None:
         return said
     return f"{said}; about {_rounded(enough)} tasks would show a difference of this size"
-
-
-def _differences(after: Mapping[str, float], before: Mapping[str, float]) -> Floats:
-    return np.array([float(after[task]) - float(before[task]) for task in after if task in before])
-
-
-def _within_unit(after: Mapping[str, float], before: Mapping[str, float]) -> bool:
-    return all(0.0 <= value <= 1.0 for side in (after, before) for value in side.values())
 
 
 def _clear(label: str, against: str, found: Interval, size: str, scale: float, form: str) -> str:

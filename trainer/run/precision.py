@@ -138,11 +138,14 @@ async def _noise_of_losses(run: RolloutRun) -> str:
 
 def narrow_bounds(loss: LossSpec) -> bool:
     """Whether the loss has bounds that rounding may reach."""
-    clips = loss.ratio != "none" and loss.style != "none" and not loss.token_loss
-    if clips and min(loss.clip_low, loss.clip_high) < NARROW:
+    if _clips(loss) and min(loss.clip_low, loss.clip_high) < NARROW:
         return True
     low, high = loss.mask_bounds
     return loss.mask != "none" and (1.0 - low < NARROW or high - 1.0 < NARROW)
+
+
+def _clips(loss: LossSpec) -> bool:
+    return loss.ratio != "none" and loss.style != "none" and not loss.token_loss
 
 
 Logprobs = Sequence[npt.NDArray[np.float32]]
@@ -166,7 +169,7 @@ def noise_of_loss(loss: LossSpec, rows: Sequence[TrainRow], once: Logprobs, agai
             bounds = f"mask = {loss.mask!r} with bounds {low:g} and {high:g} (mask_low, mask_high)"
             return f"the rounding of sampler and learner alone masks {share:.1%} of tokens: {bounds}"
 
-    if loss.ratio != "none" and loss.style != "none" and not loss.token_loss:
+    if _clips(loss):
         sign = torch.where(row % 2 == 0, 1.0, -1.0)  # a clip holds one side only, by the sign of the advantage
         shares = []
         for advantage in (sign, -sign):

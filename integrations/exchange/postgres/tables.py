@@ -26,7 +26,8 @@ INDEXED = {"episodes": ("task", "phase"), "calls": ("role", "model", "policy")}
 """Columns of indexes that may hold long texts of applications. An index entry takes 2,704 bytes at most, so a text of
 more than 500 bytes is stored there as its beginning with a hash. The column `body` has the whole text."""
 
-SHORTENED = re.compile(f"…({'|'.join(sum(INDEXED.values(), ()))})-[0-9a-f]{{1,16}}-[0-9a-f]{{1,16}}\\Z")
+_NAMES = "|".join(name for columns in INDEXED.values() for name in columns)
+SHORTENED = re.compile(f"…({_NAMES})-[0-9a-f]{{1,16}}-[0-9a-f]{{1,16}}\\Z")
 """How a shortened text ends: with the name of its column, and the hash."""
 
 MOST_SHORTENED = 150
@@ -118,8 +119,8 @@ def insertion(table: str) -> str:
     return f"INSERT INTO {table} ({', '.join(columns)}) SELECT {', '.join(values)} FROM stage_{table} {conflict}"
 
 
-_EQUAL = re.compile(r"\b(task|phase|role|model|policy) = \?")
-_AMONG = re.compile(r"\b(task|phase|role|model|policy) IN \(SELECT value FROM")
+_EQUAL = re.compile(rf"\b({_NAMES}) = \?")
+_AMONG = re.compile(rf"\b({_NAMES}) IN \(SELECT value FROM")
 
 
 def translated(sql: str) -> str:

@@ -85,28 +85,26 @@ class ControlTokens:
         self._numbers = {token: number for number, token in enumerate(self._tokens)}
         self._any = re.compile("|".join(map(re.escape, self._tokens))) if self._tokens else None
 
-    def marked(self, message: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
-        """A message with marks in place of special tokens in its text, and how many there are.
+    def marked(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with marks in place of special tokens in its text.
 
         What the assistant has said stays as it is: it is made of the model's own tokens.
         """
         content = message.get("content")
         if message.get("role") == "assistant" or self._any is None or not content:
-            return message, 0
+            return message
         if isinstance(content, str):
-            text, count = self._any.subn(self._mark, content)
-            return ({**message, "content": text}, count) if count else (message, 0)
+            return {**message, "content": self._any.sub(self._mark, content)}
         if not isinstance(content, list):
-            return message, 0
-        parts, count = [], 0
+            return message
+        parts = []
         for part in content:
             said = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(said, str):
-                plain, found = self._any.subn(self._mark, said)
-                count += found
+                plain = self._any.sub(self._mark, said)
                 part = plain if isinstance(part, str) else {**part, "text": plain}
             parts.append(part)
-        return ({**message, "content": parts}, count) if count else (message, 0)
+        return {**message, "content": parts}
 
     def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
         """A rendered text in pieces, each with whether it is a special token that is plain text."""

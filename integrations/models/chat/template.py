@@ -363,7 +363,7 @@ class ChatTemplate:
             parts = bool(images) or self._in_parts
             chat = []
             for message in messages:
-                message, _ = self._control_tokens.marked(message)
+                message = self._control_tokens.marked(message)
                 in_parts = parts or (isinstance(message.get("content"), list) and self.reads_parts)
                 chat.append(for_template(message, parts=in_parts))
             shown = list(tools) if tools else None
