@@ -103,7 +103,7 @@ def test_what_watches_imports_for_applications_is_not_in_the_engines_processes(v
 
 
 def folders(name: str) -> list[Path]:
-    return list(SHARED_MEMORY.glob(f"cotune-weights-*/{name}#*"))
+    return list(SHARED_MEMORY.glob(f"cotune-weights-*/{name}_*"))
 
 
 def test_a_version_that_comes_back_with_other_weights_meets_no_old_cache(
