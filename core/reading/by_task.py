@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 import msgspec
 
 from cotune.reading.evaluations import StoredEvaluation, TaskEnding
+
+KINDS: Mapping[str, Callable[[float], bool]] = {
+    "lost": lambda change: change < 0,
+    "gained": lambda change: change > 0,
+    "same": lambda change: change == 0,
+}
+"""Kinds of tasks by their change from one mode to another."""
 
 
 class EvaluatedTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,3 +51,12 @@ def _figures(endings: Sequence[TaskEnding], solved: bool, floor: float) -> tuple
     rewards = [floor if ending.floored else ending.reward for ending in known]
     reported = [reward for reward in rewards if reward is not None]
     return fmean(successes) if successes else None, fmean(reported) if reported else None
+
+
+def tasks_of_kind(rows: Sequence[EvaluatedTask], kind: str) -> list[EvaluatedTask]:
+    """The tasks that `lost`, `gained` or stayed the `same` from one mode to the other; all of them for an empty kind.
+
+    A task without a figure in one of the two modes is in none of the three."""
+    if not kind:
+        return list(rows)
+    return [row for row in rows if row.change is not None and KINDS[kind](row.change)]

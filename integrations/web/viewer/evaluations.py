@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cotune.integrations.web.viewer.viewer import Viewer, start
-from cotune.reading.by_task import EvaluatedTask, by_task
+from cotune.reading.by_task import KINDS, EvaluatedTask, by_task, tasks_of_kind
 from cotune.reading.causes import causes, shortened
 from cotune.reading.evaluations import IN_TRAINING, StoredEvaluation
 from cotune.reading.headline import compared_modes
@@ -25,14 +25,17 @@ MOST_CAUSES = 3
 
 
 class ShownEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation with the two modes whose tasks are paired, `total` of them, and one page of these. `episodes` has
-    the id of the first episode of a task in a mode, which `place` shows."""
+    """An evaluation with the two modes whose tasks are paired, and one page of the tasks of a `kind`, of which there
+    are `total`. `counts` are the tasks of each kind, and under `all` of every kind. `episodes` has the id of the first
+    episode of a task in a mode, which `place` shows."""
 
     evaluation: StoredEvaluation
     label: str
     against: str
+    kind: str
     tasks: tuple[EvaluatedTask, ...]
     total: int
+    counts: Mapping[str, int]
     failures: Mapping[str, tuple[str, ...]]
     place: str
     episodes: Mapping[tuple[str, str], str]
@@ -43,12 +46,14 @@ def evaluations_page(viewer: Viewer, request: Request) -> Response:
     run, asked, first = viewer.run(request), request.query_params, start(request)
     evaluation = chosen(run.evaluations, asked.get("name", ""))
     pair = (asked.get("mode", ""), asked.get("against", ""))
+    kind = asked.get("kind", "")
+    kind = kind if kind in KINDS else ""
     return viewer.page(
         request,
         "evaluations.html",
         run,
         evaluations=run.evaluations,
-        shown=show_evaluation(run, evaluation, pair, first) if evaluation else None,
+        shown=show_evaluation(run, evaluation, pair, kind, first) if evaluation else None,
         start=first,
         size=PAGE,
     )
@@ -62,22 +67,32 @@ def chosen(evaluations: Sequence[StoredEvaluation], name: str) -> StoredEvaluati
 
 
 def show_evaluation(
-    run: OpenedRun, evaluation: StoredEvaluation, pair: tuple[str, str] | None = None, first: int = 0, size: int = PAGE
+    run: OpenedRun,
+    evaluation: StoredEvaluation,
+    pair: tuple[str, str] | None = None,
+    kind: str = "",
+    first: int = 0,
+    size: int = PAGE,
 ) -> ShownEvaluation:
-    """An evaluation as it is shown: `pair` are two of its modes; else those that a headline compares."""
+    """An evaluation as it is shown: `pair` are two of its modes; else those that a headline compares. `kind` is one of
+    `by_task.KINDS`, or empty for all tasks."""
     modes = evaluation.evaluations
     pairs = [(one.label, one.against) for one in evaluation.comparisons]
     usual = compared_modes(evaluation)
     if pair not in pairs:
         pair = usual if usual in pairs else pairs[0] if pairs else (next(iter(modes), ""), "")
-    rows = by_task(evaluation, *pair)
+    every = by_task(evaluation, *pair)
+    counts = {name: len(tasks_of_kind(every, name)) for name in KINDS}
+    rows = tasks_of_kind(every, kind)
     shown = tuple(rows[first : first + size])
     return ShownEvaluation(
         evaluation=evaluation,
         label=pair[0],
         against=pair[1],
+        kind=kind,
         tasks=shown,
         total=len(rows),
+        counts={"all": len(every), **counts},
         failures={name: tuple(_failures(name, mode.failed)) for name, mode in modes.items() if mode.failed},
         place=records.name if (records := run.records_of(evaluation)) else "",
         episodes=episodes_of_modes(run, evaluation, [row.task for row in shown]),

@@ -26,7 +26,7 @@ from cotune.storage.whole_file import whole_file
 
 EPISODES = 5
 TASKS = 10
-"""Tasks of an evaluation that are shown, the worst ones."""
+"""Tasks that lost in an evaluation that are shown, those that lost most."""
 MOST_CALLS = 8
 """Calls of an episode that are shown."""
 
@@ -82,7 +82,7 @@ def report(run: OpenedRun, prices: Prices) -> str:
         facts=facts(run),
         headline=found,
         learned=learned(run),
-        evaluated=show_evaluation(run, evaluation, size=TASKS) if evaluation else None,
+        evaluated=show_evaluation(run, evaluation, kind="lost", size=TASKS) if evaluation else None,
         troubles=troubles(run),
         ending=ending(run),
         charts=charts([run]),

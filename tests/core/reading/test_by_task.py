@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cotune.reading.by_task import by_task
+from cotune.reading.by_task import by_task, tasks_of_kind
 from cotune.reading.evaluations import EvaluatedMode, StoredEvaluation, TaskEnding
 
 
@@ -27,6 +27,13 @@ def test_tasks_that_lost_come_first_then_those_that_stay_unsolved() -> None:
     )
     assert [(one.task, one.change) for one in found] == [("b", -1), ("e", -1), ("d", 0), ("c", 0), ("a", 1)]
     assert found[1].endings["trained"].error == "ValueError: no"
+
+
+def test_a_kind_of_tasks_holds_only_these() -> None:
+    modes = {"base": mode(a=0, b=1, c=1, d=0), "trained": mode(a=1, b=0, c=1, d=0)}
+    found = by_task(StoredEvaluation(evaluations=modes), "trained", "base")
+    ids = {kind: [one.task for one in tasks_of_kind(found, kind)] for kind in ("", "lost", "gained", "same")}
+    assert ids == {"": ["b", "d", "c", "a"], "lost": ["b"], "gained": ["a"], "same": ["d", "c"]}
 
 
 def test_without_success_rewards_are_compared_and_a_task_without_one_comes_last() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +136,28 @@ def test_an_evaluation_shows_modes_side_by_side_and_the_tasks_that_got_worse_fir
         assert "base 40.0% 10.0% – 90.0% 5 tasks" in said and "trained 60.0% 10.0% – 90.0% 5 tasks" in said
         assert re.findall(r"\bt\d\b", said.partition("By task")[2]) == ["t2", "t5", "t1", "t3", "t4"]
         assert "t2 -1 solved 1.5 not solved 1.5" in said
+        assert "all 5 lost 1 gained 2 unchanged 2" in said
+        assert re.findall(r"\bt\d\b", text(f"{page}?kind=lost").partition("By task")[2]) == ["t2"]
+        assert re.findall(r"\bt\d\b", text(f"{page}?kind=gained").partition("By task")[2]) == ["t3", "t4"]
         linked = text(f"{server.url}/run/r1:eval/episode/trained-t2")
         assert "not solved" in linked and "eval-trained" in linked
         assert "5 tasks" in text(f"{page}?name=eval&mode=trained&against=base&from=-1")
         assert "t2" not in text(f"{page}?from=5").partition("By task")[2]
+
+
+def test_the_report_lists_only_tasks_that_lost(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> str:
+        opened = OpenedRun(run, "r1")
+        said = " ".join(re.sub(r"<[^>]+>", " ", report(opened, {})).split())
+        opened.close()
+        return said.partition("lost most from base to trained")[2].partition("Episodes")[0] or said
+
+    evaluate(run / "eval")
+    assert re.findall(r"\bt\d\b", lost()) == ["t2"] and "1 of 5 tasks lost." in lost()
+    monkeypatch.setitem(TASKS, "t2", (True, True))
+    shutil.rmtree(run / "eval")
+    evaluate(run / "eval")
+    assert "No task lost from base to trained." in lost()
 
 
 def test_records_of_an_evaluation_by_themselves_are_told_by_mode(run: Path) -> None:
