@@ -120,6 +120,8 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if asked == "meta":
         return func(*args, **kwargs)
     there = asked in GPU if asked else on_gpu
+    if func is aten.mm.dtype:  # the CPU has no product of bfloat16 with a float32 result
+        return OnGpu(_held(args[0]).to(args[2]) @ _held(args[1]).to(args[2]))
     plain_args, plain = tuple(map(_held, args)), {name: _held(value) for name, value in kwargs.items()}
     if device is not None:
         plain["device"] = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cotune.integrations.models.bfloat16 import exact_product, pack
-from cotune.integrations.models.float32 import product
+from cotune.integrations.models.float32 import product, widened_product
 
 FORBIDDEN = -1e9
 """The logit of a token that a grammar forbids: its probability is 0 in fp32, and 0 times it is still 0."""
@@ -179,12 +179,10 @@ def _logits(
     shaping: LogitShaping | None,
     part: slice,
 ) -> Tensor:
-    if isinstance(weight, Head):
-        logits = weight.logits(hidden[part])
-        logits = logits if bias is None else logits.add_(bias)
-    else:
-        logits = product(hidden[part], weight).float()
-        logits = logits if bias is None else logits.add_(bias)
+    """[tokens of `part`, V] in float32, whatever the precision of the states."""
+    logits = weight.logits(hidden[part]) if isinstance(weight, Head) else widened_product(hidden[part], weight)
+    if bias is not None:
+        logits.add_(bias)
     if shaping is not None:
         shaping.apply(logits, part)
     return logits.div_(temperature[part, None])

@@ -67,3 +67,12 @@ def test_a_sped_model_answers_as_before_and_can_be_copied(asked: None) -> None:
         torch.testing.assert_close(copy.deepcopy(model)(x), before(x))
         torch.testing.assert_close(model(x), before(x))
     assert list(model.state_dict()) == list(before.state_dict())
+
+
+def test_a_product_of_bfloat16_has_a_float32_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a kernel for it, part by part of the weight: here three parts, the last one smaller."""
+    monkeypatch.setattr(float32, "WIDENED_ROWS", 16)
+    x, weight = torch.randn(5, 24).bfloat16(), torch.randn(40, 24).bfloat16()
+    found = float32.widened_product(x, weight)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, (x.double() @ weight.double().t()).float(), atol=1e-5, rtol=1e-5)

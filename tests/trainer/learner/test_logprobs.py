@@ -4,7 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cotune.integrations.models.float32 import widened_product
 from cotune.trainer.learner import logprobs
 from cotune.trainer.learner.logprobs import token_logprobs
 
@@ -112,3 +115,39 @@ def test_masks_and_biases_equal_the_naive_way(bonus):
     assert fused[0][3] == 0.0 == fused[1][3]
     for mine, theirs in zip([*fused[:2], *fused[2]], [*expected[:2], *expected[2]], strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)
+
+
+def test_logits_of_bfloat16_states_are_not_rounded():
+    """In bfloat16 a logit of about 20 is rounded to a multiple of 1/8: that is far from what its operands say."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = (4.0 * torch.randn(64, 48, generator=generator)).bfloat16()
+    weight = torch.randn(200, 48, generator=generator).bfloat16()
+    targets = torch.randint(200, (64,), generator=generator)
+    found, _ = token_logprobs(hidden, weight, None, targets, torch.ones(64))
+    expected, _ = naive(hidden.double(), weight.double(), None, targets, torch.ones(64))
+    rounded, _ = naive(hidden, weight, None, targets, torch.ones(64))
+    assert (found - expected).abs().max() < 1e-4
+    assert (rounded - expected).abs().max() > 1e-2
+
+
+def test_a_gpu_multiplies_bfloat16_into_float32():
+    """On fake tensors of a GPU: the states and the embedding stay in bfloat16, and no copy in float32 is made."""
+    with FakeTensorMode():
+        hidden = torch.empty(4, 8, dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty(16, 8, dtype=torch.bfloat16, device="cuda")
+        with OperatorNames() as names:
+            logits = widened_product(hidden, weight)
+    assert (logits.dtype, logits.shape, logits.device.type) == (torch.float32, (4, 16), "cuda")
+    assert [name for name in names.seen if name.startswith("aten")] == ["aten.t.default", "aten.mm.dtype"]
+
+
+class OperatorNames(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
