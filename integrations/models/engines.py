@@ -35,6 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters that are served at once, each in versions up to `staleness` steps apart."""
     staleness: int = 0
     max_lora_rank: int = 1
+    sequences: int = 0
+    """Candidates that the run asks this engine for at once; 0: not known."""
     sleeps: bool = False
     """Whether it shares its GPU with a learner."""
     alone: bool = False

@@ -140,9 +140,16 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
         policies=policy_count(config, one.model),
         staleness=config.ahead,
         max_lora_rank=max(spec.rank for spec in specs),
+        sequences=sequences_at_once(config),
         sleeps=cluster.colocate,
         alone=bool(cluster.address),
     )
+
+
+def sequences_at_once(config: TrainConfig) -> int:
+    """How many candidates one engine is asked for at once, if every episode in flight makes one call."""
+    candidates = 1 if config.plan.kind == "independent" else config.plan.k
+    return -(-config.concurrency * candidates // config.cluster.engines)
 
 
 def _dtype(config: TrainConfig) -> str | None:

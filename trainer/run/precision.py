@@ -18,7 +18,7 @@ from cotune.sampling.protocol import SamplingParams
 from cotune.storage.run_layout import Precision, read_run
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.loss import Tokens, policy_loss, unmasked
-from cotune.trainer.publish import Probe, probe_rows, sampled_gaps
+from cotune.trainer.publish import Probe, closer_logits, probe_rows, sampled_gaps
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import RunFolder
 
@@ -87,7 +87,9 @@ async def check_precision(run: RolloutRun) -> str:
     if not gap <= run.config.probe_bound:
         assert run.fall_back is not None
         await run.fall_back(gap, "")
-        return f"warning: in float32, as in bfloat16 {said}"
+        remedy = await closer_logits(run.sampler)
+        advice = f". To train in bfloat16, {remedy.rstrip(', ')}." if remedy else ""
+        return f"warning: in float32, as in bfloat16 {said}{advice}"
     keep_precision(run.folder, Precision(dtype="bfloat16", gap=gap))
     return f"matrix products in bfloat16: {said}"
 

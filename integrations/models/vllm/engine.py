@@ -17,6 +17,7 @@ from cotune.integrations.models.engine_sampler import LoopSampler
 from cotune.integrations.models.folder.meta_model import ModelSkeleton
 from cotune.integrations.models.served_versions import BASE, Version
 from cotune.integrations.models.vllm.adapters import SharedFolders, left_in_shared_memory, write_shared
+from cotune.integrations.models.vllm.arguments import EngineSize, engine_arguments
 from cotune.integrations.models.vllm.device import check_gpu, on_gpu
 from cotune.integrations.models.vllm.images import image_prompt
 from cotune.integrations.models.vllm.requests import python_completion, python_params
@@ -27,8 +28,6 @@ from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, We
 
 log = logging.getLogger(__name__)
 
-_WORKER = "cotune.integrations.models.vllm.worker.CotuneWorker"
-_BACKEND = "cotune-folder"
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 CLOSE_SECONDS = 20.0
@@ -66,13 +65,13 @@ class VllmSampler(LoopSampler):
 
     name = "vllm"
 
-    def __init__(self, skeleton: ModelSkeleton, full: bool, adapters: int, rank: int, sleeps: bool = False) -> None:
+    def __init__(self, skeleton: ModelSkeleton, size: EngineSize) -> None:
         super().__init__()
         self._skeleton = skeleton
-        self._full = full
-        self._slots = adapters
-        self._rank = rank
-        self._sleeps = sleeps
+        self._size = size
+        self._full = size.full
+        self._slots = size.adapters
+        self._rank = size.rank
         self._asleep: str | None = None
         """Digest of the weights that went to sleep."""
         self._folders = SharedFolders()
@@ -90,6 +89,7 @@ class VllmSampler(LoopSampler):
         policies: int = 4,
         staleness: int = 1,
         max_lora_rank: int = 16,
+        sequences: int = 0,
         sleeps: bool = False,
         engine_args: Mapping[str, Any] | None = None,
     ) -> VllmSampler:
@@ -97,10 +97,11 @@ class VllmSampler(LoopSampler):
 
         An engine serves adapters over the base (`weights` "lora"), as many as `policies` whose versions may be
         `staleness` steps apart need, of up to `max_lora_rank`; or one version of one policy's full weights ("full").
-        With `sleeps` it can `sleep` and `wake`, for a learner on the same GPU; on a CPU, where there is no memory to
-        give, it only pauses. `engine_args` are vLLM's own (`tensor_parallel_size`, `gpu_memory_utilization`,
-        `max_model_len`, ...). Raises ConfigError for a model or arguments that vLLM does not take, UnsupportedVersion,
-        SamplerError when it does not start.
+        `sequences` is how many candidates the run asks for at once, 0 if that is not known. With `sleeps` it can
+        `sleep` and `wake`, for a learner on the same GPU; on a CPU, where there is no memory to give, it only pauses.
+        `engine_args` are vLLM's own (`tensor_parallel_size`, `gpu_memory_utilization`, `max_model_len`, ...) and
+        replace those that cotune sets. Raises ConfigError for a model or arguments that vLLM does not take,
+        UnsupportedVersion, SamplerError when it does not start.
         """
         if weights not in ("lora", "full"):
             raise ConfigError("weights", weights, "must be lora or full")
@@ -109,27 +110,37 @@ class VllmSampler(LoopSampler):
             raise ConfigError("max_lora_rank", max_lora_rank, f"must be at most {_RANKS[-1]}", remedy)
         prepare()
         skeleton = await asyncio.to_thread(ModelSkeleton, model)
-        adapters = slots(policies, staleness)
-        rank = next(r for r in _RANKS if r >= max_lora_rank)
-        sampler = cls(skeleton, weights == "full", adapters, rank, sleeps)
+        size = EngineSize(
+            sequences=sequences,
+            adapters=slots(policies, staleness),
+            rank=next(r for r in _RANKS if r >= max_lora_rank),
+            full=weights == "full",
+            sleeps=sleeps,
+        )
+        sampler = cls(skeleton, size)
         return await sampler._opened(sampler._open(dict(engine_args or {})))
 
     async def _open(self, engine_args: dict[str, Any]) -> None:
         check_gpu()
         from vllm import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        if engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1) > 1:
-            # Inside a Ray actor vLLM might take Ray for its own workers; they belong to this actor's GPUs.
-            engine_args.setdefault("distributed_executor_backend", "mp")
+        gpu = on_gpu()
+        for name, value in ({} if gpu else _ON_CPU).items():
+            os.environ.setdefault(name, value)
         try:
-            arguments = AsyncEngineArgs(**{**self._arguments(), **engine_args})
+            arguments = AsyncEngineArgs(
+                **engine_arguments(str(self._skeleton.folder), self._size, engine_args, gpu=gpu)
+            )
         except TypeError as error:
             raise ConfigError(
                 "engine_args", engine_args, f"are not all engine arguments of vLLM ({error})", "Correct their names."
             ) from error
         try:
-            self._llm = AsyncLLM.from_engine_args(arguments)
+            # vLLM's figures for throughput: 8,192 batched tokens or more on a GPU, where its default is 2,048.
+            context = UsageContext.LLM_CLASS if gpu else UsageContext.ENGINE_CONTEXT
+            self._llm = AsyncLLM.from_engine_args(arguments, usage_context=context)
             self.max_model_len = self._llm.model_config.max_model_len
             await self._generate([1], 1, SamplingParams(max_tokens=1), BASE, None)  # compiles kernels
             self._folders.adopt(await asyncio.to_thread(left_in_shared_memory))
@@ -141,38 +152,6 @@ class VllmSampler(LoopSampler):
             raise SamplerError(f"vLLM did not start: {error_line(error)}.", "Read vLLM's log above.") from error
         kind = "the full weights of one policy" if self._full else f"up to {self._slots} adapters of rank {self._rank}"
         log.info("vLLM serves %s, %s.", self._skeleton.folder, kind)
-
-    def _arguments(self) -> dict[str, Any]:
-        cpu = not on_gpu()
-        for name, value in (_ON_CPU if cpu else {}).items():
-            os.environ.setdefault(name, value)
-        common = {
-            "model": str(self._skeleton.folder),
-            "dtype": "float32" if cpu else "bfloat16",
-            "enforce_eager": cpu,
-            "enable_prefix_caching": True,
-            "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            "worker_extension_cls": _WORKER,
-            # The one whose grammars the learner makes again from what was recorded.
-            "structured_outputs_config": {"backend": "guidance"},
-        }
-        if cpu:
-            # A seeded request whose prompt is computed in parts kills the engine: CPU generators have no offset.
-            common["enable_chunked_prefill"] = False
-        elif self._sleeps:
-            common["enable_sleep_mode"] = True
-        if self._full:
-            return {**common, "weight_transfer_config": {"backend": _BACKEND}}
-        return {
-            **common,
-            "enable_lora": True,
-            # The last slot stays empty: on CPUs, vLLM gives requests of the base what stands in it.
-            "max_loras": self._slots + 1,
-            "max_cpu_loras": self._slots + 1,
-            "max_lora_rank": self._rank,
-        }
 
     async def _generate(
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
@@ -294,7 +273,7 @@ class VllmSampler(LoopSampler):
             self._folders.remove(str(policy))
 
     async def _sleep(self) -> None:
-        if not self._sleeps:
+        if not self._size.sleeps:
             raise RequestRefused("This engine cannot sleep.", "Open it with sleeps=True.")
         if self._asleep is not None:
             return

@@ -20,6 +20,7 @@ async def open_engine(config: EngineConfig) -> VllmSampler:
         policies=config.policies,
         staleness=config.staleness,
         max_lora_rank=config.max_lora_rank,
+        sequences=config.sequences,
         sleeps=config.sleeps,
         engine_args={**parallel, **shared, **config.arguments},
     )

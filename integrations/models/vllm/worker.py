@@ -23,9 +23,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.lora.peft_helper import PEFTHelper
 
 from cotune.integrations.models.vllm.adapters import read_weights
+from cotune.integrations.models.vllm.arguments import BACKEND
 from cotune.sampling.protocol import fingerprint
-
-BACKEND = "cotune-folder"
 
 
 class CotuneWorker:

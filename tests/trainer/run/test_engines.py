@@ -52,6 +52,21 @@ def test_the_engine_of_a_run(address: str, engine: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "sequences"),
+    [
+        ({}, 256),
+        ({"plan": {"k": 8}, "concurrency": 10}, 80),
+        ({"plan": {"kind": "independent"}}, 64),
+        ({"cluster": {"address": "local", "engines": 3}}, 86),
+    ],
+)
+def test_an_engine_is_told_how_many_candidates_it_is_asked_for_at_once(
+    settings: dict[str, Any], sequences: int
+) -> None:
+    assert engine_config(convert({"model": "m", **settings}), EngineSet("m")).sequences == sequences
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"cluster": {"address": "none", "learners": 2}}, r"cluster.learners = 2 needs Ray\. Set cluster.address"),

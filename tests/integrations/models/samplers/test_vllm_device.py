@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cotune.errors import ConfigError
+from cotune.integrations.models.vllm.arguments import EngineSize
 from cotune.integrations.models.vllm.device import check_gpu
 from cotune.integrations.models.vllm.engine import VllmSampler
 
@@ -29,7 +30,7 @@ def test_an_engine_for_gpus_that_is_given_none_is_told_of_the_setting(monkeypatc
 
 def test_workers_that_hold_a_part_each_go_to_sleep_with_different_digests() -> None:
     async def digest() -> str:
-        sampler = VllmSampler(None, False, 1, 8)  # type: ignore[arg-type]
+        sampler = VllmSampler(None, EngineSize())  # type: ignore[arg-type]
         sampler._llm = SimpleNamespace(collective_rpc=lambda method, args: asyncio.sleep(0, ["one", "other"]))
         return await sampler._digest()
 
