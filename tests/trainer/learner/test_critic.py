@@ -162,7 +162,7 @@ def test_a_critic_takes_the_reward_as_it_is():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.long)])
 def test_two_workers_judge_and_learn_as_one_and_go_on_from_each_other(base, two_ranks, tmp_path, kind):
     """With privileged text; 11 rows, then fewer rows than workers."""
     loss = msgspec.structs.replace(LOSS, kl=0.01, kl_in="reward")

@@ -102,7 +102,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OTHER_AGGREGATIONS = ("sequence mean", "constant")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long) if case in OTHER_AGGREGATIONS else case for case in CASES]
+)
 def test_gradients_and_metrics_of_two_workers_are_the_local_ones(base, two_ranks, case):
     rows, settings, loss = CASES[case]
     settings = change(settings, lr=AS_GRADIENT.lr, grad_clip=0.0)
@@ -198,7 +203,15 @@ def updated(learner):
 
 
 @pytest.mark.usefixtures("ray_runtime")
-@pytest.mark.parametrize(("writer", "reader"), [("two", "one"), ("one", "two"), ("two", "local"), ("local", "two")])
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ("two", "one"),
+        ("local", "two"),
+        pytest.param("one", "two", marks=pytest.mark.long),
+        pytest.param("two", "local", marks=pytest.mark.long),
+    ],
+)
 def test_a_checkpoint_goes_on_with_another_number_of_workers(base, request, tmp_path, writer, reader):
     def opened(kind, seed):
         ranks = {"one": "one_rank", "two": "two_ranks"}

@@ -43,7 +43,7 @@ def rows_of(chat: ChatTemplate) -> list[TrainRow]:
     ][:-1]
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("llava", 64), ("idefics3", 4096)])
+@pytest.mark.parametrize(("kind", "tokens"), [("llava", 64), pytest.param("idefics3", 4096, marks=pytest.mark.long)])
 def test_two_workers_learn_from_images_what_one_process_does(
     kind: str, tokens: int, two_ranks: OpenRanks, tmp_path: Path
 ) -> None:

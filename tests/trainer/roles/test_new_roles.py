@@ -32,7 +32,10 @@ async def run(task: dict[str, str]) -> float:
     return sum(letter in "abcdefgh" for letter in said) / 4
 
 
-@pytest.mark.parametrize(("layout", "policy"), [("lora", "critic"), ("full", "critic"), ("shared", "shared")])
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [("lora", "critic"), pytest.param("full", "critic", marks=pytest.mark.long), ("shared", "shared")],
+)
 @pytest.mark.usefixtures("every_checkpoint")
 def test_a_late_role_is_played_and_trained_from_the_next_step_on(trainer: Trainer, layout: str, policy: str) -> None:
     settings = {"tasks_per_step": 4, "roles": [], "policies": layout}

@@ -80,7 +80,7 @@ def test_tasks_that_nobody_solves_cost_the_budget_and_no_more_and_it_is_said(tra
     assert " ".join(trainer.said.split()).count("The refill's budget was spent before role 'first'") == 1
 
 
-@pytest.mark.parametrize("draw", ["tasks", "again"])
+@pytest.mark.parametrize("draw", ["tasks", pytest.param("again", marks=pytest.mark.long)])
 def test_a_run_that_is_stopped_in_a_refill_ends_like_one_without_a_stop(trainer, draw):
     settings = {**SETTINGS, "refill": {"budget": 2.0, "draw": draw}}
     trainer(application(graded), GRADED, to="whole", steps=4, **settings)

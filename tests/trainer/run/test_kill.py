@@ -97,7 +97,7 @@ def moments_of(run: Path, kills: int, chance: random.Random) -> list[Callable[[]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [4, pytest.param(46, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("kills", [2, pytest.param(46, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_killed_and_resumed(
     tiny_base: Path, tmp_path: Path, record_property: Callable[[str, object], None], kills: int
 ) -> None:

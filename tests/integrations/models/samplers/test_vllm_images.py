@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module", params=["lora", "full"])
+@pytest.fixture(scope="module", params=["lora", pytest.param("full", marks=pytest.mark.long)])
 def weights(request: pytest.FixtureRequest) -> Literal["lora", "full"]:
     return request.param
 
