@@ -25,6 +25,12 @@ def arguments(command: Parser) -> None:
         metavar="N",
         help="longest prompt that memory is computed for (default: %(default)s)",
     )
+    command.add_argument(
+        "--gpu",
+        type=float,
+        metavar="GB",
+        help="forecast for one GPU of so many GB in place of the GPUs of this machine",
+    )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -38,7 +44,9 @@ def run(a: argparse.Namespace) -> int:
         config = load_config(None, {**read_config(a.run), **flags})
     if config is None and "cluster.address" in flags:
         raise ConfigError("model", None, "is missing: --cluster needs one", "Pass --model or --config.")
-    report = examine(config, prompt=a.prompt_tokens)
+    if a.gpu is not None and config is None:
+        raise ConfigError("model", None, "is missing: --gpu needs one", "Pass --model or --config.")
+    report = examine(config, prompt=a.prompt_tokens, gpu=a.gpu)
     if a.json:
         print(report.to_json())
     else:

@@ -13,7 +13,7 @@ from cotune.errors import ConfigError, CotuneError, error_line
 from cotune.integrations import versions
 from cotune.integrations.models.folder.folder import folder_sees_images, locate_model
 from cotune.tables import cells, grid, plural
-from cotune.trainer.before.doctor.machine import Machine, Node, look, nodes_of
+from cotune.trainer.before.doctor.machine import Machine, Node, gpu_of, look, nodes_of
 from cotune.trainer.before.doctor.memory import (
     ProcessMemory,
     learns_on_gpu,
@@ -53,10 +53,12 @@ class Report(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode({**msgspec.to_builtins(self), "fits": self.fits})).decode()
 
 
-def examine(config: TrainConfig | None = None, *, prompt: int = PROMPT) -> Report:
+def examine(config: TrainConfig | None = None, *, prompt: int = PROMPT, gpu: float | None = None) -> Report:
     """Look at this machine and, where `config` names one, at its Ray cluster; start nothing. `prompt` is the length of
-    the longest prompt that the forecast of memory is for, in tokens."""
+    the longest prompt that the forecast of memory is for, in tokens; `gpu` are the GB of a GPU that it is for."""
     machine = look(Path("runs"))
+    if gpu is not None:
+        machine = msgspec.structs.replace(machine, gpus=(gpu_of(gpu),))
     cluster = config.cluster if config else ClusterConfig()
     findings = list(judge_machine(machine, cluster))
     memory: tuple[ProcessMemory, ...] = ()

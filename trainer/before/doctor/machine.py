@@ -15,11 +15,18 @@ from typing import Any
 
 import msgspec
 
+from cotune.errors import ConfigError
 from cotune.integrations.cluster.runtime import open_ray
 from cotune.integrations.models.memory import machine_memory
 from cotune.integrations.versions import installed
 
 PACKAGES = ("torch", "transformers", "peft", "ray", "vllm", "openai", "langgraph", "autogen-agentchat", "crewai")
+
+
+LEAST_GB, MOST_GB = 1.0, 1024.0
+"""Bounds of the size of a GPU that somebody may ask about."""
+FREE = 0.97
+"""Of a GPU's nominal memory, what is free where nothing runs on it."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +86,13 @@ def look(runs: Path) -> Machine:
         bfloat16=_bfloat16(),
         loopback=_loopback(),
     )
+
+
+def gpu_of(size: float) -> Gpu:
+    """A GPU of so many GB that need not be here. Raises ConfigError for a size that no GPU has."""
+    if not LEAST_GB <= size <= MOST_GB:
+        raise ConfigError("--gpu", size, f"must be from {LEAST_GB:g} to {MOST_GB:g} GB", "Pass its size: --gpu 24.")
+    return Gpu(name=f"a GPU of {size:g} GB", memory_gb=size, free_gb=FREE * size)
 
 
 def nodes_of(address: str) -> list[Node]:

@@ -37,7 +37,8 @@ OPTIMIZERS = {"adamw": 8, "adamw8bit": 2}
 GRADIENT = 4
 LOGITS = 12
 """Bytes of a logit: three buffers in fp32."""
-
+ROLLOUTS, UPDATE = "rollouts", "update"
+"""Phases of a step. In mode sync one ends before the other begins."""
 
 PAGES = "pages kept during an update"
 WEIGHTS, STATE = HELD = ("weights", "gradients and optimizer")
@@ -55,20 +56,29 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
     free: float
     """Bytes that there are for it, shared with the others on the device."""
     pass_tokens: int = 0
+    phase: str = ""
+    """The phase of a step after which the process gives `temporary` bytes back; empty where it keeps all."""
+    temporary: float = 0.0
 
     @property
     def bytes(self) -> float:
         """Of one such process."""
         return sum(self.parts.values())
 
+    @property
+    def lasting(self) -> float:
+        """Bytes that it keeps after its phase."""
+        return self.bytes - self.temporary if self.phase else self.bytes
+
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Demands of a run: `row` tokens of the longest prompt with its answer, of which others have `shared` in common
-    with it, `sequences` decoded at once, and `policies` that are trained."""
+    with it, `sequences` asked for at once, `candidates` of one call, and `policies` that are trained."""
 
     row: int
     sequences: int
     policies: int
+    candidates: int = 1
     shared: float = 0.0
 
 
@@ -87,7 +97,7 @@ def plan_memory(
     bases = {
         model: (
             measure_folder(folders[model], _adapter(config, names), config.learner.dtype, joined),
-            Workload(row=row, sequences=sequences, policies=trained_policies(config, names)),
+            Workload(row=row, sequences=sequences, candidates=candidates, policies=trained_policies(config, names)),
         )
         for model, names in config.bases.items()
     }
@@ -107,24 +117,52 @@ def processes(
     """Learner and in-process samplers of a run on a machine: the learner holds each base that a policy trains, a
     sampler one."""
     cluster = config.cluster
-    device, free, total = _device(machine, learns_on_gpu(config, machine), " of a learner" if cluster.address else "")
+    on_gpu = learns_on_gpu(config, machine)
+    device, free, total = _device(machine, on_gpu, " of a learner" if cluster.address else "")
     trained = [(size, load) for size, load in bases.values() if load.policies]
     place = partial(learner_memory, config=config, device=device, free=free, total=total)
     alone = [place(size=size, load=load) for size, load in trained]
     held = {part: sum(one.parts[part] for one in alone) for part in HELD}
-    others = [sum(held.values()) - sum(one.parts[part] for part in HELD) for one in alone]
-    beside = [place(size=size, load=load, taken=rest) for (size, load), rest in zip(trained, others, strict=True)]
-    # one policy is updated after the other, so only the largest pass counts
-    largest = max(beside, key=lambda one: one.bytes - sum(one.parts[part] for part in HELD))
-    plan = [msgspec.structs.replace(largest, parts={**largest.parts, **held})]
-    if cluster.sampled_by == "transformers":
-        on_gpu = bool(machine.gpus) and (not cluster.address or cluster.gpus_per_engine > 0)
-        device, free, total = _device(machine, on_gpu, " of an engine" if cluster.address else "")
-        for model, (size, load) in bases.items():
-            sampler = sampler_memory(size, config, load, device=device, free=free, total=total)
-            of = f" of {Path(model).name}" if len(bases) > 1 else ""
-            plan.append(msgspec.structs.replace(sampler, process=f"sampler{of}"))
-    return tuple(plan)
+    samplers = _samplers(bases, config, machine, beside=sum(held.values()) + CONTEXT if on_gpu else 0.0)
+
+    # On a GPU the pass has what the samplers leave: in mode sync they have given their caches back by then.
+    others = 0.0
+    if on_gpu and not cluster.address:
+        others = sum(sampler.lasting for sampler in samplers)
+    largest: ProcessMemory | None = None
+    for one, (size, load) in zip(alone, trained, strict=True):
+        rest = sum(held.values()) - sum(one.parts[part] for part in HELD)
+        placed = place(size=size, load=load, taken=rest + others)
+        # one policy is updated after the other, so only the largest pass counts
+        if largest is None or _beside_held(placed) > _beside_held(largest):
+            largest = placed
+    assert largest is not None
+    return (msgspec.structs.replace(largest, parts={**largest.parts, **held}), *samplers)
+
+
+def _beside_held(process: ProcessMemory) -> float:
+    """Bytes of a learner without those that all bases take together."""
+    return process.bytes - sum(process.parts[part] for part in HELD)
+
+
+def _samplers(
+    bases: Mapping[str, tuple[ModelSize, Workload]], config: TrainConfig, machine: Machine, *, beside: float
+) -> list[ProcessMemory]:
+    """The in-process samplers, one for each base; `beside` are bytes of a learner on the same GPU."""
+    cluster = config.cluster
+    if cluster.sampled_by != "transformers":
+        return []
+    on_gpu = bool(machine.gpus) and (not cluster.address or cluster.gpus_per_engine > 0)
+    device, free, total = _device(machine, on_gpu, " of an engine" if cluster.address else "")
+    samplers: list[ProcessMemory] = []
+    for model, (size, load) in bases.items():
+        taken = 0.0
+        if on_gpu and not cluster.address:
+            taken = beside + sum(sampler.bytes for sampler in samplers)
+        sampler = sampler_memory(size, config, load, device=device, free=free, total=total, taken=taken)
+        name = f"sampler of {Path(model).name}" if len(bases) > 1 else "sampler"
+        samplers.append(msgspec.structs.replace(sampler, process=name))
+    return samplers
 
 
 def _device(machine: Machine, on_gpu: bool, whose: str) -> tuple[str, float, float]:
@@ -177,6 +215,7 @@ def learner_memory(
     large = device == "cpu" and size.parameters > LARGE
     keeps = large and not settings.memory and keeps_pages(share, bound - fixed)
     name = f"a pass of {tokens} tokens" + (", checkpointed" if checkpointed else "")
+    passes = tokens * each + size.pass_bytes + logits
     whole = size.parameters * (2.0 if settings.dtype == "bfloat16" else 4.0)
     return ProcessMemory(
         process="learner",
@@ -184,11 +223,13 @@ def learner_memory(
         device=device,
         free=bound,
         pass_tokens=tokens,
+        phase=_phase(UPDATE, config, device),
+        temporary=passes,
         parts={
             **libraries,
             WEIGHTS: weights + adapters,
             STATE: state,
-            name: tokens * each + size.pass_bytes + logits,
+            name: passes,
             **({PAGES: GAPS * tokens * each} if keeps else {}),
             **({"all weights, for a pass": whole} if size.sees and parts > 1 else {}),
             **_image_parts(size, device),
@@ -197,29 +238,46 @@ def learner_memory(
 
 
 def sampler_memory(
-    size: ModelSize, config: TrainConfig, load: Workload, *, device: str, free: float, total: float
+    size: ModelSize, config: TrainConfig, load: Workload, *, device: str, free: float, total: float, taken: float = 0.0
 ) -> ProcessMemory:
-    """The in-process sampler: the base, published versions (for all weights a model each), and the cache."""
+    """The in-process sampler: the base, published versions (for all weights a model each), and the cache. On a GPU it
+    lets as many sequences in as fit into a part of what is free, and `taken` bytes are of processes beside it."""
+    from cotune.integrations.models.transformers.batch import DRAW_ELEMENTS, GPU_PART
+
     each = 4 if device == "cpu" else 2
     trained = size.adapter or size.parameters
     published = load.policies * (1 + config.ahead) * trained * each
     published += trained * (8 + each) if load.policies else 0  # one arrives, is read and copied
-    cache = load.sequences * ((load.row + 64) * size.cache_values * each + size.vocabulary * LOGITS)
     kept = config.sampling.prefix_bytes()
+    parts = {
+        **_libraries("sampler", device),
+        "weights": size.rounded_bytes(1) - 4.0 * _untied(size) if size.rounded else float(size.parameters * each),
+        "published versions": float(published),
+        "earlier prompts, at most": float(total / PREFIX_PART if kept is None else kept),
+        **_image_parts(size, device),
+    }
+    sequence = (load.row + 64) * size.cache_values * each
+    at_once, name = load.sequences, f"cache of {load.sequences} sequences"
+    if device != "cpu":
+        room = GPU_PART * (free - taken - sum(parts.values()))
+        fitting = max(load.candidates, int(room / sequence))  # the candidates of a call are decoded together
+        if fitting < load.sequences:
+            at_once, name = fitting, f"cache of {fitting} sequences at once, of {load.sequences}"
+    cache = at_once * sequence + LOGITS * min(at_once * size.vocabulary, DRAW_ELEMENTS)
     return ProcessMemory(
         process="sampler",
         count=1,
         device=device,
         free=free,
-        parts={
-            **_libraries("sampler", device),
-            "weights": size.rounded_bytes(1) - 4.0 * _untied(size) if size.rounded else float(size.parameters * each),
-            "published versions": float(published),
-            f"cache of {load.sequences} sequences": float(cache),
-            "earlier prompts, at most": float(total / PREFIX_PART if kept is None else kept),
-            **_image_parts(size, device),
-        },
+        phase=_phase(ROLLOUTS, config, device),
+        temporary=float(cache),
+        parts={**parts, name: float(cache)},
     )
+
+
+def _phase(phase: str, config: TrainConfig, device: str) -> str:
+    """The phase after which a process gives memory back: on a GPU, where rollouts and updates do not overlap."""
+    return phase if device != "cpu" and config.mode == "sync" else ""
 
 
 def _libraries(process: str, device: str) -> dict[str, float]:
@@ -279,9 +337,19 @@ def shortages(plan: Sequence[ProcessMemory]) -> Iterator[str]:
         if (short := process.bytes - process.free) > 0:
             yield f"{process.process} takes {process.bytes / GB:.1f} GB, {short / GB:.1f} GB too much"
     for device, those in asked.items():
-        total, name = sum(one.count * one.bytes for one in those), "this machine" if device == "cpu" else device
+        total, name = peak_of_device(those), "this machine" if device == "cpu" else device
         if len(those) > 1 and (short := total - max(one.free for one in those)) > 0:
             yield f"{name} takes {total / GB:.1f} GB for all processes, {short / GB:.1f} GB too much"
+
+
+def peak_of_device(processes: Sequence[ProcessMemory]) -> float:
+    """The most bytes that the processes of one device take at a time."""
+    lasting = 0.0
+    phases: dict[str, float] = defaultdict(float)
+    for process in processes:
+        lasting += process.count * process.lasting
+        phases[process.phase] += process.count * (process.bytes - process.lasting)
+    return lasting + max(phases.values(), default=0.0)
 
 
 def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:

@@ -28,6 +28,7 @@ from cotune.trainer.before.doctor.memory import (
     Workload,
     learner_memory,
     pass_tokens,
+    peak_of_device,
     processes,
     remedies,
     sampler_memory,
@@ -182,7 +183,7 @@ def test_a_gpu_that_is_too_small(tiny_base: Path) -> None:
 
 
 def test_on_a_cluster_engine_and_learner_have_a_gpu_each() -> None:
-    machine = msgspec.structs.replace(MACHINE, gpus=(Gpu(name="small", memory_gb=12.0, free_gb=12.0),))
+    machine = msgspec.structs.replace(MACHINE, gpus=(Gpu(name="small", memory_gb=7.4, free_gb=7.4),))
     cluster = {"address": "local", "engine": "transformers", "gpus_per_engine": 1, "gpus_per_learner": 1}
     alone = processes({"a": (BILLION, LOAD)}, asked(), machine)
     apart = processes({"a": (BILLION, LOAD)}, asked(cluster=cluster), machine)
@@ -249,3 +250,50 @@ def test_the_memory_of_a_model_that_sees_counts_its_images(tmp_path: Path) -> No
     # 4 bytes of 4 + (2 * 32 + 3 * 64) / (3 * 8 * 8) for each of 2**23 values
     assert learner["passes over images, at most"] == 0.179
     assert "all weights, for a pass" in learner
+
+
+def gpu(size: float) -> Any:
+    return msgspec.structs.replace(MACHINE, gpus=(Gpu(name="a GPU", memory_gb=size, free_gb=size),))
+
+
+def test_on_a_gpu_as_many_sequences_run_at_once_as_fit() -> None:
+    config = asked(learner={"dtype": "bfloat16"})
+    load = msgspec.structs.replace(LOAD, sequences=1024, candidates=4)
+    _, roomy = processes({"a": (BILLION, load)}, config, gpu(80))
+    _, tight = processes({"a": (BILLION, load)}, config, gpu(12))
+    assert "cache of 1024 sequences" in roomy.parts
+    # Of 12 GiB (12.88e9 bytes) the learner holds 2.78e9 (base 2e9, adapters and their state) and the sampler 3.04e9,
+    # contexts included; 0.4 of the rest is for sequences of (1000 + 64) * 1e4 values of 2 bytes.
+    [name] = [name for name in tight.parts if name.startswith("cache")]
+    assert name == "cache of 132 sequences at once, of 1024"
+    assert not list(shortages(processes({"a": (BILLION, load)}, config, gpu(12))))
+
+
+def test_the_candidates_of_a_call_are_decoded_together_or_it_does_not_fit() -> None:
+    load = msgspec.structs.replace(LOAD, row=100_000, sequences=256, candidates=8)
+    plan = processes({"a": (BILLION, load)}, asked(learner={"dtype": "bfloat16"}), gpu(12))
+    assert "cache of 8 sequences at once, of 256" in plan[1].parts
+    assert [text.split(" ")[0] for text in shortages(plan)][-1] == "a"
+
+
+def test_caches_and_passes_take_turns_on_a_gpu_in_mode_sync_only() -> None:
+    plan = {
+        mode: processes({"a": (BILLION, LOAD)}, asked(mode=mode, learner={"dtype": "bfloat16"}), gpu(24))
+        for mode in ("sync", "async")
+    }
+    learner, sampler = plan["sync"]
+    lasting = learner.bytes - learner.temporary + sampler.bytes - sampler.temporary
+    assert peak_of_device(plan["sync"]) == pytest.approx(lasting + max(learner.temporary, sampler.temporary))
+    assert peak_of_device(plan["async"]) == pytest.approx(sum(process.bytes for process in plan["async"]))
+    assert plan["async"][0].pass_tokens <= learner.pass_tokens
+
+
+def test_a_run_is_forecast_for_a_gpu_that_is_not_here(tiny_base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", str(tiny_base), "--gpu", "24"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "a GPU of 24 GB, 23.3 of 24.0 GB free" in printed and "on a GPU of 24 GB" in printed
+    for wrong, said in (("0", "must be from 1 to 1024 GB"), ("nan", "must be from 1 to 1024 GB")):
+        assert main(["doctor", "--model", str(tiny_base), "--gpu", wrong]) == 1
+        assert said in capsys.readouterr().err
+    assert main(["doctor", "--gpu", "24"]) == 1
+    assert "--gpu needs one" in capsys.readouterr().err
