@@ -178,7 +178,8 @@ with open_ray("local", num_cpus=2):
     ("action", "code"),
     [
         ("os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(60)", 143),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        # `tests/trainer/run/test_cluster_faults.py` kills a run, and looks for what is left of it.
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, marks=pytest.mark.long),
     ],
     ids=["sigterm", "sigkill"],
 )

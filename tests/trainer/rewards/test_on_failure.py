@@ -187,10 +187,10 @@ async def _swallowed(task):
     ("fails", "blame"),
     [
         (_overflow, "policy"),
-        (_bad_json, "policy"),
+        pytest.param(_bad_json, "policy", marks=pytest.mark.long),
         (_slow_tool, "policy"),
-        (_unreachable, "policy"),
-        (_invented, "policy"),
+        pytest.param(_unreachable, "policy", marks=pytest.mark.long),
+        pytest.param(_invented, "policy", marks=pytest.mark.long),
         (_down, "infrastructure"),
         (_engine, "infrastructure"),
         (_swallowed, "infrastructure"),

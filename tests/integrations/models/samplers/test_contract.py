@@ -65,7 +65,13 @@ SAMPLERS: dict[str, Callable[[Path], Awaitable[Sampler]]] = {
 ENGINES = {"vllm-url": "vllm_by_url", "vllm-ray": "vllm_in_ray"}
 """Samplers on an engine that takes minutes to start: by name, the fixture that starts it once for all tests."""
 
-NAMES = [*SAMPLERS, *(pytest.param(name, marks=pytest.mark.timeout(900)) for name in ENGINES)]
+LONG = "ray"
+"""Others have its parts: `routed-ray` samples with transformers in an actor, `vllm-ray` has an engine in one."""
+
+NAMES = [
+    *(pytest.param(name, marks=pytest.mark.long) if name == LONG else name for name in SAMPLERS),
+    *(pytest.param(name, marks=pytest.mark.timeout(900)) for name in ENGINES),
+]
 
 maths = pytest.mark.parametrize("sampler", ["thread", NAMES[-1]], indirect=True)
 """What an engine computes is checked once per engine; how it is reached (process, actor, router, server) adds errors,
