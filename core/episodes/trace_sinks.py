@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 from cotune.records.structs import CallRecord, FeedbackRecord, Message, Record, RewardRecord
-from cotune.runtime.last_flush import flush_at_signals, forget
-from cotune.storage.open_store import is_path, open_store
+from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import RECORDS
+from cotune.storage.shared_stores import acquire_store, release_store, shared_address
 
 
 class TraceSink(Protocol):
@@ -70,41 +67,24 @@ class MemoryRecords:
     def close(self) -> None: ...
 
 
-_files: dict[str, tuple[Store, int]] = {}
-"""Stores that traces of this process have open, and how many: a file has one writer."""
-_lock = threading.Lock()
-
-
-def _file(path: Path) -> str:
-    return str((path / RECORDS if path.is_dir() else path).resolve())
-
-
-def _fresh_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_fresh_lock)
-
-
 class FileRecords:
     """A records file, or another store, shared by all traces of this process that write to it. `durable`: a write
     returns once it is committed."""
 
     def __init__(self, address: str | Path, durable: bool = False) -> None:
-        self._path = _file(Path(address)) if is_path(address) else str(address)
+        self._address = shared_address(address)
         self._durable = durable
-        self._store: Store | None = self._take()
+        self._store: Store | None = acquire_store(self._address)
 
     def write(self, records: Sequence[Record]) -> None:
-        if self._store is not None:
-            self._store.write(records)
-            if self._durable:
-                self._store.flush()
+        if self._store is None:  # a reward after the end of the trace
+            store = acquire_store(self._address)
+            store.write(records)
+            release_store(self._address)
             return
-        store = self._take()
-        store.write(records)
-        self._release(store)
+        self._store.write(records)
+        if self._durable:
+            self._store.flush()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Store]:
@@ -114,32 +94,10 @@ class FileRecords:
             store.flush()
             yield store
             return
-        closed = open_store(self._path, read_only=True)
-        try:
+        with open_store(self._address, read_only=True) as closed:
             yield closed
-        finally:
-            closed.close()
 
     def close(self) -> None:
         if self._store is not None:
-            store, self._store = self._store, None
-            self._release(store)
-
-    def _take(self) -> Store:
-        with _lock:
-            store, users = _files.get(self._path) or (open_store(self._path), 0)
-            _files[self._path] = (store, users + 1)
-            if not users:
-                flush_at_signals(store.flush)
-        return store
-
-    def _release(self, store: Store) -> None:
-        store.flush()
-        with _lock:
-            users = _files[self._path][1] - 1
-            if users:
-                _files[self._path] = (store, users)
-            else:
-                del _files[self._path]
-                forget(store.flush)
-                store.close()
+            self._store = None
+            release_store(self._address)

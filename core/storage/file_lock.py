@@ -36,12 +36,21 @@ class FileLock:
         Raises LockHeldError with the process that holds it, and RunError if the file cannot be made or its file system
         has no locks.
         """
+        self._path = path
+        self._what = what
+        self._on_full_disk = on_full_disk
+        self._fd: int | None = None
+        self._names_holder = False
+        self.take()
+        survives_fork(self)
+
+    def take(self) -> None:
+        """Take the lock again after `release`. Raises as the constructor does."""
         from filelock import lock_descriptor
 
-        self._path = path
-        self._names_holder = False
+        path, what = self._path, self._what
         try:
-            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             cause = f"{what} cannot be written: {error.strerror}: {path}."
             remedy = "Free some space" if is_full(error) else "Check the rights of the folder"
@@ -68,10 +77,9 @@ class FileLock:
             os.pwrite(self._fd, str(os.getpid()).encode(), 0)
             self._names_holder = True
         except OSError as error:
-            if not on_full_disk:
+            if not self._on_full_disk:
                 self.release()
                 raise OSError(error.errno, error.strerror, str(path)) from None
-        survives_fork(self)
 
     def is_in_place(self) -> bool:
         """Whether the path still leads to the locked file. Another process may have removed it."""

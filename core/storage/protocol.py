@@ -348,6 +348,16 @@ class Store(Protocol):
         before."""
         ...
 
+    def pause(self) -> bool:
+        """Flush, and let other processes write, without closing the store: until `resume` this one neither writes nor
+        is asked to. Return whether that was possible; if not, close the store."""
+        ...
+
+    def resume(self) -> bool:
+        """Write again after `pause`. Return whether the store is as this process left it; if not, close it and open it
+        again. Raises RunError while another process writes."""
+        ...
+
     def close(self) -> None:
         """Flush and give the records back; safe to call twice."""
         ...

@@ -72,14 +72,27 @@ class SqliteDatabase:
         self.name = str(path)
         self._db = connect_writer(path)
         self._opened = os.stat(path)  # noqa: PTH116
+        self._version_at_pause: int | None = None
+
+    def _is_in_place(self) -> bool:
+        """Whether the path still leads to the open file. Another process may have removed or replaced it."""
+        try:
+            return os.path.samestat(os.stat(self.name), self._opened)  # noqa: PTH116
+        except OSError:
+            return False
+
+    def _data_version(self) -> int | None:
+        """A number that changes when another connection commits; None if the file cannot be read."""
+        try:
+            version: int = self._db.execute("PRAGMA data_version").fetchone()[0]
+        except sqlite3.Error:
+            return None
+        return version
 
     def begin(self) -> None:
-        try:
-            there = os.path.samestat(os.stat(self.name), self._opened)  # noqa: PTH116
-        except OSError:
-            there = False
-        if not there:  # SQLite would write to a file that was removed
+        if not self._is_in_place():  # SQLite would write to a file that was removed
             raise sqlite3.OperationalError("the file has been removed or replaced")
+        self._version_at_pause = None
         self._db.execute("BEGIN IMMEDIATE")
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
@@ -127,18 +140,41 @@ class SqliteDatabase:
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
 
+    def pause(self) -> list[str]:
+        told = self._fold()
+        self._version_at_pause = self._data_version()
+        return told
+
+    def is_unchanged(self) -> bool:
+        version = self._data_version()
+        return self._is_in_place() and version is not None and version == self._version_at_pause
+
     def close(self) -> list[str]:
-        """Move the log into the file, so that the one file holds all records."""
+        # While it pauses there is nothing to fold, and another process may have the file.
+        told = self._fold() if self._version_at_pause is None else []
+        if not self._is_in_place() and Path(self.name + "-wal").exists():
+            # The log of another file with the same name, perhaps in use: SQLite would delete it.
+            _left_open.append(self._db)
+        else:
+            self._db.close()
+        return told
+
+    def _fold(self) -> list[str]:
+        """Move the log into the file, so that the one file holds all records; what people should know of that."""
         told = []
         try:
             self._db.execute("PRAGMA busy_timeout = 1000")
             ((busy, _, _),) = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._db.execute("PRAGMA busy_timeout = 5000")
             if busy:
                 told.append("a reader holds it, so records are left in its -wal file: copy both")
         except sqlite3.Error as error:
             told.append(f"records are left in its -wal file: copy both ({error})")
-        self._db.close()
         return told
+
+
+_left_open: list[sqlite3.Connection] = []
+"""Connections to files that were replaced, which must not be closed: see `SqliteDatabase.close`."""
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:

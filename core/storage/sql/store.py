@@ -70,8 +70,9 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         """`address` is for people; `connect` opens a connection that reads."""
         self.address = address
         self.write: Callable[[Sequence[Record]], None] = writer.put if writer else self._refuse
-        self.commit: Callable[..., None] = writer.commit if writer else self._refuse
+        self.commit: Callable[..., Mapping[str, Sequence[Record]]] = writer.commit if writer else self._refuse
         self._writer = writer
+        self._lock = lock
         self._connect = connect
         self._readers: list[Reader] = []
         self._unreadable = 0
@@ -252,6 +253,21 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
             if (own := name.partition(" of ")[0]) in found:
                 found[own] += value
         return found
+
+    def pause(self) -> bool:
+        if self._writer is None or not self._writer.pause():
+            return False
+        if self._lock:
+            self._lock.release()
+        return True
+
+    def resume(self) -> bool:
+        # Before the lock is taken too: that would make a lock file where the records were removed.
+        if self._writer is None or not self._writer.is_unchanged():
+            return False
+        if self._lock:
+            self._lock.take()
+        return self._writer.is_unchanged()
 
     def close(self) -> None:
         self._shut()

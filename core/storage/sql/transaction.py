@@ -47,6 +47,14 @@ class Database(Protocol):
         """Undo it; nothing where there is none."""
         ...
 
+    def pause(self) -> list[str]:
+        """Between transactions: leave nothing that another process could miss; what people should know of that."""
+        ...
+
+    def is_unchanged(self) -> bool:
+        """Whether no other writer has changed the records since `pause`."""
+        ...
+
     def close(self) -> list[str]:
         """Close it; what people should know of that."""
         ...

@@ -210,6 +210,22 @@ class Writer:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._done >= target or not self._thread.is_alive())
 
+    def pause(self) -> bool:
+        """Commit the queue, and leave the database to other writers for a while. Return whether all is committed.
+        Nothing is put until `is_unchanged` has returned True."""
+        if self._closing:
+            return False
+        self.flush()
+        if self._failing or self._counted != self._saved:
+            return False  # `close` makes one more attempt
+        for text in self._db.pause():  # the writer's thread waits for its queue, and leaves the connection alone
+            self._report(text)
+        return True
+
+    def is_unchanged(self) -> bool:
+        """Whether no other writer has changed the database since `pause`, so that what this one knows of it is true."""
+        return self._db.is_unchanged()
+
     def close(self) -> None:
         """Commit the queue and close the connection; safe to call twice."""
         if self._forked:

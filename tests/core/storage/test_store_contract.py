@@ -35,7 +35,10 @@ class ReadOnly:
         self.reader = open_store(address, read_only=True)
 
     def __getattr__(self, name):
-        writes = name in ("write", "commit", "flush", "consume", "release", "lost", "refused", "foreign")
+        writes = name in (
+            *("write", "commit", "flush", "consume", "release", "lost", "refused", "foreign"),
+            *("pause", "resume"),
+        )
         return getattr(self.writer if writes else self.reader, name)
 
     def close(self):
@@ -126,6 +129,18 @@ def test_call_comes_back_as_written(store):
     store.write([FULL_CALL])
     store.flush()
     assert store.calls("E1") == [FULL_CALL]
+
+
+def test_a_store_pauses_with_everything_written_and_goes_on(store):
+    store.write([call(id="C1")])
+    assert store.pause()
+    assert [one.id for one in store.calls("E1")] == ["C1"]
+    assert store.resume()
+    store.write([call(id="C2", step=1)])
+    assert store.pause() and store.resume()
+    assert [one.id for one in store.calls("E1")] == ["C1", "C2"]
+    store.close()
+    assert not store.pause()
 
 
 def test_logprobs_are_exact_float32(store):

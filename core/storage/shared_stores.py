@@ -1,0 +1,131 @@
+"""Stores that traces of one process share. A store stays open for a moment after its last trace has ended: to open one
+costs several milliseconds, which an application that traces each request would pay per request."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from cotune.runtime.last_flush import flush_at_signals, forget
+from cotune.storage.open_store import is_path, open_store
+from cotune.storage.protocol import Store
+from cotune.storage.run_layout import RECORDS
+
+UNUSED_SECONDS = 1.0
+"""How long a store without a trace stays open. An application that traces less often than this spends less than one
+percent of its time on opening stores."""
+MOST_UNUSED = 8
+"""Stores that may be open without a trace. Each has a thread and three open files, and an application may trace every
+request into a folder of its own."""
+
+
+@dataclass(slots=True)
+class _SharedStore:
+    store: Store
+    users: int = 0
+    unused_since: float = 0.0
+
+
+_lock = threading.Lock()
+_shared: dict[str, _SharedStore] = {}
+"""By address. The unused ones are in the order in which their last trace ended."""
+_closer: threading.Thread | None = None
+_inherited: list[_SharedStore] = []
+"""Unused stores of the parent process. A forked child must neither use nor close their connections."""
+
+
+def shared_address(address: str | Path) -> str:
+    """The name under which the traces of a process share a store: one file has one name."""
+    if not is_path(address):
+        return str(address)
+    path = Path(address)
+    return str((path / RECORDS if path.is_dir() else path).resolve())
+
+
+def acquire_store(address: str) -> Store:
+    """The store at a `shared_address`, opened if no trace of this process has it open. Give it back with
+    `release_store`. Raises RunError, ConfigError."""
+    with _lock:
+        shared = _shared.get(address)
+        if shared is None or not shared.users:
+            shared = _SharedStore(_open_or_resume(address))
+            _shared[address] = shared
+            flush_at_signals(shared.store.flush)
+        shared.users += 1
+        return shared.store
+
+
+def _open_or_resume(address: str) -> Store:
+    unused = _shared.pop(address, None)
+    if unused is not None:
+        resumed = False
+        try:
+            resumed = unused.store.resume()
+        finally:
+            if not resumed:
+                unused.store.close()
+        if resumed:
+            return unused.store
+    return open_store(address)
+
+
+def release_store(address: str) -> None:
+    """Return when everything written to the store is durable. After its last user, other processes may write to it."""
+    with _lock:
+        store = _shared[address].store
+    store.flush()  # outside of the lock, as it may take long
+    with _lock:
+        shared = _shared[address]
+        shared.users -= 1
+        if shared.users:
+            return
+        forget(store.flush)
+        del _shared[address]
+        if not store.pause():
+            store.close()
+            return
+        shared.unused_since = time.monotonic()
+        _shared[address] = shared
+        unused = [name for name, other in _shared.items() if not other.users]
+        if len(unused) > MOST_UNUSED:
+            _shared.pop(unused[0]).store.close()
+        _start_closer()
+
+
+def _start_closer() -> None:
+    global _closer
+    if _closer is None:
+        _closer = threading.Thread(target=_close_unused, name="cotune-unused-stores", daemon=True)
+        _closer.start()
+
+
+def _close_unused() -> None:
+    """Close stores that have been unused for long enough, until there are no unused ones."""
+    global _closer
+    while True:
+        time.sleep(UNUSED_SECONDS)
+        with _lock:
+            unused = [(address, shared) for address, shared in _shared.items() if not shared.users]
+            for address, shared in unused:
+                if time.monotonic() - shared.unused_since >= UNUSED_SECONDS:
+                    del _shared[address]
+                    shared.store.close()
+            if all(shared.users for shared in _shared.values()):
+                _closer = None
+                return
+
+
+def _in_child() -> None:
+    """A forked child has neither the thread nor the file locks of its parent, and opens stores of its own."""
+    global _closer, _lock
+    _lock = threading.Lock()
+    _closer = None
+    for address, shared in list(_shared.items()):
+        if not shared.users:
+            _inherited.append(_shared.pop(address))
+
+
+os.register_at_fork(after_in_child=_in_child)
