@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
+from urllib.parse import unquote
 
 from cotune.errors import ConfigError, RunError
 from cotune.storage.protocol import Store
@@ -45,7 +46,14 @@ def without_password(address: Path | str) -> str:
     if is_path(text):
         return text
     text = re.sub(r"(?<=://)([^:/?#]*):.*@", r"\1:***@", text)
-    return re.sub(r"(?<=[?&])(password|sslpassword)=[^&]*", r"\1=***", text, flags=re.IGNORECASE)
+    return re.sub(r"(?<=[?&])([^=&]*)=[^&]*", _parameter_without_password, text)
+
+
+def _parameter_without_password(parameter: re.Match[str]) -> str:
+    # The names of parameters may be percent-encoded, such as %70assword.
+    if unquote(parameter[1]).lower() in ("password", "sslpassword"):
+        return f"{parameter[1]}=***"
+    return parameter[0]
 
 
 def folder_of(address: Path | str) -> Path | None:

@@ -151,6 +151,7 @@ SECRETS = [
     "postgresql://cotune:hu/sh@127.0.0.1:1/x",
     "postgresql://cotune:hu@sh@127.0.0.1:1/x",
     "postgresql://cotune@127.0.0.1:1/x?connect_timeout=1&password=hush",
+    "postgresql://cotune@127.0.0.1:1/x?connect_timeout=1&p%61ssw%6Frd=hush",
     "mysql://cotune:hush@127.0.0.1/x",
 ]
 
