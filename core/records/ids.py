@@ -89,6 +89,20 @@ def address(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
+_WRAPPED = ("tools", "response_format", "grammar")
+"""Parts of a request that are stored as messages. Their addresses are those of an object with the part alone."""
+
+
+def has_address(id: str, body: Any) -> bool:
+    """Whether `id` is the content address of a body: of a chat message, or of another part of a request."""
+    try:
+        if address(canonical(body)) == id:
+            return True
+        return any(address(canonical({kind: body})) == id for kind in _WRAPPED)
+    except (TypeError, ValueError, RecursionError):  # such as keys that are no text, of which nobody makes an address
+        return False
+
+
 ROOT = hashlib.blake2b(digest_size=16)
 """Digest of the empty path. Updated with a packed path, a copy has its `segment_id` as `hexdigest`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -28,10 +28,13 @@ class Store(Protocol):
         written again as cancelled, which withdraws it. Never raises for a full disk: see `lost`."""
         ...
 
-    def commit(self, records: Sequence[Record], counts: Mapping[str, int] | None = None) -> None:
+    def commit(
+        self, records: Sequence[Record], counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, Sequence[Record]]:
         """Write records, add to counters of the store, and return when both are durable; other threads may share the
-        transaction. Raises RunError when they are not: send them again, as what is stored is not stored twice. A record
-        that no store can hold is counted in `lost`."""
+        transaction. Return the records that were left out, by the counter that counts them (`lost`, `refused`,
+        `foreign`). Raises RunError when they are not durable: send them again, as what is stored is not stored
+        twice."""
         ...
 
     def flush(self) -> None:
@@ -310,6 +313,10 @@ class Store(Protocol):
 
     def episodes_with_key(self, app: str, key: str) -> list[str]:
         """Ids of the finished episodes that an application calls `key`."""
+        ...
+
+    def key_counts(self, app: str, keys: Collection[str]) -> Mapping[str, int]:
+        """How many finished episodes an application calls by each of these keys."""
         ...
 
     def prune(self, before: float, *, app: str = "", keep_trained: bool = False) -> Iterator[Mapping[str, int]]:

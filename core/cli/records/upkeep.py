@@ -143,11 +143,18 @@ def _copy(a: argparse.Namespace) -> int:
     with open_store(a.store, read_only=True) as source, open_store(a.target) as target:
         total = sum(source.size(table) for table in COPIED)
         with _bar("records", total) as told:
-            copied, lost = copy(source, target, lambda _, rows: told(count=rows))
-    tell(f"copied {plural(copied, 'record')} of {total:,}; the others were there")
-    if lost:
-        tell(f"{plural(lost, 'record')} could not be stored")
-    return 1 if lost else 0
+            copied = copy(source, target, lambda _, rows: told(count=rows))
+    left_out = copied.lost + copied.forged
+    tell(
+        f"copied {plural(copied.stored, 'record')} of {total:,}; the others were there{' or left out' * bool(left_out)}"
+    )
+    if copied.lost:
+        tell(f"{plural(copied.lost, 'record')} could not be stored")
+    if copied.forged:
+        one = copied.forged == 1
+        ids = "its id is not the hash of its content" if one else "their ids are not the hashes of their contents"
+        tell(f"{plural(copied.forged, 'message or image', 'messages or images')} left out: {ids}")
+    return 1 if left_out else 0
 
 
 def _upgrade(a: argparse.Namespace) -> int:

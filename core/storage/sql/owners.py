@@ -85,17 +85,28 @@ def join_keys(execute: Execute, tables: Tables) -> None:
     for row in tables["episodes"]:
         if row[_KEY]:
             coming.setdefault(key_target(row[AT["episodes"]], row[_KEY]), []).append(row[0])
+    given = {row[0] for table in ("rewards", "feedback") for row in tables[table] if row[0].startswith(KEY)}
+    episodes_of: dict[str, set[str]] = {target: {*coming.get(target, ())} for target in given}
+    keys_of_apps: dict[str, list[str]] = {}
+    for target in given:
+        app = key_app(target)
+        keys_of_apps.setdefault(app, []).append(target.removeprefix(key_target(app, "")))
+    for app, keys in keys_of_apps.items():
+        for key, id in episodes_with_keys(execute, "key, id", app, keys):
+            episodes_of[key_target(app, key)].add(id)
     for table in ("rewards", "feedback"):
         rows, columns = tables[table], ", ".join(COLUMNS[table])
-        named = [row for row in rows if row[0].startswith(KEY)]
-        episodes_of: dict[str, set[str]] = {}
-        for row in named:
-            target = row[0]
-            if target not in episodes_of:
-                app = key_app(target)
-                key = target.removeprefix(key_target(app, ""))
-                stored = execute("SELECT id FROM episodes WHERE app = ? AND key = ? AND key != ''", [app, key])
-                episodes_of[target] = {id for (id,) in stored} | {*coming.get(target, ())}
-            rows += [[id, *row[1:]] for id in episodes_of[target]]
-        for row in map(list, among(execute, f"SELECT {columns} FROM {table}", "target", coming)):
-            rows += [[id, *row[1:]] for id in coming[row[0]]]
+        for row in [row for row in rows if row[0].startswith(KEY)]:
+            rows += [[id, *row[1:]] for id in episodes_of[row[0]]]
+        for stored in among(execute, f"SELECT {columns} FROM {table}", "target", coming):
+            rows += [[id, *stored[1:]] for id in coming[stored[0]]]
+
+
+def episodes_with_keys(execute: Execute, columns: str, app: str, keys: Iterable[str], more: str = "") -> list[Row]:
+    """Columns of the finished episodes of an application that have one of these keys."""
+    found: list[Row] = []
+    for some in in_parts(set(keys)):
+        marks = ",".join("?" * len(some))
+        sql = f"SELECT {columns} FROM episodes WHERE app = ? AND key != '' AND key IN ({marks}){more}"
+        found += execute(sql, [app, *some])
+    return found

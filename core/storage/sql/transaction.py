@@ -60,6 +60,34 @@ class Database(Protocol):
         ...
 
 
+RowKey = tuple[str, ...]
+"""The table, the id or target, the name of a reward, and the application: what tells rows of a transaction apart."""
+
+
+def row_key(table: str, row: Sequence[Any]) -> RowKey:
+    """What tells a row apart from others."""
+    name = row[1] if table in ("rewards", "feedback") else ""
+    return (table, row[0], name, row[AT[table]] if table in AT else "")
+
+
+class WrittenRows:
+    """What became of the rows of a transaction, beside those that were inserted."""
+
+    def __init__(self) -> None:
+        self.counted = {"lost": 0, "refused": 0, "foreign": 0}
+        """How many could not be stored (`lost`), how many rewards came too late (`refused`), and how many belong to an
+        episode of another application (`foreign`)."""
+        self.left_out: dict[RowKey, str] = {}
+        """Each of these rows, and why: the name of a counter."""
+
+    def leave_out(
+        self, reason: str, table: str, coming: Sequence[Sequence[Any]], kept: Sequence[Sequence[Any]]
+    ) -> None:
+        """Note the rows of `coming` that are not in `kept`."""
+        staying = {id(row) for row in kept}
+        self.left_out.update((row_key(table, row), reason) for row in coming if id(row) not in staying)
+
+
 class Transactions:
     """What a writer does in its transactions. `report` logs a cause with its error."""
 
@@ -85,36 +113,45 @@ class Transactions:
         replaced: dict[tuple[Any, ...], list[Any]] = {}
         if table in ("rewards", "feedback"):
             found = self._latest(table, found, replaced)
-        lost = self._insert("replaced", [value for row in replaced.values() for value in row])
+        broken = self._insert("replaced", [value for row in replaced.values() for value in row])
         self.any_closed = self.any_closed or table == "consumed"
-        return lost + self._insert(table, [value for row in found for value in row])
+        broken += self._insert(table, [value for row in found for value in row])
+        return len(broken)
 
-    def write_rows(self, tables: Mapping[str, list[Any]]) -> dict[str, int]:
-        """Insert rows; return how many could not be stored (`lost`), how many rewards came too late (`refused`), and
-        how many belong to an episode of another application (`foreign`)."""
+    def write_rows(self, tables: Mapping[str, list[Any]]) -> WrittenRows:
+        """Insert rows, but for those that no store can hold, rewards that come too late, and what belongs to an episode
+        of another application."""
+        written = WrittenRows()
         rows = {table: _rows(table, tables[table]) for table in ("rewards", "feedback")}
         owned = any(any(tables[table][at :: WIDTHS[table]]) for table, at in AT.items())
         if owned:
             rows |= {table: _rows(table, tables[table]) for table in ("calls", "episodes")}
-        foreign = leave_out_others(self._db.execute, rows) if owned else 0
+            coming = {table: [*rows[table]] for table in rows}
+            written.counted["foreign"] = leave_out_others(self._db.execute, rows)
+            if written.counted["foreign"]:
+                for table in rows:
+                    written.leave_out("foreign", table, coming[table], rows[table])
         if owned or any(row[0].startswith(KEY) for row in rows["rewards"] + rows["feedback"]):
             rows.setdefault("episodes", _rows("episodes", tables["episodes"]))
             join_keys(self._db.execute, rows)
-        lost = refused = 0
         replaced: dict[tuple[Any, ...], list[Any]] = {}
         for table in ("rewards", "feedback") if rows["rewards"] or rows["feedback"] else ():
             admitted = self._admit(rows[table]) if self.any_closed else rows[table]
-            if table == "rewards":
-                refused += len(rows[table]) - len(admitted)
+            if len(admitted) < len(rows[table]):
+                written.leave_out("refused", table, rows[table], admitted)
+                if table == "rewards":
+                    written.counted["refused"] += len(rows[table]) - len(admitted)
             rows[table] = self._latest(table, admitted, replaced)
         rows["replaced"] = [*replaced.values()]
         for table, values in {**tables, "replaced": []}.items():
-            lost += self._insert(table, [value for row in rows[table] for value in row] if table in rows else values)
-        return {"lost": lost, "refused": refused, "foreign": foreign}
+            broken = self._insert(table, [value for row in rows[table] for value in row] if table in rows else values)
+            written.leave_out("lost", table, broken, [])
+            written.counted["lost"] += len(broken)
+        return written
 
-    def _insert(self, table: str, values: Sequence[Any]) -> int:
-        """Insert rows; in halves if one of them is broken, so that one among thousands costs few statements. Return how
-        many could not be stored."""
+    def _insert(self, table: str, values: Sequence[Any]) -> list[Sequence[Any]]:
+        """Insert rows; in halves if one of them is broken, so that one among thousands costs few statements. Return the
+        rows that could not be stored."""
         try:
             if values:
                 self._db.insert(table, values)
@@ -126,8 +163,8 @@ class Transactions:
                 half = len(values) // width // 2 * width
                 return self._insert(table, values[:half]) + self._insert(table, values[half:])
             self._report("records cannot be stored", error)
-            return 1
-        return 0
+            return [values]
+        return []
 
     def _latest(self, table: str, rows: list[list[Any]], replaced: dict[tuple[Any, ...], list[Any]]) -> list[list[Any]]:
         """Rows of rewards, or of their texts, that are the latest of their names. Those that they take the place of, or

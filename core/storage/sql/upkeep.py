@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from cotune.records.ids import address, key_target
+import msgspec
+
+from cotune.errors import RecordError
+from cotune.records.ids import address, has_address, key_target
+from cotune.records.images import image_id, join_images
 from cotune.storage.protocol import Store
 from cotune.storage.schema import COLUMNS, DAY, WRITTEN, NameList, Row, in_parts
 from cotune.storage.sql.figures import AMONG, NO_END
-from cotune.storage.sql.owners import among
+from cotune.storage.sql.owners import among, episodes_with_keys
 from cotune.storage.sql.transaction import Transactions
 
 T = TypeVar("T")
@@ -63,6 +68,10 @@ class Upkeep:
     def episodes_with_key(self, app: str, key: str) -> list[str]:
         sql = "SELECT id FROM episodes WHERE app = ? AND key = ? AND key != '' ORDER BY id"
         return [id for (id,) in self.rows(sql, (app, key))]
+
+    def key_counts(self, app: str, keys: Collection[str]) -> Mapping[str, int]:
+        counted = episodes_with_keys(self.rows, "key, count(*)", app, keys, " GROUP BY key")
+        return dict.fromkeys(keys, 0) | dict(counted)
 
     # Deleting
 
@@ -196,11 +205,21 @@ def key_columns(table: str) -> Sequence[str]:
     return _KEYS.get(table, COLUMNS[table][:1])
 
 
-def copy(source: Store, target: Store, told: Callable[[str, int], None], limit: int = _PAGE) -> tuple[int, int]:
+@dataclass
+class Copied:
+    """How many rows a copy has stored, could not store (`lost`), and refused: messages and images whose ids are not the
+    hashes of their contents (`forged`). The first content of an id stands for all later ones, so one store's forgery
+    would change what another store's calls say."""
+
+    stored: int = 0
+    lost: int = 0
+    forged: int = 0
+
+
+def copy(source: Store, target: Store, told: Callable[[str, int], None], limit: int = _PAGE) -> Copied:
     """Copy all records and counters of one store into another, a page at a time; what is there is left out, so that a
-    copy that was stopped goes on. `told` hears the table and how many of its rows are done. Return how many rows were
-    copied, and lost."""
-    copied = lost = 0
+    copy that was stopped goes on. `told` hears the table and how many of its rows are done."""
+    copied = Copied()
     for table in COPIED:
         after: Sequence[Any] = ()
         while page := source.page(table, after, limit, keys_only=table in _FIXED):
@@ -210,12 +229,29 @@ def copy(source: Store, target: Store, told: Callable[[str, int], None], limit: 
                 rows = source.rows_of(table, [id for (id,) in page if id not in there])
             else:
                 rows = page
-            if rows:
-                failed = target.load(table, rows)
-                copied, lost = copied + len(rows) - failed, lost + failed
+            genuine = [row for row in rows if _is_genuine(source, table, row)]
+            copied.forged += len(rows) - len(genuine)
+            if genuine:
+                lost = target.load(table, genuine)
+                copied.stored += len(genuine) - lost
+                copied.lost += lost
             told(table, len(page))
     target.take_counters(source.address, source.counters())
-    return copied, lost
+    return copied
+
+
+def _is_genuine(source: Store, table: str, row: Row) -> bool:
+    """Whether the id of a message or an image is the hash of its content. Other rows count as genuine."""
+    if table == "images":
+        id, data = (row[COLUMNS[table].index(column)] for column in ("id", "data"))
+        return isinstance(data, bytes) and image_id(data) == id
+    if table == "messages":
+        id, text = (row[COLUMNS[table].index(column)] for column in ("id", "body"))
+        try:
+            return has_address(id, join_images(msgspec.json.decode(text), source.image))
+        except (msgspec.DecodeError, RecordError, TypeError, ValueError, RecursionError):
+            return False
+    return True
 
 
 def _key_of(table: str, row: Row) -> Row:

@@ -15,7 +15,7 @@ from cotune.errors import RunError
 from cotune.records.structs import Record
 from cotune.records.wire import storable_record
 from cotune.storage.schema import DAY, WIDTHS, encode
-from cotune.storage.sql.transaction import Database, Transactions
+from cotune.storage.sql.transaction import Database, RowKey, Transactions, row_key
 
 log = logging.getLogger("cotune.store")
 
@@ -47,7 +47,7 @@ class Batch:
     So a record leaves few objects behind: each costs again when the writer's thread, on another core, reads it.
     """
 
-    __slots__ = ("bytes", "count", "counts", "failure", "kept", "puts", "since", "tables")
+    __slots__ = ("bytes", "count", "counts", "failure", "kept", "left_out", "puts", "since", "tables")
 
     def __init__(self) -> None:
         self.tables: dict[str, list[Any]] = {table: [] for table in WIDTHS}
@@ -59,6 +59,8 @@ class Batch:
         self.since = time.monotonic()
         self.failure: str | None = _STOPPED
         """After `flush`: why it could not be written."""
+        self.left_out: Mapping[RowKey, str] = {}
+        """After `flush`: rows that were left out, and the counter that counts them."""
 
 
 class Act:
@@ -127,19 +129,32 @@ class Writer:
         if refusal:
             self._lose(len(records), refusal)
 
-    def commit(self, records: Sequence[Record], counts: Mapping[str, int] | None = None) -> None:
+    def commit(
+        self, records: Sequence[Record], counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, Sequence[Record]]:
         """Encode and queue records, and return when they are durable, with what they add to the counters of the store.
-        Raises RunError if they could not be stored."""
+        Return those that were left out, by the counter that counts them. Raises RunError if they could not be
+        stored."""
         batch, refusal = self._queued_in(records, counts, kept=True)
-        if batch is None and refusal is None and (len(records) > 1 or counts):
-            # One of them cannot be encoded: the others are committed together.
-            self.commit([record for record in records if self._is_encodable(record)], counts)
-        elif refusal is None:
+        if batch is None and refusal is None:
+            # At least one of them cannot be encoded: the others are committed together.
+            broken: list[Record] = []
+            others: list[Record] = []
+            for record in records:
+                if self._is_encodable(record):
+                    others.append(record)
+                else:
+                    broken.append(record)
+            left_out = dict(self.commit(others, counts)) if others or counts else {}
+            left_out["lost"] = [*left_out.get("lost", ()), *broken]
+            return left_out
+        if refusal is None:
             self.flush()
             refusal = batch.failure if batch else None
         if refusal:
             cause = f"{self._db.name} did not take {len(records)} records: {refusal}."
             raise RunError(cause, "Send them again: what is stored is not stored twice.")
+        return _left_out(records, batch.left_out if batch else {})
 
     def _is_encodable(self, record: Record) -> bool:
         """Whether rows can be made of a record, which is counted as lost where not."""
@@ -161,7 +176,7 @@ class Writer:
             except _UNENCODABLE:  # rare, so only now is every value looked at
                 rows, size = encode(list(map(storable_record, records)), known)
         except _UNENCODABLE as error:
-            if not (kept and (len(records) > 1 or counts)):
+            if not kept:  # `commit` looks at them one by one
                 self._lose(len(records), "a record cannot be encoded", error)
             return None, None
         batch = None
@@ -332,7 +347,9 @@ class Writer:
         try:
             self._db.begin()
             if isinstance(taken, Batch):
-                added = self._does.write_rows(taken.tables)
+                written = self._does.write_rows(taken.tables)
+                taken.left_out = written.left_out
+                added = written.counted
                 self._does.count(taken.counts)
             else:
                 taken.result = taken.do(self._does)
@@ -358,3 +375,14 @@ class Writer:
             self._report("a reward came after its group was consumed and is refused")
         if added["foreign"]:
             self._report("a record for an episode of another application is left out")
+
+
+def _left_out(records: Sequence[Record], reasons: Mapping[RowKey, str]) -> dict[str, list[Record]]:
+    """Those of some records whose rows were left out, by the reason."""
+    left_out: dict[str, list[Record]] = {}
+    for record in records if reasons else ():
+        rows, _ = encode([storable_record(record)], ())
+        table, row = rows[-1]  # a message comes after its images
+        if reason := reasons.get(row_key(table, row)):
+            left_out.setdefault(reason, []).append(record)
+    return left_out

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
-from cotune.records.ids import ID, KEY, LONGEST_KEY, ROOT, TARGET, address, canonical, key_target
+from cotune.records.ids import ID, KEY, LONGEST_KEY, ROOT, TARGET, has_address, key_target
 from cotune.records.structs import (
     LARGEST_REWARD,
     CallRecord,
@@ -21,19 +21,74 @@ from cotune.records.structs import (
     RewardRecord,
     Segment,
 )
+from cotune.storage.protocol import Store
 
 _LONGEST_NAME = 200
 _AHEAD = 3600.0
 """Seconds that the clock of an application may be ahead. A later start is stored as that of now: it would never be
 old enough to be pruned."""
 MOST_NAMES = 32
-"""Names of rewards for one key in a batch. Each is stored for all episodes of the key."""
+"""Names of rewards for one key. Each is stored for all episodes of the key."""
+MOST_EPISODES = 10_000
+"""Episodes of a key that can be rewarded. Each takes a row, and half a second is the longest that a batch may keep the
+store from others."""
 Digest = hashlib.blake2b
 Path = Callable[[str], bytes | None]
 """The packed token path of a segment that is stored; None for one that is not."""
 
 
-def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[str]) -> list[Record]:
+class KeyUse:
+    """What is stored for the keys that a batch names. A record for a key can take a row for each episode that has the
+    key, and an episode one for each reward of its key."""
+
+    def __init__(self, records: Iterable[Record], app: str, store: Store) -> None:
+        own = key_target(app, "")
+        rewarded: set[str] = set()
+        coming: Counter[str] = Counter()
+        for record in records:
+            if isinstance(record, RewardRecord | FeedbackRecord) and record.target.startswith(own):
+                rewarded.add(record.target)
+            elif isinstance(record, Episode) and record.key:
+                coming[own + record.key] += 1
+        self._episodes = coming
+        """How many episodes have the key, with those of the batch, by reward target."""
+        self._names: dict[str, set[str]] = {}
+        """The names of the rewards of a key, by reward target."""
+        if rewarded:
+            for key, count in store.key_counts(app, [target.removeprefix(own) for target in rewarded]).items():
+                self._episodes[own + key] += count
+        if targets := rewarded | coming.keys():
+            for stored in (store.rewards(targets), store.feedback(targets)):
+                for target, names in stored.items():
+                    self._names.setdefault(target, set()).update(names)
+
+    def fault(self, record: RewardRecord | FeedbackRecord) -> str:
+        """Why a record for a key is refused; empty if it is not, and then its name counts as stored."""
+        if self._episodes[record.target] > MOST_EPISODES:
+            return "too_many_episodes"
+        names = self._names.setdefault(record.target, set())
+        if record.name not in names and len(names) >= MOST_NAMES:
+            return "too_many_names"
+        names.add(record.name)
+        return ""
+
+    def slices(self, records: Sequence[Record]) -> Iterator[Sequence[Record]]:
+        """Records in parts that take few rows each, to be committed one by one: others can write in between."""
+        begin = rows = 0
+        for at, record in enumerate(records):
+            cost = 0
+            if isinstance(record, RewardRecord | FeedbackRecord):
+                cost = self._episodes[record.target]
+            elif isinstance(record, Episode) and record.key:
+                cost = len(self._names.get(key_target(record.app, record.key), ()))
+            if rows and rows + cost > MOST_EPISODES:
+                yield records[begin:at]
+                begin, rows = at, 0
+            rows += cost
+        yield records[begin:]
+
+
+def admitted(records: Iterable[Record], app: str, path: Path, keys: KeyUse, refused: Counter[str]) -> list[Record]:
     """Those of some records that may be stored, as the application's. What may not is counted by reason.
 
     A content address must be that of the content: else one application could give another's messages a content of its
@@ -41,12 +96,11 @@ def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[s
     """
     now = time.time()
     paths: dict[str, Digest] = {}
-    names_of_keys: defaultdict[str, set[str]] = defaultdict(set)
     kept: list[Record] = []
     for record in records:
         match record:
             case Message():
-                fault = "" if _is_address(record) else "forged_id"
+                fault = "" if has_address(record.id, record.body) else "forged_id"
             case Segment():
                 fault = _of_segment(record, paths, path)
             case CallRecord():
@@ -65,9 +119,7 @@ def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[s
             case FeedbackRecord():
                 fault = _of_reward(record, app)
         if not fault and isinstance(record, RewardRecord | FeedbackRecord) and record.target.startswith(KEY):
-            names = names_of_keys[record.target]
-            names.add(record.name)
-            fault = "too_many_names" if len(names) > MOST_NAMES else ""
+            fault = keys.fault(record)
         if fault:
             refused[fault] += 1
             continue
@@ -75,19 +127,6 @@ def admitted(records: Iterable[Record], app: str, path: Path, refused: Counter[s
             record = replace(record, app=app, at=record.at if 0 <= record.at <= now else now)
         kept.append(record)
     return kept
-
-
-def _is_address(record: Message) -> bool:
-    try:
-        return _has_address(record)
-    except (TypeError, ValueError, RecursionError):  # such as keys that are no text, of which nobody makes an address
-        return False
-
-
-def _has_address(record: Message) -> bool:
-    if address(canonical(record.body)) == record.id:
-        return True
-    return any(address(canonical({kind: record.body})) == record.id for kind in ("tools", "grammar"))
 
 
 def _of_segment(record: Segment, paths: dict[str, Digest], path: Path) -> str:

@@ -23,7 +23,7 @@ from cotune.collecting.batch import COLLECTOR_HEADER, MEDIA_TYPE, PATH, VERSION,
 from cotune.collecting.open_sink import open_folder
 from cotune.errors import CotuneError, RecordError
 from cotune.integrations.web.collector.apps import Apps
-from cotune.integrations.web.collector.checks import MOST_NAMES, admitted
+from cotune.integrations.web.collector.checks import MOST_NAMES, KeyUse, admitted
 from cotune.integrations.web.collector.counts import Counts
 from cotune.integrations.web.collector.otlp import PATH as SPANS
 from cotune.integrations.web.collector.otlp import PROTOBUF, read_spans, records_of
@@ -56,6 +56,8 @@ SLOW_SECONDS = 5.0
 OPENING_PAUSE = 2.0
 """Seconds between two attempts to reach the database at the start."""
 FEEDBACK = "/v1/feedback"
+DROPPED = {"lost": "unstorable", "refused": "trained", "foreign": "foreign"}
+"""Why a store leaves out a record, by the counter of the store."""
 
 
 class GiveFeedback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -190,11 +192,15 @@ class Collector:
         refused: Counter[str] = Counter()
         parents = {record.parent for record in records if isinstance(record, Segment) and record.parent is not None}
         stored = self.store.stored_segments(parents)
-        kept = admitted(records, app, lambda segment: self._path(segment) if segment in stored else None, refused)
+        keys = KeyUse(records, app, self.store)
+        kept = admitted(records, app, lambda segment: self._path(segment) if segment in stored else None, keys, refused)
         begun = time.monotonic()
         self._commits.add(begun)
         try:
-            self.store.commit(kept, left_out)
+            *first, last = keys.slices(kept)
+            dropped = [self.store.commit(part) for part in first]
+            # A batch that is sent again, as a commit failed, must not count twice what was left out.
+            dropped.append(self.store.commit(last, left_out))
         except CotuneError as error:
             self.counts.add("commits", outcome="failed")
             self.failing = True
@@ -206,12 +212,17 @@ class Collector:
         self.counts.add("commits", outcome="ok")
         self.failing = False
         self.counts.add("commit_seconds", time.monotonic() - begun)
-        for kind, count in Counter(type(record).__name__.removesuffix("Record").lower() for record in kept).items():
+        stored_kinds = Counter(map(_kind, kept))
+        for dropped_part in dropped:
+            for counter, dropped_records in dropped_part.items():
+                refused[DROPPED[counter]] += len(dropped_records)
+                stored_kinds.subtract(map(_kind, dropped_records))
+        for kind, count in stored_kinds.items():
             self.counts.add("records", count, app=app, kind=kind)
         for reason, count in refused.items():
             self.counts.add("refused_records", count, app=app, reason=reason)
             log.warning("%d records of %r are refused: %s", count, app, reason)
-        return {"stored": len(kept), "refused": sum(refused.values()), "reasons": dict(refused)}
+        return {"stored": stored_kinds.total(), "refused": sum(refused.values()), "reasons": dict(refused)}
 
     def _path(self, segment: str) -> bytes | None:
         try:
@@ -269,6 +280,10 @@ class Collector:
     def close(self) -> None:
         """Finish what was received."""
         self._work.shutdown()
+
+
+def _kind(record: Record) -> str:
+    return type(record).__name__.removesuffix("Record").lower()
 
 
 def _read(body: bytes) -> Batch:

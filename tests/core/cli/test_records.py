@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -183,6 +184,34 @@ def test_copy(pair: dict[str, str], way: tuple[str, str], capsys: pytest.Capture
         expected["counters"]["sampled"] += 101
         assert told(store) == expected
         assert {table: store.size(table) for table in before} == before
+
+
+def test_a_copy_leaves_out_messages_whose_ids_are_not_their_addresses(
+    pair: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.core.storage.test_records_fuzz import image_part
+
+    part = image_part(b"genuine")
+    honest = {
+        message_id(SYSTEM): SYSTEM,
+        message_id({"tools": [SYSTEM]}): [SYSTEM],
+        message_id({"response_format": SYSTEM}): SYSTEM,
+        message_id({"grammar": SYSTEM}): SYSTEM,
+        message_id({"role": "user", "content": [part]}): {"role": "user", "content": [part]},
+    }
+    forged = {message_id(said(1)): said(2), "m1": said(3)}
+    with open_store(pair["file"]) as store:
+        store.write([Message(id, body) for id, body in (honest | forged).items()])
+    with sqlite3.connect(pair["file"]) as db:
+        db.execute("INSERT INTO images VALUES (?, 'image/png', ?, 1.0)", ["0" * 64, b"other"])
+    assert main(["records", "copy", pair["file"], pair["database"]]) == 1
+    out = capsys.readouterr().out
+    assert "copied 6 records of 9; the others were there or left out" in out
+    assert "3 messages or images left out: their ids are not the hashes of their contents" in out
+    with open_store(pair["database"], read_only=True) as store:
+        assert {id: store.message(id) for id in honest} == honest
+        assert store.having("messages", forged) == set()
+        assert (store.size("messages"), store.size("images")) == (5, 1)
 
 
 def test_a_copy_goes_on_where_it_was_stopped(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

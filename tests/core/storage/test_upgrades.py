@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from cotune.errors import RunError
-from cotune.records.ids import pack_ids
+from cotune.records.ids import message_id, pack_ids
 from cotune.records.structs import (
     CallRecord,
     Candidate,
@@ -27,6 +27,9 @@ from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from tests.postgres import Server
 
+GO = {"role": "user", "content": "go"}
+GO_ID = message_id(GO)
+
 
 def fill(store: Store) -> None:
     """Some records of each kind."""
@@ -37,7 +40,7 @@ def fill(store: Store) -> None:
             Candidate(index=i, text="yes", message=said, token_ids=(5, i), logprobs=(-1.0, -0.5)) for i in (0, 1)
         )
         call = CallRecord(
-            id=f"C{number}", episode=f"E{number}", role="r", step=0, turn=0, model="m", messages=("m1",), prompt="s1",
+            id=f"C{number}", episode=f"E{number}", role="r", step=0, turn=0, model="m", messages=(GO_ID,), prompt="s1",
             policy=PolicyRef("p", number), started=1e9 + number, latency=0.5, candidates=found, chosen=1,
             status="ok" if number else "timeout", error=None if number else "slow",
         )  # fmt: skip
@@ -48,7 +51,7 @@ def fill(store: Store) -> None:
         )  # fmt: skip
         rewards = [RewardRecord(f"E{number}", "team", number, 1.0), RewardRecord(f"C{number}.0", "local", 0.5, 1.0)]
         store.write([call, end, *rewards, FeedbackRecord(f"C{number}.0", "local", "why", 1.0)])
-    store.write([Message("m1", {"role": "user", "content": "go"}), Segment("s1", None, pack_ids((1, 2)))])
+    store.write([Message(GO_ID, GO), Segment("s1", None, pack_ids((1, 2)))])
     store.consume({"g": ["C3.0"]}, 1)
     store.write([RewardRecord("C3.0", "local", 1.0, 2.0)])
     store.flush()
@@ -66,7 +69,7 @@ def told(store: Store) -> dict[str, object]:
         "feedback": store.feedback(ids),
         "consumed": dict(store.consumed()),
         "counters": dict(store.counters()),
-        "message": store.message("m1"),
+        "message": store.message(GO_ID),
         "tokens": store.token_ids("s1"),
         "success": store.success_counts(),
         "means": store.outcome_means("lowest"),

@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -21,12 +21,23 @@ import pytest
 from cotune.collecting.batch import MEDIA_TYPE, pack_batch
 from cotune.errors import ConfigError
 from cotune.integrations.web.collector.apps import Apps, read_tokens
-from cotune.integrations.web.collector.checks import admitted
+from cotune.integrations.web.collector.checks import KeyUse, admitted
 from cotune.integrations.web.collector.server import MOST_WAITING, running_collector
 from cotune.records.ids import ROOT, address, canonical, key_target, message_id, new_id, pack_ids, segment_id
-from cotune.records.structs import CallRecord, Episode, FeedbackRecord, Message, Record, RewardRecord, Segment, Task
+from cotune.records.structs import (
+    CallRecord,
+    Candidate,
+    Episode,
+    FeedbackRecord,
+    Message,
+    Record,
+    RewardRecord,
+    Segment,
+    Task,
+)
 from cotune.records.wire import pack
 from cotune.storage.open_store import open_store
+from cotune.storage.protocol import Store
 from tests.integrations.web.collector.conftest import TOKENS
 
 BOB = "'; DROP TABLE episodes; --"
@@ -97,6 +108,7 @@ def test_forged_ids_are_refused_and_counted(guarded, records: Path) -> None:
     assert done == {"stored": 0, "refused": 9, "reasons": reasons}
     honest: list[Record] = [
         Message(address(canonical({"tools": [evil]})), [evil]),
+        Message(address(canonical({"response_format": evil})), evil),
         Segment(segment_id(ids), None, pack_ids(ids)),
         Segment(segment_id((*ids, 4)), segment_id(ids), pack_ids((4,))),
     ]
@@ -106,6 +118,35 @@ def test_forged_ids_are_refused_and_counted(guarded, records: Path) -> None:
         assert store.token_ids(segment_id((*ids, 4, 5))) == (1, 2, 3, 4, 5)
     text = httpx.get(f"{guarded.url}/metrics", headers={"authorization": "Bearer operator-token"}).text
     assert 'cotune_collect_refused_records_total{app="desk",reason="forged_id"} 2' in text
+
+
+def test_what_the_store_leaves_out_is_not_acknowledged_as_stored(guarded, records: Path) -> None:
+    id, trained = new_id(), new_id()
+    send(guarded.url, [*call(id), episode(id)], "shop")
+    send(guarded.url, [*call(trained), episode(trained)])
+    guarded.opened.store.consume({"g": [trained]}, 1)
+    said = Candidate(index=0, text="x", message={}, token_ids=(1,), logprobs=(1e300,))  # more than 32 bits hold
+    batch: list[Record] = [
+        *call(id),
+        episode(id),
+        RewardRecord(id, "team", 1.0),
+        RewardRecord(trained, "team", 1.0),
+        FeedbackRecord(trained, "team", "late"),
+        CallRecord(id=new_id(), episode=trained, role="solver", step=1, turn=1, candidates=(said,)),
+        RewardRecord(new_id(), "team", 1.0),
+    ]
+    done = send(guarded.url, batch)
+    # The message of the call and the last reward are stored.
+    assert done == {"stored": 2, "refused": 6, "reasons": {"foreign": 3, "trained": 2, "unstorable": 1}}
+    bearer = {"authorization": f"Bearer {TOKENS['desk'][0]}"}
+    for target, reason in ((id, "foreign"), (trained, "trained")):
+        given = {"episode": target, "reward": 1.0}
+        answer = httpx.post(f"{guarded.url}/v1/feedback", json=given, headers=bearer)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == f"{target!r} cannot be rewarded: {reason}."
+    text = httpx.get(f"{guarded.url}/metrics", headers={"authorization": "Bearer operator-token"}).text
+    assert 'cotune_collect_refused_records_total{app="desk",reason="trained"} 3' in text
+    assert 'cotune_collect_records_total{app="desk",kind="reward"} 1' in text
 
 
 def test_a_clock_that_is_ahead_does_not_win_for_ever(guarded, records: Path) -> None:
@@ -303,16 +344,17 @@ def test_a_long_chain_of_segments_does_not_fill_the_memory() -> None:
         chain.append(Segment(digest.hexdigest(), parent, packed))
         parent = digest.hexdigest()
     refused: Counter[str] = Counter()
+    no_keys = KeyUse([], "desk", cast(Store, None))
     tracemalloc.start()
     try:
-        kept = admitted(chain, "desk", lambda id: None, refused)
+        kept = admitted(chain, "desk", lambda id: None, no_keys, refused)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert (len(kept), refused) == (10_000, Counter())
     assert peak < 20 << 20  # the paths themselves are 200 MB
     more = Segment(segment_id([1, 2, 3]), segment_id([1, 2]), pack_ids([3]))
-    assert admitted([more], "desk", {segment_id([1, 2]): pack_ids([1, 2])}.get, refused) == [more]
+    assert admitted([more], "desk", {segment_id([1, 2]): pack_ids([1, 2])}.get, no_keys, refused) == [more]
 
 
 def test_tokens_that_protect_nothing_are_refused(tmp_path: Path) -> None:

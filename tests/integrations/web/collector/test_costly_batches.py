@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -15,15 +15,27 @@ from cotune.errors import RecordError
 from cotune.integrations.exchange.otel import importer
 from cotune.integrations.exchange.otel.importer import import_spans
 from cotune.integrations.exchange.otel.spans import Span
-from cotune.integrations.web.collector import counts
-from cotune.integrations.web.collector.checks import MOST_NAMES, admitted
+from cotune.integrations.web.collector import checks, counts
+from cotune.integrations.web.collector.checks import MOST_EPISODES, MOST_NAMES, KeyUse, admitted
 from cotune.integrations.web.collector.counts import Counts
 from cotune.records.ids import key_target, new_id, pack_ids, segment_id
-from cotune.records.structs import CallRecord, Candidate, Episode, Message, Record, RewardRecord, Segment, Task
+from cotune.records.structs import (
+    CallRecord,
+    Candidate,
+    Episode,
+    FeedbackRecord,
+    Message,
+    Record,
+    RewardRecord,
+    Segment,
+    Task,
+)
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.sql.sqlite import SqliteDatabase
 from tests.integrations.web.collector.test_attacks import send
+
+NO_KEYS = KeyUse([], "desk", cast(Store, None))
 
 
 def episode(**more: Any) -> Episode:
@@ -81,14 +93,63 @@ def test_rewards_for_one_key_look_up_its_episodes_once(store: Store, work: Count
     assert work["execute"] < 40
 
 
+def test_many_keys_are_looked_up_together(store: Store, work: Counter[str]) -> None:
+    store.commit([episode(app="desk", key=f"order-{n}") for n in range(400)])
+    work.clear()
+    store.commit([RewardRecord(key_target("desk", f"order-{n}"), "team", 1.0, 5.0, "desk") for n in range(400)])
+    assert store.rows("SELECT count(*) FROM rewards") == [(800,)]
+    assert work["execute"] < 20
+
+
+BEARER = {"authorization": "Bearer desk-token-0123456789"}
+
+
 def test_a_key_has_a_bound_of_names(guarded) -> None:
     target = key_target("desk", "order-7")
     done = send(guarded.url, [RewardRecord(target, f"name {n}", 1.0, 5.0) for n in range(MOST_NAMES + 5)])
     assert done == {"stored": MOST_NAMES, "refused": 5, "reasons": {"too_many_names": 5}}
-    bearer = {"authorization": "Bearer desk-token-0123456789"}
-    named = {"key": "order-7", "reward": {f"name {n}": 1.0 for n in range(MOST_NAMES + 1)}}
-    answer = httpx.post(f"{guarded.url}/v1/feedback", json=named, headers=bearer)
+    again = [RewardRecord(target, f"name {n}", 0.5, 6.0) for n in (1, MOST_NAMES + 7)]
+    assert send(guarded.url, again) == {"stored": 1, "refused": 1, "reasons": {"too_many_names": 1}}
+    named = {"key": "order-8", "reward": {f"name {n}": 1.0 for n in range(MOST_NAMES + 1)}}
+    answer = httpx.post(f"{guarded.url}/v1/feedback", json=named, headers=BEARER)
     assert answer.status_code == 400 and "at most 32 rewards, not 33" in answer.text
+
+
+def test_rewards_for_keys_of_many_episodes_take_transactions_of_bounded_size(
+    guarded, work: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "MOST_EPISODES", 100)
+    rows: list[int] = []
+    insert = SqliteDatabase.insert
+
+    def counted(self: Any, table: str, values: Any) -> None:
+        if table == "rewards":
+            rows.append(len(values) // 5)
+        insert(self, table, values)
+
+    monkeypatch.setattr(SqliteDatabase, "insert", counted)
+    store = guarded.opened.store
+    own = [episode(key="order-7") for _ in range(90)]
+    names = [RewardRecord(key_target("desk", "order-7"), f"name {n}", 1.0, 5.0) for n in range(10)]
+    assert send(guarded.url, [*own[:80], *names, *own[80:]])["refused"] == 0
+    assert max(rows) <= 100 + len(names)
+    found = store.rewards([one.id for one in own])
+    assert all(len(given) == 10 for given in found.values())
+    rows.clear()
+    work.clear()
+    assert send(guarded.url, [RewardRecord(key_target("desk", "order-7"), "one more", 1.0, 5.0)])["refused"] == 0
+    assert work["begin"] == 1 and sum(rows) == 91
+
+
+def test_a_key_of_too_many_episodes_is_refused(guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "MOST_EPISODES", 100)
+    assert MOST_EPISODES == 10_000
+    send(guarded.url, [episode(key="all") for _ in range(101)])
+    target = key_target("desk", "all")
+    done = send(guarded.url, [RewardRecord(target, "team", 1.0, 5.0), FeedbackRecord(target, "team", "why")])
+    assert done == {"stored": 0, "refused": 2, "reasons": {"too_many_episodes": 2}}
+    answer = httpx.post(f"{guarded.url}/v1/feedback", json={"key": "all", "reward": 1.0}, headers=BEARER)
+    assert answer.status_code == 400 and "'all' cannot be rewarded: too_many_episodes" in answer.text
 
 
 def test_unknown_parents_of_segments_are_looked_up_together(guarded, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +166,13 @@ def test_times_that_no_clock_shows_are_refused_and_a_fast_clock_is_set_back() ->
     refused: Counter[str] = Counter()
     wrong = [episode(started=value) for value in (float("nan"), float("inf"), -1.0)]
     wrong.append(episode(latency=float("nan")))
-    assert admitted(wrong, "desk", lambda segment: None, refused) == []
+    assert admitted(wrong, "desk", lambda segment: None, NO_KEYS, refused) == []
     assert refused == {"invalid_time": 4}
     now = time.time()
     ahead = [episode(started=value) for value in (1e300, 254_250_000_000.0, now + 86400)]
-    kept = admitted(ahead, "desk", lambda segment: None, refused)
+    kept = admitted(ahead, "desk", lambda segment: None, NO_KEYS, refused)
     assert all(isinstance(one, Episode) and now <= one.started <= time.time() for one in kept) and len(kept) == 3
-    (near,) = admitted([episode(started=now + 60)], "desk", lambda segment: None, refused)
+    (near,) = admitted([episode(started=now + 60)], "desk", lambda segment: None, NO_KEYS, refused)
     assert isinstance(near, Episode) and near.started == now + 60
 
 
@@ -180,5 +241,5 @@ def test_unknown_paths_are_no_error(store: Store) -> None:
 def test_keys_that_are_no_text_are_refused() -> None:
     refused: Counter[str] = Counter()
     odd: list[Record] = [Message("0" * 32, {1: "x", "a": 2}), Message("0" * 32, {"content": [{2: 3}]})]
-    assert admitted(odd, "desk", lambda segment: None, refused) == []
+    assert admitted(odd, "desk", lambda segment: None, NO_KEYS, refused) == []
     assert refused == {"forged_id": 2}
