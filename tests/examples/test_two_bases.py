@@ -36,6 +36,7 @@ def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs" / "two_bases" / "checker"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_team_of_two_bases_from_check_to_the_application(
     in_thread: None, smollm2: Path, checker: Path, tmp_path: Path

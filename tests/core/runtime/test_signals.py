@@ -95,7 +95,9 @@ APPLICATION = ("tests.trainer.hostile_app:asynchronous", "--tasks", "tasks.jsonl
 TRAIN = ("train", *APPLICATION, "--model", "model")
 
 
-@pytest.mark.parametrize("words", [TRAIN, ("serve", "model", "--port", "0")], ids=["train", "serve"])
+@pytest.mark.parametrize(
+    "words", [TRAIN, pytest.param(("serve", "model", "--port", "0"), marks=pytest.mark.long)], ids=["train", "serve"]
+)
 def test_ctrl_c_while_a_model_loads_ends_the_command_and_its_processes_soon(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
