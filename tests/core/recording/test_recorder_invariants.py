@@ -240,7 +240,7 @@ class Recording(RuleBasedStateMachine):
                 assert rewards[f"{call.id}.{i}", "local"] == components["local"]
 
 
-Recording.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+Recording.TestCase.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 TestRecording = Recording.TestCase
 
 
@@ -250,7 +250,7 @@ ENDS = st.sampled_from(["ok", "ok", *STATUSES, "twice", "never"])
 SCRIPTS = st.lists(st.lists(st.tuples(ROLES, ENDS, TEXTS), max_size=6), min_size=2, max_size=6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SCRIPTS, st.integers(0, 12))
 def test_threads_and_tasks_at_once(scripts, end_after):
     """Half of the scripts run in threads, half in tasks; the episode ends after some calls, whoever is still at it."""

@@ -97,7 +97,7 @@ def changed(rng: random.Random, file: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [30, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("count", [12, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_odd_records(whole: Path, tmp_path: Path, capsys, count: int) -> None:
     rng = random.Random(6)
     episode = next(iter(sqlite3.connect(whole).execute("SELECT id FROM episodes")))[0]
@@ -123,7 +123,7 @@ def test_odd_records(whole: Path, tmp_path: Path, capsys, count: int) -> None:
     assert WIDTHS.keys() == COLUMNS.keys()
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("count", [12, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_a_damaged_file_is_written_on_or_refused(whole: Path, tmp_path: Path, count: int) -> None:
     rng, run = random.Random(3), tmp_path / "run"
     run.mkdir()

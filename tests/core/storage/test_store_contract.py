@@ -590,7 +590,7 @@ def batches(draw, thread):
     return made
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.tuples(batches("x"), batches("y"), batches("z")), st.randoms(use_true_random=False))
 def test_interleaved_threads_read_like_a_model(open_one, written, order):
     store = open_one()

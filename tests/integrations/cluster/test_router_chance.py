@@ -17,7 +17,7 @@ from tests.integrations.cluster.routed import BASE, LORA, mark, routed
 MODES = ("dead", "dead", "hung", "stuck", "crash", "cancels", "forgets", "nan", "empty", "slow", "well")
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 40))])
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
 def test_random_faults_at_random_moments(seed: int) -> None:
     """Requests, versions and faults at random: each answer is of the version that was asked for, each failure is
     named, and nothing is left behind."""
