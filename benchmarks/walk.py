@@ -103,7 +103,8 @@ def walk_of_a_call() -> Walk:
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore.open(Path(folder) / "records.db")
         plan = Plan(kind="tree", k=K)
-        responder = CheckResponder(answers=DrawnAnswers(run=0), plan=plan, scorers=solve.cotune.scorers)
+        training = {"plan": plan, "scorers": solve.cotune.scorers}
+        responder = CheckResponder(answers=DrawnAnswers(run=0), training=training)
         threading.setprofile(walk)
         sys.setprofile(walk)
         outcome = asyncio.run(run_episode(solve.cotune, Task(id="t", input="x"), sink=store, responder=responder))

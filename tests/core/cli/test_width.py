@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import RenderableType
 
@@ -123,20 +124,16 @@ def check_report() -> RenderableType:
         )
         for role in ROLES
     ]
-    calls = [
-        checked.CallCheck(
-            task="a", step=104, role=role, turn=12, parents=(1, 3, 5, 7, 9), characters=123456, tokens=34567, model="m",
-            temperature=0.7, n=4, stream=True, tools=("search_the_web", "read_document"), structured=True, status="ok",
-            error=None, integration="langgraph",
-        )
-        for role in ROLES
-    ]  # fmt: skip
-    groups = [checked.GroupCheck(task="gsm8k-train-00012", roles=ROLES, turns=(0, 1), size=128)]
+    calls = []
+    for role in ROLES:
+        params = {"temperature": 0.7, "n": 4, "response_format": {"type": "json_object"}}
+        calls.append(msgspec.structs.replace(call("e", role, 104), params=params, streamed=True, tools="t"))
+    groups = [checked.GroupCheck(task="gsm8k-train-00012", roles=ROLES, size=128)]
     return checked.render(
         checked.CheckReport(
-            workflow="app:solve", tasks=("gsm8k-train-00012",), seconds=1.0, plan="plan tree", frameworks=(),
-            roles=tuple(roles), calls=tuple(calls), groups=tuple(groups), team={"team": 0.5}, local={}, left_out={},
-            findings=(),
+            workflow="app:solve", tasks=("gsm8k-train-00012",), plan="plan tree", roles=tuple(roles),
+            calls=tuple(calls), tokens={one.id: 34567 for one in calls}, groups=tuple(groups), team={"team": 0.5},
+            local={}, left_out={}, findings=(),
         )
     )  # fmt: skip
 

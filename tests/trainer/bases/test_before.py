@@ -39,7 +39,7 @@ def test_check_renders_each_role_in_the_template_of_its_base(
     }
     (unshown,) = [one for one in report.findings if "shows no tools, so the model" in one.text]
     assert (unshown.level, unshown.about) == ("blocks", "first")
-    counts = {call.role: call.tokens for call in report.calls if call.turn == 0}
+    counts = {call.role: report.tokens.get(call.id) for call in report.calls if call.turn == 0}
     assert counts["first"] == len("say a") + 3 and counts["second"] > 100  # the tools of the other are in its prompt
     (shared,) = [one for one in report.findings if one.about == "tool_format"]
     assert shared.text == f"tool_format = 'hermes' is taken for several base models: {tiny_base}, {other_base}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from cotune.recording.recorder import LiveCall
 from cotune.sampling.request_params import function_of
 from cotune.trainer.before.answers.examples import shown_form, shown_json
-from cotune.trainer.before.answers.prompts import answer_words, listed_names, names_in, own_text
+from cotune.trainer.before.answers.prompts import answer_words, names_in, own_text
 from cotune.trainer.before.answers.responder import Message
 from cotune.trainer.before.answers.values import NEXT_AGENT, Draw, draw_value
 
@@ -39,88 +39,75 @@ class DrawnAnswers:
 
     def __call__(self, call: LiveCall) -> Callable[[int], Message]:
         """The candidates of a call, by index."""
-        tool = self.tool_of(call)
-        if tool is not None:
-            first = self.count(call, f"tool {tool['name']}")
-            return lambda index: tool_call(call, tool, self.draw(call, first + index), index)
-        first = self.count(call, f"reply {call.params.get('response_format')}")
-        return lambda index: {"role": "assistant", "content": reply_text(call, self.draw(call, first + index), index)}
-
-    def count(self, call: LiveCall, kind: str) -> int:
+        function = self.function_of(call)
+        kind = function["name"] if function is not None else str(call.params.get("response_format"))
         key = call.episode.id, call.role, kind
+        first = self.counts[key]
         self.counts[key] += 1
-        return self.counts[key] - 1
 
-    def draw(self, call: LiveCall, count: int) -> Draw:
-        return Draw(self.run, call.role, count, names_in(own_text(call.messages), agent_names(call)))
+        def message(index: int) -> Message:
+            if function is None:
+                draw = Draw(self.run, call.role, first + index, names_in(own_text(call.messages), agent_names(call)))
+                return {"role": "assistant", "content": reply_text(call, draw, index)}
+            draw = Draw(self.run, call.role, first + index, delegates(call, function))
+            return tool_call(function, draw, f"call_{call.id}_{index}")
 
-    def tool_of(self, call: LiveCall) -> Mapping[str, Any] | None:
+        return message
+
+    def function_of(self, call: LiveCall) -> Mapping[str, Any] | None:
         """The function that the answer calls, or None for an answer in text."""
-        functions = {}
-        for tool in call.tools or ():
-            function = function_of(tool)
-            if function.get("name"):
-                functions[function["name"]] = function
-        demanded = demanded_function(call.params.get("tool_choice"))
-        if demanded in functions:
-            return functions[demanded]
-        if not functions or call.params.get("tool_choice") == "none":
+        functions = [function_of(tool) for tool in call.tools or ()]
+        functions = [function for function in functions if function.get("name")]
+        choice = call.params.get("tool_choice")
+        if isinstance(choice, Mapping):
+            named = (choice.get("function") or choice).get("name")
+            functions = [function for function in functions if function["name"] == named] or functions
+        if not functions or choice == "none":
             return None
-        order = list(functions.values())
+        demanded = isinstance(choice, Mapping) or choice in ("required", "any")
         usable = []
         if self.call_tools and self.run != 1:
-            usable = [function for function in order if self.may_call(call, function)]
+            usable = [function for function in functions if self.may_call(call, function)]
         if self.run > 2 and usable:
             chance = random.Random(f"{self.run} {call.role} {call.turn}")
-            return chance.choice([*usable, None] if demanded is None else usable)
-        if self.run == 2:
-            usable.reverse()
+            return chance.choice(usable if demanded else [*usable, None])
         if usable:
-            return usable[0]
+            return usable[-1 if self.run == 2 else 0]
         # A request that demands a call gets the last tool: frameworks put the one that ends a loop there.
-        return order[-1] if demanded is not None else None
+        return functions[-1] if demanded else None
 
     def may_call(self, call: LiveCall, function: Mapping[str, Any]) -> bool:
         """Whether the role has not called the tool as often yet as it does in this run."""
         most = MOST_RANDOM_CALLS if self.run > 2 else 1
-        _, names = delegates(function, agent_names(call))
-        return self.counts[call.episode.id, call.role, f"tool {function['name']}"] < max(most, len(names))
+        return self.counts[call.episode.id, call.role, function["name"]] < max(most, len(delegates(call, function)))
 
 
-def tool_call(call: LiveCall, function: Mapping[str, Any], draw: Draw, index: int) -> Message:
-    about = str(function.get("description") or "")
-    arguments = draw_value(function.get("parameters") or {"type": "object"}, draw, about) or {}
-    parameter, names = delegates(function, agent_names(call))
-    if parameter:
-        arguments[parameter] = names[(draw.run + draw.count) % len(names)]
+def tool_call(function: Mapping[str, Any], draw: Draw, id: str) -> Message:
+    parameters = function.get("parameters") or {"type": "object"}
+    arguments = draw_value(parameters, draw, str(function.get("description") or "")) or {}
     text = msgspec.json.encode(arguments).decode()
-    asked = {"id": f"call_{call.id}_{index}", "type": "function"}
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{**asked, "function": {"name": function["name"], "arguments": text}}],
-    }
+    called = {"id": id, "type": "function", "function": {"name": function["name"], "arguments": text}}
+    return {"role": "assistant", "content": None, "tool_calls": [called]}
 
 
 def reply_text(call: LiveCall, draw: Draw, index: int) -> str:
     """An answer in text or JSON."""
     response_format = call.params.get("response_format")
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else "text"
     prompt = own_text(call.messages)
-    if isinstance(response_format, Mapping) and response_format.get("type") == "json_schema":
+    if kind == "json_schema":
         schema = (response_format.get("json_schema") or {}).get("schema") or {"type": "object"}
         return msgspec.json.encode(draw_value(schema, draw, prompt)).decode()
     if (example := shown_json(prompt, draw)) is not None:
         return example
-    if isinstance(response_format, Mapping) and response_format.get("type") == "json_object":
+    if kind == "json_object":
         return "{}"
 
     # Texts take turns: first the form that the prompt shows, then words that it or the framework waits for.
-    parts = call.episode.parts
-    agents = names_in(prompt, agent_names(call))
     texts = [shown_form(prompt) or f"drawn answer {index + 1}"]
-    texts += agents if len(agents) > 1 else []
+    texts += draw.agents if len(draw.agents) > 1 else []
     texts += answer_words(prompt)
-    texts += parts.words if parts else []
+    texts += call.episode.parts.words if call.episode.parts else []
     others = [name for name in agent_names(call) if name != call.role]
     texts += others if len(others) > 1 else []
     return draw.choose(list(dict.fromkeys(texts)), "text")
@@ -131,24 +118,12 @@ def agent_names(call: LiveCall) -> list[str]:
     return [part.name for part in call.episode.parts.known] if call.episode.parts else []
 
 
-def delegates(function: Mapping[str, Any], agents: Sequence[str]) -> tuple[str, list[str]]:
-    """The parameter of a tool that names who works next, and the names that it may have; empty for other tools."""
+def delegates(call: LiveCall, function: Mapping[str, Any]) -> list[str]:
+    """The agents that a tool may hand work to, by a parameter that names who works next; none for other tools."""
     properties = (function.get("parameters") or {}).get("properties") or {}
     for name, schema in properties.items():
-        if not isinstance(schema, Mapping) or schema.get("enum") or schema.get("type", "string") != "string":
-            continue
-        if not NEXT_AGENT.search(name):
-            continue
-        text = f"{function.get('description') or ''}\n{schema.get('description') or ''}"
-        names = [agent for agent in dict.fromkeys(agents) if agent in text] or listed_names(text)
-        if names:
-            return name, names
-    return "", []
-
-
-def demanded_function(tool_choice: Any) -> str | None:
-    """The function that must be called, "" if any must be, None if none must be."""
-    if isinstance(tool_choice, Mapping):
-        function = tool_choice.get("function") or tool_choice
-        return str(function["name"]) if isinstance(function, Mapping) and function.get("name") else None
-    return "" if tool_choice in ("required", "any") else None
+        if NEXT_AGENT.search(name) and isinstance(schema, Mapping) and schema.get("type", "string") == "string":
+            text = f"{function.get('description') or ''}\n{schema.get('description') or ''}"
+            if names := names_in(text, agent_names(call)):
+                return names
+    return []

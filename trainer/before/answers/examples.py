@@ -10,24 +10,24 @@ from typing import Any
 from cotune.trainer.before.answers.prompts import QUOTED_EXAMPLE, options_in
 from cotune.trainer.before.answers.values import Draw, draw_value, typical_texts
 
-TYPE_KEY = "sketched type"
-SKETCHED_TYPE = re.compile(
-    r"(?<=[:\[])\s*<?(?:(?P<string>string|str|text)|(?P<boolean>boolean|bool|true or false)"
-    r"|(?P<integer>integer|int|\d+\s*(?:-|–|to)\s*\d+)|(?P<number>number|float|\d[\d.]*\s*(?:-|–|to)\s*\d[\d.]*))\b>?"
-    r"(?:\s*\([^)\n]*\))?[^,\n}\]]*",
+SKETCH = re.compile(
+    r'(?<=":)[ \t]*(?!"[^"\n]*"\s*[,}\]\n])(?=[^\s\[{])(?:\([^)\n]*\)|[^,\n}\]])+|(?<=\[)\s*[A-Za-z<][^,\n}\]"]*'
+)
+"""A value or an item that is described and not JSON, as in `{"age": integer (in years), "act": "look" | "stop"}`."""
+NOT_JSON = re.compile(r"\s(?://|#)[^\n]*|,?\s*(?:\.\.\.|…)(?=\s*[}\]])|,(?=\s*[}\]])")
+"""Comments, "and so on", and a comma before the end."""
+TYPE = re.compile(
+    r"(?P<string>string|str|text)|(?P<boolean>boolean|bool|true)"
+    r"|(?P<integer>integer|int|\d+\s*(?:-|–|to)\s*\d+)|(?P<number>number|float|\d[\d.]*\s*(?:-|–|to)\s*\d)",
     re.I,
 )
-"""A type or a range in place of a value, as in `{"age": integer (in years), "score": 1-5}`."""
-ALTERNATIVES = re.compile(r'"[^"\n]*"(?:\s*(?:\||/|\bor\b)\s*"[^"\n]*")+')
-"""Texts to choose from in place of a value, as in `{"action": "search" | "finish"}`."""
-NOT_JSON = re.compile(r"\s(?://|#)[^\n]*|,(?=\s*[}\]])")
-"""Comments, and a comma before the end."""
 KEYS = re.compile(
-    r"\b(fields|keys|properties|list|lists|array|arrays):?\s+"
+    r"\b(fields|keys|properties|lists?|arrays?):?\s+"
     r"((?:[`'\"]?\w+[`'\"]?(?:\s*,\s*(?:and\s+)?|\s+and\s+))*[`'\"]?\w+)",
     re.I,
 )
 """The keys of an object, as a sentence lists them."""
+PLURAL = re.compile(r"[^s]s$")
 PLACEHOLDER = re.compile(r"\s*(?:\.\.\.|…|<.*>|\[.*\]|\{.*\})?\s*|.*\.\.\.", re.S)
 
 
@@ -36,35 +36,31 @@ def shown_json(text: str, draw: Draw) -> str | None:
     for a prompt that asks for none or shows nothing of it."""
     if "json" not in text.lower() and '"properties"' not in text:
         return None
-    examples = list(json_in(text)) or list(json_in(text, r'\[\s*(?=")'))
+    written = NOT_JSON.sub("", SKETCH.sub(as_placeholder, NOT_JSON.sub("", text)))
+    examples = sorted([*json_in(text), *json_in(written)], key=lambda one: len(json.dumps(one)))
     schemas = [one for one in examples if isinstance(one, dict) and isinstance(one.get("properties"), dict)]
-    quoted = ALTERNATIVES.sub(lambda match: json.dumps("|".join(re.findall('"([^"\n]*)"', match[0]))), text)
-    typed = SKETCHED_TYPE.sub(
-        lambda match: json.dumps({TYPE_KEY: match.lastgroup, "description": match[0]}), NOT_JSON.sub("", quoted)
-    )
-    sketches = list(json_in(typed))
-    if schemas:
-        schema = max(schemas, key=lambda one: len(json.dumps(one)))
-    elif sketches or examples:
-        schema = schema_of(max(sketches or examples, key=lambda one: len(json.dumps(one))))
-    elif listed := KEYS.search(text):
+    if not examples and (listed := KEYS.search(text)):
+        are_lists = listed[1].lower().startswith(("list", "array"))
         names = re.findall(r"\b(?!and\b)\w+", listed[2])
-        lists = listed[1].lower().startswith(("list", "array"))
-        kinds = {name: {"type": "array", "items": {}} if lists or is_plural(name) else {} for name in names}
-        schema = {"type": "object", "properties": kinds, "required": names}
-    else:
+        examples = [{name: ["..."] if are_lists or PLURAL.search(name) else "..." for name in names}]
+    if not examples:
         return None
-    return json.dumps(draw_value(schema, draw, text))
+    return json.dumps(draw_value(schemas[-1] if schemas else schema_of(examples[-1]), draw, text))
 
 
-def is_plural(name: str) -> bool:
-    return name.endswith("s") and not name.endswith("ss")
+def as_placeholder(sketch: re.Match[str]) -> str:
+    """A described value as a text of JSON, `<description>`; numbers and other JSON stay."""
+    try:
+        json.loads(sketch[0])
+    except ValueError:
+        return json.dumps(f"<{sketch[0].replace(chr(34), '').strip(' <>')}>")
+    return sketch[0]
 
 
-def json_in(text: str, begin: str = r"\[\s*(?=\{)|\{") -> Iterator[Any]:
-    """The outermost JSON objects and lists of objects in a text, or other values that begin as `begin` says."""
+def json_in(text: str) -> Iterator[Any]:
+    """The outermost JSON objects, and lists of objects or texts, in a text."""
     decoder, end = json.JSONDecoder(), 0
-    for opening in re.finditer(begin, text):
+    for opening in re.finditer(r'\[\s*(?=[{"])|\{', text):
         if opening.start() < end:
             continue
         try:
@@ -79,22 +75,24 @@ def schema_of(example: Any) -> Any:
     """The schema of an example: its values are kept, except for booleans, placeholders and options (`low|high`)."""
     if isinstance(example, bool):
         return {"type": "boolean"}
-    if isinstance(example, int | float):
-        return {"type": "integer" if isinstance(example, int) else "number", "default": example}
-    if isinstance(example, str):
-        options = [option.strip() for option in re.split(r"[|/]", example)]
-        if len(options) > 1:
-            short = all(re.fullmatch(r"[\w -]{1,24}", option) for option in options)
-            return {"enum": options} if short else {"const": example}
-        return {"type": "string"} if PLACEHOLDER.fullmatch(example) else {"type": "string", "default": example}
     if isinstance(example, list):
         return {"type": "array", "items": schema_of(example[0]) if example else {}}
-    if not isinstance(example, dict):
+    if isinstance(example, dict):
+        properties = {name: schema_of(value) for name, value in example.items()}
+        return {"type": "object", "properties": properties, "required": list(example)}
+    if not isinstance(example, str):
         return {"const": example}
-    if TYPE_KEY in example:
-        return {"type": example[TYPE_KEY], "description": example["description"]}
-    properties = {name: schema_of(value) for name, value in example.items()}
-    return {"type": "object", "properties": properties, "required": list(example)}
+    sketched = re.fullmatch("<(.*)>", example, re.S)
+    text = sketched[1] if sketched else example
+    kind = TYPE.match(text) if sketched else None
+    if kind is not None:
+        return {"type": kind.lastgroup, "description": text}
+    options = [option.strip() for option in re.split(r"[|/]|\bor\b" if sketched else r"[|/]", text)]
+    if len(options) > 1 and all(re.fullmatch(r"[\w -]{1,24}", option) for option in options):
+        return {"enum": options}
+    if sketched or PLACEHOLDER.fullmatch(text):
+        return {"type": "string", "description": text}
+    return {"const": text}
 
 
 def shown_form(prompt: str) -> str | None:

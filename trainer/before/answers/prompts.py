@@ -12,7 +12,6 @@ from cotune.integrations.models.chat.content import text_of
 DAY = datetime(2000, 1, 15, 9, 30)
 STRFTIME = {"YYYY": "%Y", "YY": "%y", "MM": "%m", "DD": "%d", "HH": "%H", "SS": "%S"}
 DATE_FORM = re.compile(r"(?<!\w)(?:YYYY|YY|MM|DD|HH)(?:[-/.: T](?:YYYY|YY|MM|DD|HH|SS))+(?!\w)", re.I)
-STRFTIME_FORM = re.compile(r"%[aAbBdfHIjmMpSyYzZ](?:[-/.:, T]*%[aAbBdfHIjmMpSyYzZ])+")
 OPTIONS = re.compile(
     r"(?:(?:valid|available|allowed|known|possible|supported|existing|accepted|following)\b[^:\n]{0,40}?(?::| are| is)"
     r"|select from:|choose (?:from|one of|between):?|one of(?: the following)?[^:\n\[(]{0,30}:?|must be:?|expected:?"
@@ -22,18 +21,14 @@ OPTIONS = re.compile(
 QUOTED = re.compile(r"""(?<!\w)(['"`])([^'"`\n]{1,40})\1(?!\w)""")
 QUOTED_LIST = re.compile(r"""((['"`])[^'"`\n]{1,40}\2(?:, *|,? or |,? and | *\| *))+(['"`])[^'"`\n]{1,40}\3""")
 PLAIN_LIST = re.compile(r"\b[\w-]+(?:, [\w-]+)+,? or [\w-]+")
-BULLET = re.compile(r"^\s*[-*•]\s*[`'\"]?([\w][\w -]{0,40}?)[`'\"]?\s*(?:\(|:|–|—|$)", re.M)
 EXAMPLE = re.compile(r"(?:e\.g\.|eg\.|for example|for instance|such as|example:)[ ,:]*(.{1,80})", re.I | re.S)
 QUOTED_EXAMPLE = re.compile(r"(?:e\.g\.|for example|for instance|such as)[:,]? *(['\"`])([^\n]{1,200}?)\1(?!\w)", re.I)
 CAPITALS = re.compile(r"\b[A-Z][A-Z_]{3,}(?: [A-Z][A-Z_]{3,})?\b")
-QUOTED_PHRASE = re.compile(r"""(?<!\w)['"`]([A-Za-z][\w -]{1,23})['"`](?!\w)""")
 YES_OR_NO = re.compile(r"\b(?:is|are|was|does|do|did|can|has|have|should|will)\b[^.?!\n]*\?", re.I)
-EMPHASIS = frozenset(
-    {"ALWAYS", "NEVER", "MUST", "ONLY", "SHOULD", "DO_NOT", "IMPORTANT", "CRITICAL", "REQUIRED", "WARNING", "NOTE"}
-    | {"NOTES", "YOUR", "THIS", "THAT", "WITH", "WILL", "FROM", "HAVE", "WHEN", "EACH", "MORE", "THAN", "THEN", "TODO"}
-    | {"JSON", "YAML", "HTML", "HTTP", "HTTPS", "MARKDOWN", "TEXT", "NULL", "NONE", "TRUE", "FALSE", "FORMAT", "INPUT"}
-    | {"OUTPUT", "TASK", "TASKS", "CONTEXT", "RULE", "RULES", "EXAMPLE", "EXAMPLES", "SYSTEM", "USER", "ROLE", "GOAL"}
-    | {"QUESTION", "ANSWER"}
+EMPHASIS = re.compile(
+    "ALWAYS|NEVER|MUST|ONLY|SHOULD|IMPORTANT|CRITICAL|REQUIRED|WARNING|NOTES?|YOUR|THIS|THAT|WITH|WILL|FROM|HAVE|WHEN"
+    "|EACH|MORE|THAN|THEN|JSON|YAML|HTML|HTTPS?|MARKDOWN|TEXT|NULL|NONE|TRUE|FALSE|FORMAT|INPUT|OUTPUT|TASKS?|CONTEXT"
+    "|RULES?|EXAMPLES?|SYSTEM|USER|ROLE|GOAL|QUESTION|ANSWER"
 )
 """Words in capitals that stress or name something, and are no answers."""
 MOST_OPTIONS = 8
@@ -48,9 +43,7 @@ def own_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def date_in(text: str) -> str:
-    """A moment in the form that a text asks for (YYYY-MM-DD, HH:MM, %d/%m/%Y); empty without one."""
-    if form := STRFTIME_FORM.search(text):
-        return DAY.strftime(form[0])
+    """A moment in the form that a text asks for (YYYY-MM-DD, HH:MM); empty without one."""
     form = DATE_FORM.search(text)
     if form is None:
         return ""
@@ -102,14 +95,9 @@ def names_in(text: str, names: Sequence[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
 
 
-def listed_names(text: str) -> list[str]:
-    """Names that a text lists as bullets or after a word such as "available"."""
-    return list(dict.fromkeys([*BULLET.findall(text), *options_in(text)]))
-
-
 def answer_words(text: str) -> list[str]:
     """Short answers that a prompt may wait for: listed options, words in capitals, quoted phrases."""
-    words = options_in(text) + [word for word in CAPITALS.findall(text) if word not in EMPHASIS]
+    words = [word for word in CAPITALS.findall(text) if not EMPHASIS.fullmatch(word)]
     words += ["yes", "no"] if YES_OR_NO.search(text) else []
-    words += [phrase for phrase in QUOTED_PHRASE.findall(text) if phrase.upper() not in EMPHASIS]
-    return list(dict.fromkeys(words))[:MOST_OPTIONS]
+    words += [phrase for _, phrase in QUOTED.findall(text) if not EMPHASIS.fullmatch(phrase.upper())]
+    return list(dict.fromkeys([*options_in(text), *words]))[:MOST_OPTIONS]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from cotune.errors import ConfigError, WorkflowError
 from cotune.recording.recorder import LiveCall
-from cotune.records.structs import CallRecord, Episode
 from cotune.storage.protocol import Store
 from cotune.trainer.before.answers.responder import Message
 
@@ -18,35 +18,31 @@ class RecordedAnswers:
     task if the task was not recorded. Raises ConfigError for a store without an answered call."""
 
     def __init__(self, store: Store) -> None:
-        self.episodes: list[tuple[Episode, dict[tuple[str, int], CallRecord]]] = []
+        self.episodes: list[tuple[str, dict[tuple[str, int], Message]]] = []
+        """The id of the task, and the chosen messages."""
         for episode in store.episodes():
-            answered = {}
+            messages = {}
             for call in store.calls(episode.id):
-                if call.status == "ok" and call.candidates:
-                    answered[call.role, call.turn] = call
-            if answered:
-                self.episodes.append((episode, answered))
+                for candidate in call.candidates:
+                    if call.status == "ok" and candidate.index == (call.chosen or 0):
+                        messages[call.role, call.turn] = candidate.message
+            if messages:
+                self.episodes.append((episode.task.id, messages))
         if not self.episodes:
-            raise ConfigError(
-                "answers", f"records:{store.address}", "has no answered call", "Record some: cotune trace"
-            )
+            address = f"records:{store.address}"
+            raise ConfigError("answers", address, "has no answered call", "Record some: cotune trace")
 
     def of_run(self, run: int) -> Callable[[LiveCall], Callable[[int], Message]]:
-        """The answers of one run."""
+        """The answers of a run: all candidates of a call are the recorded message."""
+        return lambda call: partial(self.message, run, call)
 
-        def answers(call: LiveCall) -> Callable[[int], Message]:
-            same_task = [calls for episode, calls in self.episodes if episode.task.id == call.task.id]
-            recorded = same_task or [calls for _, calls in self.episodes]
-            record = recorded[run % len(recorded)].get((call.role, call.turn))
-            if record is None:
-                raise WorkflowError(
-                    f"{NO_RECORD} for turn {call.turn} of role {call.role!r}.",
-                    "Record more episodes (cotune trace), or pass other --answers.",
-                )
-            candidate = record.candidates[0]
-            for other in record.candidates:
-                if other.index == record.chosen:
-                    candidate = other
-            return lambda index: candidate.message
-
-        return answers
+    def message(self, run: int, call: LiveCall, index: int) -> Message:
+        same_task = [messages for task, messages in self.episodes if task == call.task.id]
+        recorded = same_task or [messages for _, messages in self.episodes]
+        message = recorded[run % len(recorded)].get((call.role, call.turn))
+        if message is None:
+            raise WorkflowError(
+                f"{NO_RECORD} for turn {call.turn} of role {call.role!r}.",
+                "Record more episodes (cotune trace), or pass other --answers.",
+            )
+        return message

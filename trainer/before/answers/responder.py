@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 
-from cotune.algorithms.recipes import Attribution
 from cotune.errors import WorkflowError
 from cotune.recording.recorder import LiveCall, Responder
 from cotune.records.answers import Answer
-from cotune.records.plans import Plan
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplingParams, TokenBytes
 from cotune.sampling.responder import PolicyResponder
-from cotune.sampling.scoring import AnyScorer
 
 Message = Mapping[str, Any]
 ENDLESS = "on one task and did not stop"
@@ -31,68 +27,48 @@ STOPPED_AFTER = 4
 
 @dataclass(eq=False, kw_only=True)
 class CheckResponder:
-    """Answers the calls of one run. Plan, scorers and the choice of a candidate work as in training.
+    """Answers the calls of one episode. Plan, scorers and the choice of a candidate work as in training.
 
-    `answers(call)` returns a function from the index of a candidate to its message. With `real` that responder answers
-    instead: a model, or the application's own provider for one that returns None. `limit` bounds the calls of the
-    episode: beyond it the episode fails. `sampling` overrides the request's parameters, as in training.
+    `answers(call)` returns a function from the index of a candidate to its message. Without it the `model` answers, or
+    the application's own provider if there is none. `limit` bounds the calls: beyond it the episode fails. `training`
+    are options of `PolicyResponder`, as training sets them.
     """
 
-    answers: Callable[[LiveCall], Callable[[int], Message]]
-    real: Responder | None = None
-    plan: Plan | None = None
-    scorers: Mapping[str, AnyScorer] = field(default_factory=dict)
-    attribution: Attribution = field(default_factory=Attribution)
-    own: Mapping[str, Attribution] = field(default_factory=dict)
+    answers: Callable[[LiveCall], Callable[[int], Message]] | None = None
+    model: Responder | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
     provider_roles: Collection[str] = ()
     limit: int = 64
-    sampling: Mapping[str, Any] | None = None
     meeting: threading.Barrier | None = None
     """The first call waits here, a second at most, for that of another run, so that both overlap."""
-    calls: Counter[str] = field(default_factory=Counter, init=False)
-    """Calls by episode, refused ones too."""
+    calls: int = field(default=0, init=False)
+    """Calls so far, refused ones too."""
 
     async def respond(self, call: LiveCall) -> Answer | None:
         """Answer a call, or raise WorkflowError beyond the limit of calls."""
-        self.count(call)
-        if self.meeting is not None and self.calls.total() == 1:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                await asyncio.to_thread(self.meeting.wait, 1.0)  # the other run may be in another event loop
-        if self.real is not None:
-            return await self.real.respond(call)
-        provided = call.role in self.provider_roles
-        if provided:
-            call.unsupported_reason = ""
-        candidates = MessageSampler(self.answers(call))
-        inner = PolicyResponder(
-            cast(Sampler, candidates),
-            candidates,
-            {call.role: PolicyRef("drawn")},
-            plan=None if provided else self.plan,
-            scorers={} if provided else self.scorers,
-            attribution=self.attribution,
-            own=self.own,
-            override=self.sampling,
-        )
-        answer = await inner.respond(call)
-        assert answer is not None
-        return msgspec.structs.replace(answer, policy=None, prompt_ids=()) if provided else answer
-
-    @property
-    def cut(self) -> bool:
-        """Whether the episode made more calls than it may."""
-        return any(count > self.limit for count in self.calls.values())
-
-    def count(self, call: LiveCall) -> None:
-        self.calls[call.episode.id] += 1
-        count = self.calls[call.episode.id]
-        if count > STOPPED_AFTER * self.limit:
+        self.calls += 1
+        if self.calls > STOPPED_AFTER * self.limit:
             raise asyncio.CancelledError(f"the application made {self.limit} calls {ENDLESS}")
-        if count > self.limit:
+        if self.calls > self.limit:
             raise WorkflowError(
                 f"The application made {self.limit} calls {ENDLESS}; the last one by {call.role!r}.",
                 "Raise --calls if an episode may need more.",
             )
+        if self.meeting is not None and self.calls == 1:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                await asyncio.to_thread(self.meeting.wait, 1.0)  # the other run may be in another event loop
+        if self.answers is None:
+            return await self.model.respond(call) if self.model is not None else None
+        provided = call.role in self.provider_roles
+        if provided:
+            call.unsupported_reason = ""
+        candidates = MessageSampler(self.answers(call))
+        policies = {call.role: PolicyRef("drawn")}
+        options = {} if provided else self.training
+        inner = PolicyResponder(cast(Sampler, candidates), candidates, policies, **options)
+        answer = await inner.respond(call)
+        assert answer is not None
+        return msgspec.structs.replace(answer, policy=None, prompt_ids=()) if provided else answer
 
 
 class MessageSampler:

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import random
 import re
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from cotune.trainer.before.answers.prompts import date_in, example_in, options_in
 
 T = TypeVar("T")
-DEPTH = 12
-"""Nesting at which a schema that refers to itself is cut."""
 ROTATING_RUNS = 3
 """In the first runs options take turns, so that a few runs show each of them; later runs draw at random."""
 ENDINGS = frozenset({"finish", "finished", "end", "__end__", "done", "stop", "exit", "none", "quit", "terminate"})
 """Options that end an application's loop come last, so that the other branches run before it."""
-FORMATS = {
-    "date": "2000-01-15",
-    "date-time": "2000-01-15T09:30:00Z",
-    "time": "09:30:00Z",
-    "email": "a@example.org",
-    "uri": "https://example.org/",
-    "uuid": "00000000-0000-4000-8000-000000000000",
-}
 TYPICAL_VALUES: Sequence[tuple[str, Sequence[str]]] = (
-    ("datetime|timestamp", ("2000-01-15T09:30:00",)),
+    ("datetime|date_time|timestamp", ("2000-01-15T09:30:00",)),
     ("date|day|when|deadline|birthday|departure|arrival|checkin|checkout|due", ("2000-01-15",)),
-    ("timezone|tz", ("UTC",)),
     ("time|hour", ("09:30",)),
-    ("year", ("2000",)),
     ("url|uri|link|website|webpage|href|endpoint", ("https://example.org/",)),
     ("email|mail", ("a@example.org",)),
     ("uuid|guid", ("00000000-0000-4000-8000-000000000000",)),
@@ -41,13 +30,11 @@ TYPICAL_VALUES: Sequence[tuple[str, Sequence[str]]] = (
     ("currency", ("USD",)),
     ("ticker|stock", ("AAPL",)),
     ("city|location|place|destination|origin|town", ("Paris", "London")),
-    ("country", ("France", "Japan")),
     ("language|lang", ("English", "French")),
-    ("phone", ("+15550100",)),
     ("number|num|count|index|idx|id|amount|price|quantity|total|cost|rating|limit|age|size", ("1",)),
     ("minutes|hours|days|percentage|score|grade", ("1", "100")),
 )
-"""Typical texts by words in the name of a field. They are the same for every application."""
+"""Typical texts by words in the name or the format of a field. They are the same for every application."""
 SCORES = re.compile(r"score|grade|rating|confidence|percent|quality", re.I)
 """Numbers whose size decides something: without bounds, small and large ones take turns."""
 NEXT_AGENT = re.compile(
@@ -81,132 +68,92 @@ def draw_value(schema: Any, draw: Draw, about: str = "") -> Any:
 
     `about` is text that may describe the fields: a tool's description or the prompt. Conditions and `not` are ignored.
     """
-    return ValueDrawer(schema, draw, about).value(schema, 0, "")
+    return ValueDrawer(schema, draw, about).value(schema, "")
 
 
 @dataclass(frozen=True)
 class ValueDrawer:
-    """The recursion over one schema. `field` is the path of names to the value that is drawn."""
+    """The recursion over one schema. `path` are the names of the fields that lead to the value that is drawn."""
 
     root: Any
     draw: Draw
     about: str
-    references: frozenset[str] = field(default=frozenset())
-    """References above the value: alternatives that lead back to one of them are avoided."""
+    references: frozenset[str] = frozenset()
+    """References above the value: they are not followed again."""
 
-    def value(self, schema: Any, depth: int, field: str) -> Any:
-        if not isinstance(schema, Mapping) or depth > DEPTH:
+    def value(self, schema: Any, path: str) -> Any:
+        if not isinstance(schema, Mapping) or self.returns(schema):
             return None
         if "$ref" in schema:
-            name = str(schema["$ref"])
-            inner = ValueDrawer(self.root, self.draw, self.about, self.references | {name})
-            return inner.value(resolve(name, self.root), depth + 1, field)
+            inner = replace(self, references=self.references | {schema["$ref"]})
+            return inner.value(resolve(schema["$ref"], self.root), path)
         if "const" in schema:
             return schema["const"]
         if schema.get("enum"):
             options = sorted(schema["enum"], key=lambda option: str(option).lower() in ENDINGS)
-            return self.draw.choose(options, field)
+            return self.draw.choose(options, path)
         for word in ("anyOf", "oneOf"):
             if schema.get(word):
-                return self.value(self.alternative(schema[word], field), depth + 1, field)
+                return self.alternative(schema[word], path)
         if schema.get("allOf"):
-            return self.all_of(schema["allOf"], depth, field)
+            values = [self.value(part, path) for part in schema["allOf"]]
+            objects = [value for value in values if isinstance(value, dict)]
+            return dict(ChainMap(*objects)) if objects else values[0]
         kind = type_of(schema)
         if kind == "object":
-            return self.object(schema, depth, field)
+            return self.object(schema, path)
         if kind == "array":
-            return self.array(schema, depth, field)
+            return self.array(schema, path)
         if kind in ("integer", "number"):
-            return self.number(schema, kind, field)
+            number = self.draw.choose(number_options(schema, path), path)
+            return int(number) if kind == "integer" else number
         if kind == "boolean":
-            return self.draw.choose([True, False], field)
-        return None if kind == "null" else self.text(schema, field)
+            return self.draw.choose([True, False], path)
+        return None if kind == "null" else self.text(schema, path)
 
-    def alternative(self, parts: Sequence[Any], field: str) -> Any:
-        """An alternative that is not null and does not lead back to where it came from, if there is one."""
-        not_null = [part for part in parts if not (isinstance(part, Mapping) and part.get("type") == "null")]
-        forward = [part for part in not_null if not self.returns(part)]
-        if not forward and len(not_null) < len(parts):
-            return {"type": "null"}
-        return self.draw.choose(forward or not_null or parts, field)
+    def returns(self, schema: Any) -> bool:
+        """Whether a schema leads back to one above it."""
+        return isinstance(schema, Mapping) and schema.get("$ref") in self.references
 
-    def all_of(self, parts: Sequence[Any], depth: int, field: str) -> Any:
-        values = [self.value(part, depth + 1, field) for part in parts]
-        if not all(isinstance(value, dict) for value in values):
-            return values[0]
-        merged = {}
-        for value in values:
-            merged.update(value)
-        return merged
+    def alternative(self, parts: Sequence[Any], path: str) -> Any:
+        """A value of one alternative, but null only if all others lead back to where they came from."""
+        usable = []
+        for part in parts:
+            if isinstance(part, Mapping) and part.get("type") != "null" and not self.returns(part):
+                usable.append(part)
+        return self.value(self.draw.choose(usable, path), path) if usable else None
 
-    def object(self, schema: Mapping[str, Any], depth: int, field: str) -> dict[str, Any]:
+    def object(self, schema: Mapping[str, Any], path: str) -> dict[str, Any]:
         properties = schema.get("properties") or {}
         names = list(schema.get("required") or ())
         for name, part in properties.items():
             # An optional list is filled too: with an empty one, nothing would be done for its elements.
             if isinstance(part, Mapping) and part.get("type") == "array" and name not in names:
                 names.append(name)
-        return {name: self.value(properties.get(name, {}), depth + 1, f"{field} {name}") for name in names}
+        return {name: self.value(properties.get(name, {}), f"{path} {name}") for name in names}
 
-    def array(self, schema: Mapping[str, Any], depth: int, field: str) -> list[Any]:
+    def array(self, schema: Mapping[str, Any], path: str) -> list[Any]:
         if schema.get("prefixItems"):
-            return [self.value(item, depth + 1, field) for item in schema["prefixItems"]]
+            return [self.value(item, path) for item in schema["prefixItems"]]
         items = schema.get("items") or {}
         count = int(schema.get("minItems") or 0)
         if not count and schema.get("maxItems") != 0 and not self.returns(items):
             count = 1
-        values = []
-        for i in range(count):
-            draw = Draw(self.draw.run, self.draw.role, self.draw.count + i, self.draw.agents)
-            drawer = ValueDrawer(self.root, draw, self.about, self.references)
-            values.append(drawer.value(items, depth + 1, field))
-        return values
+        drawers = [replace(self, draw=replace(self.draw, count=self.draw.count + i)) for i in range(count)]
+        return [drawer.value(items, path) for drawer in drawers]
 
-    def number(self, schema: Mapping[str, Any], kind: str, field: str) -> float:
-        step = 1 if kind == "integer" else 0.5
-        low, high = schema.get("minimum"), schema.get("maximum")
-        if low is None and schema.get("exclusiveMinimum") is not None:
-            low = schema["exclusiveMinimum"] + step
-        if high is None and schema.get("exclusiveMaximum") is not None:
-            high = schema["exclusiveMaximum"] - step
-        bounds = RANGE.search(str(schema.get("description") or ""))
-        if low is None and high is None and bounds:
-            low, high = float(bounds[1]), float(bounds[2])
+    def text(self, schema: Mapping[str, Any], path: str) -> str:
+        text = self.draw.choose(self.text_options(schema, path), path)
+        return text.ljust(int(schema.get("minLength") or 0), "a")[: schema.get("maxLength")]
 
-        default = schema.get("default")
-        options: list[float] = [1]
-        if low is not None and high is not None and low < high <= low + WIDEST_RANGE:
-            options = [high, low]
-        elif low is not None:
-            options = [low]
-        elif high is not None:
-            options = [min(1, high)]
-        elif isinstance(default, int | float):
-            options = [default]
-        elif SCORES.search(field):
-            options = [1, 100, 5, 10, 0]
-        chosen = self.draw.choose(options, field)
-        return int(chosen) if kind == "integer" else chosen
-
-    def text(self, schema: Mapping[str, Any], field: str) -> str:
-        shortest, longest = int(schema.get("minLength") or 0), int(schema.get("maxLength") or 1 << 30)
-        for option in (self.draw.choose(self.text_options(schema, field), field), "a"):
-            if len(option) <= longest:
-                return option.ljust(shortest, "a")
-        return "a" * shortest
-
-    def text_options(self, schema: Mapping[str, Any], field: str) -> Sequence[str]:
+    def text_options(self, schema: Mapping[str, Any], path: str) -> Sequence[str]:
         """Texts for a field, from the most to the least certain source: the schema, its description, its name."""
-        if schema.get("format") in FORMATS:
-            return [FORMATS[schema["format"]]]
-        if schema.get("pattern"):
-            every = [*FORMATS.values(), *(text for _, texts in TYPICAL_VALUES for text in texts), "a", "A", "1", "AB12"]
-            return [text for text in every if matches(str(schema["pattern"]), text)] or ["a"]
-        default = schema.get("default")
-        if isinstance(default, str) and default:
-            return [default]
-        name = field.rpartition(" ")[2]
-        if self.draw.agents and NEXT_AGENT.search(field):
+        name = path.rpartition(" ")[2]
+        if texts := typical_texts(str(schema.get("format") or "")):
+            return texts
+        if schema.get("default"):
+            return [str(schema["default"])]
+        if self.draw.agents and NEXT_AGENT.search(name):
             return self.draw.agents
         # A docstring describes a field on the line that begins with its name.
         line = re.search(rf"^[ \t*:-]*(?:param )?{re.escape(name)}\b[^\n]*", self.about, re.M) if name else None
@@ -219,8 +166,25 @@ class ValueDrawer:
             return [example]
         return typical_texts(name) or [chr(ord("a") + self.draw.count % 26)]
 
-    def returns(self, schema: Any) -> bool:
-        return isinstance(schema, Mapping) and str(schema.get("$ref")) in self.references
+
+def number_options(schema: Mapping[str, Any], path: str) -> Sequence[float]:
+    """Numbers to choose from: the bounds, which a description may name too, the default, or typical ones."""
+    step = 1 if schema.get("type") == "integer" else 0.5
+    low, high = schema.get("minimum"), schema.get("maximum")
+    if schema.get("exclusiveMinimum") is not None:
+        low = schema["exclusiveMinimum"] + step
+    if schema.get("exclusiveMaximum") is not None:
+        high = schema["exclusiveMaximum"] - step
+    bounds = RANGE.search(str(schema.get("description") or ""))
+    if low is None and high is None and bounds:
+        low, high = float(bounds[1]), float(bounds[2])
+    if low is not None and high is not None and low < high <= low + WIDEST_RANGE:
+        return [high, low]
+    if low is not None or high is not None:
+        return [low if low is not None else min(1, high)]
+    if isinstance(schema.get("default"), int | float):
+        return [schema["default"]]
+    return [1, 100, 5, 10, 0] if SCORES.search(path) else [1]
 
 
 def typical_texts(name: str) -> Sequence[str]:
@@ -245,13 +209,5 @@ def resolve(reference: str, root: Any) -> Any:
     """The part of a schema that `#/$defs/Name` refers to; all of it for a reference to the whole."""
     target = root
     for part in reference.removeprefix("#").strip("/").split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
-        target = target.get(name) if isinstance(target, Mapping) else None
+        target = target.get(part) if isinstance(target, Mapping) else None
     return target if reference.strip("#/") else root
-
-
-def matches(pattern: str, text: str) -> bool:
-    try:
-        return re.search(pattern, text) is not None
-    except re.error:  # JSON schemas use ECMAScript's dialect
-        return False

@@ -41,7 +41,7 @@ def use_findings(store: Store, calls: Sequence[CallRecord], prompts: Prompts) ->
         yield Finding("note", "prompts", "the file of prompts has no edited part.")
 
 
-def prompt_findings(store: Store, workflow: str, tasks: str) -> Iterator[Finding]:
+def prompt_findings(store: Store) -> Iterator[Finding]:
     """How many parts each role's prompts have, and which roles send nothing but the task."""
     found = find_parts(store)
     told = []
@@ -53,7 +53,7 @@ def prompt_findings(store: Store, workflow: str, tasks: str) -> Iterator[Finding
             text = f"{role.name} sends nothing but its input: it has no prompt that could be improved."
             yield Finding("warns", "prompts", text, "If that is meant, leave it so; else give it instructions.")
     if told:
-        remedy = f"They are shown by: cotune prompts show {workflow} --tasks {tasks}."
+        remedy = "They are shown by: cotune prompts show."
         if max(role.tasks for role in found.roles) < TASKS:
             remedy += " With --limit 2, what is constant in them can be told from their input."
         yield Finding("note", "prompts", f"{'; '.join(told)}.", remedy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from cotune.episodes.workflows import Workflow
 from cotune.recording.app_parts import Parts
 from cotune.records.structs import CallRecord, Task
 from cotune.storage.protocol import Store
+from cotune.tables import answer_line
 from cotune.trainer.before.answers.recorded import NO_RECORD
 from cotune.trainer.before.answers.responder import ENDLESS, CheckResponder
 from cotune.trainer.before.check.watch import Watch
@@ -34,16 +34,14 @@ class Run:
     """Without those that the dry run itself refused."""
     logged: Sequence[BaseException]
     """Exceptions that the application or its framework swallowed."""
+    asked: str
+    """How a person was asked; empty if nobody was."""
     cut: bool
     """Whether it reached the limit of time or calls."""
 
     @property
     def ended(self) -> bool:
         return self.outcome.error is None
-
-    @property
-    def id(self) -> str:
-        return self.outcome.episode.id
 
     @property
     def answered(self) -> bool:
@@ -62,11 +60,7 @@ class Run:
         for call in reversed(self.calls):
             if call.status == "ok" and call.candidates:
                 candidate = call.candidates[call.chosen or 0]
-                text = json.dumps(candidate.text)
-                for tool in candidate.message.get("tool_calls") or ():
-                    function = tool.get("function") or {}
-                    text = f"{function.get('name')}({function.get('arguments')})"
-                return f"{call.role} (turn {call.turn}): {text if len(text) <= 200 else f'{text[:200]} ...'}"
+                return f"{call.role} (turn {call.turn}): {answer_line(candidate)}"
         return ""
 
 
@@ -77,8 +71,6 @@ class TaskRuns:
     task: Task
     runs: list[Run] = field(default_factory=list)
     pairs: list[list[Run]] = field(default_factory=list)
-    fails_by_chance: bool = False
-    """Whether a run alone failed too, with the same answers as one that ended well."""
 
     @property
     def all(self) -> list[Run]:
@@ -103,45 +95,41 @@ class TaskRuns:
     @property
     def failed_pairs(self) -> list[list[Run]]:
         """Pairs in which a run failed, unless both only reached a limit."""
-        return [pair for pair in self.pairs if pair_failed(pair)]
-
-
-def pair_failed(pair: Sequence[Run]) -> bool:
-    return any(not run.ended for run in pair) and not all(run.cut for run in pair)
+        failed = [pair for pair in self.pairs if any(not run.ended for run in pair)]
+        return [pair for pair in failed if not all(run.cut for run in pair)]
 
 
 @dataclass
 class Runner:
-    """Runs `workflow` on tasks; `responder(number)` answers a run. None takes longer than `timeout` seconds."""
+    """Runs `workflow` on tasks; `responder(number)` answers a run. No run makes more than `calls` calls or takes longer
+    than `timeout` seconds."""
 
     workflow: Workflow
     store: Store
     responder: Callable[[int], CheckResponder]
-    timeout: float
     watch: Watch
-    at_once: bool = True
-    offline: bool = True
-    say: Callable[[str], None] = lambda text: None
+    say: Callable[[str], None]
+    calls: int
+    timeout: float
+    at_once: bool
+    offline: bool
     parts: Parts = field(default_factory=Parts)
 
-    async def run(self, tasks: Sequence[Task]) -> list[TaskRuns]:
-        return [await self.run_task(task) for task in tasks]
-
-    async def run_task(self, task: Task) -> TaskRuns:
+    async def run(self, task: Task) -> TaskRuns:
+        """Run a task until nothing new is to be expected, then twice at once; a pair that fails is repeated."""
         runs = TaskRuns(task)
-        while self.goes_on(runs):
+        while self.needs_another(runs.runs):
             runs.runs.append(await self.run_once(task, len(runs.runs)))
-        if self.at_once and runs.shown.ended:
-            await self.run_at_once(runs)
+        while self.at_once and runs.shown.ended and len(runs.pairs) == len(runs.failed_pairs) < PAIRS:
+            meeting = threading.Barrier(2)
+            both = [self.run_once(task, runs.shown.number, meeting) for _ in range(2)]
+            runs.pairs.append(list(await asyncio.gather(*both)))
         return runs
 
-    def goes_on(self, task: TaskRuns) -> bool:
+    def needs_another(self, runs: Sequence[Run]) -> bool:
         """Whether another run may show something: until the application has ended, no new role appears in the last two
         runs, and each part that its framework lists has run."""
-        runs = task.runs
-        if len(runs) < 1:
-            return True
-        if len(runs) >= MOST_RUNS or not any(run.roles for run in runs):
+        if runs and (len(runs) >= MOST_RUNS or not any(run.roles for run in runs)):
             return False
         # Further answers do not shorten runs that take too long; two of them are enough to tell.
         if sum(run.outcome.live.interrupted for run in runs) >= 2:
@@ -153,23 +141,11 @@ class Runner:
             return True
         return any(not self.parts.ran(part) for part in self.parts.known)
 
-    async def run_at_once(self, task: TaskRuns) -> None:
-        """Run the task twice at once; after a pair that fails, two further pairs and a run alone."""
-        number = task.shown.number
-        for _ in range(PAIRS):
-            meeting = threading.Barrier(2)
-            both = [self.run_once(task.task, number, meeting) for _ in range(2)]
-            task.pairs.append(list(await asyncio.gather(*both)))
-            if not task.failed_pairs:
-                return
-        if len(task.failed_pairs) == PAIRS:
-            task.fails_by_chance = not (await self.run_once(task.task, number)).ended
-
     async def run_once(self, task: Task, number: int, meeting: threading.Barrier | None = None) -> Run:
         """One run. With a `meeting` it overlaps another one."""
         self.say(f"running {self.workflow.name} on task {task.id}{', twice at once' if meeting else ''} ...")
         responder = self.responder(number)
-        responder.meeting = meeting
+        responder.meeting, responder.limit = meeting, self.calls
         options = EpisodeOptions(
             phase="check", timeout=self.timeout, offline=self.offline, fixed_embeddings=self.offline, parts=self.parts
         )
@@ -177,11 +153,11 @@ class Runner:
         if meeting is not None:
             meeting.abort()  # the other run need not wait any longer
         id, notes = outcome.episode.id, outcome.live.notes
-        if notes.get("waits"):
-            self.watch.asked.setdefault(id, "the graph stopped at an interrupt()")
+        asked = self.watch.asked.get(id, "the graph stopped at an interrupt()" if notes.get("waits") else "")
         # A framework wraps an error of a call into its own; the error itself is shorter.
         outcome = dataclasses.replace(outcome, error=outcome.live.fatal or outcome.error)
         self.store.flush()
         calls = [call for call in self.store.calls(id) if ENDLESS not in str(call.error)]
         logged = [*self.watch.logged.get(id, ()), *notes.get("raised", ())]
-        return Run(number, outcome, calls, logged, outcome.live.interrupted or responder.cut)
+        cut = outcome.live.interrupted or responder.calls > responder.limit
+        return Run(number, outcome, calls, logged, asked, cut)

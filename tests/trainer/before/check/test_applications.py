@@ -90,7 +90,7 @@ def test_a_fan_out_over_a_made_up_list_runs_and_temperature_0_blocks_nothing() -
     assert report.trainable, report.findings
     assert roles(report) == {"plan", "work", "report"}
     assert idle(report) == {"write": True}
-    assert {call.temperature for call in report.calls} == {0.0}
+    assert {call.params["temperature"] for call in report.calls} == {0.0}
     assert [(g.roles, g.size) for g in report.groups] == [(("plan",), 4), (("work",), 4), (("report",), 4)]
 
 
@@ -159,7 +159,7 @@ def test_a_crash_on_a_made_up_answer_says_so_and_leaves_the_verdict_open() -> No
     (finding,) = [f for f in report.findings if f.level == "undecided"]
     assert report.verdict == "undecided" and not report.trainable
     assert "IndexError: list index out of range" in finding.text
-    assert 'Last answer before it: count (turn 0): "drawn answer 1".' in finding.text
+    assert "Last answer before it: count (turn 0): drawn answer 1." in finding.text
     assert "--answers MODEL" in finding.remedy
 
 

@@ -103,24 +103,23 @@ def test_a_graph_is_checked_in_seconds_without_loading_a_model_or_another_framew
     assert {"torch", "transformers", "crewai", "autogen_core"} & set(modules) == set()
     assert status == 0 and report["trainable"]
     assert seconds < 10
-    assert [(c["role"], c["turn"], c["step"], c["parents"], c["characters"]) for c in report["calls"]] == [
-        ("writer", 0, 0, [], 3),
-        ("critic", 0, 1, [0], 3 + 14 + 5),
-    ]
-    assert [c["temperature"] for c in report["calls"]] == [0.2, 0.2]
-    assert report["groups"] == [{"task": "q", "roles": ["writer"], "turns": [0], "size": 4}]
+    writer, critic = report["calls"]
+    assert [(c["role"], c["turn"], c["step"]) for c in (writer, critic)] == [("writer", 0, 0), ("critic", 0, 1)]
+    assert (writer["parents"], critic["parents"]) == ([], [writer["id"]])
+    assert [c["params"]["temperature"] for c in (writer, critic)] == [0.2, 0.2]
+    assert report["groups"] == [{"task": "q", "roles": ["writer"], "size": 4}]
     assert [(r["role"], r["trained"], r["reason"]) for r in report["roles"]] == [
         ("writer", True, ""),
         ("critic", False, "no scorer"),
     ]
-    assert {f["name"] for f in report["frameworks"]} == {"openai", "langchain-core", "langgraph"}
+    assert (writer["integration"], writer["candidates"]) == ("langgraph", [])
     assert report["team"] == {"team": 1.0} and report["local"] == {"writer": {"local": [-14.0, -14.0]}}
 
 
 def test_every_call_of_a_trained_role_is_a_group_of_k(provider: Provider) -> None:
     report = dry(application(first=letters, second=letters), config={"plan": {"k": 3}})
     assert report.trainable
-    assert [(g.roles, g.turns, g.size) for g in report.groups] == [(("first",), (0,), 3), (("second",), (0,), 3)]
+    assert [(g.roles, g.size) for g in report.groups] == [(("first",), 3), (("second",), 3)]
     assert [(c.role, c.step, c.status, c.model) for c in report.calls] == [
         ("first", 0, "ok", "m"),
         ("second", 1, "ok", "m"),
@@ -146,7 +145,7 @@ def test_a_recipe_that_shares_prompts_finds_only_first_turns_alike(provider: Pro
         return 1.0
 
     report = dry(application(talk), config={"recipe": "at_grpo", "plan": {"kind": "independent"}})
-    assert [(g.turns, g.size) for g in report.groups] == [((0,), 4)]
+    assert [(g.roles, g.size) for g in report.groups] == [(("talker",), 4)]
     assert report.left_out == {"group_of_one": 4}
 
 
@@ -242,7 +241,7 @@ def test_a_scorer_that_never_ends_is_named_once(provider: Provider) -> None:
     (text,) = said(report, "undecided", "runs")
     assert report.verdict == "undecided" and report.runs == 2
     assert "turn 0 of role 'first' was open (its scorer was running)" in text
-    assert "CancelledError" not in text and "2 of them at a limit of time or calls. Raise --timeout" in text
+    assert "CancelledError" not in text and "2 of them reached a limit of time or calls. Raise --timeout" in text
 
 
 def test_a_run_that_fails_is_named_by_its_task(provider: Provider) -> None:
@@ -345,7 +344,7 @@ def test_the_provider_may_answer(provider: Provider) -> None:
     report = dry(application(), answers="provider")
     assert report.trainable and {role.role for role in report.roles} == {"first", "second"}
     assert len(provider.requests) == 2 * report.runs
-    assert "form no groups" in texts(report)
+    assert report.groups == ()
     provider.requests.clear()
 
 
@@ -368,8 +367,8 @@ def test_two_runs_at_once_that_fail_by_chance_leave_the_verdict_open(provider: P
         return 1.0
 
     report = dry(application(fails_once))
-    assert report.verdict == "undecided" and len(runs) == 9
-    assert "(1 of 3 pairs)" in said(report, "undecided", "runs")[0]
+    assert report.verdict == "undecided" and len(runs) == 7
+    assert "(1 of 2 pairs)" in said(report, "undecided", "runs")[0]
 
 
 def test_two_runs_at_once_that_both_reach_the_limit_do_not_block(provider: Provider) -> None:
@@ -413,7 +412,6 @@ def test_swallowed_failures_are_told(provider: Provider) -> None:
         return 1.0
 
     report = dry(application(careless))
-    assert "1 call failed and the application went on" in said(report, "warns", "task a")[0]
     assert any("1 of 1 calls are not trained on" in text for text in said(report, "warns", "searcher"))
     assert [(r.role, r.trained, r.reason) for r in report.roles] == [
         ("first", True, ""),
@@ -438,7 +436,7 @@ def test_what_calls_ask_for_is_told(provider: Provider) -> None:
     report = dry(application(asks))
     assert said(report, "warns", "first") == ["asks for n = 3 choices; only the first is trained."]
     assert said(report, "note", "first") == ["asks for temperature 0.5; training samples at 1 (sampling.temperature)."]
-    assert (report.calls[0].n, report.calls[0].temperature) == (3, 0.5)
+    assert (report.calls[0].params["n"], report.calls[0].params["temperature"]) == (3, 0.5)
 
 
 def test_a_stream_under_a_tree_is_told(provider: Provider) -> None:
@@ -450,7 +448,7 @@ def test_a_stream_under_a_tree_is_told(provider: Provider) -> None:
         return 1.0
 
     report = dry(application(streams, first=letters))
-    assert report.calls[0].stream
+    assert report.calls[0].streamed
     assert "with 4 candidates per call the answer comes at once" in said(report, "note", "first")[0]
 
 
@@ -566,7 +564,7 @@ def test_progress_names_what_runs(provider: Provider) -> None:
 
 def test_tokens_are_counted_with_a_model(provider: Provider, tiny_base: Path) -> None:
     report = dry(application(), model=str(tiny_base))
-    assert [call.tokens for call in report.calls] == [len("say a") + 3, len("after drawn answer 1: a") + 3]
+    assert [report.tokens[call.id] for call in report.calls] == [len("say a") + 3, len("after drawn answer 1: a") + 3]
 
 
 def test_a_model_is_named_as_in_training(provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,7 +573,7 @@ def test_a_model_is_named_as_in_training(provider: Provider, tmp_path: Path, mon
     (tmp_path / "model").mkdir()
     write_gguf(tmp_path / "model" / "tiny.gguf")
     report = dry(application(), model=str(tmp_path / "model"))
-    assert all(call.tokens for call in report.calls) and report.spent["reading"] > 0
+    assert all(report.tokens[call.id] for call in report.calls)
     assert not [*(tmp_path / "cache").rglob("*.safetensors")]
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match="it is a run folder"):

@@ -14,13 +14,13 @@ def test_parts_are_counted_and_a_role_without_any_is_named(tmp_path: Path) -> No
     calls = lambda q: [Asked("writer", [("system", SYSTEM), q]), Asked("reader", [q])]  # noqa: E731
     tasks = [{"q": "Where is the parcel?"}, {"q": "Who pays for the broken lamp?"}]
     with store_of(tmp_path / "two.db", [(task, calls(task["q"])) for task in tasks], phase="check") as store:
-        bare, parts = prompt_findings(store, "app:solve", "t.jsonl")
+        bare, parts = prompt_findings(store)
     assert (bare.level, parts.level) == ("warns", "note")
     assert bare.text.startswith("reader sends nothing but its input")
     assert parts.text == "writer: 1 system message."
-    assert parts.remedy == "They are shown by: cotune prompts show app:solve --tasks t.jsonl."
+    assert parts.remedy == "They are shown by: cotune prompts show."
     with store_of(tmp_path / "one.db", [(tasks[0], calls(tasks[0]["q"]))], phase="check") as store:
-        assert "--limit 2" in list(prompt_findings(store, "app:solve", "t.jsonl"))[-1].remedy
+        assert "--limit 2" in list(prompt_findings(store))[-1].remedy
 
 
 def test_parts_of_a_file_are_compared_with_the_calls_of_the_dry_run(tmp_path: Path) -> None:
