@@ -24,7 +24,7 @@ ifneq ($(LINKS),)
 export UV_FIND_LINKS ?= $(LINKS)
 endif
 
-.PHONY: install browser bubblewrap postgresql demo demo-cluster demo-smollm docs test test-fast test-long test-versions lint style lock clean
+.PHONY: install browser bubblewrap postgresql demo demo-cluster demo-smollm docs test test-fast test-long test-versions gpu lint style lock clean
 
 install: $(STAMP) browser bubblewrap postgresql
 
@@ -96,6 +96,12 @@ test-long: $(STAMP)
 # Each framework in its oldest and its newest supported version; docs/reference/versions.md shows the table.
 test-versions: $(STAMP)
 	$(BIN)/python tests/versions.py --write
+
+# What a GPU does with cotune, in seven minutes: for a machine that has one and python3 with torch, transformers, peft and
+# what requirements/gpu-wheels.txt names. Installs nothing and needs no network access.
+GPU_PYTHON ?= python3
+gpu:
+	benchmarks/gpu/from_source.sh $(GPU_PYTHON) -m benchmarks.gpu --out build/gpu.jsonl
 
 lint: style
 	$(BIN)/mypy

@@ -44,7 +44,7 @@ PUBLISHES = "test_one_prompt"
 """The file after which the session's engine for full weights does not serve those that it began with."""
 CLOSES = "test_closing_fails_what_is_pending_and_may_be_repeated"
 """The test that closes the session's engine for full weights."""
-ORDER = (".", "docs", "core", "trainer", "examples", "adapters", "integrations")
+ORDER = (".", "docs", "core", "trainer", "gpu", "examples", "adapters", "integrations")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,115 @@
+"""Models with random weights, made on the device that they run on, and rows of random tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import cotune.trainer.learner.load as learner_load
+from cotune.algorithms.samples import TrainRow
+
+VOCABULARY = 151_936
+CONTEXT = 131_072
+SHAPES = {
+    # hidden, feed-forward, layers, heads, heads of keys and values
+    "Qwen3-0.6B": (1024, 3072, 28, 16, 8),
+    "Qwen3-1.7B": (2048, 6144, 28, 16, 8),
+    "Qwen3-4B": (2560, 9728, 36, 32, 8),
+    "tiny": (64, 128, 2, 4, 2),
+}
+TINY_VOCABULARY = 512
+
+
+def config_of(name: str) -> Qwen3Config:
+    """The shape of a model of `SHAPES`."""
+    hidden, feed_forward, layers, heads, groups = SHAPES[name]
+    tiny = name == "tiny"
+    return Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=32 if tiny else 128,
+        vocab_size=TINY_VOCABULARY if tiny else VOCABULARY,
+        max_position_embeddings=CONTEXT,
+        max_window_layers=layers,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+
+
+def build(name: str, dtype: torch.dtype, device: str, seed: int = 0) -> Qwen3ForCausalLM:
+    """A model of `SHAPES` with random weights; the same for the same seed, device and precision."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        network = Qwen3ForCausalLM._from_config(config_of(name), dtype=dtype)
+    return network.eval()
+
+
+@contextmanager
+def made_on_the_device(folder: Path, name: str, seed: int = 0) -> Iterator[str]:
+    """A model folder without weights: while it is open, learners that load it get random weights on their device."""
+    config_of(name).save_pretrained(folder)
+    load = learner_load._load
+
+    def made(_: str, dtype: str, device: torch.device, settings: Any, *rest: Any, **more: Any) -> Any:
+        if settings.quantize != "none":
+            raise RuntimeError("Weights of 4 bits are read from files, and there are none.")
+        return build(name, getattr(torch, dtype), str(device), seed)
+
+    learner_load._load = made
+    try:
+        yield str(folder)
+    finally:
+        learner_load._load = load
+
+
+def plain_rows(count: int, prompt: int, answer: int, vocabulary: int, seed: int = 0) -> list[TrainRow]:
+    """Rows that have nothing in common."""
+    draw = random.Random(seed)
+    return [
+        TrainRow(
+            id=f"row {number}",
+            role="agent",
+            prompt_ids=tuple(draw.randrange(2, vocabulary) for _ in range(prompt)),
+            response_ids=tuple(draw.randrange(2, vocabulary) for _ in range(answer)),
+            logprobs=(-1.0,) * answer,
+            advantage=1.0 if number % 2 else -1.0,
+            trajectory=f"episode {number}",
+        )
+        for number in range(count)
+    ]
+
+
+def episode_rows(
+    episodes: int, turns: int, candidates: int, prompt: int, answer: int, vocabulary: int, seed: int = 0
+) -> list[TrainRow]:
+    """Rows of a tree: each turn has `candidates` answers to one prompt, and its first answer is in the next prompt."""
+    draw = random.Random(seed)
+    rows: list[TrainRow] = []
+    for episode in range(episodes):
+        known = tuple(draw.randrange(2, vocabulary) for _ in range(prompt))
+        for turn in range(turns):
+            answers = [tuple(draw.randrange(2, vocabulary) for _ in range(answer)) for _ in range(candidates)]
+            for number, ids in enumerate(answers):
+                rows.append(
+                    TrainRow(
+                        id=f"episode {episode}, turn {turn}, candidate {number}",
+                        role="agent",
+                        prompt_ids=known,
+                        response_ids=ids,
+                        logprobs=(-1.0,) * answer,
+                        advantage=1.0 if number % 2 else -1.0,
+                        trajectory=f"episode {episode}",
+                    )
+                )
+            known = known + answers[0] + tuple(draw.randrange(2, vocabulary) for _ in range(answer // 4))
+    return rows
