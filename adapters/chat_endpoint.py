@@ -21,7 +21,7 @@ from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.errors import PromptTooLong, RequestRefused, SamplerError, SampleTimeout
 from cotune.integrations.apps.openai.chat_request import ChatRequest
 from cotune.integrations.apps.openai.forms import CHAT
-from cotune.integrations.web.http.bodies import read_json
+from cotune.integrations.web.http.bodies import read_json, room_for
 from cotune.integrations.web.http.limits import BodyLimits
 from cotune.integrations.web.http.requests import (
     Access,
@@ -74,6 +74,7 @@ class ChatEndpoint:
         self.local = replace(local, served=self.names.served, others=self.names.default)
         self.access = access
         self.limits = limits
+        self.room = room_for(limits)
         self.responder = _Responder(self.local)
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
@@ -114,7 +115,7 @@ class ChatEndpoint:
         return served
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_json(scope, receive, self.access, dict[str, Any], self.limits)
+        body = await read_json(scope, receive, self.access, dict[str, Any], self.limits, self.room)
         try:
             request = msgspec.convert(body, ChatRequest)
         except msgspec.ValidationError as error:

@@ -17,15 +17,18 @@ import openai
 import pytest
 import zstandard
 
-from cotune.adapters import serving
+from cotune.adapters import chat_endpoint, serving
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
 from cotune.adapters.serving import Endpoint, serve, serving_local
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
+from cotune.integrations.web.http import bodies
 from cotune.integrations.web.http.limits import BodyLimits
+from cotune.integrations.web.http.requests import BodyRoom
 from cotune.integrations.web.http.server import check_access
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, TokenBytes, Weights
+from tests.integrations.web.http.unfinished import unfinished_bodies
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -116,6 +119,22 @@ def scripted(**options: Any) -> Iterator[tuple[Endpoint, Scripted]]:
 
     with serving_local(opened, **options) as endpoint:
         yield endpoint, sampler
+
+
+def test_bodies_that_never_end_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = []
+
+    def room_for(limits: BodyLimits) -> BodyRoom:
+        rooms.append(bodies.room_for(limits))
+        return rooms[-1]
+
+    monkeypatch.setattr(chat_endpoint, "room_for", room_for)
+    with scripted(limits=BodyLimits(max_body=1 << 20)) as (endpoint, _):
+        url, path = f"http://127.0.0.1:{endpoint.port}", "/v1/chat/completions"
+        assert rooms[0].most == 8 << 20
+        with unfinished_bodies(url, path, rooms[0], "application/json", count=40, largest=1 << 20):
+            body = {"model": "writer", "messages": HELLO}
+            assert httpx.post(url + path, json=body).status_code == 200
 
 
 def hanging(endpoint: Endpoint) -> socket.socket:

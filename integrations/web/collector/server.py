@@ -30,6 +30,7 @@ from cotune.integrations.web.collector.otlp import PROTOBUF, read_spans, records
 from cotune.integrations.web.http.bodies import decoded, inflated
 from cotune.integrations.web.http.limits import BodyLimits
 from cotune.integrations.web.http.requests import (
+    BodyRoom,
     RequestError,
     application,
     header,
@@ -47,8 +48,8 @@ from cotune.terminal import suggest
 
 log = logging.getLogger("cotune.collect")
 
-MOST_WAITING = 64 << 20
-"""Bytes of bodies, as they came, that are being stored; while there are more, applications are asked to wait."""
+WAITING_BODIES = 4
+"""Bodies of the largest size that may arrive or be stored at a time; with more, applications are asked to wait."""
 THREADS = 8
 """Batches that are read and committed at once."""
 SLOW_SECONDS = 5.0
@@ -78,8 +79,8 @@ class Collector:
         self.apps = apps
         self.limits = limits
         self.counts = Counts()
-        self.waiting = 0
-        """Bytes of bodies that are being stored."""
+        self.room = BodyRoom(WAITING_BODIES * limits.max_body)
+        """Counts bodies, as they came, that arrive or are being stored."""
         self.failing = False
         """Whether the store did not take the last batch."""
         self._commits: set[float] = set()
@@ -149,28 +150,8 @@ class Collector:
         if kind not in kinds:
             text = f"The body must be sent as Content-Type: {' or '.join(kinds)}."
             raise RequestError(415, text, code="unsupported_media_type")
-        self._check_room()
-        arrived = 0
-
-        async def receive() -> Message:
-            """The next part, counted while the rest arrives: many bodies that never end would fill the memory."""
-            nonlocal arrived
-            message = await request.receive()
-            size = len(message.get("body", b""))
-            arrived += size
-            self.waiting += size
-            self._check_room()
-            return message
-
-        try:
-            return await read_any(request.scope, receive, self.limits.max_body), kind
-        finally:
-            self.waiting -= arrived
-
-    def _check_room(self) -> None:
-        if self.waiting > MOST_WAITING:
-            text = "The collector is behind: send the batch again in a moment."
-            raise RequestError(429, text, code="behind", headers={"retry-after": "1"})
+        self.room.check()
+        return await read_any(request.scope, request.receive, self.limits.max_body, self.room), kind
 
     def _unpacked(self, request: Request, raw: bytes) -> bytes:
         coding = header(request.scope, b"content-encoding").decode("latin-1")
@@ -180,11 +161,11 @@ class Collector:
         return body
 
     async def _aside(self, size: int, work: Callable[[], Response]) -> Response:
-        self.waiting += size
+        self.room.bytes += size
         try:
             return await asyncio.get_running_loop().run_in_executor(self._work, work)
         finally:
-            self.waiting -= size
+            self.room.bytes -= size
 
     def _stored(self, app: str, records: Sequence[Record], left_out: Mapping[str, int] | None = None) -> dict[str, Any]:
         """Commit records of an application, and counts of what it left out. Raises RequestError (503) where the
@@ -238,7 +219,7 @@ class Collector:
             status = "store_failed"
         elif seconds > SLOW_SECONDS:
             status = "store_slow"
-        return json_response({"status": status, "lost": self.store.lost, "waiting_bytes": self.waiting})
+        return json_response({"status": status, "lost": self.store.lost, "waiting_bytes": self.room.bytes})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
@@ -246,7 +227,7 @@ class Collector:
             text = "The counts are those of all applications: read them with the collector's own --token."
             raise RequestError(403, text, code="wrong_app")
         gauges = {
-            "waiting_bytes": ("Bytes of bodies that are being stored.", float(self.waiting)),
+            "waiting_bytes": ("Bytes of bodies that are being stored.", float(self.room.bytes)),
             "foreign_records": ("Records not stored, as their episodes belong to others.", float(self.store.foreign)),
             "late_rewards": ("Rewards of episodes that were trained on already.", float(self.store.refused)),
             "lost_records": ("Records that no store can hold.", float(self.store.lost)),

@@ -21,7 +21,7 @@ from cotune.integrations.web.gateway.episodes import Episodes
 from cotune.integrations.web.gateway.exchange import Exchange, read_call
 from cotune.integrations.web.gateway.settings import GatewayConfig
 from cotune.integrations.web.gateway.upstream import Upstream, UpstreamError, forwarded
-from cotune.integrations.web.http.bodies import aside
+from cotune.integrations.web.http.bodies import aside, room_for
 from cotune.integrations.web.http.requests import (
     Access,
     ClientGone,
@@ -70,6 +70,7 @@ class Proxy:
         self.episodes = episodes
         self.access = access
         self.limits = config.limits
+        self.room = room_for(config.limits)
         self.role_header = config.role_header
         self.in_flight = 0
         self.counts: Counter[str] = Counter()
@@ -143,7 +144,7 @@ class Proxy:
         own_key = any(self.access.given(scope, name) for name in KEYS)
         headers = self._provider(scope, address).request_headers(scope["headers"], own_key)
         if address.form is not None and scope["method"] == "POST":
-            raw = await read_body(scope, passage.receive, self.limits.max_body)
+            raw = await read_body(scope, passage.receive, self.limits.max_body, self.room)
             coding = header(scope, b"content-encoding").decode("latin-1")
             packed = INLINE if coding else 0  # nobody knows how large it is
             asked = await aside(packed + len(raw), functools.partial(read_call, address.form, raw, coding, self.limits))
@@ -152,7 +153,7 @@ class Proxy:
                 raw = await exchange.outgoing(raw, coding)
                 headers.popall("content-encoding", None)
         elif scope["method"] == "POST":
-            raw = await read_body(scope, passage.receive, self.limits.max_body)
+            raw = await read_body(scope, passage.receive, self.limits.max_body, self.room)
             if address.tail == TEXT_COMPLETIONS.strip("/"):
                 named = identity(scope, address).episode
                 (self.episodes.live(named) or self.episodes).warn(*TEXT_COMPLETION)
@@ -161,7 +162,7 @@ class Proxy:
                 await self._fixed_embeddings(passage, episode, raw)
                 return
         else:
-            raw = await read_any(scope, passage.receive, self.limits.max_body)
+            raw = await read_any(scope, passage.receive, self.limits.max_body, self.room)
         await unless_gone(passage.receive, functools.partial(self._answer, passage, headers, raw))
 
     async def _fixed_embeddings(self, passage: _Passage, episode: LiveEpisode, raw: bytes) -> None:

@@ -212,7 +212,7 @@ def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store |
     """The Starlette application for all that is not an OpenAI interface."""
 
     async def body(request: Request, kind: type[T]) -> T:
-        return await read_json(request.scope, request.receive, access, kind, limits)
+        return await read_json(request.scope, request.receive, access, kind, limits, proxy.room)
 
     async def open_(request: Request) -> Response:
         given = await body(request, OpenEpisode)

@@ -12,8 +12,8 @@ import numpy as np
 import zstandard
 from starlette.types import Receive, Scope
 
-from cotune.integrations.web.http.limits import BodyLimits
-from cotune.integrations.web.http.requests import Access, RequestError, decode_body, header, read_body
+from cotune.integrations.web.http.limits import ARRIVING_BODIES, BodyLimits
+from cotune.integrations.web.http.requests import Access, BodyRoom, RequestError, decode_body, header, read_body
 from cotune.runtime.bounded_cache import INLINE
 
 T = TypeVar("T")
@@ -47,10 +47,17 @@ async def aside(size: int, work: Callable[[], T], unwanted: Callable[[T], object
         raise
 
 
-async def read_json(scope: Scope, receive: Receive, access: Access, kind: type[T], limits: BodyLimits) -> T:
+def room_for(limits: BodyLimits) -> BodyRoom:
+    """The room for bodies that arrive at a server with these limits."""
+    return BodyRoom(ARRIVING_BODIES * limits.max_body)
+
+
+async def read_json(
+    scope: Scope, receive: Receive, access: Access, kind: type[T], limits: BodyLimits, room: BodyRoom
+) -> T:
     """The JSON body of a request that `access` lets in, as `kind`. Raises RequestError."""
     access.check(scope)
-    raw = await read_body(scope, receive, limits.max_body)
+    raw = await read_body(scope, receive, limits.max_body, room)
     coding = header(scope, b"content-encoding").decode("latin-1")
     # Nobody knows how large a packed body is until it is unpacked.
     size = len(raw) + (INLINE if coding else 0)

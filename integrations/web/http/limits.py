@@ -11,6 +11,9 @@ from cotune.errors import ConfigError
 MOST_MESSAGES = 10_000
 """Most messages of one request."""
 
+ARRIVING_BODIES = 8
+"""Bodies of the largest size that `cotune serve` and `cotune gateway` hold while the rest of them arrives."""
+
 
 class BodyLimits(msgspec.Struct, frozen=True):
     """Bounds of a body. Raises ConfigError for one that is not a number above 0."""

@@ -142,33 +142,64 @@ def header(scope: Scope, name: bytes) -> bytes:
 _SETTING = "--max-body sets the limit."
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, why: str = _SETTING) -> bytes:
-    """The whole body. Raises RequestError when it is no JSON (415), longer than `limit` (413), which `why` explains, or
-    ends early (400)."""
+SMALL_BODY = 64 << 10
+"""Bytes of a body that are taken even if there is no room: large bodies must not keep small requests out."""
+
+
+class BodyRoom:
+    """Counts the bytes of bodies that a server holds. Many large bodies that never end would fill the memory."""
+
+    def __init__(self, most: int) -> None:
+        """`most` is the bound in bytes."""
+        self.most = most
+        self.bytes = 0
+
+    def check(self) -> None:
+        """Raises RequestError (429) if the server holds more than it may."""
+        if self.bytes > self.most:
+            text = "The server is behind: send the request again in a moment."
+            raise RequestError(429, text, code="behind", headers={"retry-after": "1"})
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int, room: BodyRoom | None, why: str = _SETTING) -> bytes:
+    """The whole body, whose bytes count in `room` while the rest arrives.
+
+    Raises RequestError when it is no JSON (415), longer than `limit` (413), which `why` explains, ends early (400), or
+    the room is full (429).
+    """
     kind = header(scope, b"content-type").split(b";")[0].strip().lower()
     if kind != b"application/json":
         raise RequestError(
             415, "The body must be sent as Content-Type: application/json.", code="unsupported_media_type"
         )
-    return await read_any(scope, receive, limit, why)
+    return await read_any(scope, receive, limit, room, why)
 
 
-async def read_any(scope: Scope, receive: Receive, limit: int, why: str = _SETTING) -> bytes:
+async def read_any(scope: Scope, receive: Receive, limit: int, room: BodyRoom | None, why: str = _SETTING) -> bytes:
     """The whole body, whatever it is; raises as `read_body` does."""
     announced = header(scope, b"content-length")
     if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
         raise _too_large(limit, why)
     parts: list[bytes] = []
     size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise RequestError(400, "The body ended early.", code="body_ended")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        more = message.get("more_body", False)
-        if size > limit:
-            raise _too_large(limit, why)
+    try:
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise RequestError(400, "The body ended early.", code="body_ended")
+            part = message.get("body", b"")
+            parts.append(part)
+            size += len(part)
+            if room is not None:
+                room.bytes += len(part)
+            more = message.get("more_body", False)
+            if size > limit:
+                raise _too_large(limit, why)
+            if room is not None and size > SMALL_BODY:
+                room.check()
+    finally:
+        if room is not None:
+            room.bytes -= size
     return b"".join(parts)
 
 

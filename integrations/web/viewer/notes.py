@@ -35,7 +35,7 @@ class GivenNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 async def note_part(viewer: Viewer, request: Request) -> Response:
     """Keep a note. Who may write is checked before (`access`)."""
     try:
-        given = decode_body(await read_body(request.scope, request.receive, _LARGEST, _WHY), GivenNote)
+        given = decode_body(await read_body(request.scope, request.receive, _LARGEST, None, _WHY), GivenNote)
         kept = await asyncio.to_thread(_keep, viewer.run(request), given)
     except RequestError as error:
         return refusal(error)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
-import socket
 import threading
 import time
 import tracemalloc
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +20,7 @@ from cotune.collecting.batch import MEDIA_TYPE, pack_batch
 from cotune.errors import ConfigError
 from cotune.integrations.web.collector.apps import Apps, read_tokens
 from cotune.integrations.web.collector.checks import KeyUse, admitted
-from cotune.integrations.web.collector.server import MOST_WAITING, running_collector
+from cotune.integrations.web.collector.server import running_collector
 from cotune.records.ids import ROOT, address, canonical, key_target, message_id, new_id, pack_ids, segment_id
 from cotune.records.structs import (
     CallRecord,
@@ -39,6 +37,7 @@ from cotune.records.wire import pack
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from tests.integrations.web.collector.conftest import TOKENS
+from tests.integrations.web.http.unfinished import unfinished_bodies
 
 BOB = "'; DROP TABLE episodes; --"
 
@@ -228,47 +227,19 @@ def test_a_small_body_does_not_fill_the_memory(guarded) -> None:
 
 
 def test_a_collector_that_is_behind_asks_to_wait(guarded) -> None:
-    guarded.opened.waiting = MOST_WAITING + 1
+    guarded.opened.room.bytes = (64 << 20) + 1
     answer = post(guarded.url, pack_batch("desk", new_id(), []), TOKENS["desk"][0])
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-    guarded.opened.waiting = 0
+    guarded.opened.room.bytes = 0
 
 
 def test_bodies_that_never_end_are_counted_while_they_arrive(guarded) -> None:
-    """Beyond the bound they are refused, and what they held is free again once they are gone."""
-    host, port = guarded.url.removeprefix("http://").split(":")
-    head = (
-        f"POST /v1/batches HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: {MEDIA_TYPE}\r\n"
-        f"authorization: Bearer {TOKENS['desk'][0]}\r\ncontent-length: {16 << 20}\r\n\r\n"
-    )
-    opened = []
-    for _ in range(8):
-        connection = socket.create_connection((host, int(port)))
-        opened.append(connection)
-        with contextlib.suppress(OSError):  # refused, and closed, before all is sent
-            connection.sendall(head.encode() + b"x" * (12 << 20))
-    collector = guarded.opened
-    wait_until(lambda: collector.waiting > MOST_WAITING - (16 << 20))
-    assert collector.waiting <= MOST_WAITING
-    assert any(b" 429 " in (_answer(connection) or b"") for connection in opened[5:])
-    for connection in opened:
-        connection.close()
-    wait_until(lambda: collector.waiting == 0)
+    token = f"authorization: Bearer {TOKENS['desk'][0]}"
+    room = guarded.opened.room
+    assert room.most == 64 << 20
+    with unfinished_bodies(guarded.url, "/v1/batches", room, MEDIA_TYPE, token, count=8, largest=16 << 20):
+        pass
     assert post(guarded.url, pack_batch("desk", new_id(), []), TOKENS["desk"][0]).status_code == 200
-
-
-def _answer(connection: socket.socket) -> bytes | None:
-    connection.settimeout(5)
-    with contextlib.suppress(OSError):
-        return connection.recv(1000)
-    return None
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_flood_of_feedback_leaves_the_last_one(guarded, records: Path) -> None:

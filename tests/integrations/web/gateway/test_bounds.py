@@ -27,6 +27,7 @@ from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Message, Task
 from tests.integrations.provider import completion, json_reply, serving
 from tests.integrations.web.gateway.client import Bench, ask, bench
+from tests.integrations.web.http.unfinished import unfinished_bodies
 
 WHOLE = json.dumps(completion({"role": "assistant", "content": "hello"})).encode()
 
@@ -70,6 +71,17 @@ def test_a_request_that_comes_drop_by_drop_is_closed(gate: Bench, sent: bytes, s
             said += got
     assert time.monotonic() - begun < 60
     assert said.split(b" ")[1:2] == [status]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings", "/cotune/episodes"])
+def test_bodies_that_never_end_do_not_fill_the_memory(path: str, tmp_path: Path) -> None:
+    with bench(tmp_path, limits=Limits(max_body=1 << 20)) as gate:
+        room = gate.running.opened.proxy.room
+        assert room.most == 8 << 20
+        with unfinished_bodies(gate.url, path, room, "application/json", count=40, largest=1 << 20):
+            answer = httpx.post(f"{gate.url}/cotune/episodes", json={"task": "a small request"})
+            assert answer.status_code == 201
+        assert httpx.get(f"{gate.url}/health").status_code == 200
 
 
 def test_a_slow_answer_is_no_slow_request(gate: Bench) -> None:
