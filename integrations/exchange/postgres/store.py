@@ -229,31 +229,35 @@ def _faults_of_values() -> Iterator[None]:
 
 def _whole(db: Connection, rows: list[Row]) -> list[Row]:
     """Rows of a query, with the whole texts in place of shortened ones."""
-    texts: dict[str, str] = {}
+    shortened: dict[str, set[str]] = {}  # by column
     for row in rows:
         for value in row:
-            if not isinstance(value, str) or len(value) > MOST_SHORTENED or value in texts:
-                continue
-            if match := SHORTENED.search(value):
-                texts[value] = _whole_text(db, match[1], value)
-    if not texts:
+            if isinstance(value, str) and len(value) <= MOST_SHORTENED and (match := SHORTENED.search(value)):
+                shortened.setdefault(match[1], set()).add(value)
+    if not shortened:
         return rows
+    texts: dict[str, str] = {}
+    for column, values in shortened.items():
+        texts.update(_whole_texts(db, column, values))
     return [tuple(texts.get(value, value) if isinstance(value, str) else value for value in row) for row in rows]
 
 
-def _whole_text(db: Connection, column: str, shortened: str) -> str:
-    """The whole text of a shortened one, from a record that has it; `shortened` if none has."""
+def _whole_texts(db: Connection, column: str, shortened: set[str]) -> dict[str, str]:
+    """The whole texts of shortened ones in a column, each from a record that has it."""
     table = next(table for table, columns in INDEXED.items() if column in columns)
-    found = db.execute(f"SELECT body FROM {table} WHERE {column} = %s LIMIT 1", [shortened]).fetchall()
-    if not found:
-        return shortened
-    record = msgspec.json.decode(found[0][0])
-    value = record[column]
-    if column == "task":
-        value = value["id"]
-    elif column == "policy":
-        value = value["name"]
-    return str(_stored(value))
+    sql = f"""SELECT shortened, (SELECT body FROM {table} WHERE {column} = shortened LIMIT 1)
+        FROM unnest(%s::text[]) AS shortened"""
+    texts = {}
+    for value, body in db.execute(sql, [[*shortened]]).fetchall():
+        if body is None:  # no record has it any more
+            continue
+        whole = msgspec.json.decode(body)[column]
+        if column == "task":
+            whole = whole["id"]
+        elif column == "policy":
+            whole = whole["name"]
+        texts[value] = str(_stored(whole))
+    return texts
 
 
 def _types(table: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import psycopg
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -57,6 +58,27 @@ def test_texts_that_no_index_takes(store: Store) -> None:
         long[8:12] = ["said", "correct", "because", "asked"]  # as are those of rewards, and texts for searches
         check(store, long)
         check(store, long)
+
+
+def test_the_whole_texts_of_a_list_are_one_query(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = {f"A long question, number {n}: " + "why? " * 200 for n in range(40)}
+    ids = [new_id() for _ in tasks]
+    store.commit(
+        [Episode(id=id, task=Task(id=task, input=1), workflow="w") for id, task in zip(ids, tasks, strict=True)]
+    )
+    statements: list[Any] = []
+    execute = psycopg.Connection.execute
+
+    def counted(self: Any, query: Any, *options: Any, **more: Any) -> Any:
+        statements.append(query)
+        return execute(self, query, *options, **more)
+
+    monkeypatch.setattr(psycopg.Connection, "execute", counted)
+    lines = store.episode_lines(EpisodeFilters(), 40)
+    assert {line[1] for line in lines} == tasks
+    assert len(statements) == (0 if isinstance(store, SqliteStore) else 2)
+    monkeypatch.undo()
+    store.delete(ids)
 
 
 def check(store: Store, odd: list[str]) -> None:
