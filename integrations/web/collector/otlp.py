@@ -11,7 +11,7 @@ from cotune.integrations.exchange.otel.importer import import_spans
 from cotune.integrations.exchange.otel.otlp_json import spans_in
 from cotune.integrations.exchange.otel.spans import Span
 from cotune.integrations.web.http.bodies import decoded
-from cotune.integrations.web.http.requests import RequestError
+from cotune.integrations.web.http.requests import RequestError, json_bytes
 from cotune.records.structs import Record
 
 PATH = "/v1/traces"
@@ -39,6 +39,24 @@ def records_of(spans: Sequence[Span], left_out: Counter[str]) -> list[Record]:
     if apart := sum(span.parent is not None and span.parent not in known for span in spans):
         left_out["parent_in_another_request"] += apart
     return kept.records
+
+
+def response_body(kind: str, rejected: int, reasons: Mapping[str, int]) -> bytes:
+    """The answer to an export request, with how many spans of LLM calls were not stored (OTLP's partial success)."""
+    if not reasons:
+        return b"" if kind == PROTOBUF else b"{}"
+    message = "Records are refused: " + ", ".join(f"{count} {reason}" for reason, count in reasons.items()) + "."
+    if kind == PROTOBUF:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+            ExportTracePartialSuccess,
+            ExportTraceServiceResponse,
+        )
+
+        part = ExportTracePartialSuccess(rejected_spans=rejected, error_message=message)
+        body: bytes = ExportTraceServiceResponse(partial_success=part).SerializeToString()
+        return body
+    # 64-bit numbers are texts in the JSON form of protobuf.
+    return json_bytes({"partialSuccess": {"rejectedSpans": str(rejected), "errorMessage": message}})
 
 
 class _Kept:

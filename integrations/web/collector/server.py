@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from cotune.integrations.web.collector.apps import Apps
 from cotune.integrations.web.collector.checks import MOST_NAMES, KeyUse, admitted
 from cotune.integrations.web.collector.counts import Counts
 from cotune.integrations.web.collector.otlp import PATH as SPANS
-from cotune.integrations.web.collector.otlp import PROTOBUF, read_spans, records_of
+from cotune.integrations.web.collector.otlp import PROTOBUF, read_spans, records_of, response_body
 from cotune.integrations.web.http.bodies import decoded, inflated
 from cotune.integrations.web.http.limits import BodyLimits
 from cotune.integrations.web.http.requests import (
@@ -41,7 +42,7 @@ from cotune.integrations.web.http.requests import (
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import key_target, pack_ids
-from cotune.records.structs import Record, Segment
+from cotune.records.structs import CallRecord, Record, Segment
 from cotune.storage.open_store import StoreUnavailableError, without_password
 from cotune.storage.protocol import Store
 from cotune.terminal import suggest
@@ -71,6 +72,20 @@ class GiveFeedback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     app: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of the records of a request."""
+
+    stored: Counter[str]
+    """By kind, such as `call`."""
+    refused: Counter[str]
+    """By reason."""
+
+    def answer(self) -> dict[str, Any]:
+        """What the sender of a batch is told."""
+        return {"stored": self.stored.total(), "refused": self.refused.total(), "reasons": dict(self.refused)}
+
+
 class Collector:
     """What a running collector has: its store, its applications and its counts."""
 
@@ -98,7 +113,7 @@ class Collector:
             done = self._stored(app, [record for part in batch.parts for record in part], left_out)
             self.counts.add("source_dropped_records", left_out.get("dropped", 0), app=app)
             self.counts.add("source_sampled_calls", left_out.get("sampled", 0), app=app)
-            return json_response(done)
+            return json_response(done.answer())
 
         return await self._aside(len(raw), store)
 
@@ -112,8 +127,9 @@ class Collector:
             records = records_of(spans, left_out)
             for reason, count in left_out.items():
                 self.counts.add("left_out_spans", count, reason=reason)
-            self._stored(self.apps.app(request.scope, "", service), records)
-            return Response(b"" if kind == PROTOBUF else b"{}", media_type=kind)
+            done = self._stored(self.apps.app(request.scope, "", service), records)
+            calls = sum(isinstance(record, CallRecord) for record in records)
+            return Response(response_body(kind, calls - done.stored["call"], done.refused), media_type=kind)
 
         return await self._aside(len(raw), store)
 
@@ -136,8 +152,8 @@ class Collector:
                 raise RequestError(400, "A `reward` or a `text` is needed.", param="reward", code="invalid_value")
             target = given.episode or key_target(app, given.key)
             done = self._stored(app, reward_records(target, rewards, given.text))
-            if done["refused"]:
-                text = f"{(given.episode or given.key)[:100]!r} cannot be rewarded: {', '.join(done['reasons'])}."
+            if done.refused:
+                text = f"{(given.episode or given.key)[:100]!r} cannot be rewarded: {', '.join(done.refused)}."
                 raise RequestError(400, text, param="episode", code="invalid_value")
             return json_response({"target": target, "rewards": rewards})
 
@@ -167,7 +183,7 @@ class Collector:
         finally:
             self.room.bytes -= size
 
-    def _stored(self, app: str, records: Sequence[Record], left_out: Mapping[str, int] | None = None) -> dict[str, Any]:
+    def _stored(self, app: str, records: Sequence[Record], left_out: Mapping[str, int] | None = None) -> Outcome:
         """Commit records of an application, and counts of what it left out. Raises RequestError (503) where the
         store does not take them."""
         refused: Counter[str] = Counter()
@@ -203,7 +219,7 @@ class Collector:
         for reason, count in refused.items():
             self.counts.add("refused_records", count, app=app, reason=reason)
             log.warning("%d records of %r are refused: %s", count, app, reason)
-        return {"stored": stored_kinds.total(), "refused": sum(refused.values()), "reasons": dict(refused)}
+        return Outcome(stored_kinds, refused)
 
     def _path(self, segment: str) -> bytes | None:
         try:

@@ -148,6 +148,35 @@ def test_what_the_store_leaves_out_is_not_acknowledged_as_stored(guarded, record
     assert 'cotune_collect_records_total{app="desk",kind="reward"} 1' in text
 
 
+def test_refused_spans_are_reported_as_a_partial_success(guarded) -> None:
+    from google.protobuf.json_format import ParseDict
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+        ExportTraceServiceRequest,
+        ExportTraceServiceResponse,
+    )
+
+    id = new_id()
+    send(guarded.url, [*call(id), episode(id)], "shop")
+    said = '[{"role": "user", "parts": [{"type": "text", "content": "hello"}]}]'
+    texts = {"gen_ai.operation.name": "chat", "gen_ai.input.messages": said, "cotune.episode.id": id}
+    span = {
+        "traceId": "AAAAAAAAAAAAAAAAAAAAAQ==", "spanId": "AAAAAAAAAAE=", "name": "chat m",
+        "startTimeUnixNano": "1000000000", "endTimeUnixNano": "2000000000",
+        "attributes": [{"key": key, "value": {"stringValue": value}} for key, value in texts.items()],
+    }  # fmt: skip
+    given = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+    bearer = {"authorization": f"Bearer {TOKENS['desk'][0]}"}
+    answer = httpx.post(f"{guarded.url}/v1/traces", json=given, headers=bearer)
+    partial = {"rejectedSpans": "1", "errorMessage": "Records are refused: 2 foreign."}
+    assert (answer.status_code, answer.json()) == (200, {"partialSuccess": partial})
+    packed = ParseDict(given, ExportTraceServiceRequest()).SerializeToString()
+    headers = {**bearer, "content-type": "application/x-protobuf"}
+    answer = httpx.post(f"{guarded.url}/v1/traces", content=packed, headers=headers)
+    told = ExportTraceServiceResponse.FromString(answer.content).partial_success
+    assert (answer.status_code, told.rejected_spans) == (200, 1)
+    assert told.error_message == "Records are refused: 2 foreign."
+
+
 def test_a_clock_that_is_ahead_does_not_win_for_ever(guarded, records: Path) -> None:
     id = new_id()
     send(guarded.url, [episode(id), RewardRecord(id, "team", 1.0, time.time() + 1e6)])
