@@ -19,6 +19,7 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.exchange.trackers.tracker import check_tools
+from cotune.integrations.models.devices import unused_gpu
 from cotune.integrations.models.folder.folder import locate_base, locate_model, of_policy
 from cotune.prompts.file import write_prompts
 from cotune.records.structs import Task
@@ -53,6 +54,7 @@ from cotune.trainer.reporting.summary import RunSummary, sum_up
 from cotune.trainer.rollout.source import RolloutSource
 from cotune.trainer.run.checkpoint import load_checkpoint, tidy_checkpoints
 from cotune.trainer.run.open_run import open_run
+from cotune.trainer.run.parts import where_it_runs
 from cotune.trainer.run.resume import apply_changes, base_digests, check_bases, check_files, check_tasks, tasks_digest
 from cotune.trainer.run.run import Run
 from cotune.trainer.run.run_folder import RunFolder
@@ -290,6 +292,9 @@ async def _train(
         check_bases(folder, await base)
         if config.init and run.committed < 0:
             check_same_bases(config.init, run.state.policies, base.result())
+        if gpu := unused_gpu():
+            progress.say(f"warning: {gpu}")
+        progress.say(where_it_runs(run.config))
         progress.loggers = Loggers(config, folder, run.state.steps, progress.say)
         stack.callback(progress.loggers.close)
         loading.close()

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from cotune.errors import ConfigError, CotuneError, error_line
 from cotune.integrations import versions
+from cotune.integrations.models.devices import unused_gpu
 from cotune.integrations.models.folder.folder import folder_sees_images, locate_model
 from cotune.tables import cells, grid, plural
 from cotune.trainer.before.doctor.machine import Machine, Node, gpu_of, look, nodes_of
@@ -104,7 +105,9 @@ def judge_machine(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]
             remedy = "Set cluster.gpus_per_engine and cluster.gpus_per_learner, which are 0."
             yield Finding("warns", "GPUs of the run", "none: everything runs on the CPU", remedy)
     else:
-        yield Finding("ok", "GPU", "none that torch can use: everything runs on the CPU")
+        unused = unused_gpu() if "torch" in machine.versions else ""
+        text = "none that torch can use: everything runs on the CPU"
+        yield Finding("warns", "GPU", text, unused) if unused else Finding("ok", "GPU", text)
     yield _needed(
         "shared memory",
         f"{machine.shared_gb:.1f} GB free",

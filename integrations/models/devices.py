@@ -1,0 +1,52 @@
+"""The GPUs of this machine: those that torch uses, and those that it does not see."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
+"""Where the drivers of NVIDIA and of AMD show themselves on Linux."""
+
+
+def device_name(device: str) -> str:
+    """What a torch device is called in messages: `the CPU`, or the GPU with its model."""
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.device(device).type != "cuda":
+        return "the CPU" if device == "cpu" else device
+    index = torch.device(device).index or 0
+    return f"GPU {index} ({torch.cuda.get_device_name(index)})"
+
+
+def unused_gpu() -> str:
+    """Why a GPU of this machine is not used, and what to do; empty where none is there, or torch uses it."""
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    if sys.platform == "darwin":
+        there = torch.backends.mps.is_available()
+        return (
+            "Apple's GPU is not used: cotune computes on the CPU here, for trials with small models." if there else ""
+        )
+    count = len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else 0
+    if count:
+        gpus = "a GPU of NVIDIA is" if count == 1 else f"{count} GPUs of NVIDIA are"
+        return f"{gpus} in this machine, but {_why_cuda(torch)}"
+    if AMD.exists():
+        build = "is built without ROCm" if torch.version.hip is None else "sees none"
+        return f"an AMD GPU is in this machine, but torch {torch.__version__} {build}: install torch's build for ROCm."
+    return ""
+
+
+def _why_cuda(torch: object) -> str:
+    version, built = torch.__version__, torch.version.cuda  # type: ignore[attr-defined]
+    if built is None:
+        return f"torch {version} is built without CUDA: install torch's build for CUDA."
+    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return f"torch sees none: CUDA_VISIBLE_DEVICES is {hidden!r}."
+    return f"torch {version} for CUDA {built} sees none: compare with the driver's version in nvidia-smi."
