@@ -45,6 +45,11 @@ def opened(request):
 maths = pytest.mark.parametrize("opened", ["local"], indirect=True)
 """What a loss is worth is checked in one process; `test_fsdp` compares losses and gradients of two workers with it."""
 
+long_on_workers = pytest.mark.parametrize(
+    "opened", ["local", pytest.param("fsdp", marks=pytest.mark.long)], indirect=True
+)
+"""For settings and checks that workers apply with the local learner's own code."""
+
 
 def test_logprobs_are_those_of_the_model_at_the_rows_temperature(opened, base):
     rows = make_rows(temperature=0.7) + make_rows(seed=1, temperature=1.3)
@@ -89,6 +94,7 @@ def test_logprobs_are_those_of_the_grammar_and_the_biases_that_a_row_was_drawn_u
         np.testing.assert_allclose(values, expected.numpy(), atol=2e-5)
 
 
+@long_on_workers
 def test_gradients_do_not_depend_on_the_micro_batches(opened, base):
     rows = make_rows(groups=2)
     found = []
@@ -100,6 +106,7 @@ def test_gradients_do_not_depend_on_the_micro_batches(opened, base):
     assert found[2] == pytest.approx(found[0], rel=1e-5)
 
 
+@long_on_workers
 @pytest.mark.parametrize("layout", ["shared", "lora", "full"])
 def test_an_update_raises_good_answers_and_lowers_bad_ones(opened, base, layout):
     learner = opened(base, layout)
@@ -130,6 +137,7 @@ def test_loss_of_the_first_step_is_worked_out_by_hand(opened, base):
     assert learner.update("a", rows)["loss"] == pytest.approx(expected, abs=1e-4)
 
 
+@long_on_workers
 def test_mini_batches_and_epochs_are_optimizer_steps(opened, base):
     learner = opened(base, settings=change(FAST, mini_batch=4, epochs=2))
     metrics = learner.update("a", on_policy(learner, "a", make_rows(groups=3, k=4)))
@@ -137,6 +145,7 @@ def test_mini_batches_and_epochs_are_optimizer_steps(opened, base):
     assert metrics["ratio_max"] > 1.0
 
 
+@long_on_workers
 def test_rows_without_an_advantage_move_nothing_also_by_momentum(opened, base):
     learner = opened(base, settings=change(FAST, mini_batch=4))
     rows = on_policy(learner, "a", make_rows(groups=2, k=4))
@@ -147,6 +156,7 @@ def test_rows_without_an_advantage_move_nothing_also_by_momentum(opened, base):
     assert same(before, snapshot(learner, "a"))
 
 
+@long_on_workers
 def test_mini_batches_without_an_advantage_do_not_lower_the_gradient_norm(opened, base):
     still = change(FAST, mini_batch=1, lr=1e-6)  # no ratio leaves its bounds, which would end its gradient
     learner = opened(base, settings=still)
@@ -185,6 +195,7 @@ def test_a_row_is_noted_in_the_first_epoch_alone(opened, base, monkeypatch):
     assert sorted(noted) == list(range(12))
 
 
+@long_on_workers
 def test_learning_rate_scale_and_defaults(opened, base):
     rows = make_rows()
     learner = opened(base, settings=LearnerSettings(device="cpu"))
@@ -196,6 +207,7 @@ def test_learning_rate_scale_and_defaults(opened, base):
     assert opened(base, "full", LearnerSettings(device="cpu")).update("a", rows)["lr"] == pytest.approx(1e-6)
 
 
+@long_on_workers
 def test_gradient_clipping_bounds_the_step(opened, base):
     norms, moved = [], []
     for clip in (0.0, 1e-2):
@@ -207,6 +219,7 @@ def test_gradient_clipping_bounds_the_step(opened, base):
     assert moved[1] < 0.1 * moved[0]
 
 
+@long_on_workers
 def test_metrics_per_role_where_a_policy_plays_several(opened, base):
     learner = opened(base, "shared")
     metrics = learner.update("shared", make_rows(role="a") + make_rows(role="b", seed=5, response=(2, 2)))
@@ -217,6 +230,7 @@ def test_metrics_per_role_where_a_policy_plays_several(opened, base):
     assert "a/entropy" not in opened(base).update("a", make_rows())
 
 
+@long_on_workers
 @pytest.mark.parametrize("layout", ["lora", "full"])
 def test_kl_holds_the_policy_at_the_reference(opened, base, layout):
     rows = make_rows()
@@ -276,6 +290,7 @@ def test_a_large_gap_is_truncated_and_counted(opened, base):
     assert metrics["ratio_mean"] == pytest.approx(1.0, rel=1e-3)
 
 
+@long_on_workers
 def test_the_policy_before_the_update_is_taken_before_the_first_step(opened, base):
     learner = opened(base, settings=change(FAST, mini_batch=4, epochs=2))
     metrics = learner.update("a", [msgspec.structs.replace(r, logprobs=(-3.0,) * len(r.logprobs)) for r in make_rows()])
@@ -286,6 +301,7 @@ def test_the_policy_before_the_update_is_taken_before_the_first_step(opened, bas
     assert metrics["ratio_max"] > 1.0
 
 
+@long_on_workers
 def test_per_role_lora_the_other_roles_adapter_is_bit_identical_after_an_update(opened, base):
     learner = opened(base, "lora")
     learner.update("b", make_rows(role="b"))
@@ -295,6 +311,7 @@ def test_per_role_lora_the_other_roles_adapter_is_bit_identical_after_an_update(
     assert not same(a, snapshot(learner, "a"))
 
 
+@long_on_workers
 def test_per_role_lora_each_role_computes_with_its_own_adapter(opened, base):
     learner = opened(base, "lora")
     rows = make_rows()
@@ -385,6 +402,7 @@ def test_what_does_not_fit_is_not_loaded(opened, base, tmp_path):
         opened(base).load(tmp_path / "nowhere")
 
 
+@long_on_workers
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -405,6 +423,7 @@ def test_rows_that_cannot_be_trained_are_refused_before_anything_moves(opened, b
     assert same(before, snapshot(learner, "a"))
 
 
+@long_on_workers
 def test_no_rows_and_unknown_policies_are_refused(opened, base):
     learner = opened(base)
     with pytest.raises(GroupError, match="no rows"):
