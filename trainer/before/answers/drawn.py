@@ -92,8 +92,9 @@ def tool_call(function: Mapping[str, Any], draw: Draw, id: str) -> Message:
 
 def reply_text(call: LiveCall, draw: Draw, index: int) -> str:
     """An answer in text or JSON."""
-    response_format = call.params.get("response_format")
-    kind = response_format.get("type") if isinstance(response_format, Mapping) else "text"
+    asked = call.params.get("response_format")
+    response_format: Mapping[str, Any] = asked if isinstance(asked, Mapping) else {"type": "text"}
+    kind = response_format.get("type")
     prompt = own_text(call.messages)
     if kind == "json_schema":
         schema = (response_format.get("json_schema") or {}).get("schema") or {"type": "object"}

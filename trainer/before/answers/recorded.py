@@ -21,7 +21,7 @@ class RecordedAnswers:
         self.episodes: list[tuple[str, dict[tuple[str, int], Message]]] = []
         """The id of the task, and the chosen messages."""
         for episode in store.episodes():
-            messages = {}
+            messages: dict[tuple[str, int], Message] = {}
             for call in store.calls(episode.id):
                 for candidate in call.candidates:
                     if call.status == "ok" and candidate.index == (call.chosen or 0):

@@ -180,8 +180,10 @@ def number_options(schema: Mapping[str, Any], path: str) -> Sequence[float]:
         low, high = float(bounds[1]), float(bounds[2])
     if low is not None and high is not None and low < high <= low + WIDEST_RANGE:
         return [high, low]
-    if low is not None or high is not None:
-        return [low if low is not None else min(1, high)]
+    if low is not None:
+        return [low]
+    if high is not None:
+        return [min(1, high)]
     if isinstance(schema.get("default"), int | float):
         return [schema["default"]]
     return [1, 100, 5, 10, 0] if SCORES.search(path) else [1]
