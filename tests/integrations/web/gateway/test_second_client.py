@@ -96,20 +96,28 @@ def test_an_answer(
 
 
 @pytest.mark.parametrize(
-    ("body", "headers", "status", "said"),
+    ("make_body", "headers", "status", "said"),
     [
-        (b"[" + b"{}," * 5_500_000 + b"{}]", {}, 413, b"JSON values"),
-        (b'{"model":"m","messages":[' + b"{}," * 5_500_000 + b"{}]}", {}, 413, b"JSON values"),
-        (b'{"model":"m","messages":[' + b"{}," * 20_000_000 + b"{}]}", {}, 413, b"--max-body"),
-        (gzip.compress(b"{}," * 20_000_000), {"content_encoding": "gzip"}, 413, b"--max-body"),
-        (gzip.compress(b"{}," * 5_000_000), {"content_encoding": "gzip"}, 413, b"JSON values"),
-        (b'{"model":"m","messages":[' + b"{}," * 245_000 + b"{}]}", {}, 400, b"<= 10000"),
-        (b'{"model":"m","messages":[' + b"{}," * 9_990 + b"{}]}", {}, 200, b"hello"),
-        (b'{"model":"m","messages":[{"role":"user","content":"' + b", " * 8_000_000 + b'"}]}', {}, 200, b"hello"),
+        (lambda: b"[" + b"{}," * 5_500_000 + b"{}]", {}, 413, b"JSON values"),
+        (lambda: b'{"model":"m","messages":[' + b"{}," * 5_500_000 + b"{}]}", {}, 413, b"JSON values"),
+        (lambda: b'{"model":"m","messages":[' + b"{}," * 20_000_000 + b"{}]}", {}, 413, b"--max-body"),
+        (lambda: gzip.compress(b"{}," * 20_000_000), {"content_encoding": "gzip"}, 413, b"--max-body"),
+        (lambda: gzip.compress(b"{}," * 5_000_000), {"content_encoding": "gzip"}, 413, b"JSON values"),
+        (lambda: b'{"model":"m","messages":[' + b"{}," * 245_000 + b"{}]}", {}, 400, b"<= 10000"),
+        (lambda: b'{"model":"m","messages":[' + b"{}," * 9_990 + b"{}]}", {}, 200, b"hello"),
+        (
+            lambda: b'{"model":"m","messages":[{"role":"user","content":"' + b", " * 8_000_000 + b'"}]}',
+            {},
+            200,
+            b"hello",
+        ),
     ],
     ids=["list", "messages", "large", "packed", "packed values", "many", "9,990", "text"],
 )
-def test_a_request(gateway: Served, body: bytes, headers: dict[str, str], status: int, said: bytes) -> None:
+def test_a_request(
+    gateway: Served, make_body: Callable[[], bytes], headers: dict[str, str], status: int, said: bytes
+) -> None:
+    body = make_body()  # not when the tests are collected: some bodies have 60 MB
     found: list[tuple[int, bytes]] = []
 
     def attack() -> None:
