@@ -21,7 +21,7 @@ TransformersSampler.open = functools.partial(TransformersSampler.open, host="thr
 def test_the_notebook_traces_trains_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTEBOOK_FOLDER", str(tmp_path / "work"))
     monkeypatch.setenv("NOTEBOOK_STEPS", "2")
-    monkeypatch.setenv("NOTEBOOK_WARM_UP", "20")
+    monkeypatch.setenv("NOTEBOOK_WARM_UP", "5")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in notebook.cells), "no outputs"
