@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -59,7 +60,11 @@ def scores(rewards: Mapping[str, float | None]) -> Text:
 
 class Grid(Table):
     """A table whose columns never break a word: they get narrower down to their longest word, and where that is not
-    enough for the terminal, each row stands as lines of `name value`. Columns without any value are left out."""
+    enough for the terminal, each row stands as lines of `name value`. Columns without any value are left out.
+
+    `below` are texts under a row, by its number: on one line if they fit there, otherwise each on a line of its own."""
+
+    below: dict[int, list[Text]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.row_count:
@@ -68,28 +73,50 @@ class Grid(Table):
         widths = [_width(column, console, options) for column in self.columns]
         room = options.max_width - _BETWEEN * (len(widths) - 1)
         if sum(least for least, _ in widths) > room:
-            yield from self._lines()
+            yield from self._lines(options.max_width)
             return
         for column, width in zip(self.columns, _fitted(widths, room), strict=True):
             column.width = width
-        yield from super().__rich_console__(console, options)
+        if not self.below:
+            yield from super().__rich_console__(console, options)
+            return
 
-    def _lines(self) -> Iterable[Text]:
+        # A table of rich has no lines between its rows. So each row is a table of its own, with the same widths.
+        for number in range(self.row_count):
+            row = copy(self)
+            row.columns = [replace(column, _cells=[[*column.cells][number]]) for column in self.columns]
+            row.rows = self.rows[number : number + 1]
+            row.title, row.show_header = (self.title, True) if number == 0 else (None, False)
+            yield from Table.__rich_console__(row, console, options)
+            yield from self._below(number, options.max_width)
+
+    def _below(self, number: int, width: int) -> Iterable[Text]:
+        """The texts under a row."""
+        texts = self.below.get(number, [])
+        whole = Text("  ").append_text(Text("  ").join(texts))
+        lines = [whole] if whole.cell_len <= width else [Text("  ").append_text(text) for text in texts]
+        for line in lines if texts else ():
+            line.no_wrap, line.overflow = True, "ellipsis"
+            yield line
+
+    def _lines(self, width: int) -> Iterable[Text]:
         if self.title:
             yield Text(f"{self.title}", style="bold")
-        for row in zip(*(column.cells for column in self.columns), strict=True):
+        for number, row in enumerate(zip(*(column.cells for column in self.columns), strict=True)):
             shown = [(column, cell) for column, cell in zip(self.columns, cells(row), strict=True) if cell.plain]
             line = Text()
             for column, cell in shown:
                 line.append(" · " if line else "", style=QUIET)
                 line.append(f"{column.header} " if column.header else "", style=QUIET).append_text(cell)
             yield line
+            yield from self._below(number, width)
 
 
 def grid(*columns: str, title: str = "") -> Grid:
     """A table without lines inside; a name that ends in `>` is a column of numbers. Without any name it has no head."""
     table = Grid(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, header_style="bold")
     table.title, table.title_justify, table.show_header = title or None, "left", any(columns)
+    table.below = {}
     for name in columns:
         justify: Literal["left", "right"] = "right" if name.endswith(">") else "left"
         table.add_column(name.rstrip(">"), justify=justify, overflow="fold")

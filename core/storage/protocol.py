@@ -245,6 +245,11 @@ class Store(Protocol):
         training step, status, calls, seconds, error, and whether it reports that it solved its task."""
         ...
 
+    def inputs_and_answers(self, episodes: Iterable[str]) -> dict[str, tuple[Any, dict[str, Any] | None]]:
+        """By episode, the input of its task and the message of its last answer, None without one: the chosen candidate
+        of its latest call that ended ok. Nothing of other episodes is read."""
+        ...
+
     def call_ids(self, before: str, limit: int) -> list[str]:
         """Ids of the latest calls below an id, empty for all; the newest first."""
         ...

@@ -11,6 +11,7 @@ from rich.text import Text
 from cotune.cli.printing.episode import episode_parts
 from cotune.cli.printing.groups import show_groups
 from cotune.errors import RecordError, RunError
+from cotune.reading.exchange import Exchange, beginning, exchanges
 from cotune.reading.facts import Learned, Trouble, facts, further_bases, learned, troubles
 from cotune.reading.headline import Headline
 from cotune.reading.run import OpenedRun
@@ -127,8 +128,10 @@ def _episodes(
     if not found and (filtered or not still):
         return
     table = grid("episode", "task", "phase", "step>", "calls>", "seconds>", "status", "reward")
-    rewards = store.rewards(found)
+    rewards, texts = store.rewards(found), exchanges(store, found)
     for id in reversed(found):
+        if exchange := texts.get(id):
+            table.below[table.row_count] = exchange_lines(exchange)
         try:
             episode = store.episode(id)
         except RecordError:
@@ -141,6 +144,16 @@ def _episodes(
     for id, calls in [] if filtered else still[::-1]:
         table.add_row(_short(id), "", "", "", str(calls), "", Text("open", style="yellow"), "")
     yield table
+
+
+def exchange_lines(exchange: Exchange) -> list[Text]:
+    """The beginnings of a question and an answer, a text each."""
+    lines = []
+    if exchange.question:
+        lines.append(Text.assemble(("asked ", QUIET), beginning(exchange.question)))
+    if exchange.answer:
+        lines.append(Text.assemble(("answered ", QUIET), beginning(exchange.answer)))
+    return lines
 
 
 def _short(id: str) -> Text:

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from cotune.errors import RecordError
-from cotune.records.structs import JUDGING, REFLECTING
+from cotune.records.structs import JUDGING, REFLECTING, Task
 from cotune.storage.episode_filters import COUNTED, ORDERS, CallFilters, EpisodeFilters
 from cotune.storage.outcomes import ALL_OWN, LOWEST_SUM, REPORTED, outcome_means, outcome_sum, solved, success_counts
 from cotune.storage.schema import FEEDBACK, NameList, Row, in_parts
 
 T = TypeVar("T")
+Default = TypeVar("Default")
 _STEP = "CAST(training_step AS INTEGER)"
 _TIMES = "count(*) FILTER (WHERE status = '{}')"
 _LIKE = "LIKE ? ESCAPE '\\'"
@@ -34,6 +35,26 @@ class _Asked(msgspec.Struct):
 
     messages: tuple[str, ...] = ()
     error: str | None = None
+
+
+class _Input(msgspec.Struct):
+    """What is read of an episode for a list."""
+
+    task: Task
+
+
+class _Chosen(msgspec.Struct):
+    """What is read of a call for a list."""
+
+    chosen: int | None = None
+
+
+class _Answer(msgspec.Struct):
+    """What is read of a candidate for a list: not its tokens."""
+
+    index: int
+    text: str = ""
+    message: dict[str, Any] = {}
 
 
 class Figures(ABC):
@@ -186,6 +207,24 @@ class Figures(ABC):
             (*asked, limit, start),
         )
 
+    def inputs_and_answers(self, episodes: Iterable[str]) -> dict[str, tuple[Any, dict[str, Any] | None]]:
+        found: dict[str, tuple[Any, dict[str, Any] | None]] = {}
+        sql = f"""SELECT episodes.id, episodes.body, calls.body, calls.candidates
+            FROM episodes LEFT JOIN calls ON calls.id = (
+                SELECT latest.id FROM calls AS latest
+                WHERE latest.episode = episodes.id AND latest.status = 'ok' AND latest.drawn > 0
+                ORDER BY latest.step DESC LIMIT 1)
+            WHERE episodes.id {AMONG}"""
+        for id, body, call, candidates in self.rows(sql, (NameList.of(episodes),)):
+            stored = _decoded(body, _Input, None)
+            chosen = _decoded(call, _Chosen, _Chosen()).chosen
+            message = None
+            for one in _decoded(candidates, list[_Answer], []):
+                if one.index == chosen:
+                    message = one.message if one.message.get("content") else {**one.message, "content": one.text}
+            found[str(id)] = (stored.task.input if stored else None, message)
+        return found
+
     def call_ids(self, before: str, limit: int) -> list[str]:
         below, asked = ("WHERE id < ?", (before, limit)) if before else ("", (limit,))
         return [id for (id,) in self.rows(f"SELECT id FROM calls {below} ORDER BY id DESC LIMIT ?", asked)]
@@ -301,7 +340,7 @@ def _patterns(text: str) -> tuple[str, str]:
     return f"%{_escaped(json.dumps(text, ensure_ascii=False)[1:-1])}%", f"%{_escaped(text)}%"
 
 
-def _decoded(text: Any, kind: type[T], otherwise: T) -> T:
+def _decoded(text: Any, kind: type[T], otherwise: Default) -> T | Default:
     """JSON of a column; `otherwise` where it is broken."""
     try:
         return msgspec.json.decode(text, type=kind)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from cotune.integrations.web.viewer.calls import SEARCH_SECONDS, ListPage, Match, match_in_call, match_in_episode
 from cotune.integrations.web.viewer.viewer import Viewer, hues, whole
+from cotune.reading.exchange import Exchange, beginning, exchanges
 from cotune.reading.run import OpenedRun
 from cotune.storage.episode_filters import ORDERS, EpisodeFilters
 from cotune.tables import first_line
@@ -37,7 +38,8 @@ class Filters(EpisodeFilters, frozen=True, kw_only=True):
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the list of episodes. `step` counts from 1, as on every page."""
+    """A line of the list of episodes. `step` counts from 1, as on every page. `question` and `answer` are their
+    beginnings."""
 
     id: str
     task: str
@@ -49,6 +51,8 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     error: str
     success: int | None
     rewards: Mapping[str, float]
+    question: str
+    answer: str
     match: Match | None = None
 
 
@@ -111,23 +115,29 @@ def _after(filters: Filters, before: str, shown: list[Any], more: list[Any]) -> 
 def _rows(
     run: OpenedRun, found: list[Any], matches: Mapping[str, Match | None] = MappingProxyType({})
 ) -> tuple[EpisodeRow, ...]:
-    rewards = run.store.rewards(id for id, *_ in found)
-    return tuple(
-        EpisodeRow(
-            id=str(id),
-            task=str(task),
-            phase=str(phase),
-            step=None if step is None else step + 1,
-            status=str(status),
-            calls=calls,
-            latency=latency,
-            error="" if status == "ok" else first_line(error),
-            success=success,
-            rewards=rewards.get(id, {}),
-            match=matches.get(id),
+    ids = [id for id, *_ in found]
+    rewards, texts = run.store.rewards(ids), exchanges(run.store, ids)
+    rows = []
+    for id, task, phase, step, status, calls, latency, error, success in found:
+        exchange = texts.get(id, Exchange())
+        rows.append(
+            EpisodeRow(
+                id=str(id),
+                task=str(task),
+                phase=str(phase),
+                step=None if step is None else step + 1,
+                status=str(status),
+                calls=calls,
+                latency=latency,
+                error="" if status == "ok" else first_line(error),
+                success=success,
+                rewards=rewards.get(id, {}),
+                question=beginning(exchange.question),
+                answer=beginning(exchange.answer),
+                match=matches.get(id),
+            )
         )
-        for id, task, phase, step, status, calls, latency, error, success in found
-    )
+    return tuple(rows)
 
 
 def _searched(run: OpenedRun, filters: Filters, before: str) -> ListPage[EpisodeRow]:

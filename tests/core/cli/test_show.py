@@ -106,11 +106,27 @@ def test_overview_and_list(run):
     assert "1 unfinished episode · 0 records lost · 1 late reward refused" in lines
     assert "1 call of navigator: timeout" in lines
     at = lines.index("3 episodes")
-    assert [re.sub(r" \d\.\d\d ", " SECONDS ", line) for line in lines[at + 4 : at + 7]] == [
+    assert [re.sub(r" \d\.\d\d ", " SECONDS ", line) for line in lines[at + 4 : at + 9]] == [
         f"{ids[0][-8:]} t0 train 1 2 SECONDS ok team 0.5",
+        'asked {"goal": 4} answered turn 0',
         f"{ids[1][-8:]} t1 train 1 2 SECONDS ok team 0.5",
+        'asked {"goal": 4} answered turn 0',
         f"{ids[2][-8:]} t2 train 1 1 SECONDS error",
     ]
+
+
+def test_the_list_shows_80_characters_of_question_and_answer(tmp_path):
+    store = SqliteStore.open(tmp_path)
+    live = LiveEpisode(store, Task(id="t", input="why\u202e " * 40), workflow="w", phase="trace")
+    ask(live, "writer", "write").finish(Answer(candidates=(candidate(0, "so\n" * 60),)))
+    live.end("ok")
+    store.close()
+    question, answer = f"asked {('why� ' * 16)[:79]}…", f"answered {('so ' * 27)[:79]}…"
+    lines = shown(tmp_path)
+    assert lines[lines.index(question) + 1] == answer, "100 columns have no room for both on one line"
+    out = io.StringIO()
+    terminal(file=out, width=200, color_system=None).print(show_run(tmp_path))
+    assert f"  {question}  {answer}" in out.getvalue().splitlines()
 
 
 def test_causes_and_roles_without_a_policy_come_first(tmp_path):
@@ -120,7 +136,9 @@ def test_causes_and_roles_without_a_policy_come_first(tmp_path):
         ask(live, "critic", "?").finish(tree_answer((), "go ", role="base"))
         live.end("error", error=cause)
     store.close()
-    assert shown(tmp_path)[1:6] == [
+    lines = shown(tmp_path)
+    at = lines.index("2 episodes of train failed: late")
+    assert lines[at : at + 5] == [
         "2 episodes of train failed: late",
         "1 episode of train failed: a",
         "1 episode of train failed: b",
@@ -180,7 +198,7 @@ def test_an_error_takes_one_line_and_many_rewards_leave_room_for_the_answer(tmp_
     assert lines[8] == "└── > cites_its_sources 0.25 follows_the_style -0.5"
     assert lines[9].startswith("[cut at the length limit] an answer an answer") and lines[9].endswith("…")
     assert "│ Traceback:" in shown(tmp_path, episode=live.id, full=True)
-    assert shown(tmp_path)[1] == "1 episode of trace failed: ValueError: no plan"
+    assert "1 episode of trace failed: ValueError: no plan" in shown(tmp_path)
 
 
 def test_texts_beside_rewards_stand_below_what_they_are_about(tmp_path):

@@ -107,7 +107,8 @@ def test_lists_are_the_same(stores: list[Store], order: str) -> None:
     every = [EpisodeFilters(), EpisodeFilters(solved="yes"), EpisodeFilters(solved="no", phase="train", step=2)]
     for filters in (*every, EpisodeFilters(role="critic", low=0.0, high=2.0), EpisodeFilters(status="counted")):
         for start in (0, 5):
-            same(stores, "episode_lines", filters, 10, order, start)
+            lines = same(stores, "episode_lines", filters, 10, order, start)
+            assert len(same(stores, "inputs_and_answers", [line[0] for line in lines])) == len(lines)
         same(stores, "episode_count", filters)
     ids = same(stores, "episode_ids", EpisodeFilters(), 100)
     same(stores, "neighbours", ids[3])

@@ -43,9 +43,22 @@ def ids(run: Path, sql: str) -> list[str]:
 def test_one_run_is_shown_at_once_with_its_figures(site, run):
     said = text(site)
     last = list(read_metrics(run))[-1]
-    assert "held-out success 66.7% trained 20.8% – 93.9% 3 tasks base 66.7%" in said
+    assert "held-out success held_out.jsonl 66.7% trained 20.8% – 93.9% 3 tasks base 66.7%" in said
     assert f"steps {STEPS} of {STEPS}" in said and "recipe at_grpo" in said
     assert f"calls {2 * 3 * (2 * STEPS + 2)}" in said and last["held_out"]["episodes"] == 3
+
+
+def test_a_list_shows_80_characters_of_question_and_answer(tmp_path):
+    said = {"role": "assistant", "content": "so\u202e\n" * 60}
+    with SqliteStore.open(tmp_path / "traced") as store:
+        answer = Candidate(index=0, text="", message=said)
+        store.write([CallRecord(id="C", episode="E", role="r", step=0, turn=0, candidates=(answer,), chosen=0)])
+        store.write([Episode(id="E", task=Task(id="t", input={"question": "why " * 60}), workflow="w", calls=1)])
+    with viewing([tmp_path / "traced"]) as server:
+        for page in ("", "/episodes"):
+            told = text(f"{server.url}/run/traced{page}")
+            assert f"{('why ' * 20)[:79]}…" in told and f"{('so� ' * 20)[:79]}…" in told
+            assert "why " * 21 not in told and "so� " * 21 not in told
 
 
 def test_tokens_by_role_with_their_cost(run):
