@@ -7,7 +7,9 @@ from statistics import fmean
 
 import msgspec
 
-from cotune.reading.evaluations import StoredEvaluation, TaskEnding
+from cotune.reading.evaluations import IN_TRAINING, StoredEvaluation, TaskEnding
+from cotune.reading.run import OpenedRun
+from cotune.storage.episode_filters import EpisodeFilters
 
 KINDS: Mapping[str, Callable[[float], bool]] = {
     "lost": lambda change: change < 0,
@@ -15,6 +17,9 @@ KINDS: Mapping[str, Callable[[float], bool]] = {
     "same": lambda change: change == 0,
 }
 """Kinds of tasks by their change from one mode to another."""
+
+BEFORE = -1
+"""The step under which training records its evaluation before the first one."""
 
 
 class EvaluatedTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,3 +65,31 @@ def tasks_of_kind(rows: Sequence[EvaluatedTask], kind: str) -> list[EvaluatedTas
     if not kind:
         return list(rows)
     return [row for row in rows if row.change is not None and KINDS[kind](row.change)]
+
+
+def episodes_of_modes(run: OpenedRun, evaluation: StoredEvaluation, tasks: Sequence[str]) -> dict[tuple[str, str], str]:
+    """The first episode of each of these tasks in each mode, by (task, mode); empty where they were not kept."""
+    records = run.records_of(evaluation)
+    if records is None or not tasks:
+        return {}
+    found = {}
+    for mode in evaluation.evaluations:
+        phase, step = _recorded_under(evaluation, mode)
+        for task, episode in records.store.first_episodes(phase, step, tasks).items():
+            found[task, mode] = episode
+    return found
+
+
+def failed_episode(records: OpenedRun, evaluation: StoredEvaluation, mode: str, task: str) -> str:
+    """The first episode of a task in a mode that failed or did not solve it; empty where there is none."""
+    phase, step = _recorded_under(evaluation, mode)
+    filters = EpisodeFilters(phase=phase, task=task, solved="no", step=None if step is None else step + 1)
+    lines = records.store.episode_lines(filters, 1, "oldest")
+    return str(lines[0][0]) if lines else ""
+
+
+def _recorded_under(evaluation: StoredEvaluation, mode: str) -> tuple[str, int | None]:
+    """The phase and the training step, as records number it, of the episodes of a mode."""
+    if not evaluation.name.startswith(IN_TRAINING):
+        return f"eval-{mode}", None
+    return "eval", (evaluation.steps or 0) - 1 if mode == "trained" else BEFORE

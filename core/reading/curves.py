@@ -48,8 +48,8 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
     """All charts that some of these runs have figures for."""
     taught = all(all_taught(run.config) for run in runs)
     found = [
-        _held_out(runs, "success", "Success on held-out tasks", True),
-        _held_out(runs, "reward", "Reward on held-out tasks", False),
+        _held_out(runs, "success", HELD_OUT[0], True),
+        _held_out(runs, "reward", HELD_OUT[1], False),
         *_outcomes(runs, selected=False),
         *_by_name(runs, "roles", taught),
         *_by_name(runs, "policies", taught),
@@ -69,16 +69,19 @@ def charts(runs: Sequence[OpenedRun]) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
+HELD_OUT = ("Success on held-out tasks", "Reward on held-out tasks")
+"""Titles of the charts of the evaluations that training makes."""
 FIRST = (
-    "Success on held-out tasks", "Reward on held-out tasks", "Held-out loss", "Distance from the teacher", "Reward",
+    *HELD_OUT, "Held-out loss", "Distance from the teacher", "Reward",
     "Pairs ranked right", "Entropy", "Loss",
 )  # fmt: skip
 """Titles of the charts that say most of a run, the most telling first; nothing selected is among them."""
 
 
-def first_charts(found: Sequence[Chart], most: int = 3) -> list[Chart]:
-    """The most telling ones of a run's charts."""
-    return sorted((chart for chart in found if chart.title in FIRST), key=lambda c: FIRST.index(c.title))[:most]
+def first_charts(found: Sequence[Chart], most: int = 3, *, held_out: bool = True) -> list[Chart]:
+    """The most telling ones of a run's charts, with those of training's evaluations or without."""
+    titles = [title for title in FIRST if held_out or title not in HELD_OUT]
+    return sorted((chart for chart in found if chart.title in titles), key=lambda c: FIRST.index(c.title))[:most]
 
 
 def _chart(lines: Iterable[tuple[str, OpenedRun, Mapping[int, Any]]], **about: Any) -> Chart | None:
@@ -106,7 +109,10 @@ def _by_step(run: OpenedRun, *keys: str) -> dict[int, Any]:
 
 def _held_out(runs: Sequence[OpenedRun], name: str, title: str, percent: bool) -> Chart | None:
     text = "One episode for each held-out task, single samples, nothing selected; the band is its 95% interval. Step 0 "
-    about = {"title": title, "help": f"{text}is before training.", "section": "Outcome", "percent": percent}
+    text += "is before training."
+    if sets := ", ".join(dict.fromkeys(run.held_out_tasks for run in runs if run.held_out_tasks)):
+        text += f" Tasks: {sets}."
+    about = {"title": title, "help": text, "section": "Outcome", "percent": percent}
     known = {run.name: _held_out_figures(run, name) for run in runs}
     lines = [(run.name if len(runs) > 1 else name, run, known[run.name][""]) for run in runs]
     chart = _chart(lines, phase="eval", **about)

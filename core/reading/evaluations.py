@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -273,6 +273,12 @@ def read_evaluations(run: Path) -> list[StoredEvaluation]:
     return sorted(
         filter(None, map(read_if_whole, evaluation_files(run))), key=lambda one: (one.created, one.steps or 0)
     )
+
+
+def most_telling(evaluations: Sequence[StoredEvaluation]) -> StoredEvaluation | None:
+    """The newest evaluation that compares something, else the newest; None without any."""
+    compared = [one for one in evaluations if one.comparisons]
+    return next(reversed(compared or list(evaluations)), None)
 
 
 def evaluation_files(run: Path) -> Iterator[Path]:

@@ -14,6 +14,7 @@ import msgspec
 
 from cotune.intervals import Interval, share_over_tasks
 from cotune.reading.evaluations import IN_TRAINING, EvaluatedMode, StoredEvaluation
+from cotune.reading.task_sets import evaluated_set
 from cotune.storage.protocol import Store
 
 Kind = Literal["held_out", "role", "loss", "training", "selected", "recorded"]
@@ -33,12 +34,14 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     `kind` names its source: `held_out`: single samples on held-out tasks; `role`: all candidates of a role;
     `loss`: of a role that learns from records (lower is better); `training`: single samples on training tasks;
     `selected`: paths chosen among candidates; `recorded`: episodes of records without training.
+    `tasks` is the name of the set of held-out tasks that it is of, empty for other figures.
     `first_of` and `last_of` say whose the two are (`base`, `trained`, `step 3`); `difference` is paired by task.
     """
 
     name: str
     kind: Kind
     what: str
+    tasks: str = ""
     first: Interval | None = None
     first_of: str = ""
     first_failed: int = 0
@@ -65,12 +68,14 @@ def headline(
     on_failure: str = "lowest",
     *,
     taught: bool = False,
+    held_out_tasks: str = "",
 ) -> Headline:
     """The headline from the lines of metrics.jsonl, the run's evaluations (oldest first) and its records, whose failed
-    episodes count as `on_failure` says. Where all policies are `taught`, rewards count for nothing."""
+    episodes count as `on_failure` says. Where all policies are `taught`, rewards count for nothing. `held_out_tasks`
+    names the tasks that training evaluates on."""
     newest = next((found for found in reversed(evaluations) if compared_modes(found)), None)
-    held_out = [*_evaluated(newest)] if newest else [*_held_out_lines(lines)]
-    held_out += _against_untrained(lines)
+    held_out = [*_evaluated(newest, held_out_tasks)] if newest else [*_held_out_lines(lines, held_out_tasks)]
+    held_out += _against_untrained(lines, held_out_tasks)
     distances = _by_role(lines, "kl", "loss", "distance of {} from the teacher", _DISTANCE) if taught else ()
     found = [*held_out, *_losses(lines), *distances, *role_rewards(lines, trained=not taught), *_outcomes(lines)]
     if not found and store is not None:
@@ -103,7 +108,7 @@ def compared_modes(evaluation: StoredEvaluation) -> tuple[str, str] | tuple[()]:
     return (start, "") if start and evaluation.name.startswith(IN_TRAINING) else ()
 
 
-def _evaluated(evaluation: StoredEvaluation) -> Iterator[Change]:
+def _evaluated(evaluation: StoredEvaluation, held_out_tasks: str) -> Iterator[Change]:
     """Success and reward of base and trained in an evaluation."""
     mode, base = compared_modes(evaluation) or ("", "")
     after, before = evaluation.evaluations[mode], evaluation.evaluations.get(base)
@@ -116,6 +121,7 @@ def _evaluated(evaluation: StoredEvaluation) -> Iterator[Change]:
             name=f"held-out {PLAIN if name == 'outcome' else name}",
             kind="held_out",
             what=what,
+            tasks=evaluated_set(evaluation, held_out_tasks),
             first=getattr(before, name) if before else None,
             first_of=base if before else "",
             first_failed=_failures(before),
@@ -138,7 +144,7 @@ def _failures(mode: EvaluatedMode | None) -> int:
     return mode.failures if mode else 0
 
 
-def _held_out_lines(lines: Sequence[Line]) -> Iterator[Change]:
+def _held_out_lines(lines: Sequence[Line], tasks: str) -> Iterator[Change]:
     """The same from metrics.jsonl alone, where training kept no file of its evaluations."""
     for name, what in _HELD_OUT.items():
         known = {
@@ -152,17 +158,17 @@ def _held_out_lines(lines: Sequence[Line]) -> Iterator[Change]:
             if name in (own := line.get("held_out") or {})
         }
         title = f"held-out {PLAIN if name == 'outcome' else name}"
-        yield from _change(title, "held_out", what, known, percent=name == "success")
+        yield from _change(title, "held_out", what, known, percent=name == "success", tasks=tasks)
 
 
-def _against_untrained(lines: Sequence[Line]) -> Iterator[Change]:
+def _against_untrained(lines: Sequence[Line], tasks: str) -> Iterator[Change]:
     """The rewards of roles that play against each other: each on held-out tasks against the untrained model."""
     figures = {line["step"] + 1: line.get("held_out") or {} for line in lines}
     for key in sorted({key for found in figures.values() for key in found if key.startswith("against_untrained/")}):
         name = f"held-out reward of {key.partition('/')[2]} against the untrained model"
         what = "mean reward of the role on held-out tasks, one sample each, with the untrained model in the other roles"
         known = {step: Interval(mean=found[key]) for step, found in figures.items() if key in found}
-        yield from _change(name, "held_out", what, known)
+        yield from _change(name, "held_out", what, known, tasks=tasks)
 
 
 def _losses(lines: Sequence[Line]) -> Iterator[Change]:
@@ -212,7 +218,7 @@ def _outcome(name: str, line: Line) -> Interval:
 
 
 def _change(
-    name: str, kind: Kind, what: str, known: Mapping[int, Interval], *, percent: bool = False
+    name: str, kind: Kind, what: str, known: Mapping[int, Interval], *, percent: bool = False, tasks: str = ""
 ) -> Iterator[Change]:
     """From the first to the last of a figure's values by step, if there are any."""
     steps = sorted(known)
@@ -223,6 +229,7 @@ def _change(
         name=name,
         kind=kind,
         what=what,
+        tasks=tasks,
         first=known[first] if first != last else None,
         first_of=f"step {first}" if first != last else "",
         last=known[last],

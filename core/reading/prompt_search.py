@@ -12,12 +12,16 @@ import msgspec
 
 from cotune.intervals import LEVEL, Interval
 from cotune.reading.headline import Change, Headline
+from cotune.reading.task_sets import held_out_set
 from cotune.storage.typed_json import read_if_typed
 from cotune.tables import figure, plural
 
 PHASES = "prompts"
 """What the names of the phases of a search begin with."""
+HELD_OUT_PHASE = "prompts-held-out"
+"""The phase in which a search compares its best prompts with those before."""
 _PROMPTS = "prompts.json"
+_SEARCH = "improve.json"
 
 
 class _HeldOut(msgspec.Struct):
@@ -30,23 +34,36 @@ class _HeldOut(msgspec.Struct):
 
 class _Evaluation(msgspec.Struct):
     held_out: _HeldOut | None = None
+    records: str = ""
 
 
 class _Found(msgspec.Struct):
+    id: str = ""
     evaluation: _Evaluation = msgspec.field(default_factory=_Evaluation)
+
+
+class _Options(msgspec.Struct):
+    eval_tasks: str | None = None
+
+
+class _Search(msgspec.Struct):
+    tasks: str = ""
+    options: _Options = msgspec.field(default_factory=_Options)
 
 
 def search_headline(folder: Path | None) -> Headline:
     """The comparison of a search in a folder, and its verdict; where there is none, a verdict that says so."""
-    found = read_if_typed(folder / _PROMPTS, _Found) if folder is not None else None
-    if found is None or found.evaluation.held_out is None:
+    found = _prompts_of(folder)
+    if folder is None or found is None or found.evaluation.held_out is None:
         return Headline(verdict="no comparison of prompts on held-out tasks is stored here")
+    search = read_if_typed(folder / _SEARCH, _Search) or _Search()
     held_out = found.evaluation.held_out
     low, mean, high = held_out.difference
     change = Change(
         name="held-out outcome",
         kind="held_out",
         what="mean outcome on held-out tasks that the search has not seen, one run each",
+        tasks=held_out_set(search.options.eval_tasks, search.tasks),
         first=Interval(mean=held_out.base, n=held_out.tasks),
         first_of="prompts before",
         last=Interval(mean=held_out.best, n=held_out.tasks),
@@ -54,6 +71,24 @@ def search_headline(folder: Path | None) -> Headline:
         difference=Interval(mean=mean, low=low, high=high, n=held_out.tasks),
     )
     return Headline(changes=(change,), verdict=_verdict(held_out))
+
+
+def best_prompts(folder: Path | None) -> str | None:
+    """The id of the prompts that a search in a folder ended with: empty for those of the application, None where it is
+    not known."""
+    found = _prompts_of(folder)
+    return None if found is None else found.id
+
+
+def _prompts_of(folder: Path | None) -> _Found | None:
+    """The prompts of a search; also those beside a folder that `prompts edit` made for the episodes of a comparison."""
+    if folder is None:
+        return None
+    found = read_if_typed(folder / _PROMPTS, _Found)
+    if found is not None:
+        return found
+    beside = read_if_typed(folder.parent / _PROMPTS, _Found)
+    return beside if beside is not None and Path(beside.evaluation.records).name == folder.name else None
 
 
 def _verdict(held_out: _HeldOut) -> str:

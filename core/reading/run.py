@@ -20,6 +20,7 @@ from cotune.reading.headline import Headline, headline
 from cotune.reading.now import Now, read_now
 from cotune.reading.prompt_search import PHASES as SEARCH_PHASES
 from cotune.reading.prompt_search import search_headline
+from cotune.reading.task_sets import held_out_set
 from cotune.storage.file_lock import is_held
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.notes import Note, notes_file, read_notes
@@ -153,7 +154,21 @@ class OpenedRun:
         if not self.is_run and any(phase.startswith(SEARCH_PHASES) for phase in self.store.phases()):
             return search_headline(self.folder)
         lines = [line for line in self.metrics if until is None or line["step"] < until]
-        return headline(lines, evaluations, self.store, self.config.on_failure, taught=all_taught(self.config))
+        return headline(
+            lines,
+            evaluations,
+            self.store,
+            self.config.on_failure,
+            taught=all_taught(self.config),
+            held_out_tasks=self.held_out_tasks,
+        )
+
+    @property
+    def held_out_tasks(self) -> str:
+        """The name of the tasks that training evaluates on; empty if it is not known."""
+        evaluation = (self.description.get("config") or {}).get("evaluation")
+        file = evaluation.get("tasks") if isinstance(evaluation, dict) else None
+        return held_out_set(file, self.description.get("tasks"))
 
     @property
     def now(self) -> Now | None:

@@ -22,11 +22,16 @@ def interval_text(found: Interval | None, percent: bool = False) -> str:
 
 
 def change_text(change: Change) -> str:
-    """`held-out success: base 41.2% [29.4%, 53.9%] of 64, trained 57.8% [45.6%, 69.1%] of 64, 3 failed`."""
+    """`held-out success on test.jsonl: base 41.2% [29.4%, 53.9%] of 64, trained 57.8% [45.6%, 69.1%] of 64`."""
     first, last = change.first, change.last
     ends = [(change.first_of, first, change.first_failed)] if first else []
     ends.append((change.last_of, last, change.last_failed))
-    return f"{change.name}: {', '.join(_end(change, *end) for end in ends)}"
+    return f"{figure_name(change)}: {', '.join(_end(change, *end) for end in ends)}"
+
+
+def figure_name(change: Change) -> str:
+    """The name of a figure with its set of tasks: `held-out success on test.jsonl`."""
+    return f"{change.name} on {change.tasks}" if change.tasks else change.name
 
 
 def _end(change: Change, of: str, found: Interval, failed: int) -> str:

@@ -9,14 +9,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cotune.cli.printing.episode import episode_parts
+from cotune.cli.printing.first_page import FAILED_TASKS, first_page_parts
 from cotune.cli.printing.groups import show_groups
 from cotune.errors import RecordError, RunError
 from cotune.reading.exchange import Exchange, beginning, exchanges
 from cotune.reading.facts import Learned, Trouble, facts, further_bases, learned, troubles
-from cotune.reading.headline import Headline
+from cotune.reading.first_page import first_page
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import Totals
-from cotune.reading.words import change_text
 from cotune.records.ids import ID
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.protocol import Store
@@ -59,18 +59,19 @@ def show_run(
         if groups:
             return Group(*show_groups(run, limit))
         still = run.store.open_episodes(MOST_OPEN)
-        head, *tables = _overview(run, len(still))
-        figures = _headline(run.headline)
-        return Group(head, *figures, "", *tables, *_episodes(run.store, still[:limit], filters, limit))
+        head = Text.assemble(("records ", "bold"), run.store.address, "\n")
+        page = first_page_parts(first_page(run, FAILED_TASKS))
+        tables = _overview(run, len(still))
+        return Group(head, *page, "", *tables, *_episodes(run.store, still[:limit], filters, limit))
 
 
 def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
-    """Episodes by phase, calls by role, and troubles."""
+    """Troubles, episodes by phase, calls by role."""
     store = run.store
     wrong = [trouble for trouble in troubles(run, CAUSES) if trouble.kind != "last step"]
     bases = [(f"{name} has the base model {model}\n", "") for name, model in further_bases(run).items()]
-    told = [*bases, *_lines(wrong, "episodes", "untrained", "cut", "precision")]
-    yield Text.assemble(("records ", "bold"), store.address, "\n", *told)
+    if told := [*bases, *_lines(wrong, "episodes", "untrained", "cut", "precision")]:
+        yield Text.assemble(*told)
     means: dict[str, dict[str, float | None]] = {}
     for phase, name, value, _ in store.outcome_means(run.config.on_failure):
         means.setdefault(phase, {})[name] = value
@@ -161,25 +162,17 @@ def _short(id: str) -> Text:
     return Text(id[-SHOWN_ID:] if ID.fullmatch(id) else id, style=NAME)
 
 
-def _headline(found: Headline) -> Iterator[Text]:
-    """The figures of a run, a line each, and its verdict."""
-    for change in found.changes:
-        yield Text(change_text(change), style=QUIET if change.kind == "selected" else "")
-    if found.verdict:
-        source = f" ({found.evaluation.name})" if found.evaluation else ""
-        yield Text.assemble((found.verdict, "bold"), (source, QUIET))
-
-
 def _learned(run: OpenedRun, recorded: Learned) -> Iterator[RenderableType]:
     """A run that learns from records: these, its losses, and the answers left out."""
     lines, about = run.metrics, facts(run)
     yield Text.assemble(("run ", "bold"), f"{run.path}: recipe {about.recipe}, learns from {recorded.path}")
     steps = f"{about.steps or 0} {'step' if about.steps == '1' else 'steps'}"
+    trained_on = f"{plural(sum(line['rows'] for line in lines), 'row')} trained on" if lines else "no figures yet"
+    yield Text(f"{steps}, {trained_on}\n")
+    yield from first_page_parts(first_page(run, FAILED_TASKS))
+    yield ""
     if not lines:
-        yield Text(f"{steps}: no figures yet", style=QUIET)
         return
-    yield Text(f"{steps}, {plural(sum(line['rows'] for line in lines), 'row')} trained on\n")
-    yield from _headline(run.headline)
     for note in lines[0].get("notes") or ():
         yield Text(note)
     yield Text(f"\nby step: cotune show {run.path} --steps; episodes: cotune show {recorded.path}", style=QUIET)

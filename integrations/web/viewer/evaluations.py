@@ -9,17 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cotune.integrations.web.viewer.viewer import Viewer, start
-from cotune.reading.by_task import KINDS, EvaluatedTask, by_task, tasks_of_kind
+from cotune.reading.by_task import KINDS, EvaluatedTask, by_task, episodes_of_modes, tasks_of_kind
 from cotune.reading.causes import causes, shortened
-from cotune.reading.evaluations import IN_TRAINING, StoredEvaluation
+from cotune.reading.evaluations import StoredEvaluation, most_telling
 from cotune.reading.headline import compared_modes
 from cotune.reading.run import OpenedRun
 from cotune.tables import plural
 
 PAGE = 100
 """Tasks of a page."""
-BEFORE = -1
-"""The step under which training records its evaluation before the first one."""
 MOST_CAUSES = 3
 """Causes of failed episodes that are shown of a mode; the others are counted."""
 
@@ -61,9 +59,7 @@ def evaluations_page(viewer: Viewer, request: Request) -> Response:
 
 def chosen(evaluations: Sequence[StoredEvaluation], name: str) -> StoredEvaluation | None:
     """The evaluation of this name; else the newest one that has something to compare, else the newest."""
-    named = [one for one in evaluations if one.name == name]
-    compared = [one for one in evaluations if one.comparisons]
-    return next(reversed(named or compared or list(evaluations)), None)
+    return next((one for one in reversed(evaluations) if one.name == name), None) or most_telling(evaluations)
 
 
 def show_evaluation(
@@ -97,23 +93,6 @@ def show_evaluation(
         place=records.name if (records := run.records_of(evaluation)) else "",
         episodes=episodes_of_modes(run, evaluation, [row.task for row in shown]),
     )
-
-
-def episodes_of_modes(run: OpenedRun, evaluation: StoredEvaluation, tasks: Sequence[str]) -> dict[tuple[str, str], str]:
-    """The first episode of each of these tasks in each mode, by (task, mode); empty where they were not kept."""
-    records = run.records_of(evaluation)
-    if records is None or not tasks:
-        return {}
-    # phase and training step, as records number it, of each mode's episodes
-    phases: dict[str, tuple[str, int | None]] = {mode: (f"eval-{mode}", None) for mode in evaluation.evaluations}
-    if evaluation.name.startswith(IN_TRAINING):
-        now = (evaluation.steps or 0) - 1
-        phases = {mode: ("eval", now if mode == "trained" else BEFORE) for mode in evaluation.evaluations}
-    return {
-        (task, mode): episode
-        for mode, (phase, step) in phases.items()
-        for task, episode in records.store.first_episodes(phase, step, tasks).items()
-    }
 
 
 def _failures(mode: str, failed: Mapping[str, int]) -> Iterator[str]:

@@ -18,11 +18,16 @@ from cotune.integrations.web.viewer.episodes import newest
 from cotune.integrations.web.viewer.rendering import address, doing, plain, render
 from cotune.integrations.web.viewer.viewer import KnownField, Viewer, hues
 from cotune.reading.curves import charts, first_charts
+from cotune.reading.evaluations import IN_TRAINING
 from cotune.reading.facts import ending, facts, learned, troubles
+from cotune.reading.first_page import first_page
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import total_cost
 from cotune.storage.episode_filters import EVERYTHING
 from cotune.storage.run_layout import leaves
+
+FAILED_TASKS = 10
+"""Failed tasks that the overview shows."""
 
 
 def runs_page(viewer: Viewer, request: Request) -> Response:
@@ -48,15 +53,20 @@ def _stamp_of_runs(viewer: Viewer) -> str:
 def overview_page(viewer: Viewer, request: Request) -> Response:
     """A run at a glance."""
     run = viewer.run(request)
+    page = first_page(run, FAILED_TASKS)
+    # An evaluation of `cotune eval` has its own tasks. Beside its figures, those of training's evaluations would look
+    # like the same ones with other values; the page of curves has them.
+    evaluation = page.headline.evaluation
+    in_training = evaluation is None or evaluation.name.startswith(IN_TRAINING)
     return viewer.page(
         request,
         "overview.html",
         run,
         facts=facts(run),
-        headline=run.headline,
+        page=page,
         troubles=troubles(run, of_calls=False),
         ending=ending(run),
-        charts=first_charts(charts([run])),
+        charts=first_charts(charts([run]), held_out=in_training),
         learned=learned(run),
         latest=newest(run, EVERYTHING, 8),
     )

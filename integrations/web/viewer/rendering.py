@@ -20,6 +20,8 @@ from cotune.terminal import harmless
 
 CUT = 4000
 """Characters of a text that a list shows."""
+PASSAGE = 300
+"""Characters that are shown of the texts of a failed task."""
 HUES = 8
 """Colours of roles."""
 
@@ -52,6 +54,7 @@ def _templates() -> jinja2.Environment:
         "duration": duration,
         "plain": plain,
         "line": lambda value: plain(first_line(value)),
+        "passage": lambda value: first_line(plain(value), PASSAGE),
         "pretty": lambda value: plain(pretty(value)),
         "clock": clock,
         "shell": lambda value: plain(shlex.quote(str(value))),

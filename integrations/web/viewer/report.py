@@ -9,13 +9,15 @@ from pathlib import Path
 import msgspec
 
 from cotune.integrations.web.viewer.episode import ShownCall, show_calls
-from cotune.integrations.web.viewer.evaluations import chosen, episodes_of_modes, show_evaluation
+from cotune.integrations.web.viewer.evaluations import show_evaluation
 from cotune.integrations.web.viewer.rendering import asset, render
 from cotune.integrations.web.viewer.viewer import hues
+from cotune.reading.by_task import episodes_of_modes
 from cotune.reading.curves import charts
-from cotune.reading.evaluations import StoredEvaluation
+from cotune.reading.evaluations import StoredEvaluation, most_telling
 from cotune.reading.facts import ending, facts, learned, troubles
 from cotune.reading.find_runs import open_runs
+from cotune.reading.first_page import first_page
 from cotune.reading.headline import compared_modes
 from cotune.reading.run import OpenedRun
 from cotune.reading.use import Totals, total_cost
@@ -25,6 +27,8 @@ from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.whole_file import whole_file
 
 EPISODES = 5
+FAILED_TASKS = 10
+"""Failed tasks that are shown, the worst ones."""
 TASKS = 10
 """Tasks that lost in an evaluation that are shown, those that lost most."""
 MOST_CALLS = 8
@@ -68,8 +72,8 @@ def report(run: OpenedRun, prices: Prices) -> str:
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    found = run.headline
-    evaluation = found.evaluation or chosen(run.evaluations, "")
+    page = first_page(run, FAILED_TASKS)
+    evaluation = page.headline.evaluation or most_telling(run.evaluations)
     pairs, how = before_and_after(run, evaluation)
     uses = dict(sorted(Totals(run).by_role(prices).items()))
     return render(
@@ -80,7 +84,7 @@ def report(run: OpenedRun, prices: Prices) -> str:
         scripts=scripts,
         styles=styles,
         facts=facts(run),
-        headline=found,
+        page=page,
         learned=learned(run),
         evaluated=show_evaluation(run, evaluation, kind="lost", size=TASKS) if evaluation else None,
         troubles=troubles(run),

@@ -1,0 +1,60 @@
+"""The first page of a run in the terminal: verdict, before and after, failed tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from cotune.reading.failed_tasks import FailedTask
+from cotune.reading.first_page import FirstPage
+from cotune.reading.words import change_text
+from cotune.tables import BAD, NAME, QUIET, figure, plural, snippet
+
+FAILED_TASKS = 5
+"""Failed tasks that are shown."""
+
+
+def first_page_parts(page: FirstPage) -> Iterator[RenderableType]:
+    """The parts to print, the verdict first."""
+    evaluation = page.headline.evaluation
+    source = f" ({evaluation.name})" if evaluation is not None and page.headline.verdict else ""
+    yield Text.assemble((page.verdict, "bold"), (source, QUIET))
+    if page.command:
+        yield Text.assemble(("compare: ", QUIET), page.command)
+    for change in page.headline.changes:
+        yield Text(change_text(change), style=QUIET if change.kind == "selected" else "")
+    yield ""
+    failed = page.failed
+    if failed is None or not failed.total:
+        yield Text(page.none_failed, style=QUIET)
+        return
+    shown = f", {len(failed.tasks)} shown" if len(failed.tasks) < failed.total else ""
+    counts = f" ({failed.source}: {failed.total:,} of {plural(failed.known, 'task')}{shown})"
+    yield Text.assemble((failed.title, "bold"), (counts, QUIET))
+    for one in failed.tasks:
+        yield from _failed_task(one)
+
+
+def _failed_task(one: FailedTask) -> Iterator[Text]:
+    head = Text.assemble((one.task, NAME))
+    if one.runs > 1 and one.success is not None:
+        head.append(f"  solved in {figure(one.success, True)} of {one.runs} runs", style=QUIET)
+    elif one.reward is not None:
+        head.append(f"  reward {figure(one.reward)}", style=QUIET)
+    yield _one_line(head)
+    lines = (
+        ("asked", one.exchange.question, ""),
+        ("answered", one.exchange.answer, ""),
+        ("expected", one.exchange.expected, ""),
+        ("error", one.error, BAD),
+    )
+    for name, text, style in lines:
+        if text:
+            yield _one_line(Text.assemble((f"  {name:<8} ", QUIET), (snippet(text), style)))
+
+
+def _one_line(text: Text) -> Text:
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text

@@ -1,0 +1,59 @@
+"""The first page of every kind of run: its verdict, its figures before and after, and the tasks that it failed.
+
+`cotune show`, `cotune show --html` and the overview of `cotune view` all show this page first.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+import msgspec
+
+from cotune.reading.failed_tasks import FailedTasks, failed_tasks
+from cotune.reading.headline import Headline
+from cotune.reading.run import OpenedRun
+from cotune.tables import plural
+
+
+class FirstPage(msgspec.Struct, frozen=True, kw_only=True):
+    """`verdict` is never empty: a run that was compared with nothing says so, and `command` makes up for that.
+    `failed` is None for a run whose episodes say nothing of any task, and `none_failed` is a sentence if nothing is
+    listed."""
+
+    verdict: str
+    command: str
+    headline: Headline
+    failed: FailedTasks | None
+    none_failed: str
+
+
+def first_page(run: OpenedRun, most: int) -> FirstPage:
+    """The first page of a run, with the `most` worst of its failed tasks."""
+    headline = run.headline  # read once: in a large store it takes a second
+    failed = failed_tasks(run, headline, most)
+    verdict, command = headline.verdict, ""
+    if not verdict:
+        verdict, command = _without_comparison(run, failed)
+    none_failed = ""
+    if failed is None:
+        none_failed = "No failed tasks: this run ran none." if not run.samples else "No outcome of any task is known."
+    elif not failed.total:
+        outcome = "failed" if failed.measure == "success" else "has a lower reward than the others"
+        none_failed = f"No task {outcome}: {plural(failed.known, 'task')} ({failed.source})."
+    return FirstPage(verdict=verdict, command=command, headline=headline, failed=failed, none_failed=none_failed)
+
+
+def _without_comparison(run: OpenedRun, failed: FailedTasks | None) -> tuple[str, str]:
+    """Why a run has no verdict, and the command that gives it one."""
+    if not run.is_run:
+        if failed is None or failed.measure != "success":
+            return "no verdict: there is nothing to compare these episodes with", ""
+        solved = failed.known - failed.total
+        return f"{solved:,} of {plural(failed.known, 'task')} solved; there is nothing to compare them with", ""
+    if run.state == "under way":
+        return "no verdict yet: the run is under way", ""
+    workflow = str(run.description.get("workflow") or "WORKFLOW")
+    command = f"cotune eval {shlex.quote(workflow)} --tasks held_out.jsonl --run {shlex.quote(str(run.path))}"
+    if run.samples:
+        return "no verdict: the trained policies were not compared with the base on held-out tasks", command
+    return "no verdict: the run learned from recorded answers and was not tried on held-out tasks", command
