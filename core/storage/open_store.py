@@ -6,11 +6,15 @@ import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from cotune.errors import ConfigError, RunError
 from cotune.storage.protocol import Store
+from cotune.storage.run_layout import RECORDS
 from cotune.storage.sqlite_store import SqliteStore
+
+DEFAULT_PORT = 5432
+"""The port of PostgreSQL where an address names none."""
 
 
 class StoreUnavailableError(RunError):
@@ -54,6 +58,29 @@ def _parameter_without_password(parameter: re.Match[str]) -> str:
     if unquote(parameter[1]).lower() in ("password", "sslpassword"):
         return f"{parameter[1]}=***"
     return parameter[0]
+
+
+def store_identity(address: Path | str) -> str:
+    """A text that is the same for every address of one store, and differs for another store.
+
+    Paths are resolved with their symbolic links, and a run folder stands for its records file. A database is known by
+    its servers, its name and its `options`, which may choose a schema. The user, the password and how to connect do not
+    count.
+    """
+    if is_path(address):
+        path = Path(address).resolve()
+        return str(path / RECORDS if path.is_dir() else path)
+    parts = urlsplit(without_password(address))
+    asked = dict(parse_qsl(parts.query))
+    user, _, servers = parts.netloc.rpartition("@")
+    hosts = []
+    for server in (servers or asked.get("host", "")).lower().split(","):
+        has_port = re.search(r":\d+$", server) is not None
+        hosts.append(server if has_port else f"{server}:{asked.get('port', DEFAULT_PORT)}")
+    # Without a name the server takes the user's as that of the database.
+    name = unquote(parts.path.lstrip("/")) or asked.get("dbname") or unquote(user.partition(":")[0])
+    further = [f"{key}={asked[key]}" for key in ("service", "hostaddr", "options") if key in asked]
+    return f"postgresql://{','.join(hosts)}/{name}?{'&'.join(further)}"
 
 
 def folder_of(address: Path | str) -> Path | None:

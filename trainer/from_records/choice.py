@@ -12,6 +12,7 @@ from cotune.errors import CotuneError
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import Episode
 from cotune.storage.episode_filters import EpisodeFilters, moment
+from cotune.storage.open_store import store_identity
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import is_run
 from cotune.trainer.config.from_records import RecordsConfig
@@ -41,8 +42,11 @@ def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[St
     """
     held = dict(folder.described.get("held") or {})
     if "until" not in held:
-        before = _last(folder, settings) if settings.since == "last" else None
-        held |= {"since": before[0] if before else (0, 0), "until": store.marks(), "after": before[1] if before else ""}
+        # The address is resolved now: a relative path and a symbolic link may lead elsewhere when a later run asks.
+        records = store_identity(settings.path)
+        before = _last(folder, settings, records) if settings.since == "last" else None
+        since, name = before if before else ((0, 0), "")
+        held |= {"since": since, "until": store.marks(), "after": name, "records": records}
         folder.describe_as({**folder.described, "held": held})
     since, until = tuple(held["since"]), tuple(held["until"])
     filters = EpisodeFilters(app=settings.app, version=settings.version)
@@ -60,9 +64,10 @@ def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[St
     return cast(Store, _Chosen(store, filters)), f"learning from {', '.join(said)}"
 
 
-def _last(folder: RunFolder, settings: RecordsConfig) -> tuple[Marks, str] | None:
-    """Up to where the last run beside this one has learned from the same records, and its name; None without any. Runs
-    that failed or were stopped do not count: what they read is still to be learned."""
+def _last(folder: RunFolder, settings: RecordsConfig, records: str) -> tuple[Marks, str] | None:
+    """Up to where the last run beside this one has learned from the same `records`, and its name; None without any.
+
+    Runs that failed or were stopped do not count: what they read is still to be learned."""
     found: list[tuple[Marks, str]] = []
     for path in folder.path.parent.iterdir():
         if path == folder.path or not is_run(path):
@@ -72,8 +77,8 @@ def _last(folder: RunFolder, settings: RecordsConfig) -> tuple[Marks, str] | Non
                 finished, described = run.state == "finished", run.description
         except CotuneError:
             continue
-        records, held = described.get("config", {}).get("records") or {}, described.get("held") or {}
-        same = records.get("path") == settings.path and records.get("app", "") == settings.app
+        asked, held = described.get("config", {}).get("records") or {}, described.get("held") or {}
+        same = held.get("records") == records and asked.get("app", "") == settings.app
         if same and finished and "until" in held:
             found.append((tuple(held["until"]), path.name))
     return max(found, default=None)

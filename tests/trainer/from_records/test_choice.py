@@ -103,6 +103,48 @@ def test_a_run_that_is_resumed_sees_what_it_began_with(address: str, tmp_path: P
         assert chosen(folder, store, since="last") == [first]
 
 
+def learn_from(name: str, path: str) -> str:
+    """A run in `runs` that learns what is new in the records at a path, and finishes; what it says of them."""
+    folder = Folder(Path("runs").absolute() / name)
+    with open_store(path, read_only=True) as store:
+        _, said = choose(folder, RecordsConfig(path=path, since="last"), store)  # type: ignore[arg-type]
+    config = {"recipe": "sft", "steps": 1, "records": {"path": path}}
+    (folder.path / "run.json").write_bytes(msgspec.json.encode({**folder.described, "config": config}))
+    (folder.path / "end.json").write_text('{"kind": "ended", "cause": "its last step"}')
+    return said
+
+
+@pytest.mark.parametrize("again", ["day/records.db", "day/", "./day", "link", "link/records.db", "elsewhere/../day"])
+def test_another_address_of_the_same_records_is_no_other_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("elsewhere").mkdir()
+    with open_store(tmp_path / "day" / "records.db") as store:
+        end(store)
+    Path("link").symlink_to("day")
+    assert "as no run came before" in learn_from("n1", str(tmp_path / "day"))
+    assert "what is new since n1" in learn_from("n2", again)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    Path("runs").symlink_to("../runs")
+    assert "what is new since n2" in learn_from("n3", f"../{again}")
+
+
+def test_the_same_relative_path_elsewhere_is_another_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("a", "b"):
+        with open_store(tmp_path / place / "day" / "records.db") as store:
+            end(store)
+        (tmp_path / place / "runs").symlink_to("../runs")
+    monkeypatch.chdir(tmp_path / "a")
+    (tmp_path / "runs").mkdir()
+    assert "as no run came before" in learn_from("n1", "day")
+    monkeypatch.chdir(tmp_path / "b")
+    assert "as no run came before" in learn_from("n2", "day")
+    assert "what is new since n2" in learn_from("n3", "day")
+    monkeypatch.chdir(tmp_path / "a")
+    assert "what is new since n1" in learn_from("n4", "day")
+
+
 def test_each_night_learns_what_is_new(address: str, trainer: Trainer) -> None:
     """Also an episode of an earlier night that gets its reward later; a run that failed is made up for."""
 
