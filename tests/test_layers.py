@@ -21,7 +21,10 @@ FOREIGN_IN_CORE = {"filelock", "msgspec", "numpy"}
 TERMINAL = {"rich"}
 PRINTS = {
     "tables.py",
-    *(f"cli/printing/{name}.py" for name in ("episode", "groups", "overview", "prompts", "runs", "steps")),
+    *(
+        f"cli/printing/{name}.py"
+        for name in ("episode", "first_page", "groups", "overview", "prompts", "runs", "steps")
+    ),
     "cli/trace.py",
 }
 """Modules of core that are imported only to print; all others open rich where they need it."""
