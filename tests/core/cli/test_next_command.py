@@ -51,7 +51,12 @@ Follow = Callable[[str], list[str]]
 
 @pytest.fixture
 def follow(
-    base: Path, provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_thread: None,
+    base: Path,
+    provider: Provider,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Follow:
     """Runs a command and returns those that it ends with."""
     (tmp_path / "app.py").write_text(APP)
