@@ -1,7 +1,8 @@
 """The contents of an LLM span: kind, agent, model, parameters, messages, tools.
 
 Two conventions are read: OpenTelemetry's for GenAI (as attributes, as JSON text in them, and as the event
-`gen_ai.client.inference.operation.details`), and OpenInference's `llm.*`.
+`gen_ai.client.inference.operation.details`), and OpenInference's `llm.*`. `earlier_forms` reads messages of
+OpenLLMetry and those in one event each.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from cotune.integrations.exchange.otel import names
-from cotune.integrations.exchange.otel.messages import as_text, decoded, from_parts, json_value, mapping, tool_call
+from cotune.integrations.exchange.otel.earlier_forms import event_messages, openllmetry_messages, openllmetry_tools
+from cotune.integrations.exchange.otel.messages import (
+    as_text,
+    decoded,
+    from_parts,
+    json_value,
+    mapping,
+    numbered,
+    tool_call,
+)
 from cotune.integrations.exchange.otel.spans import Span
 from cotune.records.answers import MOST
 
@@ -26,6 +36,8 @@ _OPERATIONS: dict[str, Kind] = {
     "text_completion": "chat",
 }
 _OPENINFERENCE: dict[str, Kind] = {"LLM": "chat", "AGENT": "agent", "TOOL": "tool"}
+_OPENLLMETRY: dict[str, Kind] = {"chat": "chat", "completion": "chat"}
+_TRACELOOP: dict[str, Kind] = {"workflow": "workflow", "agent": "agent", "tool": "tool"}
 _DETAILS = "gen_ai.client.inference.operation.details"
 
 
@@ -34,6 +46,10 @@ def kind_of(span: Span) -> Kind:
     operation = span.attributes.get(names.OPERATION)
     if operation is not None:
         return _OPERATIONS.get(str(operation), "other")
+    for key, kinds in (("llm.request.type", _OPENLLMETRY), ("traceloop.span.kind", _TRACELOOP)):
+        kind = kinds.get(str(span.attributes.get(key)).lower())
+        if kind is not None:
+            return kind
     return _OPENINFERENCE.get(str(span.attributes.get(names.SPAN_KIND)).upper(), "other")
 
 
@@ -42,7 +58,7 @@ def agent_of(span: Span) -> str | None:
     keys = (names.ROLE, names.AGENT_NAME, "agent.name")
     named = next((span.attributes[key] for key in keys if span.attributes.get(key)), None)
     if not named and kind_of(span) == "agent":
-        named = span.name
+        named = span.attributes.get("traceloop.entity.name") or span.name
     if not named:
         named = mapping(decoded(span.attributes.get("metadata"))).get("langgraph_node")
     return str(named) if named else None
@@ -76,15 +92,21 @@ def messages_of(span: Span, left_out: Counter[str]) -> tuple[list[dict[str, Any]
         if names.INPUT_MESSAGES in found or names.OUTPUT_MESSAGES in found:
             request = _request(found, left_out)
             return ([], []) if request is None else (request, _answer(found, left_out))
-    request = [_openinference(one) for one in _items(span.attributes, "llm.input_messages")]
-    return request, [_openinference(one) for one in _items(span.attributes, "llm.output_messages")]
+    request = [_openinference(one) for one in numbered(span.attributes, "llm.input_messages")]
+    answers = [_openinference(one) for one in numbered(span.attributes, "llm.output_messages")]
+    if not request and not answers:
+        request, answers = openllmetry_messages(span.attributes, left_out)
+    if not request and not answers:
+        request, answers = event_messages(span.events, left_out)
+    return request, answers
 
 
 def tools_of(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, Any]] | None:
     """Tool definitions in OpenAI form, None where there are none."""
     given = json_value(found.get(names.TOOL_DEFINITIONS), names.TOOL_DEFINITIONS, left_out)
     if not isinstance(given, list):
-        given = [one.get("tool.json_schema") for one in _items(found, "llm.tools")]
+        given = [one.get("tool.json_schema") for one in numbered(found, "llm.tools")]
+        given = given or openllmetry_tools(found, left_out)
     known = [one for one in (mapping(json_value(tool, "llm.tools", left_out)) for tool in given) if one]
     tools = []
     for one in known:
@@ -131,26 +153,15 @@ def _openinference(fields: Mapping[str, Any]) -> dict[str, Any]:
         "role": str(fields.get("message.role") or "user"),
         "content": fields.get("message.content"),
     }
-    if message["content"] is None and (contents := _items(fields, "message.contents")):
+    if message["content"] is None and (contents := numbered(fields, "message.contents")):
         texts = [str(part.get("message_content.text") or "") for part in contents]
         message["content"] = "\n".join(text for text in texts if text)
     message |= {name: fields[key] for name in ("tool_call_id", "name") if fields.get(key := f"message.{name}")}
     calls = [
         tool_call(*(call.get(f"tool_call.{key}") for key in ("id", "function.name", "function.arguments")))
-        for call in _items(fields, "message.tool_calls")
+        for call in numbered(fields, "message.tool_calls")
     ]
     return {**message, "tool_calls": calls} if calls else message
-
-
-def _items(found: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
-    """Attributes `prefix.N.rest`, by N: each as a mapping of its rests."""
-    items: dict[int, dict[str, Any]] = {}
-    for key, value in found.items():
-        if key.startswith(f"{prefix}."):
-            number, _, rest = key[len(prefix) + 1 :].partition(".")
-            if number.isdigit():
-                items.setdefault(int(number), {})[rest] = value
-    return [items[number] for number in sorted(items)]
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -234,8 +234,10 @@ class _Reading:
             prompt_ids=tuple(found.get(names.PROMPT_IDS) or ()),
             policy=PolicyRef(str(policy), whole(found.get(names.POLICY_VERSION))) if policy else None,
             usage=Usage(
-                whole(first(found, names.INPUT_TOKENS, "llm.token_count.prompt")),
-                whole(first(found, names.OUTPUT_TOKENS, "llm.token_count.completion")),
+                whole(first(found, names.INPUT_TOKENS, "llm.token_count.prompt", "gen_ai.usage.prompt_tokens")),
+                whole(
+                    first(found, names.OUTPUT_TOKENS, "llm.token_count.completion", "gen_ai.usage.completion_tokens")
+                ),
             ),
         )
         status = self._status(chat)

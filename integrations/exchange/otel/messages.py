@@ -127,6 +127,17 @@ def json_value(value: Any, name: str, left_out: Counter[str]) -> Any:
     return found
 
 
+def numbered(found: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
+    """Attributes `prefix.N.rest`, by N: each as a mapping of its rests."""
+    items: dict[int, dict[str, Any]] = {}
+    for key, value in found.items():
+        if key.startswith(f"{prefix}."):
+            number, _, rest = key[len(prefix) + 1 :].partition(".")
+            if number.isdecimal():
+                items.setdefault(int(number), {})[rest] = value
+    return [items[number] for number in sorted(items)]
+
+
 def mapping(value: Any) -> Mapping[str, Any]:
     """A mapping as it is, anything else as an empty one."""
     return value if isinstance(value, Mapping) else {}

@@ -175,11 +175,85 @@ def test_messages_of_the_conventions(tmp_path: Path, form: str) -> None:
     assert call.integration == "opentelemetry" and read.made.left_out == {}
 
 
-def test_spans_of_neither_convention_are_counted(tmp_path: Path) -> None:
-    old = {"llm.request.type": "chat", "gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "Hi"}
-    read = Read(tmp_path, workflow(1, None, "w"), span(2, 1, "openai.chat", old), chat(3, 1, "a", "1"))
+def test_spans_of_no_convention_are_counted(tmp_path: Path) -> None:
+    other = {"my.prompt": "Hi"}
+    read = Read(tmp_path, workflow(1, None, "w"), span(2, 1, "openai.chat", other), chat(3, 1, "a", "1"))
     assert read.messages == [[{"role": "user", "content": "a"}]]
     assert read.made.left_out == {"span:not_llm": 1}
+
+
+def test_messages_of_openllmetry(tmp_path: Path) -> None:
+    found = {
+        "llm.request.type": "chat",
+        "gen_ai.request.model": "gpt",
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.usage.prompt_tokens": 5,
+        "gen_ai.usage.completion_tokens": 2,
+        "gen_ai.prompt.0.role": "system",
+        "gen_ai.prompt.0.content": "Be brief.",
+        "gen_ai.prompt.1.role": "user",
+        "gen_ai.prompt.1.content": "Hi",
+        "gen_ai.prompt.2.role": "assistant",
+        "gen_ai.prompt.2.tool_calls.0.id": "c1",
+        "gen_ai.prompt.2.tool_calls.0.name": "look",
+        "gen_ai.prompt.2.tool_calls.0.arguments": '{"q":"x"}',
+        "gen_ai.prompt.3.role": "tool",
+        "gen_ai.prompt.3.tool_call_id": "c1",
+        "gen_ai.prompt.3.content": "42",
+        "gen_ai.completion.0.role": "assistant",
+        "gen_ai.completion.0.content": "42.",
+        "gen_ai.completion.0.finish_reason": "length",
+        "llm.request.functions.0.name": "look",
+        "llm.request.functions.0.parameters": '{"type": "object"}',
+    }
+    team = span(1, None, "team.workflow", {"traceloop.span.kind": "workflow"})
+    helper = span(2, 1, "helper.agent", {"traceloop.span.kind": "agent", "traceloop.entity.name": "helper"})
+    read = Read(tmp_path, team, helper, span(3, 2, "openai.chat", found))
+    assert read.messages == [[*ASKED, CALLING, TOLD]]
+    assert read.tools == [[{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]]
+    (call,) = read.calls
+    assert (call.role, call.model, call.params, call.usage) == ("helper", "gpt", {"max_tokens": 9}, Usage(5, 2))
+    assert [(c.text, c.finish_reason) for c in call.candidates] == [("42.", "length")]
+    assert read.made.left_out == {}
+
+
+def test_parts_of_openllmetry_are_parts_and_an_answer_in_json_is_a_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Hi"}]
+    found = {"llm.request.type": "chat", "gen_ai.prompt.0.role": "user"}
+    said = {"gen_ai.completion.0.content": '{"a": 1}'}
+    read = Read(tmp_path, span(1, None, "c", {**found, "gen_ai.prompt.0.content": json.dumps(parts), **said}))
+    assert read.messages == [[{"role": "user", "content": parts}]]
+    assert [c.text for c in read.calls[0].candidates] == ['{"a": 1}']
+    (tmp_path / "cut").mkdir()
+    read = Read(tmp_path / "cut", span(1, None, "c", {**found, "gen_ai.prompt.0.content": '[{"type": "te', **said}))
+    assert (read.messages, read.calls[0].candidates) == ([[]], ())
+    assert read.made.left_out == {"cut:gen_ai.prompt": 1, "call_without_messages": 1}
+
+
+@pytest.mark.parametrize("form", ["json", "attributes"])
+def test_messages_in_one_event_each(tmp_path: Path, form: str) -> None:
+    said = {"role": "assistant", "content": "42."}
+    bodies = [
+        ("gen_ai.system.message", {"content": "Be brief."}),
+        ("gen_ai.user.message", {"content": "Hi"}),
+        ("gen_ai.assistant.message", {"tool_calls": CALLING["tool_calls"]}),
+        ("gen_ai.tool.message", {"id": "c1", "content": "42"}),
+        ("gen_ai.choice", {"index": 0, "finish_reason": "stop", "message": said}),
+    ]
+    events = [
+        event(name, {"gen_ai.event.content": json.dumps(body)} if form == "json" else body) for name, body in bodies
+    ]
+    read = Read(tmp_path, span(1, None, "chat gpt", CONVENTIONS, events=events))
+    assert read.messages == [[*ASKED, CALLING, TOLD]]
+    assert [(c.text, c.finish_reason) for c in read.calls[0].candidates] == [("42.", "stop")]
+    assert read.made.left_out == {}
+
+
+def test_events_without_content_are_no_messages(tmp_path: Path) -> None:
+    events = [event("gen_ai.user.message", {"role": "user"}), event("gen_ai.choice", {"message": {"content": "42."}})]
+    read = Read(tmp_path, span(1, None, "chat gpt", CONVENTIONS, events=events))
+    assert (read.messages, read.calls[0].candidates) == ([[]], ())
+    assert read.made.left_out == {"call_without_messages": 1}
 
 
 def test_messages_of_openinference(tmp_path: Path) -> None:
