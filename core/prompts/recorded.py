@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from cotune.errors import RecordError
 from cotune.prompts.chat_texts import Kind, map_format, map_message, map_tool
 from cotune.prompts.explained import Explained, Texts, texts_of
+from cotune.prompts.material import single_material
 from cotune.prompts.volatile import Span, intersection, union, volatile
 from cotune.records.ids import canonical
 from cotune.records.images import content_text
@@ -92,6 +93,10 @@ def read_texts(
     reading = _Reading(store, found, roles, keep, texts_of(episode.task.input for episode, _ in read))
     for episode, own in read:
         reading.episode(episode, own)
+    for place, texts in found.texts.items():
+        if place.kind in ("system", "user"):
+            for text, spans in single_material(texts).items():
+                texts[text].changing = union([*texts[text].changing, *spans])
     return found
 
 

@@ -104,6 +104,44 @@ def test_what_an_earlier_call_answered_is_a_slot_though_it_was_always_the_same(t
     assert pieces(found, "critic.user") == ("Criticise this draft in two sentences: ", 1, " Be strict.")
 
 
+DOCUMENT = "Parcels to Italy take five days.\nDelivery: by ship\n\nRefunds need the number of the invoice, in writing."
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("Answer the customer kindly.\n\nContext: ", "\n\nQuestion: {q}\nName the page, and be brief."),
+        ("Answer from these documents alone:\n", "\n\n{q}\n\nName the page of it, and be brief."),
+        ("You know this text.\n<context>\n", "\n</context>\nName the page of it, and be brief.\n{q}"),
+    ],
+)
+def test_a_document_that_code_looked_up_is_a_slot_though_only_one_was_seen(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    def parts(name: str, documents: list[str]) -> tuple:
+        asked = [
+            (q, [Asked("a", [before + document + after.format(q=q)])])
+            for q, document in zip(QUESTIONS, documents, strict=True)
+        ]
+        with store_of(tmp_path / name, asked) as store:
+            return pieces(find_parts(store), "a.user")
+
+    one, several = parts("one.db", [DOCUMENT] * 3), parts("several.db", [DOCUMENT, SYSTEM, "No document fits."])
+    for found in (one, several):
+        constant = "".join(piece for piece in found if isinstance(piece, str))
+        assert "Parcels" not in constant and "Delivery" not in constant and "invoice" not in constant
+        assert constant.startswith(before.rstrip()) and "and be brief." in constant
+    asked = [(q, [Asked("a", [("system", before + DOCUMENT), q])]) for q in QUESTIONS]
+    with store_of(tmp_path / "system.db", asked) as store:
+        assert pieces(find_parts(store), "a.system") == (before, 1)
+
+
+def test_a_sentence_that_names_documents_is_prompt(tmp_path: Path) -> None:
+    text = "You edit documents: mend the grammar, keep all names as they are, and never shorten a table."
+    found = found_in(tmp_path, [(q, [Asked("a", [("system", text), q])]) for q in QUESTIONS])
+    assert pieces(found, "a.system") == (text,)
+
+
 def test_a_short_answer_is_a_slot_where_it_is_a_line_of_its_own(tmp_path: Path) -> None:
     asks = "Say whether this is wrong or right, and why.\n\nSolution:\nwrong\n\nBe brief."
     found = found_in(tmp_path, [(q, [Asked("a", [q], "wrong"), Asked("b", [asks])]) for q in QUESTIONS])
