@@ -41,11 +41,11 @@ def record() -> Recorded:
 
 @pytest.fixture(scope="session")
 def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the model that every sampler is tested with."""
+    """The folder of the model that every sampler is tested with. Its vocabulary is padded."""
     from tests.integrations import tiny_models
 
     folder = tmp_path_factory.mktemp("contract") / "model"
-    tiny_models.build("qwen3", folder)
+    tiny_models.build("qwen3", folder, padding=60)
     return folder
 
 

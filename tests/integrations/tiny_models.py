@@ -126,13 +126,16 @@ def config(architecture: str, vocabulary: int) -> object:
     )
 
 
-def build(architecture: str, folder: Path, seed: int = 0) -> PreTrainedModel:
-    """Build a model, save it with its tokenizer into `folder`, and return it."""
+def build(architecture: str, folder: Path, seed: int = 0, padding: int = 0) -> PreTrainedModel:
+    """Build a model, save it with its tokenizer into `folder`, and return it.
+
+    It has `padding` more logits than the tokenizer has tokens.
+    """
     torch.manual_seed(seed)
     tok = tokenizer()
     others = {"bloom": BloomForCausalLM, "gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM}
     kind = others.get(architecture, Qwen3ForCausalLM)
-    model = kind(config(architecture, len(tok))).eval()
+    model = kind(config(architecture, len(tok) + padding)).eval()
     model.save_pretrained(folder)
     tok.save_pretrained(folder)
     return model

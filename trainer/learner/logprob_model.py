@@ -96,7 +96,8 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         possible = self.images is None and attends_over_trees(network, flex=self._flex)
         self.shares = possible and settings.shared_prompts
         """Whether a pass computes once what its rows have in common: asked for, and possible with this model."""
-        self.sampled_distribution = SampledDistribution(network.config.name_or_path)
+        logits = network.get_output_embeddings().weight.shape[0]
+        self.sampled_distribution = SampledDistribution(network.config.name_or_path, logits)
         self._head: Head | None = None
 
     def take_products(self, dtype: str) -> None:
@@ -106,15 +107,20 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
     def forward(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
         rows = rows or [FILLER]
+        distribution = self.sampled_distribution
+        distribution.check(rows)
         head = self.network.get_output_embeddings()
         device = head.weight.device
         targets = torch.from_numpy(np.concatenate([np.asarray(r.response_ids, np.int64) for r in rows])).to(device)
         temperature = torch.tensor([row.temperature for row in rows], device=device)  # [rows]
         lengths = torch.tensor([len(row.response_ids) for row in rows], device=device)  # [rows]
         hidden = self.states(rows)
-        shaping = self.sampled_distribution.of(rows, head.weight.shape[0], device)
+        shaping = distribution.of(rows, device)
         temperatures = temperature.repeat_interleave(lengths)
-        return token_logprobs(hidden, self._head or head.weight, head.bias, targets, temperatures, shaping)
+        weight = self._head or head.weight
+        return token_logprobs(
+            hidden, weight, head.bias, targets, temperatures, shaping, token_ids=distribution.token_ids
+        )
 
     def states(self, rows: Sequence[TrainRow]) -> Tensor:
         """[tokens, hidden] the last hidden states that predict the response tokens, rows in order."""

@@ -11,7 +11,7 @@ from cotune.integrations.models.bfloat16 import exact_product, pack
 from cotune.integrations.models.float32 import product, widened_product
 
 FORBIDDEN = -1e9
-"""The logit of a token that a grammar forbids: its probability is 0 in fp32, and 0 times it is still 0."""
+"""The logit of a token that a grammar forbids, or of none: its probability is 0 in fp32, and 0 times it is still 0."""
 
 CHUNK_BYTES = 4 * 2**20
 CHUNK_ROWS = {"cpu": 64, "cuda": 256}
@@ -80,6 +80,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         shaping: LogitShaping | None,
         rows: int,
         head: Head | None,
+        token_ids: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
@@ -87,7 +88,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         alone = ctx.needs_input_grad[:3] == (True, False, False)
         slope = torch.empty_like(hidden, dtype=weight.dtype) if alone else None
         for part in _parts(len(targets), rows):
-            z = _logits(hidden, head or weight, bias, temperature, shaping, part)
+            z = _logits(hidden, head or weight, bias, temperature, shaping, part, token_ids)
             lse[part] = torch.logsumexp(z, dim=-1)
             z -= lse[part, None]
             logprobs[part] = z.gather(1, targets[part, None]).squeeze(1)
@@ -97,7 +98,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
                 p.neg_().scatter_add_(1, targets[part, None], p.new_ones(len(p), 1)).div_(temperature[part, None])
                 slope[part] = product(p.to(weight.dtype), weight.t())
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, slope)
-        ctx.shaping, ctx.rows, ctx.head = shaping, rows, head
+        ctx.shaping, ctx.rows, ctx.head, ctx.token_ids = shaping, rows, head, token_ids
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -105,13 +106,13 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, lse, entropy, slope = ctx.saved_tensors
         if slope is not None and grad_entropy is None and grad_logprobs is not None:
-            return (slope * grad_logprobs[:, None]).to(hidden.dtype), *(None,) * 7
+            return (slope * grad_logprobs[:, None]).to(hidden.dtype), *(None,) * 8
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
         for part in _parts(len(targets), ctx.rows):
-            z = _logits(hidden, ctx.head or weight, bias, temperature, ctx.shaping, part)
+            z = _logits(hidden, ctx.head or weight, bias, temperature, ctx.shaping, part, ctx.token_ids)
             z -= lse[part, None]
             grad = z.exp()
             if grad_entropy is None:
@@ -135,7 +136,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
                 grad_weight += grad.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 5
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
 
 
 def token_logprobs(
@@ -145,10 +146,12 @@ def token_logprobs(
     targets: Tensor,
     temperature: Tensor,
     shaping: LogitShaping | None = None,
+    token_ids: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `targets[n]` and entropy of its distribution, softmax(W hidden[n] / temperature[n]), in nats.
 
-    Where `shaping` forbids tokens or adds to logits, the distribution is that of the logits after it.
+    Where `shaping` forbids tokens or adds to logits, the distribution is that of the logits after it. It is over the
+    first `token_ids` of the V logits (default: all).
 
     hidden [N, H], weight [V, H] (a `Head` has no gradient), bias [V] or None, targets [N] (int64), temperature [N], all
     above 0. Returns two float32 tensors [N], both differentiable in hidden, weight and bias. Memory beyond the inputs
@@ -158,7 +161,10 @@ def token_logprobs(
     weight = weight.weight if isinstance(weight, Head) else weight.to(hidden.dtype)
     rows = chunk_tokens(weight.shape[0], hidden.device.type)
     bias = None if bias is None else bias.to(hidden.dtype)
-    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, shaping, rows, head)
+    token_ids = weight.shape[0] if token_ids is None else token_ids
+    logprobs, entropy = _ChunkedLogprobs.apply(
+        hidden, weight, bias, targets, temperature, shaping, rows, head, token_ids
+    )
     return logprobs, entropy
 
 
@@ -178,6 +184,7 @@ def _logits(
     temperature: Tensor,
     shaping: LogitShaping | None,
     part: slice,
+    token_ids: int,
 ) -> Tensor:
     """[tokens of `part`, V] in float32, whatever the precision of the states."""
     logits = weight.logits(hidden[part]) if isinstance(weight, Head) else widened_product(hidden[part], weight)
@@ -185,4 +192,6 @@ def _logits(
         logits.add_(bias)
     if shaping is not None:
         shaping.apply(logits, part)
+    if token_ids < logits.shape[1]:  # filled and not cut off: GPUs multiply matrices of padded sizes faster
+        logits[:, token_ids:] = FORBIDDEN
     return logits.div_(temperature[part, None])

@@ -89,7 +89,7 @@ class PolicyModel:
         """The rows of an update, their loss masks without the tokens that a grammar forced."""
         distribution = self.logprob_model.sampled_distribution
         distribution.clear()
-        return distribution.without_forced_tokens(rows, self.network.config.get_text_config().vocab_size)
+        return distribution.without_forced_tokens(rows)
 
     def weights(self, *, keep: bool = True) -> Weights:
         """Trainable weights as fp32 copies on the CPU: PEFT state-dict names for a LoRA, else parameter names.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,28 +14,50 @@ import torch
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError, SamplerError
 from cotune.integrations.models.chat.grammar import Grammars
-from cotune.integrations.models.folder.folder import loading
+from cotune.integrations.models.folder.folder import count_token_ids, read_tokenizer
 from cotune.trainer.learner.logprobs import LogitShaping
 
 
 class SampledDistribution:
-    """Makes the `LogitShaping` of rows. The tokenizer of `model` is loaded when the first row has a grammar.
+    """Tells from which distribution the tokens of rows were sampled, for a `model` folder with so many `logits`.
 
-    Masks are kept from one pass over the rows to the next, until `clear`.
+    The tokenizer is loaded at the first question. Masks are kept from one pass over the rows to the next, until
+    `clear`.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, logits: int) -> None:
         self._model = model
+        self._logits = logits
         self._grammars: Grammars | None = None
         self._numbers: dict[bytes, int] = {}
         self._masks: list[npt.NDArray[np.int32]] = []
         self._known: dict[tuple[str, tuple[int, ...]], npt.NDArray[np.int64]] = {}
 
+    @cached_property
+    def token_ids(self) -> int:
+        """How many token ids could be drawn; see `count_token_ids`."""
+        return count_token_ids(self._tokenizer, self._logits)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return read_tokenizer(self._model)
+
+    def check(self, rows: Sequence[TrainRow]) -> None:
+        """Raises LearnerError for a response with a token that could not be drawn."""
+        for row in rows:
+            highest = max(row.response_ids, default=0)
+            if highest >= self.token_ids:
+                raise LearnerError(
+                    f"Row {row.id} of role {row.role!r} has the token {highest}, which the tokenizer of {self._model} "
+                    f"does not have: its tokens are 0 to {self.token_ids - 1}.",
+                    "Delete the episode from the records, or record it again: cotune no longer draws such tokens.",
+                )
+
     def clear(self) -> None:
         """Drop the masks of earlier rows."""
         self._numbers, self._masks, self._known = {}, [], {}
 
-    def of(self, rows: Sequence[TrainRow], vocabulary: int, device: torch.device) -> LogitShaping | None:
+    def of(self, rows: Sequence[TrainRow], device: torch.device) -> LogitShaping | None:
         """That of all response tokens, rows in order; None where no row has a grammar or a bias.
 
         Raises LearnerError for a response that its own grammar does not allow.
@@ -43,31 +67,31 @@ class SampledDistribution:
         biases = {row.logit_bias: 0 for row in rows if row.logit_bias}
         biases = {bias: number for number, bias in enumerate(biases)}
         added_at = [np.full(len(row.response_ids), biases.get(row.logit_bias, -1)) for row in rows]
-        numbers = np.concatenate([self._mask_numbers(row, vocabulary) for row in rows])
+        numbers = np.concatenate([self._mask_numbers(row) for row in rows])
         used, bits_at = np.unique(numbers[numbers >= 0], return_inverse=True)
         numbers[numbers >= 0] = bits_at
         bits = np.stack([self._masks[i] for i in used]) if len(used) else np.empty((0, 0), np.int32)
-        parts = bits, numbers, _added(list(biases), vocabulary), np.concatenate(added_at)
+        parts = bits, numbers, _added(list(biases), self._logits), np.concatenate(added_at)
         return LogitShaping(*(torch.from_numpy(part).to(device) for part in parts))
 
-    def without_forced_tokens(self, rows: Sequence[TrainRow], vocabulary: int) -> list[TrainRow]:
+    def without_forced_tokens(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
         """The rows with loss masks that leave out each token that was the only one its grammar allowed."""
-        return [self._without_forced(row, vocabulary) if row.grammar else row for row in rows]
+        return [self._without_forced(row) if row.grammar else row for row in rows]
 
-    def _without_forced(self, row: TrainRow, vocabulary: int) -> TrainRow:
-        numbers = self._mask_numbers(row, vocabulary)
+    def _without_forced(self, row: TrainRow) -> TrainRow:
+        numbers = self._mask_numbers(row)
         forced = np.array([int(np.unpackbits(self._masks[i].view(np.uint8)).sum()) == 1 for i in numbers])
         counts = ~forced & np.array(row.loss_mask or (True,) * len(forced))
         return msgspec.structs.replace(row, loss_mask=tuple(counts.tolist()))
 
-    def _mask_numbers(self, row: TrainRow, vocabulary: int) -> npt.NDArray[np.int64]:
+    def _mask_numbers(self, row: TrainRow) -> npt.NDArray[np.int64]:
         """[tokens] number of each response token's mask in `_masks`, -1 without a grammar."""
         if not row.grammar:
             return np.full(len(row.response_ids), -1)
         key = row.grammar, row.response_ids
         if key not in self._known:
             try:
-                bits = self._opened(vocabulary).replay(*key)
+                bits = self._opened().replay(*key)
             except SamplerError as error:
                 raise LearnerError(f"Row {row.id} of role {row.role!r}: {error.cause}", error.remedy) from error
             self._known[key] = np.array([self._number(mask) for mask in bits])
@@ -79,11 +103,9 @@ class SampledDistribution:
             self._masks.append(mask.copy())
         return number
 
-    def _opened(self, vocabulary: int) -> Grammars:
+    def _opened(self) -> Grammars:
         if self._grammars is None:
-            from transformers import AutoTokenizer
-
-            self._grammars = Grammars(AutoTokenizer.from_pretrained(self._model, **loading()), vocabulary)
+            self._grammars = Grammars(self._tokenizer, self._logits)
         return self._grammars
 
 

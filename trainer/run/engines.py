@@ -13,7 +13,7 @@ from cotune.errors import ConfigError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
 from cotune.integrations.models.engines import EngineConfig, EngineWeights, open_sampler, products_dtype
-from cotune.integrations.models.folder.folder import loading, locate_model
+from cotune.integrations.models.folder.folder import count_token_ids, loading, locate_model, read_tokenizer
 from cotune.integrations.models.per_policy import PolicySampler, open_engines
 from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Sampler
@@ -171,10 +171,11 @@ def _adapters(config: TrainConfig, model: str) -> list[PolicySpec]:
 
 
 def _vocabulary(model: str) -> int:
-    """How many token ids the model has."""
+    """How many token ids the model may draw."""
     from transformers import AutoConfig
 
-    return int(AutoConfig.from_pretrained(model, **loading()).get_text_config().vocab_size)
+    config = AutoConfig.from_pretrained(model, **loading())
+    return count_token_ids(read_tokenizer(model), config.get_text_config().vocab_size)
 
 
 async def _engine(cluster: ClusterConfig, engine: EngineConfig) -> Sampler:

@@ -222,6 +222,27 @@ def context_length(model: str | Path) -> int:
     return int(getattr(found, "max_position_embeddings", 1 << 20))
 
 
+def read_tokenizer(model: str | Path) -> Any:
+    """The tokenizer of a model folder or Hugging Face id; None if the folder has none. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
+        return None
+    with reading(model):
+        return AutoTokenizer.from_pretrained(model, **loading())
+
+
+def count_token_ids(tokenizer: Any, logits: int) -> int:
+    """How many token ids a model with so many logits may draw: 0 up to the tokenizer's last.
+
+    Many vocabularies are padded to a round number. Qwen3 has 151,936 logits and 151,669 tokens; the other ids decode to
+    nothing. Samplers and learners leave them out of the distribution. Without a tokenizer (None) all ids count.
+    """
+    if tokenizer is None:
+        return logits
+    return min(logits, max(tokenizer.get_vocab().values()) + 1)
+
+
 def count_parameters(folder: Path) -> int:
     """How many values the weights of a model folder have, by the heads of their files. Raises ConfigError."""
     from safetensors import safe_open

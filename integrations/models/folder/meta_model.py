@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cotune.errors import RequestRefused, SamplerError
-from cotune.integrations.models.folder.folder import loading, locate_model, reading
+from cotune.integrations.models.folder.folder import count_token_ids, loading, locate_model, read_tokenizer, reading
 from cotune.integrations.models.folder.kinds import auto_class
 from cotune.records.policies import ALL_LINEAR, LoraSpec
 from cotune.records.structs import PolicyRef
@@ -27,6 +27,9 @@ class ModelSkeleton:
         with reading(self.folder), torch.device("meta"):
             config = AutoConfig.from_pretrained(self.folder, **loading())
             self._model = auto_class(config).from_config(config, **loading())
+        self.logits: int = config.get_text_config().vocab_size
+        self.token_ids = count_token_ids(read_tokenizer(self.folder), self.logits)
+        """How many of the logits belong to token ids that may be drawn: the first ones."""
 
     def check(self, policy: PolicyRef, weights: Weights, lora: LoraSpec | None) -> None:
         """Raises RequestRefused for weights that are not finite, or do not fit, with the name of the first."""

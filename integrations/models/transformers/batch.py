@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from cotune.integrations.models.chat.grammar import Grammars
+from cotune.integrations.models.folder.folder import count_token_ids
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.integrations.models.transformers.attention import Alike, alike_rows, runs, use_rows_attention
 from cotune.integrations.models.transformers.cache import RowCache
@@ -58,10 +59,12 @@ class Batch:
         own_attention = use_rows_attention(model)
         self.lora = LoraRows(model)
         self.tokenizer = tokenizer
+        config = model.config.get_text_config()
+        self.vocabulary = count_token_ids(tokenizer, config.vocab_size)
+        """How many token ids may be drawn. The model can have more logits."""
         self.grammars = None if tokenizer is None else Grammars(tokenizer, self.vocabulary)
         self.rows = 0
         self.state = Rows()
-        config = model.config.get_text_config()
         parameter = next(model.parameters())
         self.device = parameter.device
         self.cache = RowCache(config.num_hidden_layers, parameter.dtype, parameter.device)
@@ -80,11 +83,6 @@ class Batch:
         self._ends[list(end_token_ids)] = True
         self._input = torch.zeros((0, 1), dtype=torch.long, device=parameter.device)
         self._params = self._row_params(slice(0, 0))
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of logits."""
-        return self.model.config.get_text_config().vocab_size
 
     @property
     def alive(self) -> int:
@@ -288,6 +286,8 @@ class Batch:
     def _draw(self, logits: Tensor, at: npt.NDArray[np.int64] | None) -> list[Job]:
         """Draw a token for rows `at` (None: all) and record it; return the jobs whose last candidate ended."""
         s = self.state
+        if self.vocabulary < logits.shape[1]:
+            logits[:, self.vocabulary :] = -torch.inf
         rows = slice(0, self.rows) if at is None else at
         uniform = torch.as_tensor(uniforms(s["stream"][rows], s["count"][rows]), device=self.device).unsqueeze(1)
         params = self._params if at is None else self._row_params(rows)

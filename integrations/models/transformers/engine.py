@@ -8,7 +8,6 @@ import os
 import queue
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from cotune.errors import ConfigError, RequestRefused, SamplerError
 from cotune.integrations.models.bfloat16 import LARGE, pack_linear_layers, rounds_products
 from cotune.integrations.models.engine_sampler import room_after
 from cotune.integrations.models.float32 import prefers_onednn, speed_linear_layers
-from cotune.integrations.models.folder.folder import loading, loading_weights, reading
+from cotune.integrations.models.folder.folder import loading, loading_weights, read_tokenizer, reading
 from cotune.integrations.models.folder.kinds import auto_class, end_ids, sees_images
 from cotune.integrations.models.folder.meta_model import check_finite, check_full
 from cotune.integrations.models.folder.vision import ImageInputs
@@ -272,7 +271,6 @@ class DecodingEngine:
 
 def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingEngine:
     """Load the model and its tokenizer. Raises ConfigError when there is no such model."""
-    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     if source.threads is not None:
@@ -285,9 +283,8 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
             packed = rounds_products(source.dtype, device)
             usual = "float32" if packed or device == "cpu" else "bfloat16"
             model = _moved(_read(source.model, usual if packed else source.dtype or usual), device)
-            bare = Path(source.model).is_dir() and not any(Path(source.model).glob("tokenizer*"))
-            if tokenizer is None and not bare:  # weights alone serve token ids, but no stop strings
-                tokenizer = AutoTokenizer.from_pretrained(source.model, **loading())
+            if tokenizer is None:  # a folder of weights alone serves token ids, but no stop strings
+                tokenizer = read_tokenizer(source.model)
     ends = source.end_token_ids
     if ends is None:
         ends = end_ids(model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None))

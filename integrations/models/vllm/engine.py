@@ -143,6 +143,8 @@ class VllmSampler(LoopSampler):
             self._llm = AsyncLLM.from_engine_args(arguments, usage_context=context)
             self.max_model_len = self._llm.model_config.max_model_len
             await self._generate([1], 1, SamplingParams(max_tokens=1), BASE, None)  # compiles kernels
+            if self._skeleton.token_ids < self._skeleton.logits:
+                await self._ask("cotune_mask_padding", self._skeleton.token_ids)
             self._folders.adopt(await asyncio.to_thread(left_in_shared_memory))
             if self._full:
                 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest

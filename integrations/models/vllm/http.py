@@ -26,6 +26,9 @@ from cotune.sampling.protocol import Completion, SamplerInfo, SamplingParams, To
 
 log = logging.getLogger(__name__)
 
+MOST_BIASES = 1024
+"""Most entries of `logit_bias` that every model runner of vLLM takes (its MAX_NUM_LOGIT_BIAS_TOKENS)."""
+
 
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[float]
@@ -56,6 +59,8 @@ class VllmHttpSampler(LoopSampler):
         self._made = itertools.count(1)
         # Names that no other user of the server, and no earlier run, has taken.
         self._mark = os.urandom(3).hex()
+        # Ids of a padded vocabulary, which stand for no token.
+        self._padding = range(skeleton.token_ids, skeleton.logits)
         self._base_name = ""
 
     @classmethod
@@ -96,6 +101,14 @@ class VllmHttpSampler(LoopSampler):
                 "does not take adapters while it runs",
                 "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora.",
             )
+        if len(self._padding) > MOST_BIASES:
+            log.warning(
+                "%s can draw the ids %d to %d, which stand for no token: they are too many to forbid by request. "
+                "An answer with one fails. Engines that the run starts itself never draw them.",
+                client.url,
+                self._padding.start,
+                self._padding.stop - 1,
+            )
         await self._load_base(rank)
         # The one token that top_k = 1 leaves has log-probability 0, unless the server reports the model's own.
         how = SamplingParams(temperature=0.5, top_k=1, max_tokens=1)
@@ -124,9 +137,17 @@ class VllmHttpSampler(LoopSampler):
     async def _generate(
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
     ) -> list[Completion]:
-        body = {"model": target or self._base_name, "prompt": list(prompt), **http_params(n, params)}
+        forbidden = self._padding if len(self._padding) <= MOST_BIASES else ()
+        body = {"model": target or self._base_name, "prompt": list(prompt), **http_params(n, params, forbidden)}
         answer: _Answer = await self._client.post("/v1/completions", body, _Answer, seconds=None)
         choices = sorted(answer.choices, key=lambda choice: choice.index)
+        # A server with more of them, or with speculative decoding, which ignores biases, can still draw one.
+        drawn = {id for choice in choices for id in choice.token_ids if id in self._padding}
+        if drawn:
+            raise SamplerError(
+                f"{self._client.url} drew the token {min(drawn)}; the tokenizer ends at {self._padding.start - 1}.",
+                'Ask again, or let the run start the engine, with cluster.engine = "vllm".',
+            )
         return [
             completion(c.token_ids, c.logprobs.token_logprobs, c.finish_reason, _top(c.logprobs, params.top_logprobs))
             for c in choices

@@ -29,16 +29,22 @@ def python_params(n: int, params: SamplingParams) -> Any:
     )
 
 
-def http_params(n: int, params: SamplingParams) -> dict[str, Any]:
-    """Raises RequestRefused for images."""
+FORBID = -100.0
+"""The lowest bias that vLLM's server takes. A token with it has a probability of about exp(-100)."""
+
+
+def http_params(n: int, params: SamplingParams, forbidden: Iterable[int] = ()) -> dict[str, Any]:
+    """The body of a request, under which the token ids `forbidden` are not drawn. Raises RequestRefused for images."""
     if params.images:
         raise RequestRefused(
             "A vLLM server is sent token ids here, and no images.",
             'Let the run start its engines, with cluster.engine = "vllm" or "transformers".',
         )
     body = {**_common(n, params), "return_token_ids": True, "return_tokens_as_token_ids": True}
-    if params.logit_bias:
-        body["logit_bias"] = {str(token): value for token, value in params.logit_bias}
+    biases = {str(token): value for token, value in params.logit_bias}
+    biases |= {str(token): FORBID for token in forbidden}
+    if biases:
+        body["logit_bias"] = biases
     if params.grammar:
         body["structured_outputs"] = {"grammar": params.grammar}
     return body

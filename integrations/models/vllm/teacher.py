@@ -52,8 +52,9 @@ class _Text(msgspec.Struct):
 class VllmTeacher:
     """A vLLM server as a `Teacher`. `logprobs` may be called from any thread that runs no event loop.
 
-    A row is sent whole, as token ids, and the answer has the log-probability of each (`prompt_logprobs`), which vLLM
-    gives at temperature 1, without grammars and biases: rows that were drawn otherwise are not scored. A server that
+    A row is sent whole, as token ids, and the answer has the log-probability of each (`prompt_logprobs`). vLLM gives it
+    at temperature 1, without grammars and biases: rows that were drawn otherwise are not scored. It is over all logits,
+    also those of a padded vocabulary, which trained models give next to no probability. A server that
     takes adapters is asked one row at a time: vLLM 0.28 on CPUs ends where it scores two prompts at once beside them.
     """
 

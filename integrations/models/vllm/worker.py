@@ -51,6 +51,24 @@ class CotuneWorker:
             raise RuntimeError(f"adapter {lora_id} in the engine has other values than {folder}")
         return fingerprint(weights)
 
+    def cotune_mask_padding(self, token_ids: int) -> str:
+        """Give the logits of a padded vocabulary, which begin at `token_ids`, no probability from now on.
+
+        This costs one write per pass. Parameters of a request (`logit_bias`, `allowed_token_ids`) cost the engine work
+        for every request, and logits processors of its own exclude vLLM's newer model runner.
+        """
+        model = self.model_runner.get_model()
+        compute = model.compute_logits
+
+        def compute_masked(*arguments: Any, **options: Any) -> torch.Tensor | None:
+            logits = compute(*arguments, **options)
+            if logits is not None:  # only one of several workers has them
+                logits[..., token_ids:] = -torch.inf
+            return logits
+
+        model.compute_logits = compute_masked
+        return str(token_ids)
+
     def cotune_model(self) -> str:
         """Digest of the model's weights and buffers, computed where they are; adapters aside.
 

@@ -94,6 +94,23 @@ def test_logprobs_are_those_of_the_grammar_and_the_biases_that_a_row_was_drawn_u
         np.testing.assert_allclose(values, expected.numpy(), atol=2e-5)
 
 
+def test_ids_of_a_padded_vocabulary_have_no_probability(opened, tmp_path):
+    network = tiny_models.build("qwen3", tmp_path / "base", padding=60)
+    tokens = len(tiny_models.tokenizer())
+    rows = [change(row, temperature=0.8) for row in make_rows(groups=1)]
+    rows[1] = change(rows[1], logit_bias=((9, 3.0),))
+    learner = opened(str(tmp_path / "base"))
+    for row, values in zip(rows, learner.logprobs("a", rows), strict=True):
+        with torch.no_grad():
+            logits = network(torch.tensor([row.prompt_ids + row.response_ids])).logits[0, len(row.prompt_ids) - 1 : -1]
+        for token, value in row.logit_bias:
+            logits[:, token] += value
+        expected = (logits[:, :tokens] / 0.8).log_softmax(-1).gather(1, torch.tensor(row.response_ids)[:, None])
+        np.testing.assert_allclose(values, expected.squeeze(1).numpy(), atol=2e-5)
+    with pytest.raises(LearnerError, match=f"has the token {tokens}, which the tokenizer"):
+        learner.logprobs("a", [change(rows[0], response_ids=(5, tokens), logprobs=(-1.0, -1.0))])
+
+
 @long_on_workers
 def test_gradients_do_not_depend_on_the_micro_batches(opened, base):
     rows = make_rows(groups=2)

@@ -151,3 +151,21 @@ class OperatorNames(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bonus", [0.0, 0.3])
+def test_logits_beyond_the_token_ids_take_no_part(bonus):
+    """Of 40 logits the first 33 are of token ids; the others get no gradient."""
+    arguments = inputs(6, 40, 5, 7)
+    arguments[3][:] = torch.tensor([4, 7, 1, 6, 32, 0])
+
+    def cut(hidden, weight, bias, targets, temperature):
+        logits = torch.nn.functional.linear(hidden, weight, bias)[:, :33] / temperature[:, None]
+        logp = logits.log_softmax(-1)
+        return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+    share = torch.linspace(-1.0, 1.0, 6)
+    fused = gradients(lambda *given: token_logprobs(*given, token_ids=33), arguments, share, bonus)
+    expected = gradients(cut, arguments, share, bonus)
+    for mine, theirs in zip([*fused[:2], *fused[2]], [*expected[:2], *expected[2]], strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)

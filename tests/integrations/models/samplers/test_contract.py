@@ -79,6 +79,8 @@ cancellation, time-outs, versions and closing, which are checked on all."""
 
 LORA = LoraSpec(rank=4, alpha=8.0)
 BASE = PolicyRef("anyone")
+TOKENS = len(tiny_models.tokenizer())
+"""The token ids of the tests' model; its other logits are padding."""
 END = 2
 """The token that ends a reply of the tests' models."""
 PROMPTS = [[1, *range(20, 20 + length)] for length in (3, 40, 11, 27)]
@@ -102,12 +104,20 @@ class Reference:
         ids = torch.tensor([[*prompt, *reply]])
         with torch.inference_mode():
             logits = model(ids).logits[0, len(prompt) - 1 : -1]
+            logits[:, TOKENS:] = -torch.inf  # ids of the padded vocabulary cannot be drawn
         return torch.log_softmax(logits / temperature, -1)
 
     def greedy(self, adapter: str | None, prompt: list[int], new: int) -> tuple[int, ...]:
         model = self.base if adapter is None else self.adapters[adapter]
         ids = torch.tensor([prompt])
-        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+        padding = list(range(TOKENS, model.config.vocab_size))
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            suppress_tokens=padding,
+        )
         return tuple(out[0, len(prompt) :].tolist())
 
 
@@ -242,6 +252,26 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_that_was_drawn_from(
             assert [id for id, _ in c.top[place]] == best.indices.tolist()
             assert [p for _, p in c.top[place]] == pytest.approx(best.values.tolist(), abs=1e-4)
             assert dict(c.top[place]).get(token, logprob) == pytest.approx(logprob, abs=1e-6)
+
+
+@maths
+@pytest.mark.parametrize("adapter", [None, "planner"])
+def test_ids_of_a_padded_vocabulary_are_never_drawn(
+    sampler: Sampler, reference: Reference, adapter: str | None
+) -> None:
+    how = params(seed=11, max_tokens=40, top_logprobs=20, logit_bias=((END, NEVER), (70, 1.0)))
+    policy = PolicyRef(adapter, 1) if adapter else BASE
+    answers = run(ask(sampler, policy, how, n=4))
+    drawn = [token for completions in answers for c in completions for token in c.token_ids]
+    told = [token for completions in answers for c in completions for place in c.top for token, _ in place]
+    assert len(drawn) == 4 * 4 * 40
+    # The model gives the padding a fifth of all probability: hundreds of these tokens would be drawn.
+    model = reference.adapters[adapter] if adapter else reference.base
+    with torch.inference_mode():
+        shares = model(torch.tensor([PROMPTS[1]])).logits[0].softmax(-1)[:, TOKENS:].sum(-1)
+    assert shares.mean() > 0.1
+    assert max(drawn) < TOKENS
+    assert max(told) < TOKENS
 
 
 @maths

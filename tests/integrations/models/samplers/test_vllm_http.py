@@ -21,6 +21,7 @@ from cotune.integrations.models.vllm.http import VllmHttpSampler, find_servers
 from cotune.integrations.versions import UnsupportedVersion
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
+from tests.integrations import tiny_models
 
 pytestmark = pytest.mark.slow
 
@@ -128,8 +129,29 @@ def test_what_a_request_asks_is_sent(server: FakeServer, contract_model: Path) -
     sampling(server, contract_model, (200, {"choices": [TOKEN]}), how)
     body = server.asked[-2]
     assert {key: body[key] for key in asked} == asked
-    assert body["logit_bias"] == {"7": -100.0}
+    padding = range(len(tiny_models.tokenizer()), len(tiny_models.tokenizer()) + 60)
+    assert body["logit_bias"] == {"7": -100.0, **{str(token): -100.0 for token in padding}}
     assert body["structured_outputs"] == {"grammar": "start: /a/"}
+
+
+def test_an_answer_with_an_id_that_is_no_token_fails(server: FakeServer, contract_model: Path) -> None:
+    last = len(tiny_models.tokenizer()) - 1
+    drawn = {**TOKEN, "token_ids": [last + 1]}
+    with pytest.raises(SamplerError, match=f"drew the token {last + 1}; the tokenizer ends at {last}"):
+        sampling(server, contract_model, (200, {"choices": [drawn]}))
+
+
+def test_more_padding_than_a_server_can_forbid_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_models.build("qwen3", tmp_path, padding=1025)
+    fake = FakeServer(tmp_path)
+    sampling(fake, tmp_path, (200, {"choices": [TOKEN]}))
+    fake.http.shutdown()
+    fake.http.server_close()
+    last = len(tiny_models.tokenizer()) - 1
+    assert [f"can draw the ids {last + 1} to {last + 1025}" in message for message in caplog.messages] == [True]
+    assert "logit_bias" not in fake.asked[-2]
 
 
 @pytest.mark.parametrize(
