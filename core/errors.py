@@ -29,6 +29,11 @@ class CotuneError(Exception):
         return _restored, (type(self), str(self), self.__dict__)
 
 
+def install_extra(extra: str) -> str:
+    """How to install an extra, as a remedy. cotune is on no package index, so pip needs its source folder."""
+    return f"In cotune's source folder, run: pip install -e '.[{extra}]'"
+
+
 def error_text(error: BaseException) -> str:
     """The class and the text of an error; the class alone where it has no text."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")

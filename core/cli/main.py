@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from cotune.cli.command import Formatter, Parser, described, filled, width
 from cotune.cli.removed import REMOVED_COMMANDS, removed_flag
-from cotune.errors import CotuneError, UntrustedFolderError
+from cotune.errors import CotuneError, UntrustedFolderError, install_extra
 from cotune.near_names import did_you_mean, near_names
 from cotune.recording.context import current_episode
 from cotune.runtime.interrupts import ends_as_interrupts, interrupt_ends, interrupt_raises
@@ -168,8 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if arguments.extra is None:
             raise
-        remedy = f"This command needs: pip install 'cotune[{arguments.extra}]'."
-        return _failed(arguments, f"{error.msg}. {remedy}")
+        return _failed(arguments, f"{error.msg}. {install_extra(arguments.extra)}")
 
 
 def _run_trusted(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from cotune.errors import ConfigError, RunError
+from cotune.errors import ConfigError, RunError, install_extra
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RECORDS
 from cotune.storage.sqlite_store import SqliteStore
@@ -25,8 +25,8 @@ def _postgres(address: Path | str, read_only: bool) -> Store:
     try:  # by its name: core imports no integration, and no package beyond its own
         module = import_module("cotune.integrations.exchange.postgres.store")
     except ModuleNotFoundError as error:
-        remedy = "pip install 'cotune[postgres]'"
-        raise ConfigError("records", without_password(address), f"needs psycopg ({error})", remedy) from error
+        fault = f"needs psycopg ({error})"
+        raise ConfigError("records", without_password(address), fault, install_extra("postgres")) from error
     store: Store = module.PostgresStore.open(str(address), read_only)
     return store
 

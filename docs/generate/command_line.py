@@ -30,7 +30,7 @@ def _command(name: str, command: argparse.ArgumentParser) -> str:
     shown = f"```sh\n{dedent(example).strip()}\n```\n\n" if example else ""
     extra = command.get_default("extra")
     only = command.get_default("extra_for")
-    needs = f"{f'With `{only}` it' if only else 'It'} needs the extra `{extra}`: `pip install 'cotune[{extra}]'`.\n\n"
+    needs = f"{f'With `{only}` it' if only else 'It'} needs the extra `{extra}`: `pip install -e '.[{extra}]'`.\n\n"
     rows = [_argument(command, action) for action in command._actions if action.dest not in ("help", "help_all")]
     return f"### cotune {name}\n\n{prose(said)}\n\n{needs if extra else ''}{shown}" + "\n".join(rows)
 

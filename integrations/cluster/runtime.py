@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cotune.errors import ConfigError, error_line
+from cotune.errors import ConfigError, error_line, install_extra
 from cotune.integrations.cluster.temp_dir import owned_folder
 from cotune.integrations.versions import require
 
@@ -81,7 +81,7 @@ def _ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("cluster", "ray", "is not installed", "Install it: pip install 'cotune[ray]'.") from error
+        raise ConfigError("cluster", "ray", "is not installed", install_extra("ray")) from error
     require("ray")
     return ray
 

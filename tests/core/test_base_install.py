@@ -145,5 +145,5 @@ def test_names_the_extra_that_is_missing(
     assert done.returncode == 1
     assert all(line.endswith(" ...") for line in done.stdout.splitlines()), "only what is being loaded"
     assert done.stderr.startswith(f"cotune {arguments[0]}: ")
-    assert f"pip install 'cotune[{extra}]'" in done.stderr
+    assert f"pip install -e '.[{extra}]'" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -17,6 +17,8 @@ import sys
 import threading
 from typing import Any
 
+from cotune.errors import install_extra
+
 SECONDS = 2
 """For each step of a comparison: reading both expressions, comparing them."""
 PATIENCE = 30.0
@@ -35,7 +37,7 @@ class Comparer:
 
     def __init__(self, patience: float = PATIENCE) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise ModuleNotFoundError("answers are compared by math-verify: pip install 'cotune[examples]'")
+            raise ModuleNotFoundError(f"Answers are compared by math-verify. {install_extra('examples')}")
         self.patience = patience
         self._child: subprocess.Popen[str] | None = None
         self._one = threading.Lock()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cotune.errors import ConfigError, CotuneError
+from cotune.errors import ConfigError, CotuneError, install_extra
 from cotune.integrations.exchange.otel.otlp_json import SCOPE, encode
 from cotune.integrations.exchange.otel.spans import STRUCTURE, Detail, Span, episode_spans
 from cotune.records.structs import Episode, Record
@@ -60,7 +60,7 @@ def otlp_exporter(endpoint: str, headers: Mapping[str, str] | None = None, timeo
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise CotuneError("OpenTelemetry's exporter is not installed.", "pip install 'cotune[otel]'") from error
+        raise CotuneError("OpenTelemetry's exporter is not installed.", install_extra("otel")) from error
     scheme, _, rest = endpoint.partition("://")
     if scheme not in ("http", "https") or not rest:
         raise ConfigError("endpoint", endpoint, "is not an http or https address", "Example: http://127.0.0.1:4318")

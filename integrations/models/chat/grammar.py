@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cotune.errors import RequestRefused, SamplerError
+from cotune.errors import RequestRefused, SamplerError, install_extra
 from cotune.integrations.models.chat.grammar_trial import Trials, reason
 from cotune.integrations.models.chat.grammar_worker import BYTES, opened
 from cotune.integrations.models.memory import process_memory
@@ -166,7 +166,7 @@ def _open(tokenizer: Any, vocabulary: int) -> tuple[Any, dict[str, Any]]:
             return opened(described), described
     except ImportError as error:
         raise SamplerError(
-            "Structured output needs llguidance, which is not installed.", "pip install 'cotune[train]'"
+            "Structured output needs llguidance, which is not installed.", install_extra("train")
         ) from error
     except ValueError as error:
         first = str(error).splitlines()[0]

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from cotune.errors import ConfigError, RequestRefused
+from cotune.errors import ConfigError, RequestRefused, install_extra
 from cotune.integrations.models.chat.content import parsed
 
 REASONING = ("<think>", "</think>")
@@ -251,8 +251,7 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolFormat:
     try:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
-        remedy = "Install the extra: pip install 'cotune[vllm]'."
-        raise ConfigError("tool_format", name, f"needs vLLM ({error})", remedy) from None
+        raise ConfigError("tool_format", name, f"needs vLLM ({error})", install_extra("vllm")) from None
     try:
         parser = ToolParserManager.get_tool_parser(name.removeprefix(VLLM))
     except KeyError:

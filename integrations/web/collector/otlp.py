@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cotune.errors import install_extra
 from cotune.integrations.exchange.otel.importer import import_spans
 from cotune.integrations.exchange.otel.otlp_json import spans_in
 from cotune.integrations.exchange.otel.spans import Span
@@ -75,9 +76,7 @@ def _from_protobuf(body: bytes) -> dict[str, Any]:
         from google.protobuf.message import DecodeError
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
     except ImportError:
-        text = (
-            "Spans in protobuf need pip install 'cotune[otel]' at the collector; send application/json, or install it."
-        )
+        text = f"The collector cannot read protobuf. Send application/json, or install it. {install_extra('otel')}"
         raise RequestError(415, text, code="unsupported_media_type") from None
     try:
         found: dict[str, Any] = MessageToDict(ExportTraceServiceRequest.FromString(body))

@@ -138,7 +138,7 @@ def test_what_cannot_be_opened_is_one_line(
     monkeypatch.setitem(__import__("sys").modules, "psycopg", None)
     monkeypatch.delitem(__import__("sys").modules, "cotune.integrations.exchange.postgres.store", raising=False)
     assert main(["show", postgres.database()]) == 1
-    assert "pip install 'cotune[postgres]'" in capsys.readouterr().err
+    assert "pip install -e '.[postgres]'" in capsys.readouterr().err
 
 
 def test_json_lines_are_json(pair: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

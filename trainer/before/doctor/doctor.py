@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Group
 from rich.text import Text
 
-from cotune.errors import ConfigError, CotuneError, error_line
+from cotune.errors import ConfigError, CotuneError, error_line, install_extra
 from cotune.integrations import versions
 from cotune.integrations.models.devices import unused_gpu
 from cotune.integrations.models.folder.folder import folder_sees_images, locate_model
@@ -230,7 +230,7 @@ def _packages(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]:
         needed[extra] = extra
     for name, extra in needed.items():
         if name not in machine.versions:
-            yield Finding("blocks", name, "not installed", f"pip install 'cotune[{extra}]'.")
+            yield Finding("blocks", name, "not installed", install_extra(extra))
 
 
 def _place(demand: Demand, rooms: list[list[float]]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, install_extra
 from cotune.trainer.config.learner import FULL_LR, LORA_LR, LearnerSettings
 from cotune.trainer.learner.policy_model import PolicyModel
 
@@ -67,4 +67,4 @@ def _bitsandbytes(field: str, value: str) -> Any:
     try:
         return importlib.import_module("bitsandbytes")
     except ImportError as error:
-        raise ConfigError(field, value, "needs bitsandbytes", "pip install 'cotune[quantize]'.") from error
+        raise ConfigError(field, value, "needs bitsandbytes", install_extra("quantize")) from error

@@ -165,9 +165,9 @@ def test_this_machine_can_run_a_local_cluster(tiny_base: Path) -> None:
     assert report.fits
     assert {"torch", "ray", "vllm", "engines", "learners", "rollout workers"} <= {f.about for f in report.findings}
     out = io.StringIO()
-    lost = Finding("blocks", "ray", "not installed", "pip install 'cotune[ray]'.")
+    lost = Finding("blocks", "ray", "not installed", "pip install -e '.[ray]'.")
     Console(file=out, width=200).print(render(msgspec.structs.replace(report, findings=(lost,))))
-    assert "pip install 'cotune[ray]'." in out.getvalue()
+    assert "pip install -e '.[ray]'." in out.getvalue()
 
 
 def test_the_command_blocks_a_cluster_that_is_not_there(tiny_base: Path) -> None:

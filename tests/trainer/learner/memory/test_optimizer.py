@@ -70,7 +70,9 @@ def test_four_bits_are_of_weights_that_are_not_trained() -> None:
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match=r"needs bitsandbytes\. pip install 'cotune\[quantize\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs bitsandbytes\. In cotune's source folder, run: pip install -e '\.\[quantize\]'"
+    ):
         check_hardware(change(FAST, device="cuda", optimizer="adamw8bit"))
 
 
