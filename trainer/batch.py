@@ -27,7 +27,7 @@ FAULTLESS = ("untrained_role", "not_chosen", "not_forked", "trunk")
 """Reasons that say nothing of a step: one in which nothing else went wrong had no call of its trained roles."""
 
 NO_OUTCOME = "Nobody knows the outcome of any episode of this step, so nothing is learned from outcomes."
-GIVE_OUTCOMES = "Have the workflow return a number where it returns None, or add @workflow.judge"
+GIVE_OUTCOMES = "Have {name} return a number where it returns None, or add @{name}.judge"
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ def _require_soundness(run: RolloutRun, batch: Batch) -> None:
         *_commonest("calls failed or were not scored", call_errors),
     ]
     missed = misses_outcomes(run, batch)
-    first = GIVE_OUTCOMES if missed else "Put that right"
+    first = GIVE_OUTCOMES.format(name=run.workflow.name) if missed else "Put that right"
     causes += [NO_OUTCOME] if missed else []
     raise GroupError(
         " ".join([f"Step {run.state.steps + 1} has no usable sample ({counts or 'no calls at all'}).", *causes]),

@@ -96,7 +96,7 @@ def train(
         raise ConfigError("tasks", None, "is missing", "Pass --tasks FILE.")
     listed = [] if tasks is None else as_tasks(tasks)
     if not chosen.from_records:
-        plan, recipes, _ = chosen.resolve_plan(list(flow.scorers))
+        plan, recipes, _ = chosen.resolve_plan(list(flow.scorers), flow.name)
         check_curriculum(chosen.curriculum, plan, listed)
         check_refill(chosen, plan, recipes.every, flow)
         check_privileged(recipes, listed)

@@ -86,10 +86,13 @@ def _require_scorers(workflow: Workflow, calls: Sequence[tuple[CallRecord, Task]
     for role in sorted({call.role for call, _ in calls} - workflow.scorers.keys()):
         able = ", ".join(sorted(workflow.scorers)) or "none"
         raise ConfigError(
-            "labels", role, f"is a role without a scorer; roles with one: {able}", f"Add @solve.scorer({role!r})."
+            "labels",
+            role,
+            f"is a role without a scorer; roles with one: {able}",
+            f"Add @{workflow.name}.scorer({role!r}).",
         )
     if episodes and workflow.episode_judge is None:
-        remedy = "Add @solve.judge, or leave those labels out."
+        remedy = f"Add @{workflow.name}.judge, or leave those labels out."
         raise ConfigError("labels", episodes[0].id, "is an episode, and the workflow has no judge of episodes", remedy)
 
 

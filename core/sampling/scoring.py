@@ -237,7 +237,7 @@ async def _called(fn: Callable[..., Any], args: Sequence[Any], timeout: float | 
         at = "; ".join(getattr(error.__cause__, "__notes__", ()))
         late = WorkflowError(
             f"{source} did not finish within {timeout:g} seconds{': ' if at else ''}{at}.",
-            "Look at what it waits for, or let it take longer: @workflow.scorer(role, timeout=SECONDS).",
+            "Look at what it waits for, or let it take longer: .scorer(role, timeout=SECONDS).",
         )
         late.__cause__ = error
         return late

@@ -62,7 +62,7 @@ async def preflight(
     Raises WorkflowError for an application that makes no call, a workflow that fails on every task, a scorer that
     fails on every call; ConfigError for a misspelt reward or role, and if no role with a scorer calls under plan tree.
     """
-    plan, recipes, _ = config.resolve_plan(list(workflow.scorers))
+    plan, recipes, _ = config.resolve_plan(list(workflow.scorers), workflow.name)
     responder = PolicyResponder(
         sampler,
         chats.own,
@@ -121,7 +121,7 @@ async def preflight(
         notes.append(f"no episode has come to: {', '.join(others)}; a role has no policy before it has called")
 
     able = recipes.able(workflow.scorers)
-    policies = config.resolve_policies([*rewards, *unseen], scored=able)
+    policies = config.resolve_policies([*rewards, *unseen], scored=able, workflow=workflow.name)
     ended = store.rewards(episode.id for episode in episodes).values()
     unknown = {name for outcome in outcomes for name in outcome.unknown}
     if any(recipe.takes_rewards for recipe, _ in recipes.by_recipe(policies.learning)) and not any(ended):
@@ -131,7 +131,7 @@ async def preflight(
         elif plan.kind != "tree" and not any(rewards.values()) and not any(map(_endless, outcomes)):
             raise WorkflowError(
                 f"No episode and no answer has a reward, so nothing can be learned under the plan {plan.kind}.",
-                "Return a reward, add @workflow.judge, or use --plan tree where the roles have scorers.",
+                f"Return a reward, add @{workflow.name}.judge, or use --plan tree where the roles have scorers.",
             )
     outcome = sorted(unknown.union(*ended))
     for recipe, _ in recipes.by_recipe(policies.learning):

@@ -225,9 +225,12 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         learner = msgspec.structs.replace(self.learner, lr=lr, weight_decay=self.decay_of(policy))
         return PolicySettings(learner=learner, schedule=own.schedule or self.schedule, teacher=teacher)
 
-    def resolve_plan(self, scorers: Sequence[str]) -> tuple[Plan, Recipes, str]:
-        """Plan and recipes, with a sentence that says why. Raises ConfigError for a tree plan without a scorer, for
-        settings that do not fit the loss of a recipe, and for policies whose recipes do not go together."""
+    def resolve_plan(self, scorers: Sequence[str], workflow: str = "solve") -> tuple[Plan, Recipes, str]:
+        """Plan and recipes, with a sentence that says why. `workflow` is the name of its function.
+
+        Raises ConfigError for a tree plan without a scorer, for settings that do not fit the loss of a recipe, and for
+        policies whose recipes do not go together.
+        """
         branches = bool(scorers) and (self.recipe is None or takes_a_tree(self.recipe))
         usual: PlanKind = "tree" if branches else "independent"
         if self.recipe is not None and recipe(self.recipe).plan == "replay":
@@ -239,7 +242,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "plan.kind",
                 kind,
                 "needs a scorer; the workflow has none",
-                "Add @workflow.scorer(role) for at least one role, or use --plan replay or independent.",
+                f"Add @{workflow}.scorer(role) for at least one role, or use --plan replay or independent.",
             )
         recipes = policy_recipes(self, kind)
         check_together(recipes)
@@ -256,9 +259,14 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             why = "the workflow has no scorer, so only the outcome of whole episodes can be compared"
         return plan, recipes, f"plan {kind} (k={plan.k}), {recipes.names}: {why}"
 
-    def resolve_policies(self, seen: Sequence[str], *, scored: Sequence[str] | None = None) -> Policies:
+    def resolve_policies(
+        self, seen: Sequence[str], *, scored: Sequence[str] | None = None, workflow: str = "solve"
+    ) -> Policies:
         """The policy of each role. `scored`: the roles that can be trained (None: all); a layout leaves the others
-        frozen. Raises ConfigError for roles without a policy and policies for unknown roles."""
+        frozen. `workflow` is the name of its function.
+
+        Raises ConfigError for roles without a policy and policies for unknown roles.
+        """
         known = sorted({*seen, *self.roles})
         able = [role for role in known if scored is None or role in scored]
         if not self.policy:
@@ -294,7 +302,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                     "policy.kind",
                     f"{p.kind} for {p.name}",
                     "cannot be trained under the tree plan: none of its roles has a scorer",
-                    f"Add @workflow.scorer for one of {', '.join(p.roles)}, or use --plan independent.",
+                    f"Add @{workflow}.scorer for one of {', '.join(p.roles)}, or use --plan independent.",
                 )
         return Policies(specs, roles)
 

@@ -259,7 +259,7 @@ def _goal(config: TrainConfig | None, app: Workflow, evaluated: EvaluatedPolicie
     if config.from_records:
         return goal_of(None, config.on_failure), ""
     try:
-        recipes = config.resolve_plan(sorted(app.scorers))[1]
+        recipes = config.resolve_plan(sorted(app.scorers), app.name)[1]
     except ConfigError as error:
         note = f"Rewards are the plain sum, as the run's recipe does not fit this workflow: {error}"
         return goal_of(None, config.on_failure), note

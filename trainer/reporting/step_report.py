@@ -125,7 +125,11 @@ class RolloutReport(StepReport):
                 *_rounded_away(updates),
                 *([NO_SIGNAL] if idle else []),
                 *([NO_FEEDBACK.format(policies=", ".join(hintless))] if hintless else []),
-                *([f"{NO_OUTCOME} {GIVE_OUTCOMES}."] if misses_outcomes(run, batch) else []),
+                *(
+                    [f"{NO_OUTCOME} {GIVE_OUTCOMES.format(name=run.workflow.name)}."]
+                    if misses_outcomes(run, batch)
+                    else []
+                ),
                 *_refill_notes(rolled),
                 *(SILENT.format(role=role) for role, steps in silent.items() if steps >= SILENT_STEPS),
             ),

@@ -59,7 +59,7 @@ async def open_run(
     episodes first, to find its roles."""
     say = progress.say
     config, auto = decide_precision(folder, config)
-    plan, recipes, why = config.resolve_plan(list(workflow.scorers))
+    plan, recipes, why = config.resolve_plan(list(workflow.scorers), workflow.name)
     if plan.kind == "replay" and config.replay.tools == "frozen":
         start_freezing()
     saved = load_checkpoint(folder.checkpoints)

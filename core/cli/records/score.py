@@ -40,7 +40,7 @@ def arguments(command: Parser) -> None:
 def run(a: argparse.Namespace) -> int:
     flow = load_workflow(a.workflow)
     if not flow.scorers and flow.episode_judge is None:
-        remedy = "Add @solve.scorer(role) or @solve.judge."
+        remedy = f"Add @{flow.name}.scorer(role) or @{flow.name}.judge."
         raise ConfigError("workflow", a.workflow, "has no scorer and no judge", remedy)
     if a.role is not None and a.role not in flow.scorers:
         known = ", ".join(sorted(flow.scorers)) or "none"

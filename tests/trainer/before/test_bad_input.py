@@ -181,7 +181,7 @@ def test_a_tree_without_a_scorer(refused):
     error = refused(ConfigError, application(), plan={"kind": "tree"})
     assert (error.field, error.value) == ("plan.kind", "tree")
     assert error.fault == "needs a scorer; the workflow has none"
-    assert "@workflow.scorer(role)" in error.remedy
+    assert "@solve.scorer(role)" in error.remedy
     assert "--plan replay or independent" in error.remedy
 
 

@@ -184,7 +184,7 @@ def test_a_step_in_which_nobody_knows_an_outcome_stops_the_run_and_is_tried_agai
     with pytest.raises(GroupError, match=r"Step 1 has no usable sample \(missing_reward: 12\)\.") as caught:
         trainer(application(unrated), steps=1, plan={"kind": "independent"})
     assert caught.value.cause.endswith(MISSED)
-    assert caught.value.remedy.startswith("Have the workflow return a number where it returns None, or add @workflow.j")
+    assert caught.value.remedy.startswith("Have solve return a number where it returns None, or add @solve.judge")
 
     async def rated(task: Any) -> dict[str, float]:
         return {"team": (await ask("first", f"say {task['letter']}")).count(task["letter"]) / 4}

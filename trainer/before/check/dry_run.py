@@ -80,7 +80,7 @@ def check(
         say("loading the application ...")
         flow = workflow_of(workflow).named_by(config.roles_by)
         all_tasks = as_tasks(tasks)
-        plan, recipes, why = config.resolve_plan(list(flow.scorers))
+        plan, recipes, why = config.resolve_plan(list(flow.scorers), flow.name)
         check_curriculum(config.curriculum, plan, all_tasks)
         check_refill(config, plan, recipes.every, flow)
         able = recipes.able(flow.scorers)
@@ -118,7 +118,8 @@ def check(
         policies, misfits = None, []
         try:
             if seen:
-                policies = config.resolve_policies(sorted({*unseen, *(call.role for call in seen)}), scored=able)
+                called = sorted({*unseen, *(call.role for call in seen)})
+                policies = config.resolve_policies(called, scored=able, workflow=flow.name)
         except ConfigError as error:
             misfits = [blocking(error, "policies")]
         roles = list(roles_of(seen, policies, flow, able))
