@@ -1,6 +1,6 @@
 """Each game as a cotune workflow: what each role has won, and what is wrong with the form of its messages.
 
-cotune train examples/workloads/self_play/train.py:negotiation \\
+cotune train examples/workloads/self_play/train.py:negotiation --recipe marshal \\
     --config examples/workloads/self_play/train.toml --tasks FILE
 """
 

@@ -6,12 +6,15 @@ import itertools
 import json
 import random
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cotune
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.learning_signal import scorers_unused
 from examples.workloads.self_play import debate, demo, negotiation, train
 from examples.workloads.self_play.games import GAMES
 from examples.workloads.self_play.tasks import MAKERS, make_tasks
@@ -395,3 +398,16 @@ def test_the_demo_counts_steps_from_one_as_screens_do(tmp_path: Path) -> None:
     steps = [{**line, "step": step, "held_out": held_out if step % 2 else None} for step in range(4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     assert [line["step"] for line in demo.noughts_curve(tmp_path)] == [2, 4]
+
+
+@pytest.mark.parametrize("page", ["README.md", "train.py"])
+def test_the_recipe_of_a_documented_command_learns_from_the_scorers_of_its_game(page: str) -> None:
+    folder = Path(train.__file__).parent
+    text = (folder / page).read_text().replace("\\\n", "")
+    commands = re.findall(r"cotune train \S+train\.py:(\w+)(.*)", text)
+    assert commands
+    for game, options in commands:
+        [config] = re.findall(r"--config \S+/(\w+\.toml)", options)
+        chosen = re.findall(r"--recipe (\w+)", options) or [tomllib.loads((folder / config).read_text())["recipe"]]
+        own = {role: ["local"] for role in getattr(train, game).cotune.scorers}
+        assert scorers_unused(own, recipe(chosen[0])) == ("", "")
