@@ -10,8 +10,8 @@ from cotune.terminal import tell, terminal
 EXAMPLE = (
     "cotune replay runs/r1 --episode 01K0ABC --call 2 -k 4\n"
     "  cotune replay runs/r1 --episode 01K0ABC --call 2 --answer 'go left'\n"
-    "  cotune replay runs/traced --workflow app:solve --all                # same requests?\n"
-    "  cotune replay runs/traced --workflow app:solve --all --model base/  # with another model"
+    "  cotune replay runs/traced --all                # same requests?\n"
+    "  cotune replay runs/traced --all --model base/  # with another model"
 )
 EXTRA = "train"
 

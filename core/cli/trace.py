@@ -23,6 +23,7 @@ from cotune.records.structs import Episode
 from cotune.records.tasks import load_tasks
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunLayout
+from cotune.storage.trace_file import write_trace
 from cotune.storage.whole_file import is_full
 from cotune.tables import plural
 from cotune.terminal import terminal
@@ -84,7 +85,10 @@ def trace(
     folder = Path(out).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        holds_records = RunLayout(folder).records.exists()
         store = open_store(RunLayout(folder).records)
+        functions = {"redact": options.redact, "roles_by": options.roles_by}
+        write_trace(folder, workflow, functions, holds_records=holds_records)
     except OSError as error:
         why = error.strerror or str(error)
         remedy = "Free some space, or name another --out." if is_full(error) else "Name another --out."

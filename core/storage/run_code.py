@@ -24,6 +24,7 @@ from cotune.storage.run_layout import (
     is_withheld,
     known_workflow,
     leaves,
+    placed_config,
     read_config,
     read_run_json,
 )
@@ -65,7 +66,7 @@ def orders_of_run(path: Path, described: Mapping[str, Any]) -> FolderOrders:
     """What a run.json decides."""
     path = path.absolute()
     has_config = isinstance(described.get("config"), Mapping)
-    named = _orders(known_workflow(described, path), read_config(path) if has_config else {}, described)
+    named = _orders(known_workflow(described, path), placed_config(described, path) if has_config else {}, described)
     written = _orders(described.get("workflow"), described["config"] if has_config else {}, described)
     return FolderOrders(path, named, written)
 
@@ -122,14 +123,21 @@ def check_trusted(orders: FolderOrders, taken: Collection[str]) -> bool:
     return False
 
 
-def open_run_code(path: str | Path, named: Collection[str] = (), *, only: Collection[str] | None = None) -> bool:
+def open_run_code(
+    path: str | Path,
+    named: Collection[str] = (),
+    *,
+    only: Collection[str] | None = None,
+    described: Mapping[str, Any] | None = None,
+) -> bool:
     """Before anything that a run names is loaded: check that it may be, and find modules where the run found them.
 
-    `named` are orders that the user gives instead of the folder, `only` those that the command obeys (default: all).
-    Returns whether the folder is trusted. Raises UntrustedFolderError.
+    `described` is what the folder says, if that is not in its run.json. `named` are orders that the user gives instead
+    of the folder, `only` those that the command obeys (default: all). Returns whether the folder is trusted. Raises
+    UntrustedFolderError.
     """
     path = Path(path).absolute()
-    described = read_run_json(path)
+    described = read_run_json(path) if described is None else described
     orders = orders_of_run(path, described)
     taken = [name for name in orders.named if name not in (*named, FOLDER)]
     if only is not None:

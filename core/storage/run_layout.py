@@ -143,7 +143,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
     found = described.get("config")
     if not isinstance(found, dict):
         raise RunError(f"{RunLayout(path).run_json} is broken: it has no `config`.", "Restore it, or start a new run.")
-    placed: dict[str, Any] = with_addresses(found, lambda one: address_now(one, described, Path(path).absolute()))
+    return placed_config(described, Path(path).absolute())
+
+
+def placed_config(described: Mapping[str, Any], run: Path) -> dict[str, Any]:
+    """The configuration of a description, with the functions that it names where they are now."""
+    placed: dict[str, Any] = with_addresses(described["config"], lambda one: address_now(one, described, run))
     return placed
 
 

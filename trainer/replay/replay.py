@@ -28,7 +28,8 @@ from cotune.storage.checkpoints import newest_checkpoint
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_code import open_run_code, redactor_of
-from cotune.storage.run_layout import RunLayout, is_run, known_workflow, read_config, read_run_json
+from cotune.storage.run_layout import RunLayout, is_run, known_workflow, placed_config, read_run_json
+from cotune.storage.trace_file import read_trace
 from cotune.tables import plural
 from cotune.trainer.evaluation.policies import answering
 from cotune.trainer.replay.options import ReplayOptions
@@ -207,7 +208,7 @@ class _Kept:
 
 
 def _workflow(run: Path, options: ReplayOptions) -> Workflow:
-    described = read_run_json(run) if is_run(run) else {}
+    described = read_run_json(run) if is_run(run) else read_trace(run)
     spec = options.workflow or known_workflow(described, run.absolute())
     if spec is None:
         remedy = "For example: cotune replay RUN --workflow app:solve --all"
@@ -216,9 +217,10 @@ def _workflow(run: Path, options: ReplayOptions) -> Workflow:
         )
     if described:
         named = [name for name in ("workflow", "roles_by") if getattr(options, name)]
-        open_run_code(run, named, only=("workflow", "roles_by", "redact"))
-    roles_by = options.roles_by or (read_config(run).get("roles_by") if described else None)
-    flow = load_workflow(spec).redacted(redactor_of(run.absolute())).named_by(roles_by)
+        open_run_code(run, named, only=("workflow", "roles_by", "redact"), described=described)
+    config = placed_config(described, run.absolute()) if described else {}
+    redact = redactor_of(run.absolute()) or config.get("redact", "")
+    flow = load_workflow(spec).redacted(redact).named_by(options.roles_by or config.get("roles_by"))
     return flow.prompted(options.prompts or prompts_of(run))
 
 

@@ -17,6 +17,7 @@ from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.answers import Answer
 from cotune.records.structs import CallRecord, Episode, PolicyRef
 from cotune.replay.script import ScriptCall
+from cotune.storage import run_code
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.replay.vocabulary import RecordedIds
 from tests.integrations import tiny_models
@@ -170,12 +171,37 @@ def test_what_was_traced_goes_on_with_the_applications_provider(provider: Provid
     tasks.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
     assert main(["trace", APP, "--tasks", str(tasks), "--out", str(traced)]) == 0
     asked = len(provider.requests)
-    status, text = replay(capsys, str(traced), "--all", "--workflow", APP)
+    status, text = replay(capsys, str(traced), "--all")
     assert (status, len(provider.requests)) == (0, asked) and "same outcome 3" in text
     _, (trunk, *_) = records(traced, "trace")
     status, text = replay(capsys, str(traced), "--episode", trunk.id, "--call", "2", "--workflow", APP)
     assert (status, len(provider.requests)) == (0, asked + 1)
     assert "then the application's own provider" in text
+
+
+def test_a_trace_that_another_user_wrote_is_asked_about(
+    provider: Provider, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    tasks, traced = tmp_path / "tasks.jsonl", tmp_path / "traced"
+    tasks.write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    assert main(["trace", APP, "--tasks", str(tasks), "--out", str(traced)]) == 0
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(run_code, "_agreed", set())
+    status, text = replay(capsys, str(traced), "--all")
+    assert status == 1 and APP in text and "--trust-folder" in text
+    assert replay(capsys, str(traced), "--all", "--workflow", APP)[0] == 0
+    assert replay(capsys, str(traced), "--all", "--trust-folder")[0] == 0
+
+
+def test_a_folder_with_records_of_two_applications_names_neither(provider: Provider, tmp_path: Path, capsys):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps(TASKS[0]) + "\n")
+    (tmp_path / "other.py").write_text("from tests.trainer.replay_app import *\n")
+    other = f"{tmp_path / 'other.py'}:{APP.partition(':')[2]}"
+    for app in (APP, other, APP):
+        assert main(["trace", app, "--tasks", str(tasks), "--out", str(tmp_path / "traced")]) == 0
+    status, text = replay(capsys, str(tmp_path / "traced"), "--all")
+    assert status == 1 and "workflow is missing" in text
 
 
 def test_all_that_ended_before_ctrl_c_are_told(trained: Path, capsys, monkeypatch: pytest.MonkeyPatch):
