@@ -136,6 +136,12 @@ class Deployment:
         self._ready(None if self.source is None else run_sync(open_local(self.source, base=self._base)))
         return self
 
+    @property
+    def version(self) -> str:
+        """Which version of the export answers: `version 4 of 2026-11-29 12:30, run r1, step-000060`. Empty while the
+        deployment is closed, and without an export."""
+        return self._local.manifest.title if self._local and self._local.manifest else ""
+
     def __exit__(self, *exc: object) -> None:
         if (local := self._left(*exc)) is not None:
             run_sync(local.aclose())

@@ -30,9 +30,11 @@ from cotune.adapters.manifest import (
     serve_commands,
     write_manifest,
 )
+from cotune.adapters.versions import VERSIONS, finish_replacement, numbered, replace_export
 from cotune.errors import AdapterError, ConfigError, CotuneError, RunError
 from cotune.file_names import readable_file_name
 from cotune.integrations.models.folder.folder import (
+    count_parameters,
     folder_sees_images,
     locate_model,
     write_adapter,
@@ -136,7 +138,7 @@ def write_export(
     trained_with: str = "",
     models: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Manifest:
-    """Write policies to a new folder, or in place of an earlier export.
+    """Write policies to a new folder, or in place of an earlier export, which is kept as a version (see `versions`).
 
     `others` is the untrained model that plays a role which none of them does; None leaves that to the application's
     provider. With `merge` an adapter is added to its base model, with `gguf` the whole is one GGUF file of this
@@ -144,7 +146,8 @@ def write_export(
     `prompts`, and `models` has the model names that each recorded role asked for. The folder appears complete or not at
     all. Raises ConfigError when `out` holds anything but an export, and for a model that cannot be written as GGUF.
     """
-    target = Path(out).absolute()
+    target = Path(out).resolve()
+    finish_replacement(target)
     if target.exists() and not (target.is_dir() and (is_export(target) or not any(target.iterdir()))):
         fault = "holds other files, which an export would replace"
         raise ConfigError("out", str(target), fault, "Name a new or empty folder.")
@@ -157,22 +160,17 @@ def write_export(
                 raise ConfigError(error.field, error.value, fault, error.remedy) from None
     if not any(policy.roles for policy in policies):
         raise ConfigError("policies", None, "play no role", "Train a run first.")
-    # All is written next to the target, reaches the disk, and then takes its place in one rename.
+    # All is written next to the target, reaches the disk, and then takes its place.
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         manifest = _write(partial, policies, others, run, merge, gguf, prompts, trained_with)
-        manifest = msgspec.structs.replace(manifest, models=dict(models or {}))
+        manifest = msgspec.structs.replace(numbered(manifest, target), models=dict(models or {}))
         write_manifest(partial, manifest)
         write_card(partial, manifest, background)
         _sync(partial)
-        old = target.with_name(f".{target.name}.{os.getpid()}.old")
-        if target.exists():
-            target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-        sync(target.parent)
+        replace_export(target, partial)
     except Exception as error:
         if not is_full(error):
             raise
@@ -238,6 +236,20 @@ def _write(
     return msgspec.structs.replace(manifest, serve=serve_commands(manifest))
 
 
+def whole_models_size(run: str | Path, gguf: Precision | None, model: Moved = None) -> int:
+    """About how many bytes the trained policies of a run take as merged models (float32), or as GGUF files. Raises
+    RunError, AdapterError, ConfigError."""
+    bytes_per_value = {None: 4.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}[gguf]
+    described, policies = read_run(run), read_policies(_newest(run))
+    bases = _places(Path(run), described, policies, model)
+    values = 0
+    for policy in policies:
+        base = policy.model or described.model
+        if policy.kind in TRAINED and base is not None:
+            values += count_parameters(locate_model(bases[base]))
+    return int(values * bytes_per_value)
+
+
 def _write_policy(
     folder: Path, policy: TrainedPolicy, base: Base | None, taken: list[str], merge: bool, gguf: Precision | None
 ) -> ExportedPolicy:
@@ -245,7 +257,7 @@ def _write_policy(
         return ExportedPolicy(name=policy.name, kind=policy.kind, version=policy.version, base=base)
     if policy.weights is None or base is None:
         raise AdapterError(f"Policy {policy.name!r} has no weights or no base model.", "Export a trained checkpoint.")
-    name = readable_file_name(policy.name, [*taken, "README.md", "roles.json", PROMPTS, CURVE], "policy")
+    name = readable_file_name(policy.name, [*taken, "README.md", "roles.json", PROMPTS, CURVE, VERSIONS], "policy")
     (folder / name).mkdir()
     weights = _write_weights(folder / name, policy, base, merge, gguf)
     return ExportedPolicy(

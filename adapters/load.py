@@ -7,15 +7,13 @@ from pathlib import Path
 
 from cotune.adapters.bases import Moved, places
 from cotune.adapters.export import read_weights
-from cotune.adapters.fingerprint import base_fingerprint, changed
-from cotune.adapters.manifest import MANIFEST, Base, ExportedPolicy, Manifest, read_manifest
+from cotune.adapters.fingerprint import base_fingerprint
+from cotune.adapters.manifest import Base, ExportedPolicy, Manifest, check_files, read_manifest
+from cotune.adapters.versions import earlier_versions, interrupted_replacement
 from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.folder.folder import ADAPTER_FILE, locate_model, read_parameters
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Sampler, Weights, fingerprint, publish_verified
-
-_UNREAD = (".md", ".gitattributes", ".gitignore", ".DS_Store")
-"""Ends of names of files that no loader reads: they may be added to an export."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,33 @@ class Export:
         played = {entry.role: self.manifest.policy(entry.role) for entry in self.manifest.roles}
         return {role: policy.ref for role, policy in played.items() if policy.kind != "provider"}
 
+    def folder_now(self) -> Path:
+        """Where this version lies now. A later export to its folder has moved it to .versions, or removed it.
+
+        An engine that ends is opened again from here, so a server keeps its version. Raises AdapterError.
+        """
+        for folder in (self.folder, *earlier_versions(self.folder).values()):
+            try:
+                other = read_manifest(folder)
+            except AdapterError:
+                continue
+            if (other.export_version, other.created) == (self.manifest.export_version, self.manifest.created):
+                return folder
+        cause = f"{self.folder} no longer has {self.manifest.title}: later exports replaced it."
+        raise AdapterError(cause, "Start again with the present version.")
+
+    def model_folder(self, engine: EngineModel) -> Path:
+        """The folder that an engine is opened from now: the base model, or a full model of this export."""
+        for policy in engine.policies:
+            if policy.folder is not None and engine.folder == self.folder / policy.folder:
+                return self.folder_now() / policy.folder
+        return engine.folder
+
     def weights(self, policy: ExportedPolicy) -> Weights | None:
         """Trained weights of a policy, checked against their fingerprint; None where there are none."""
         if policy.folder is None:
             return None
-        folder = self.folder / policy.folder
+        folder = self.folder_now() / policy.folder
         weights = read_weights(folder / ADAPTER_FILE) if policy.kind == "lora" else read_parameters(folder)
         found = fingerprint(weights)
         if found != policy.fingerprint:
@@ -80,35 +100,19 @@ def load_export(folder: str | Path, base: Moved = None, *, untrained: bool = Fal
     """
     path = Path(folder)
     if not path.is_dir():
+        if replaced := interrupted_replacement(path.absolute()):
+            cause = f"There is no folder {path}: an export to it was interrupted."
+            raise AdapterError(cause, f"Export again, or bring the earlier version back: mv {replaced} {path}")
         raise AdapterError(f"There is no folder {path}.", "Name a folder that cotune export wrote.")
     manifest = read_manifest(path)
     for policy in manifest.policies:
-        _check_files(path, policy)
+        check_files(path, policy)
         if policy.gguf is not None:
             raise AdapterError(
                 f"{path} holds GGUF files, which llama.cpp, Ollama and LM Studio read.",
                 "Export without --gguf for cotune.",
             )
     return Export(path, manifest, _engines(path, manifest, base, untrained))
-
-
-def _check_files(export: Path, policy: ExportedPolicy) -> None:
-    """Raise AdapterError unless the listed files are unchanged inside the export, with no other that a loader reads."""
-    if policy.folder is None:
-        return
-    folder, where, inside = export / policy.folder, f"Policy {policy.name!r}", export.resolve()
-    outside = next((path for path in (folder, *folder.rglob("*")) if not path.resolve().is_relative_to(inside)), None)
-    if outside is not None:
-        raise AdapterError(f"{where}: {outside} leads outside the export.", "Replace the link by the file.")
-    if wrong := changed(folder, policy.files, MANIFEST):
-        raise AdapterError(f"{where}: {folder}: {wrong}.", "The file was changed or damaged: export the run again.")
-    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    added = sorted(name for name in names if name not in policy.files and not name.endswith(_UNREAD))
-    if added:
-        raise AdapterError(
-            f"{where}: {folder / added[0]} is not in roles.json, but loaders of the folder may read it.",
-            "Remove it, or export the run again.",
-        )
 
 
 def _engines(export: Path, manifest: Manifest, moved: Moved, untrained: bool) -> tuple[EngineModel, ...]:

@@ -8,13 +8,16 @@ from typing import Any
 
 import msgspec
 
-from cotune.adapters.fingerprint import BaseFingerprint
+from cotune.adapters.fingerprint import BaseFingerprint, changed
 from cotune.errors import AdapterError
 from cotune.records.policies import TRAINED, LoraSpec, OtherRoles, PolicyKind
 from cotune.records.structs import PolicyRef
+from cotune.storage.checkpoints import checkpoint_name
 
 MANIFEST = "roles.json"
 FORMAT = 1
+UNREAD = (".md", ".gitattributes", ".gitignore", ".DS_Store")
+"""Ends of names of files that no loader reads: they may be added to an export."""
 _VLLM_PORT = 8000
 """The port of `vllm serve` without one; each further server has the next one."""
 
@@ -70,7 +73,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     `other_roles` plays a role that is not among `roles`: if that is the untrained model, `other_base`. `prompts` is the
     id of the edited prompts beside it (prompts.json), with which the policies are used; empty without any.
     `trained_with` is the id of those that they were trained with, where it is another (AS_WRITTEN: the application's
-    own). `models` has the model names that each recorded role asked for, also roles that no policy plays; it is empty
+    own). `export_version` counts the exports to its folder, and `replaced_version` is the one that it replaced (0 for
+    none). `models` has the model names that each recorded role asked for, also roles that no policy plays; it is empty
     where the records are not known."""
 
     format: int
@@ -85,6 +89,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: str = ""
     trained_with: str = ""
     models: dict[str, tuple[str, ...]] = {}
+    export_version: int = 1
+    replaced_version: int = 0
+
+    @property
+    def title(self) -> str:
+        """Which of the exports to its folder this is: `version 4 of 2026-11-29 12:30, run r1, step-000060`."""
+        steps = sorted({policy.step for policy in self.policies if policy.step is not None})
+        title = f"version {self.export_version} of {self.created.replace('T', ' ')[:16]}"
+        run = [f"run {self.run}"] if self.run else []
+        return ", ".join([title, *run, *map(checkpoint_name, steps)])
 
     def policy(self, role: str) -> ExportedPolicy:
         """The policy of a role. Raises AdapterError for an unknown one, with the roles there are."""
@@ -177,6 +191,25 @@ def _check_policy(policy: ExportedPolicy, path: Path, remedy: str) -> None:
     for name in filter(None, (policy.folder, *policy.files)):
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
             raise AdapterError(f"{where} names {name!r}, outside the export.", remedy)
+
+
+def check_files(export: Path, policy: ExportedPolicy) -> None:
+    """Raise AdapterError unless the listed files are unchanged inside the export, with no other that a loader reads."""
+    if policy.folder is None:
+        return
+    folder, where, inside = export / policy.folder, f"Policy {policy.name!r}", export.resolve()
+    outside = next((path for path in (folder, *folder.rglob("*")) if not path.resolve().is_relative_to(inside)), None)
+    if outside is not None:
+        raise AdapterError(f"{where}: {outside} leads outside the export.", "Replace the link by the file.")
+    if wrong := changed(folder, policy.files, MANIFEST):
+        raise AdapterError(f"{where}: {folder}: {wrong}.", "The file was changed or damaged: export the run again.")
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    added = sorted(name for name in names if name not in policy.files and not name.endswith(UNREAD))
+    if added:
+        raise AdapterError(
+            f"{where}: {folder / added[0]} is not in roles.json, but loaders of the folder may read it.",
+            "Remove it, or export the run again.",
+        )
 
 
 def serve_commands(manifest: Manifest) -> dict[str, list[str]]:

@@ -109,7 +109,7 @@ async def _open_model(source: str | Path, base: Moved, names: Sequence[str], too
     digest, policy = base_fingerprint(folder).weights, PolicyRef("base", 0)
     own = folder.name if Path(source).expanduser().exists() else str(source)
     served = {name: ServedModel(name, policy, "frozen", str(source), digest, digest) for name in (own, *names)}
-    opened = await _open_engine(folder, tool_format)
+    opened = await _open_engine(lambda: folder, tool_format)
     return LocalPolicies(opened.sampler, opened.chat, served, [], opened.max_model_len, engines=[opened.sampler])
 
 
@@ -119,7 +119,7 @@ async def _open_export(export: Export, tool_format: str | None) -> LocalPolicies
     opening = [
         asyncio.create_task(
             _open_engine(
-                engine.folder,
+                functools.partial(export.model_folder, engine),
                 tool_format or engine.base.tool_format,
                 engine.base.dtype,
                 functools.partial(export.publish, engine),
@@ -188,17 +188,17 @@ class _OpenedEngine:
 
 
 async def _open_engine(
-    model: Path,
+    model: Callable[[], Path],
     tool_format: str,
     dtype: str | None = None,
     publish: Callable[[Sampler], Awaitable[None]] | None = None,
     name: str = "",
 ) -> _OpenedEngine:
     """An engine on the model in a folder, in the precision of training, with what `publish` sends to it, also after a
-    restart."""
-    config = EngineConfig(model=str(model), dtype=products_dtype(dtype))
+    restart. `model` says where the folder is, which may change until then."""
 
     async def opened() -> EngineThatEnds:
+        config = EngineConfig(model=str(model()), dtype=products_dtype(dtype))
         sampler = cast(EngineThatEnds, await open_sampler(config))
         try:
             if publish is not None:
@@ -210,7 +210,7 @@ async def _open_engine(
 
     starting = asyncio.create_task(opened())
     try:
-        chat = await asyncio.to_thread(ChatTemplate.load, model, tool_format)
+        chat = await asyncio.to_thread(ChatTemplate.load, model(), tool_format)
         await asyncio.to_thread(chat.open_grammars)  # while the engine loads, in a process of its own
         sampler = await starting
         info = await sampler.info()

@@ -82,6 +82,8 @@ def build_app(
             "engine_restarts": sum(engine.restarts for engine in local.engines),
             **({} if prompts is None else {"prompts": prompts.id, "unedited": chat.unedited}),
         }
+        if local.manifest is not None:
+            more["export_version"] = local.manifest.export_version
         return json_response({"status": "ok", "sampler": info.name, "in_flight": chat.in_flight, **more, **counts})
 
     return application(
@@ -231,6 +233,8 @@ def serve(
     with opened as endpoint, stopped_by_signals():
         say(f"Serving {source} at {endpoint.url}")
         local = endpoint.local
+        if local.manifest is not None:
+            say(f"  {local.manifest.title}")
         if endpoint.prompts is not None:
             say(f"  {told(endpoint.prompts)}")
         if records is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from cotune.adapters.bases import Moved
 from cotune.adapters.card import evaluation_command
-from cotune.adapters.export import export_run
-from cotune.adapters.manifest import Manifest, not_updated
+from cotune.adapters.export import export_run, whole_models_size
+from cotune.adapters.manifest import Manifest, is_export, not_updated
 from cotune.adapters.prompts import prompts_for, told
+from cotune.adapters.versions import VERSIONS
 from cotune.integrations.models.folder.hub import check_repository, push_again
 from cotune.integrations.models.folder.hub import push as push_folder
 from cotune.integrations.models.folder.to_gguf import Precision
@@ -58,31 +60,53 @@ def export(
     if push:
         check_repository(push)
     chosen = prompts_for(run, prompts, any_prompts=any_prompts)
+    if merge or gguf:
+        _say_size(whole_models_size(run, gguf, model), out, say)
     manifest = export_run(
         run, out, step=step, merge=merge, gguf=gguf, evaluation=evaluation, model=model, prompts=chosen
     )
-    kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
-    trained = sorted(role for role, kind in kinds.items() if kind in TRAINED)
+    trained = sorted(entry.role for entry in manifest.roles if manifest.policy(entry.role).kind in TRAINED)
     say(f"exported {', '.join(trained)} to {out}{f', with {told(chosen)}' if chosen else ''}")
+    _say_version(manifest, out, say)
     _say_checkpoint(RunLayout(run), step, {manifest.policy(role).name for role in trained}, say)
     steps = {policy.step for policy in manifest.policies if policy.folder}
     if len(steps) > 1 and evaluation is None:
         command = evaluation_command(read_run(run).workflow or "", out)
         say(f"this combination was not evaluated: {command}")
-    for text in not_updated(manifest):
-        say(text)
-    for role in sorted(kinds.keys() - set(trained)):
-        say(f"no folder for {role}: its policy is {_UNTRAINED[kinds[role]]}")
+    _say_untrained(manifest, say)
     if loggers := (read_run_json(run).get("config") or {}).get("loggers"):
         say(f"sending the export to {', '.join(loggers)} ...")
         send_export(Path(run), Path(out), say)
     if push:
         try:
-            say(f"pushed to {push_folder(Path(out), push, private=private)}")
+            say(f"pushed to {push_folder(Path(out), push, private=private, without=VERSIONS)}")
         except KeyboardInterrupt:
-            say(f"{out} is whole, but {push} may lack it: {push_again(Path(out), push)}")
+            say(f"{out} is whole, but {push} may lack it: {push_again(Path(out), push, VERSIONS)}")
             raise
     return manifest
+
+
+def _say_size(size: int, out: str | Path, say: Callable[[str], None]) -> None:
+    """Say how many bytes whole models will take, before they are written."""
+    earlier = ", beside one earlier version" if is_export(Path(out)) else ""
+    say(f"this export will take about {size / 1e9:.2g} GB of disk space{earlier}")
+
+
+def _say_version(manifest: Manifest, out: str | Path, say: Callable[[str], None]) -> None:
+    """Say which version was replaced, and how to go back to it."""
+    if manifest.replaced_version:
+        command = shlex.join(["cotune", "export", "--roll-back", "--out", str(out)])
+        say(f"{manifest.title}; it replaces version {manifest.replaced_version}, to which {command} goes back")
+
+
+def _say_untrained(manifest: Manifest, say: Callable[[str], None]) -> None:
+    """Say which policies no step has updated, and which roles have no folder."""
+    for text in not_updated(manifest):
+        say(text)
+    kinds = {entry.role: manifest.policy(entry.role).kind for entry in manifest.roles}
+    for role, kind in sorted(kinds.items()):
+        if kind not in TRAINED:
+            say(f"no folder for {role}: its policy is {_UNTRAINED[kind]}")
 
 
 def _say_checkpoint(

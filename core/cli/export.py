@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cotune.cli.command import Parser, add_moved, add_prompts, moved
+from cotune.errors import ConfigError
 from cotune.terminal import tell
 
 EXAMPLE = "cotune export runs/r1 --out adapters/"
@@ -12,9 +13,18 @@ EXTRA = "train"
 
 
 def arguments(command: Parser) -> None:
-    command.add_argument("run", metavar="RUN", help="run folder")
+    command.add_argument("run", nargs="?", metavar="RUN", help="run folder")
     command.add_argument(
         "--out", required=True, metavar="DIR", help="folder to write: a new or empty one, or an earlier export"
+    )
+    command.add_argument(
+        "--roll-back",
+        nargs="?",
+        type=int,
+        const=0,
+        metavar="VERSION",
+        help="instead of exporting, bring back an earlier version of --out (default: the one that the present one "
+        "replaced)",
     )
     add_moved(command, "run")
     command.add_argument(
@@ -51,6 +61,11 @@ def _step(text: str) -> int | str:
 
 
 def run(a: argparse.Namespace) -> int:
+    if a.roll_back is not None:
+        return _roll_back(a)
+    if a.run is None:
+        raise ConfigError("run", None, "is missing", "Name a run folder, or go back to an earlier export: --roll-back.")
+
     from cotune.trainer.export import export
 
     form = {"step": a.step, "merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation, "model": moved(a.model)}
@@ -58,4 +73,16 @@ def run(a: argparse.Namespace) -> int:
     export(a.run, a.out, push=a.push, private=a.private, say=tell, **form)
     if a.gguf:
         tell(f"{a.out}/README.md has the commands for llama.cpp and Ollama")
+    return 0
+
+
+def _roll_back(a: argparse.Namespace) -> int:
+    from cotune.adapters.versions import roll_back
+
+    others = ("run", "step", "merge", "gguf", "evaluation", "model", "prompts", "any_prompts", "push", "private")
+    for name in others:
+        if getattr(a, name):
+            raise ConfigError(name, getattr(a, name), "has no effect with --roll-back", "Leave it out.")
+    manifest = roll_back(a.out, a.roll_back or None)
+    tell(f"{a.out} is {manifest.title} again; a server that runs keeps its version until you start it again")
     return 0

@@ -104,8 +104,12 @@ def test_an_export_is_uploaded_as_it_is_on_disk(
 ) -> None:
     write_run(tmp_path / "run", base, policies[0].lora, policies[0].weights)
     to = tmp_path / "out"
+    assert main(["export", str(tmp_path / "run"), "--out", str(to)]) == 0
     assert main(["export", str(tmp_path / "run"), "--out", str(to), "--push", "me/team", "--private"]) == 0
-    assert hub.files == {str(file.relative_to(to)): file.read_bytes() for file in to.rglob("*") if file.is_file()}
+    on_disk = {file.relative_to(to): file.read_bytes() for file in to.rglob("*") if file.is_file()}
+    earlier = {path for path in on_disk if path.parts[0] == ".versions"}
+    assert earlier
+    assert hub.files == {str(path): content for path, content in on_disk.items() if path not in earlier}
     assert [(made["name"], made["organization"]) for made in hub.made] == [("team", "me")]
     assert hub.made[0].get("private") or hub.made[0].get("visibility") == "private"
     assert "pushed to " in capsys.readouterr().out
@@ -117,7 +121,7 @@ def test_a_refused_upload_leaves_the_export_and_says_so(
     write_export(tmp_path / "out", policies)
     hub.refuse = True
     with pytest.raises(AdapterError, match=r"(?s)could not be pushed to me/team.*HF_TOKEN.*The export itself is whole"):
-        push(tmp_path / "out", "me/team", private=False)
+        push(tmp_path / "out", "me/team", private=False, without=".versions")
     assert (tmp_path / "out" / "roles.json").is_file()
 
 
@@ -139,7 +143,7 @@ def test_a_push_that_the_network_breaks_off_says_what_is_there_and_how_to_go_on(
     assert said.count("\n") == 1 and f"{to} could not be pushed to me/team: " in said
     assert said.endswith(
         f". {left} Look whether the Hub can be reached. The export itself is whole: push it again with `hf upload "
-        f"me/team {to}`.\n"
+        f"me/team {to} --exclude '.versions/*'`.\n"
     )
     assert hub.files == {} and read_manifest(to).policies
 
@@ -159,7 +163,9 @@ def test_a_push_that_is_interrupted_says_what_is_there_and_how_to_go_on(
     assert main(["export", str(tmp_path / "run"), "--out", str(to), "--push", "me/team"]) == 130
     out, err = capsys.readouterr()
     assert err.splitlines()[-1] == "interrupted"
-    last = f"{to} is whole, but me/team may lack it: push it again with `hf upload me/team {to}`."
+    last = (
+        f"{to} is whole, but me/team may lack it: push it again with `hf upload me/team {to} --exclude '.versions/*'`."
+    )
     assert out.splitlines()[-1] == last
     assert hub.files == {} and read_manifest(to).policies
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.adapters.versions import VERSIONS
 from cotune.errors import error_line
 from cotune.integrations.exchange.trackers.tracker import KEEP_FILES, Tool, Tracker
 from cotune.records.structs import Episode
@@ -164,7 +165,7 @@ def send_export(run: Path, export: Path, say: Callable[[str], None]) -> None:
         try:
             tracker = _opened(tool, config, run.absolute(), 0)
             try:
-                tracker.keep(export, EXPORT)
+                tracker.keep(export, EXPORT, without=VERSIONS)
             finally:
                 tracker.finish()
         except Exception as error:  # noqa: BLE001  (whatever a tool raises)

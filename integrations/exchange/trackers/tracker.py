@@ -95,18 +95,27 @@ class Tracker:
             by_column = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))
             mlflow.log_table(by_column, f"{name}/step-{step:06d}.json")
 
-    def keep(self, folder: Path, name: str) -> None:
-        """Store all files of a folder as an artefact of the run; only tools of `KEEP_FILES` can."""
+    def keep(self, folder: Path, name: str, *, without: str) -> None:
+        """Store a folder, except `without` in it, as an artefact of the run. Only tools of `KEEP_FILES` can."""
+        entries = [entry for entry in sorted(folder.iterdir()) if entry.name != without]
         if self._tool == "wandb":
             import wandb
 
             artefact = wandb.Artifact(f"{name}-{self.id}", type="model")
-            artefact.add_dir(str(folder))
+            for entry in entries:
+                if entry.is_dir():
+                    artefact.add_dir(str(entry), name=entry.name)
+                else:
+                    artefact.add_file(str(entry))
             self._made.tracker.log_artifact(artefact)
         elif self._tool == "mlflow":
             import mlflow
 
-            mlflow.log_artifacts(str(folder), name)
+            for entry in entries:
+                if entry.is_dir():
+                    mlflow.log_artifacts(str(entry), f"{name}/{entry.name}")
+                else:
+                    mlflow.log_artifact(str(entry), name)
 
     def finish(self) -> None:
         """End the run's part that was logged here."""

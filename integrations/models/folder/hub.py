@@ -20,28 +20,33 @@ def check_repository(name: str) -> None:
         raise ConfigError("push", name, "must be USER/NAME: the user or organisation that owns it, and its name")
 
 
-def push(folder: Path, name: str, *, private: bool) -> str:
-    """Upload a folder as the newest version of the model repository `name`, made where there is none; return its
-    address. Raises AdapterError."""
+def push(folder: Path, name: str, *, private: bool, without: str) -> str:
+    """Upload a folder, except the folder `without` in it, as the newest version of the model repository `name`. Create
+    the repository if it does not exist. Return its address. Raises AdapterError."""
     from huggingface_hub import HfApi
 
     left = f"{name} may not be there."
     try:
         repository = HfApi().create_repo(name, private=private, exist_ok=True)
         left = f"{name} is there, but may lack this version."
-        HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Policies trained with cotune")
+        HfApi().upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message="Policies trained with cotune",
+            ignore_patterns=[f"{without}/*"],
+        )
     except Exception as error:
         why = (str(error).strip() or "no reason given").splitlines()[-1].rstrip(".")
         cause = f"{folder} could not be pushed to {name}: {type(error).__name__}: {why}. {left}"
         raise AdapterError(
-            cause, f"{_first_step(error)}The export itself is whole: {push_again(folder, name)}"
+            cause, f"{_first_step(error)}The export itself is whole: {push_again(folder, name, without)}"
         ) from error
     return str(repository)
 
 
-def push_again(folder: Path, name: str) -> str:
-    """How to upload what has been exported already, as half a sentence."""
-    return f"push it again with `hf upload {name} {folder}`."
+def push_again(folder: Path, name: str, without: str) -> str:
+    """How to upload an export that is on disk already, as half a sentence."""
+    return f"push it again with `hf upload {name} {folder} --exclude '{without}/*'`."
 
 
 def _first_step(error: Exception) -> str:

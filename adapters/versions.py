@@ -1,0 +1,157 @@
+"""Versions of an export.
+
+The newest version lies in the folder of the export, where servers, Modelfiles and applications name its files. Earlier
+versions lie below it, each a whole export: EXPORT/.versions/1, EXPORT/.versions/2, and so on.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from cotune.adapters.manifest import Manifest, check_files, is_export, read_manifest
+from cotune.errors import AdapterError, ConfigError
+from cotune.storage.whole_file import sync
+
+VERSIONS = ".versions"
+"""Folder in an export that holds its earlier versions."""
+EARLIER_ADAPTERS = 3
+"""How many earlier versions an export of adapters keeps. They are small."""
+EARLIER_MODELS = 1
+"""How many earlier versions an export of whole models (full, merged or GGUF) keeps. Each is as large as its base."""
+
+
+def earlier_versions(export: Path) -> dict[int, Path]:
+    """The folders of the earlier versions of an export by number, in order. They may be damaged."""
+    numbers = [int(path.name) for path in (export / VERSIONS).glob("*") if path.name.isdecimal()]
+    return {number: export / VERSIONS / str(number) for number in sorted(numbers)}
+
+
+def present_version(export: Path) -> int:
+    """The number of the version in the folder of an export; 0 if there is none yet.
+
+    If its roles.json is broken, it is the number after the earlier versions.
+    """
+    if not is_export(export):
+        return 0
+    try:
+        return read_manifest(export).export_version
+    except AdapterError:
+        return max(earlier_versions(export), default=0) + 1
+
+
+def numbered(manifest: Manifest, export: Path) -> Manifest:
+    """The manifest as the next version of an export: its number is above those of all versions that are kept."""
+    present = present_version(export)
+    following = max([present, *earlier_versions(export)]) + 1
+    return msgspec.structs.replace(manifest, export_version=following, replaced_version=present)
+
+
+def replace_export(export: Path, incoming: Path) -> None:
+    """Put the complete export `incoming` in place of the present version, which becomes an earlier one.
+
+    `incoming` lies next to the export or in its .versions. A crash loses no version: `finish_replacement`, which runs
+    before the next replacement, undoes or completes it.
+    """
+    replaced = _being_replaced(export)
+    number = present_version(export)
+    if is_export(export):
+        export.rename(replaced)
+        if incoming.is_relative_to(export):  # it has moved with its parent
+            incoming = replaced / incoming.relative_to(export)
+    try:
+        incoming.rename(export)
+    except BaseException:
+        if replaced.exists():
+            replaced.rename(export)
+        raise
+    sync(export.parent)
+    if replaced.exists():
+        _keep(export, replaced, number)
+
+
+def finish_replacement(export: Path) -> None:
+    """Complete a replacement that was interrupted: put the replaced version among the earlier ones, or back in place
+    if no other version has taken it."""
+    replaced = _being_replaced(export)
+    if not replaced.exists():
+        return
+    if is_export(export):
+        _keep(export, replaced, present_version(replaced))
+    else:
+        replaced.rename(export)
+        sync(export.parent)
+
+
+def interrupted_replacement(export: Path) -> Path | None:
+    """Where the version of an export lies that a replacement, interrupted half-way, has not put back."""
+    replaced = _being_replaced(export)
+    return replaced if replaced.exists() and not export.exists() else None
+
+
+def roll_back(folder: str | Path, number: int | None = None) -> Manifest:
+    """Bring back an earlier version of an export: version `number`, or the one that the present version replaced.
+
+    The present version becomes one of the earlier ones. Raises AdapterError if `folder` is no export or the earlier
+    version is damaged, and ConfigError if it is not kept.
+    """
+    export = Path(folder).resolve()
+    finish_replacement(export)
+    if not is_export(export):
+        read_manifest(export)  # raises, with the remedy
+    earlier = earlier_versions(export)
+    if number is None:
+        number = _replaced_by_present(export, earlier)
+    if number not in earlier:
+        kept = f"These are kept: {', '.join(map(str, earlier))}." if earlier else "It keeps no earlier version."
+        fault = f"is not an earlier version of {folder}" if number else f"is missing: {folder} replaced no version"
+        raise ConfigError("roll_back", number or None, fault, f"{kept} To export a checkpoint anew: --step N.")
+
+    # A damaged version must not take the place of one that works.
+    try:
+        manifest = read_manifest(earlier[number])
+        for policy in manifest.policies:
+            check_files(earlier[number], policy)
+    except AdapterError as error:
+        remedy = f"Name another version (kept: {', '.join(map(str, earlier))}), or export a checkpoint with --step N."
+        raise AdapterError(f"Version {number} of {folder} is damaged: {error.cause}", remedy) from None
+    replace_export(export, earlier[number])
+    return manifest
+
+
+def _replaced_by_present(export: Path, earlier: dict[int, Path]) -> int:
+    """The number of the version before the present one; 0 for none. If roles.json is broken, the newest kept one."""
+    try:
+        return read_manifest(export).replaced_version
+    except AdapterError:
+        return max(earlier, default=0)
+
+
+def _being_replaced(export: Path) -> Path:
+    """Where the version that is replaced lies for a moment. The name is fixed, so that it is found after a crash."""
+    return export.with_name(f".{export.name}.replaced")
+
+
+def _keep(export: Path, replaced: Path, number: int) -> None:
+    """Move the replaced version `number`, and the earlier ones in it, below the version that took its place. Remove the
+    oldest ones."""
+    versions = export / VERSIONS
+    if (replaced / VERSIONS).is_dir():
+        (replaced / VERSIONS).rename(versions)
+    versions.mkdir(exist_ok=True)
+    if (versions / str(number)).exists():  # somebody copied folders
+        number = max(earlier_versions(export)) + 1
+    replaced.rename(versions / str(number))
+    sync(versions)
+    sync(export)
+    sync(export.parent)
+
+    # The version just replaced stays, even if a roll-back had brought back the oldest one: the next goes back to it.
+    policies = read_manifest(export).policies
+    whole_models = any(policy.folder and policy.lora is None for policy in policies)
+    most = EARLIER_MODELS if whole_models else EARLIER_ADAPTERS
+    others = [other for other in earlier_versions(export) if other != number]
+    for other in others[: len(others) + 1 - most]:
+        shutil.rmtree(versions / str(other))
