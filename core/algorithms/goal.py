@@ -30,6 +30,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     `on_failure` is what a failed episode counts, as in training; with `by_seat` it counts for the role alone whose call
     ended last. `others` are the goals of the roles whose policies are trained on something else. `taught` are roles
     whose policies learn from a teacher instead of rewards: each counts what the episode is worth to the other roles.
+    `bounds` are those that the scorers of roles declare.
     """
 
     attribution: Attribution = Attribution(horizon="terminal")
@@ -39,13 +40,14 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     by_seat: bool = False
     others: tuple[Goal, ...] = ()
     taught: tuple[str, ...] = ()
+    bounds: Mapping[str, tuple[float, float]] = {}
 
     def of_role(self, role: str) -> Goal:
         """The goal of one role alone; of a taught role, the goal of all."""
         if role in self.taught:
             return self
         part = next((one for one in self.others if role in (one.roles or ())), self)
-        return msgspec.structs.replace(part, roles=[role], others=(), taught=())
+        return msgspec.structs.replace(part, roles=[role], others=(), taught=(), bounds=self.bounds)
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,9 +100,11 @@ def _weighted_outcome(recipe: Recipe) -> Attribution:
     return Attribution(horizon="terminal", weights=how.weights, other=how.other, team_weight=how.team_weight)
 
 
-def goal_of_policies(recipes: Recipes, on_failure: str, players: Mapping[str, str]) -> Goal:
+def goal_of_policies(
+    recipes: Recipes, on_failure: str, players: Mapping[str, str], bounds: Mapping[str, tuple[float, float]] = {}
+) -> Goal:
     """What a run goes by whose policies may have recipes of their own; `players` are the trained roles with the
-    policies that play them.
+    policies that play them, and `bounds` those that the scorers of roles declare.
 
     Each role is judged by the rewards that its policy is trained on. A role whose policy learns from a teacher has no
     such rewards: it is judged by those of the other roles. If all policies learn from teachers, the outcome counts, by
@@ -113,7 +117,7 @@ def goal_of_policies(recipes: Recipes, on_failure: str, players: Mapping[str, st
     if not parts:
         return goal_of(recipes.run, on_failure, [])
     goals = [goal_of(recipe, on_failure, roles) for recipe, roles in parts]
-    return msgspec.structs.replace(goals[0], others=tuple(goals[1:]), taught=taught)
+    return msgspec.structs.replace(goals[0], others=tuple(goals[1:]), taught=taught, bounds=bounds)
 
 
 def single_sample(call: CallRecord, rewards: Mapping[str, float]) -> Sample:

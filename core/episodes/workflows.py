@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,7 @@ from cotune.recording.context import current_episode
 from cotune.recording.redaction import Redaction, Redactor, check_redactor, load_redactor
 from cotune.recording.roles import CALLER, MODEL, RolesFunction, roles_function
 from cotune.runtime.user_code import setting
-from cotune.sampling.scoring import LONGEST, AnyScorer, Feedback, GroupScorer, OfGroup, OfOne, Reward, Scorer
+from cotune.sampling.scoring import LONGEST, AnyScorer, Bounds, Feedback, GroupScorer, OfGroup, OfOne, Reward, Scorer
 from cotune.user_objects import load_object, takes
 
 Outcome = Reward | Feedback | Mapping[str, float | None] | Awaitable[Reward | Feedback | Mapping[str, float | None]]
@@ -59,6 +60,15 @@ class Workflow:
     def compares(self) -> bool:
         """Whether rewards come from comparisons, so that an episode may end with none of its own."""
         return self.episode_judge is not None or any(isinstance(scorer, OfGroup) for scorer in self.scorers.values())
+
+    @property
+    def bounds(self) -> dict[str, Bounds]:
+        """By role, the bounds that its scorer declares; without roles whose scorers declare none."""
+        declared = {}
+        for role, scorer in self.scorers.items():
+            if isinstance(scorer, OfOne | OfGroup) and scorer.bounds is not None:
+                declared[role] = scorer.bounds
+        return declared
 
     @property
     def redaction(self) -> Redaction | None:
@@ -110,22 +120,30 @@ class Workflow:
         return replace(self, prompts=prompts if isinstance(prompts, Prompts) else read_prompts(prompts))
 
     @overload
-    def scorer(self, role: str, *, timeout: float = ...) -> Callable[[ScorerT], ScorerT]: ...
+    def scorer(
+        self, role: str, *, timeout: float = ..., bounds: Bounds | None = ...
+    ) -> Callable[[ScorerT], ScorerT]: ...
     @overload
     def scorer(
-        self, role: str, *, group: Literal[True], timeout: float = ...
+        self, role: str, *, group: Literal[True], timeout: float = ..., bounds: Bounds | None = ...
     ) -> Callable[[GroupScorerT], GroupScorerT]: ...
-    def scorer(self, role: str, *, group: bool = False, timeout: float = LONGEST) -> Callable[[Any], Any]:
+    def scorer(
+        self, role: str, *, group: bool = False, timeout: float = LONGEST, bounds: Bounds | None = None
+    ) -> Callable[[Any], Any]:
         """Decorate the scorer of `role`: `(candidate, call, task)` -> a number (the component `local`) or a dict of
         named numbers; sync or async. With `group` it is called once for all candidates of a call,
         `(candidates, call, task)` -> a list with the same for each of them, or None where one gets no reward. What it
-        does not reward within `timeout` seconds a candidate is left out.
+        does not reward within `timeout` seconds a candidate is left out. `bounds` are the least and the greatest number
+        that it returns: intervals stay inside them, and a number outside of them is the scorer's fault.
 
-        Raises WorkflowError for a second scorer of a role, another signature, or a time-out that is not positive.
+        Raises WorkflowError for a second scorer of a role, another signature, a time-out that is not positive, or
+        bounds that are not two numbers in order.
         """
         if not timeout > 0:
             cause = f"The scorer of role {role!r} has timeout = {timeout!r}."
             raise WorkflowError(cause, "Give the seconds that it may take for a candidate, as 120.")
+        if bounds is not None:
+            bounds = _checked_bounds(role, bounds)
         first = "candidates" if group else "candidate"
 
         def add(fn: Any) -> Any:
@@ -135,7 +153,7 @@ class Workflow:
                 name = getattr(fn, "__name__", repr(fn))
                 remedy = f"Define it as: def {name}({first}, call, task) -> {'list[float]' if group else 'float'}."
                 raise WorkflowError(f"The scorer {name} of role {role!r} does not take three arguments.", remedy)
-            self.scorers[role] = OfGroup(fn, timeout) if group else OfOne(fn, timeout)
+            self.scorers[role] = OfGroup(fn, timeout, bounds) if group else OfOne(fn, timeout, bounds)
             return fn
 
         return add
@@ -149,10 +167,12 @@ class WorkflowFunction(Protocol[P, R_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     @overload
-    def scorer(self, role: str, *, timeout: float = ...) -> Callable[[ScorerT], ScorerT]: ...
+    def scorer(
+        self, role: str, *, timeout: float = ..., bounds: Bounds | None = ...
+    ) -> Callable[[ScorerT], ScorerT]: ...
     @overload
     def scorer(
-        self, role: str, *, group: Literal[True], timeout: float = ...
+        self, role: str, *, group: Literal[True], timeout: float = ..., bounds: Bounds | None = ...
     ) -> Callable[[GroupScorerT], GroupScorerT]: ...
 
     def judge(self, fn: JudgeT) -> JudgeT: ...
@@ -294,6 +314,18 @@ def _of_graph(
             return await outcome if inspect.isawaitable(outcome) else outcome
 
     return run
+
+
+def _checked_bounds(role: str, bounds: Any) -> Bounds:
+    """Raises WorkflowError unless these are two finite numbers, the lower one first."""
+    try:
+        low, high = map(float, bounds)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        cause = f"The scorer of role {role!r} has bounds = {bounds!r}."
+        raise WorkflowError(cause, "Give the least and the greatest number that it returns, as (0, 1).")
+    return low, high
 
 
 def _name(fn: Any) -> str:

@@ -128,6 +128,8 @@ class EvaluatedMode(msgspec.Struct, frozen=True, kw_only=True):
     no `outcome`."""
     floor: float = 0.0
     """The reward of a failed episode where it is the lowest."""
+    reward_bounds: tuple[float, float] | None = None
+    """The least and the greatest `reward` that is possible, where the scorers declare their bounds."""
     endings: dict[str, TaskEnding] = {}
     """By task id, how its first episode ended; empty in files that do not have them."""
     repeats: dict[str, tuple[TaskEnding, ...]] = {}

@@ -104,12 +104,17 @@ LONGEST = 120.0
 one that hangs costs the candidate and not the episode."""
 
 
+Bounds = tuple[float, float]
+"""The least and the greatest number that a scorer may return, as it declares them."""
+
+
 @dataclass(frozen=True)
 class OfGroup:
     """A scorer that sees the candidates of a call together."""
 
     scorer: GroupScorer
     timeout: float = LONGEST
+    bounds: Bounds | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class OfOne:
 
     scorer: Scorer
     timeout: float = LONGEST
+    bounds: Bounds | None = None
 
 
 AnyScorer = Scorer | OfOne | OfGroup
@@ -186,7 +192,8 @@ async def score(
     source, about = f"The scorer of role {role!r}", (call, call.task.input)
     if isinstance(scorer, OfGroup):
         limit = scorer.timeout * len(candidates)
-        return await compare(scorer.scorer, candidates, about, source, call.task.id, timeout=limit)
+        of_group = await compare(scorer.scorer, candidates, about, source, call.task.id, timeout=limit)
+        return tuple(_within(scored, scorer.bounds, source) for scored in of_group)
     fn, limit = (scorer.scorer, scorer.timeout) if isinstance(scorer, OfOne) else (scorer, LONGEST)
     with setting(current_episode, None), setting(user_code, f"{source} on task {call.task.id!r}"):
         if inspect.iscoroutinefunction(fn):
@@ -194,7 +201,22 @@ async def score(
             values: list[Any] = await asyncio.gather(*work, return_exceptions=True)
         else:
             values = [await _called(fn, (candidate, *about), limit, source) for candidate in candidates]
-    return tuple([_components(value, source) for value in values])
+    bounds = scorer.bounds if isinstance(scorer, OfOne) else None
+    return tuple(_within(_components(value, source), bounds, source) for value in values)
+
+
+def _within(scored: Scored | WorkflowError, bounds: Bounds | None, source: str) -> Scored | WorkflowError:
+    """`scored`, or the fault of a scorer whose number is outside of the bounds that it declares."""
+    if bounds is None or isinstance(scored, WorkflowError):
+        return scored
+    low, high = bounds
+    for name, number in scored.rewards.items():
+        if not low <= number <= high:
+            return WorkflowError(
+                f"{source} returned {name} = {number!r}, outside of its bounds, {low:g} to {high:g}.",
+                "Return numbers within them, or declare others: @workflow.scorer(role, bounds=(LOW, HIGH)).",
+            )
+    return scored
 
 
 async def compare(

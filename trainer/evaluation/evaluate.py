@@ -264,7 +264,7 @@ def _goal(config: TrainConfig | None, app: Workflow, evaluated: EvaluatedPolicie
         note = f"Rewards are the plain sum, as the run's recipe does not fit this workflow: {error}"
         return goal_of(None, config.on_failure), note
     players = {role: one.name for one in evaluated.policies if one.name in evaluated.trained for role in one.roles}
-    return goal_of_policies(recipes, config.on_failure, players), ""
+    return goal_of_policies(recipes, config.on_failure, players, app.bounds), ""
 
 
 def _prompts_note(app: Workflow, source: str | Path) -> str:

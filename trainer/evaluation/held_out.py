@@ -197,5 +197,5 @@ async def _played(
     work = run_episodes(run, batch, plan=None, stream="eval", policies=policies)
     if await run.interruptible(work) is None:
         return None
-    goal = goal_of_policies(run.recipes, run.config.on_failure, run.trained)
+    goal = goal_of_policies(run.recipes, run.config.on_failure, run.trained, run.workflow.bounds)
     return replace(summarise(label, seen, 0.0, {}, goal), temperature=run.config.sampling.temperature)

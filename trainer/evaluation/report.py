@@ -37,7 +37,7 @@ def compare(after: EvaluatedMode, before: EvaluatedMode) -> Comparison:
         )
         return Comparison(label=label, against=against, verdict=verdict)
     success = paired_difference(after.successes, before.successes)
-    reward = paired_difference(after.rewards, before.rewards)
+    reward = paired_difference(after.rewards, before.rewards, bounds=_bounds_of_both(after, before))
     outcome = paired_difference(after.outcomes, before.outcomes)
     if success is not None:
         verdict = verdict_on_success(label, against, success, tasks_for_points(after.successes, before.successes))
@@ -60,6 +60,13 @@ def compare(after: EvaluatedMode, before: EvaluatedMode) -> Comparison:
         outcome=outcome if after.outcome or before.outcome else None,
         verdict=verdict,
     )
+
+
+def _bounds_of_both(after: EvaluatedMode, before: EvaluatedMode) -> tuple[float, float] | None:
+    """Bounds that hold for the rewards of both modes; None if those of one are not known."""
+    if after.reward_bounds is None or before.reward_bounds is None:
+        return None
+    return min(after.reward_bounds[0], before.reward_bounds[0]), max(after.reward_bounds[1], before.reward_bounds[1])
 
 
 def remarks(evaluations: Mapping[str, EvaluatedMode], responder: PolicyResponder) -> Iterator[str]:

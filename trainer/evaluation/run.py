@@ -11,6 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from cotune.algorithms.goal import Goal, worth
+from cotune.algorithms.reward_bounds import reward_bounds
 from cotune.episodes.rollout import EpisodeBatch, rollout
 from cotune.episodes.workflows import Workflow
 from cotune.intervals import Interval
@@ -86,6 +87,7 @@ def summarise(
         endings=first,
         repeats={task: tuple(endings) for task, endings in repeats.items()},
     )
+    bounds = reward_bounds(played, goal)
     # Tasks are the observations: each counts with the mean of its episodes.
     succeeded, reward = list(found.successes.values()), list(found.rewards.values())
     outcome = list(found.outcomes.values())
@@ -96,7 +98,8 @@ def summarise(
     return replace(
         found,
         success=mean_reward(succeeded),
-        reward=None if trained.opposed else mean_reward(reward),
+        reward=None if trained.opposed else mean_reward(reward, bounds),
+        reward_bounds=bounds,
         outcome=mean_reward(outcome) if outcome != reward and not trained.opposed else None,
         roles={role: role_statistics(calls, means.get(role)) for role, calls in sorted(by_role.items())},
         pass_at=_pass_at(list(found.by_task.values())) if succeeded else {},
@@ -167,7 +170,7 @@ def _with_lows(of: EvaluatedMode, own: Mapping[str, float], shared: _Lows) -> Ev
     )
     return replace(
         changed,
-        reward=of.reward and mean_reward(list(changed.rewards.values())),
+        reward=of.reward and mean_reward(list(changed.rewards.values()), of.reward_bounds),
         outcome=of.outcome and mean_reward(list(changed.outcomes.values())),
     )
 

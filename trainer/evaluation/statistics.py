@@ -54,14 +54,23 @@ def mean(
     return Interval(mean=centre, low=max(low, least), high=high, n=n)
 
 
-def mean_reward(rewards: Sequence[float]) -> Interval | None:
-    """Mean of rewards: Wilson's interval where all are 0 or 1, else as `mean`, with bounds where all are within 0 and
-    1. Of other rewards no bounds are known: the interval holds those without any and with those that were seen."""
-    if set(rewards) <= {0.0, 1.0}:
-        return share(sum(rewards), len(rewards))
-    if within_unit(rewards):
-        return mean(rewards, (0.0, 1.0))
-    return _wider(mean(rewards), mean(rewards, (min(0.0, *rewards), max(0.0, *rewards))))
+def mean_reward(rewards: Sequence[float], bounds: tuple[float, float] | None = None) -> Interval | None:
+    """Mean of rewards with an interval over tasks, inside the `bounds` of the reward if they are known.
+
+    Rewards from 0 to 1 count as shares, unless their bounds are wider: Wilson's interval if all are 0 or 1, else `mean`
+    with these bounds. For other rewards the interval holds that of `mean` without bounds and with those seen. Wide
+    bounds are only used to cut it: half an observation at each end would tell more of the bounds than of the rewards.
+    """
+    if not rewards:
+        return None
+    if not within_unit(rewards if bounds is None else bounds):
+        seen = min(0.0, *rewards), max(0.0, *rewards)
+        found = _wider(mean(rewards), mean(rewards, seen))
+    elif set(rewards) <= {0.0, 1.0}:
+        found = share(sum(rewards), len(rewards))
+    else:
+        found = mean(rewards, (0.0, 1.0))
+    return _inside(found, bounds)
 
 
 def pass_at(k: int, tried: Sequence[tuple[int, int]]) -> Interval | None:
@@ -73,20 +82,29 @@ def pass_at(k: int, tried: Sequence[tuple[int, int]]) -> Interval | None:
     return mean([1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in tried], (0.0, 1.0))
 
 
-def paired_difference(after: Mapping[str, float], before: Mapping[str, float], level: float = LEVEL) -> Interval | None:
-    """Mean over shared tasks of after - before, with an interval over tasks as `mean_reward` has it. None without
-    shared tasks.
+def paired_difference(
+    after: Mapping[str, float],
+    before: Mapping[str, float],
+    level: float = LEVEL,
+    *,
+    bounds: tuple[float, float] | None = None,
+) -> Interval | None:
+    """Mean over shared tasks of after - before, with an interval over tasks as `mean_reward` has it, for rewards with
+    these `bounds`. None without shared tasks.
 
     A difference counts as shown if the interval leaves out 0. This is the test of every comparison, of success (1.0 or
     0.0, or the share of a task's samples) as of rewards. The interval includes 0 unless the sign-flip test rejects too,
     so equally good policies are told apart in at most 5% of comparisons, however few the tasks.
     """
     differences = shared_differences(after, before)
-    if within_unit([side[task] for side in (after, before) for task in after.keys() & before.keys()]):
+    shared = [side[task] for side in (after, before) for task in after.keys() & before.keys()]
+    if within_unit(shared if bounds is None else bounds):
         found = mean(differences, (-1.0, 1.0), level)
     else:
         size = max([abs(x) for x in differences], default=0.0)
         found = _wider(mean(differences, level=level), mean(differences, (-size, size), level))
+    if bounds is not None:
+        found = _inside(found, (bounds[0] - bounds[1], bounds[1] - bounds[0]))
     if found is None or found.low is None or found.high is None or sign_flip_p(differences) <= 1 - level:
         return found
     return Interval(mean=found.mean, low=min(found.low, 0.0), high=max(found.high, 0.0), n=found.n)
@@ -135,6 +153,14 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 def within_unit(values: Iterable[float]) -> bool:
     return all(0.0 <= value <= 1.0 for value in values)
+
+
+def _inside(found: Interval | None, bounds: tuple[float, float] | None) -> Interval | None:
+    """The interval cut at these bounds. It still holds its mean, which rounding may put a little outside of them."""
+    if found is None or found.low is None or found.high is None or bounds is None:
+        return found
+    low, high = max(found.low, bounds[0]), min(found.high, bounds[1])
+    return Interval(mean=found.mean, low=min(low, found.mean), high=max(high, found.mean), n=found.n)
 
 
 def _wider(one: Interval | None, other: Interval | None) -> Interval | None:

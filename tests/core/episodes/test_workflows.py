@@ -75,6 +75,23 @@ def test_scorers_are_kept_by_role():
     assert local(None, None, None) == 1.0
 
 
+def test_scorers_declare_their_bounds():
+    @cotune.workflow
+    def solve(task):
+        return 1
+
+    def local(candidate, call, task):
+        return 1.0
+
+    solve.scorer("a", bounds=(0, 1))(local)
+    solve.scorer("b", group=True, bounds=(-1, 0.5))(local)
+    solve.scorer("c")(local)
+    assert solve.cotune.bounds == {"a": (0.0, 1.0), "b": (-1.0, 0.5)}
+    for wrong in ((1, 0), (0, 0), (0, float("inf")), (0, float("nan")), (0,), 1, ("low", "high")):
+        with pytest.raises(WorkflowError, match=r"The scorer of role 'd' has bounds = .*as \(0, 1\)"):
+            solve.scorer("d", bounds=wrong)(local)
+
+
 def test_a_scorer_of_the_group_is_kept_as_one():
     @cotune.workflow
     async def solve(task):

@@ -179,6 +179,21 @@ def test_a_candidate_that_the_group_gives_no_reward_has_none():
     assert scored(OfGroup(lambda candidates, call, task: (None, 0.25))) == ({}, {"local": 0.25})
 
 
+def test_a_number_outside_of_the_declared_bounds_is_the_scorers_fault():
+    def one(candidate, call, task):
+        return {"style": 0.0, "length": float(len(candidate.text))}
+
+    def group(candidates, call, task):
+        return [one(candidate, call, task) for candidate in candidates]
+
+    assert scored(OfOne(one, bounds=(0.0, 2.0))) == scored(OfOne(one))
+    for scorer in (OfOne(one, bounds=(0.0, 1.0)), OfGroup(group, bounds=(0.0, 1.0))):
+        inside, outside = scored(scorer)
+        assert inside == {"style": 0.0, "length": 1.0}
+        assert outside.cause == "The scorer of role 'writer' returned length = 2.0, outside of its bounds, 0 to 1."
+        assert outside.remedy.startswith("Return numbers within them, or declare others")
+
+
 @pytest.mark.parametrize(
     ("value", "causes"),
     [

@@ -11,11 +11,13 @@ import pytest
 from rich.console import Console
 
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.goal import goal_of
+from cotune.algorithms.goal import goal_of, goal_of_policies
+from cotune.algorithms.policy_recipes import Recipes
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, Outage, WorkflowError
 from cotune.intervals import Interval
+from cotune.reading.evaluations import EvaluationReport
 from cotune.recording.call_records import CallerContext
 from cotune.recording.context import current_episode
 from cotune.recording.recorder import Nowhere
@@ -23,6 +25,7 @@ from cotune.records.policies import UNTRAINED
 from cotune.records.structs import CallRecord, Episode, PolicyRef, Record, Task
 from cotune.sampling.protocol import Completion, SamplingParams
 from cotune.sampling.responder import PolicyResponder
+from cotune.sampling.scoring import OfOne
 from cotune.trainer.evaluation.evaluate import evaluate_modes
 from cotune.trainer.evaluation.modes import EvaluationOptions, Lineup, lineups, swap, temperature_of
 from cotune.trainer.evaluation.report import render
@@ -265,6 +268,35 @@ def test_without_success_only_the_reward_is_reported_and_said() -> None:
         "No success rate: the workflow returns no `success`, so only its reward is reported.",
         "Role 'ask' made no call.",
     )
+
+
+async def asked_alone(task: Mapping[str, Any]) -> float:
+    await ask("solve", "2+2")
+    return 0.0
+
+
+def test_intervals_of_rewards_stay_inside_the_bounds_that_scorers_declare() -> None:
+    def fined(candidate: Any, call: Any, task: Mapping[str, Any]) -> float:
+        return 0.0 if candidate.text == "four" and not task["broken"] else -3.0
+
+    found: dict[bool, EvaluationReport] = {}
+    for declares in (False, True):
+        scorer = OfOne(fined, bounds=(-3.0, 0.0) if declares else None)
+        workflow = Workflow("asked_alone", asked_alone, {"solve": scorer})
+        goal = goal_of_policies(Recipes(run=recipe("at_grpo")), "lowest", {"solve": "solver"}, workflow.bounds)
+        options = {"modes": ["base", "trained"], "goal": goal}
+        found[declares] = modes(workflow, tasks(6, broken=1), {"solve": SOLVER}, **options)
+    free, bounded = found[False].evaluations["trained"], found[True].evaluations["trained"]
+    assert (free.reward_bounds, bounded.reward_bounds) == (None, (-3.0, 0.0))
+    assert free.reward is not None and bounded.reward is not None
+    assert free.reward.mean == bounded.reward.mean == -0.5
+    assert free.reward.high is not None and free.reward.high > 0.0
+    assert (bounded.reward.low, bounded.reward.high) == (free.reward.low, 0.0)
+    free_difference, bounded_difference = (report.comparisons[0].reward for report in found.values())
+    assert free_difference is not None and free_difference.high is not None and free_difference.high > 3.0
+    assert bounded_difference is not None and bounded_difference.high == 3.0
+    stored = json.loads(json.dumps(found[True].to_json()))
+    assert stored["evaluations"]["trained"]["reward_bounds"] == [-3.0, 0.0]
 
 
 async def sometimes_known(task: Mapping[str, Any]) -> dict[str, float | None]:

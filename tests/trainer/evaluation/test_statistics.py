@@ -48,6 +48,26 @@ def test_nothing_is_made_up_where_there_is_too_little() -> None:
     assert paired_difference({"a": 1.0}, {"b": 1.0}) is None
 
 
+def test_intervals_stay_inside_known_bounds() -> None:
+    rewards = [0.0] * 9 + [-1.0]
+    free = bounds(mean_reward(rewards))
+    assert free[0] > -1.0 and free[1] > 0.0
+    assert bounds(mean_reward(rewards, (-1.0, 0.0))) == (free[0], 0.0)
+    assert bounds(mean_reward([9.0, 10.0, 1.0], (0.0, 10.0)))[1] == 10.0
+    assert bounds(mean_reward([0.25] * 5, (0.2, 0.3))) == (0.2, 0.3), "shares, cut at narrower bounds"
+    assert bounds(mean_reward([0.1] * 3, (0.0, 0.1)))[1] >= mean_reward([0.1] * 3).mean  # type: ignore[union-attr]
+    # All seen are 0 or 1, but the reward can be negative: the interval is not cut at 0.
+    assert bounds(mean_reward([0.0, 0.0, 1.0], (-1.0, 1.0)))[0] < 0.0
+    assert mean_reward([], (-1.0, 1.0)) is None
+
+    after, before = {"a": 10.0, "b": 9.0, "c": 10.0}, {"a": 0.0, "b": 0.0, "c": 5.0}
+    assert bounds(paired_difference(after, before))[1] > 10.0
+    assert bounds(paired_difference(after, before, bounds=(0.0, 10.0)))[1] == 10.0
+    small = {"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.0}
+    assert bounds(paired_difference(*small))[1] == 1.0, "of shares"
+    assert bounds(paired_difference(*small, bounds=(-5.0, 5.0)))[1] > 1.0, "these are no shares"
+
+
 def test_pairs_are_the_shared_tasks() -> None:
     after = {"a": 1.0, "b": 2.0, "c": 4.0, "only after": 100.0}
     before = {"a": 0.0, "b": 2.0, "c": 2.0, "only before": -100.0}

@@ -1,0 +1,103 @@
+"""The least and the greatest reward that an episode of an evaluation can have, from what scorers declare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from cotune.algorithms.attribution import weight_of
+from cotune.algorithms.goal import Goal, Played
+from cotune.algorithms.recipes import Attribution
+
+Bounds = tuple[float, float]
+SHARE: Bounds = (0.0, 1.0)
+"""Bounds of a component that nobody declares and whose values all lie between 0 and 1: true or false, or a share."""
+
+
+def reward_bounds(played: Sequence[Played], goal: Goal) -> Bounds | None:
+    """Bounds of the reward that these episodes count by `goal` (`worth`), or None if they are not known.
+
+    A role's reward is a weighted sum of components, so its bounds are the weighted sums of theirs. A scorer declares
+    bounds for all that it returns (`Goal.bounds`). The reward of an episode is a mean over its roles, and lies within
+    the bounds of all of them. Nothing is known if no scorer declares bounds, or if a recipe multiplies rewards (gates),
+    adds up turns or roles, or takes penalties.
+    """
+    if not goal.bounds:
+        return None
+    trained = None if goal.roles is None else {role for one in (goal, *goal.others) for role in one.roles or ()}
+    roles = {sample.role for one in played for sample in one.samples}
+    bounds: list[Bounds] = []
+    for role in sorted(roles if trained is None else roles & trained):
+        if role in goal.taught:  # counts what the episode is worth to the others
+            continue
+        of_role = _bounds_of_role(role, goal.of_role(role), played)
+        if of_role is None:
+            return None
+        bounds.append(of_role)
+    if not bounds:
+        return None
+    # An episode that fails without any answer has this reward alone.
+    failure = _failure(goal)
+    return _hull(bounds if failure is None else [*bounds, (failure, failure)])
+
+
+def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds | None:
+    how = goal.attribution
+    adds_up = how.horizon not in ("own_turn", "terminal") or how.scope != "own"
+    penalties = how.overlong_penalty or how.timeout_penalty
+    if adds_up or penalties or how.gates or how.absent is not None:
+        return None
+
+    # 1. The components of its own answers.
+    answers = [sample.rewards for one in played for sample in one.samples if sample.role == role]
+    own: Bounds | None = (0.0, 0.0)
+    if how.horizon != "terminal":
+        own = _bounds_of_sum(answers, role, how, goal.bounds.get(role), outcome=False)
+    if own is None or not how.takes_outcome:
+        return own
+
+    # 2. The outcome of its episodes. A component that its answers have too counts once, with them.
+    in_answers = {name for components in answers for name in components} if how.horizon != "terminal" else set()
+    if any(name not in components for components in answers for name in in_answers):
+        return None
+    outcomes = [{name: one.outcome[name] for name in one.outcome.keys() - in_answers} for one in played]
+    outcome = _bounds_of_sum(outcomes, role, how, None, outcome=True)
+    if outcome is None:
+        return None
+    failure = _failure(goal)
+    if failure is not None:
+        outcome = _hull([outcome, (failure, failure)])
+    return own[0] + outcome[0], own[1] + outcome[1]
+
+
+def _failure(goal: Goal) -> float | None:
+    """What a failed episode has as its outcome at most; None if outcomes or failed episodes do not count. "lowest" is
+    at most 0, and no less than the lowest outcome of the others."""
+    if goal.on_failure == "exclude" or not goal.attribution.takes_outcome:
+        return None
+    return 0.0 if goal.on_failure == "lowest" else goal.on_failure
+
+
+def _bounds_of_sum(
+    rewards: Sequence[Mapping[str, float]], role: str, how: Attribution, declared: Bounds | None, *, outcome: bool
+) -> Bounds | None:
+    """Bounds of the weighted sum of components; None if those of a component are not known."""
+    low = high = 0.0
+    for name in sorted({name for components in rewards for name in components}):
+        weight = weight_of(name, role, how, outcome=outcome)
+        if weight == 0.0:
+            continue
+        values = [components[name] for components in rewards if name in components]
+        bounds = SHARE if declared is None else declared
+        if not all(bounds[0] <= value <= bounds[1] for value in values):
+            return None
+        ends = [weight * bounds[0], weight * bounds[1]]
+        if len(values) < len(rewards):
+            ends.append(0.0)  # adds nothing where it is missing
+        low, high = low + min(ends), high + max(ends)
+    return low, high
+
+
+def _hull(bounds: Iterable[Bounds]) -> Bounds:
+    """The narrowest bounds that hold all of these."""
+    lows, highs = zip(*bounds, strict=True)
+    return min(lows), max(highs)
