@@ -60,6 +60,7 @@ def test_reward_rises_and_the_export_is_as_ever(ray_runtime: str, trainer: Train
     assert len(processes) == 1 and os.getpid() not in processes, "rank 0 alone is traced, in its own process"
 
 
+@pytest.mark.long
 def test_mode_async_on_ray(ray_runtime: str, trainer: Trainer) -> None:
     summary = trainer(
         worker_app.solve, steps=3, mode="async", cluster={**CLUSTER, "learners": 1, "rollout_workers": 1}, **SETTINGS
@@ -80,9 +81,9 @@ def test_a_lost_learner_goes_on_from_the_last_checkpoint_and_one_lost_too_often_
         killed.append(rank)
 
     def weights(learner: FsdpLearner, policy: str) -> Any:
-        if next(asked) == 5:  # the second policy of the third step, whose first one is published
+        if next(asked) == 3:  # the second policy of the second step, whose first one is published
             kill(1)
-        if killed == [1] and chaos.steps_done(run) == 3:
+        if killed == [1] and chaos.steps_done(run) == 2:
             kill(0)
         return original(learner, policy)
 
@@ -90,10 +91,11 @@ def test_a_lost_learner_goes_on_from_the_last_checkpoint_and_one_lost_too_often_
     monkeypatch.setattr("cotune.trainer.run.restore.LEARNER_RESTARTS", 1)
     cluster = {**CLUSTER, "rollout_workers": 1}
     with pytest.raises(LearnerLost, match=r"restarted 1 times before.*--resume"):
-        trainer(worker_app.solve, steps=5, cluster=cluster, **SETTINGS)
+        trainer(worker_app.solve, steps=3, cluster=cluster, **SETTINGS)
     assert trainer.said.count("Restarting it from the last checkpoint (1 of 1)") == 1
-    assert trainer.resume(worker_app.solve).finished
-    assert audit(run, 5) == (0, 0, 0)
+    # Without Ray, which saves the start of four actors; `test_cluster_faults.py` resumes on Ray.
+    assert trainer.resume(worker_app.solve, cluster={"address": "none", "learners": 1}).finished
+    assert audit(run, 3) == (0, 0, 0)
 
 
 def test_engines_that_break_are_replaced_and_the_run_does_not_notice(ray_runtime: str, trainer: Trainer) -> None:
