@@ -28,7 +28,11 @@ def complete_events(file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_second_step_of_a_command_is_traced_and_its_path_printed(
-    tmp_path: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    in_thread: None,
+    tmp_path: Path,
+    tiny_base: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     run = tmp_path / "run"
