@@ -3,6 +3,7 @@ costs several milliseconds, which an application that traces each request would 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -13,6 +14,8 @@ from cotune.runtime.last_flush import flush_at_signals, forget
 from cotune.storage.open_store import is_path, open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import RECORDS
+
+log = logging.getLogger("cotune.store")
 
 UNUSED_SECONDS = 1.0
 """How long a store without a trace stays open. An application that traces less often than this spends less than one
@@ -112,7 +115,10 @@ def _close_unused() -> None:
             for address, shared in unused:
                 if time.monotonic() - shared.unused_since >= UNUSED_SECONDS:
                     del _shared[address]
-                    shared.store.close()
+                    try:
+                        shared.store.close()
+                    except Exception:  # the thread must go on, as other stores wait for it
+                        log.exception("The store %s could not be closed.", shared.store.address)
             if all(shared.users for shared in _shared.values()):
                 _closer = None
                 return

@@ -196,6 +196,24 @@ def test_few_stores_stay_open_when_each_request_has_its_own_folder(
         shared_stores._shared.clear()
 
 
+def test_a_store_that_cannot_be_closed_does_not_keep_others_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close = SqliteStore.close
+
+    def fails(self: SqliteStore) -> None:
+        close(self)
+        if self.path.name == "one.db":
+            raise OSError("stale handle")
+
+    monkeypatch.setattr(SqliteStore, "close", fails)
+    trace(tmp_path / "one.db")
+    trace(tmp_path / "two.db")
+    wait_until_closed()
+    assert "one.db could not be closed" in caplog.text and "stale handle" in caplog.text
+    assert not list(tmp_path.glob("*-wal"))
+
+
 def test_a_forked_child_opens_the_store_itself(tmp_path: Path) -> None:
     path = tmp_path / "records.db"
     first = trace(path)
