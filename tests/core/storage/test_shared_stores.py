@@ -183,7 +183,8 @@ def test_the_log_of_a_file_that_took_its_place_is_left_alone(tmp_path: Path) -> 
 def test_few_stores_stay_open_when_each_request_has_its_own_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_stores, "UNUSED_SECONDS", 600.0)
+    wait_until_closed()
+    monkeypatch.setattr(shared_stores, "_start_closer", lambda: None)
     for number in range(3 * shared_stores.MOST_UNUSED):
         trace(tmp_path / f"{number}.db")
     try:
