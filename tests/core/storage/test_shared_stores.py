@@ -7,7 +7,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -69,15 +68,15 @@ def other_process(path: Path) -> subprocess.Popen[str]:
     return process
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("cotune")]
+def unused() -> list[str]:
+    return [address for address, shared in shared_stores._shared.items() if not shared.users]
 
 
 def wait_until_closed() -> None:
     until = time.monotonic() + 20
-    while threads() and time.monotonic() < until:
+    while (unused() or shared_stores._closer is not None) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not threads()
+    assert not unused() and shared_stores._closer is None
 
 
 def test_traces_one_after_another_open_the_file_once(tmp_path: Path, opened: list[str]) -> None:
@@ -188,13 +187,12 @@ def test_few_stores_stay_open_when_each_request_has_its_own_folder(
     for number in range(3 * shared_stores.MOST_UNUSED):
         trace(tmp_path / f"{number}.db")
     try:
-        assert threads().count("cotune-store") == shared_stores.MOST_UNUSED
+        assert len(unused()) == shared_stores.MOST_UNUSED
         logs = sorted(int(path.name.partition(".")[0]) for path in tmp_path.glob("*.db-wal"))
         assert logs == list(range(2 * shared_stores.MOST_UNUSED, 3 * shared_stores.MOST_UNUSED))  # the latest ones
     finally:
-        for shared in shared_stores._shared.values():
-            shared.store.close()
-        shared_stores._shared.clear()
+        for address in unused():
+            shared_stores._shared.pop(address).store.close()
 
 
 def test_a_store_that_cannot_be_closed_does_not_keep_others_open(
