@@ -35,11 +35,14 @@ def first_page(run: OpenedRun, most: int) -> FirstPage:
     if not verdict:
         verdict, command = _without_comparison(run, failed)
     none_failed = ""
-    if failed is None:
-        none_failed = "No failed tasks: this run ran none." if not run.samples else "No outcome of any task is known."
+    if failed is None and not run.samples:
+        none_failed = "No failed tasks: this run ran none."
+    elif failed is None:
+        none_failed = "No outcome of any task is known."
+    elif not failed.total and failed.measure == "success":
+        none_failed = f"No task failed: {plural(failed.known, 'task')} ({failed.source})."
     elif not failed.total:
-        outcome = "failed" if failed.measure == "success" else "has a lower reward than the others"
-        none_failed = f"No task {outcome}: {plural(failed.known, 'task')} ({failed.source})."
+        none_failed = f"All tasks have the same reward: {plural(failed.known, 'task')} ({failed.source})."
     return FirstPage(verdict=verdict, command=command, headline=headline, failed=failed, none_failed=none_failed)
 
 
