@@ -74,9 +74,11 @@ def store_identity(address: Path | str) -> str:
     asked = dict(parse_qsl(parts.query))
     user, _, servers = parts.netloc.rpartition("@")
     hosts = []
-    for server in (servers or asked.get("host", "")).lower().split(","):
+    for server in (servers or asked.get("host", "")).split(","):
         has_port = re.search(r":\d+$", server) is not None
-        hosts.append(server if has_port else f"{server}:{asked.get('port', DEFAULT_PORT)}")
+        place = server if has_port else f"{server}:{asked.get('port', DEFAULT_PORT)}"
+        # The folder of a socket keeps its capital letters, unlike the name of a server.
+        hosts.append(place if place.startswith("/") else place.lower())
     # Without a name the server takes the user's as that of the database.
     name = unquote(parts.path.lstrip("/")) or asked.get("dbname") or unquote(user.partition(":")[0])
     further = [f"{key}={asked[key]}" for key in ("service", "hostaddr", "options") if key in asked]

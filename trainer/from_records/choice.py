@@ -43,10 +43,10 @@ def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[St
     held = dict(folder.described.get("held") or {})
     if "until" not in held:
         # The address is resolved now: a relative path and a symbolic link may lead elsewhere when a later run asks.
-        records = store_identity(settings.path)
-        before = _last(folder, settings, records) if settings.since == "last" else None
+        store_place = store_identity(settings.path)
+        before = _last(folder, settings, store_place) if settings.since == "last" else None
         since, name = before if before else ((0, 0), "")
-        held |= {"since": since, "until": store.marks(), "after": name, "records": records}
+        held |= {"since": since, "until": store.marks(), "after": name, "store": store_place}
         folder.describe_as({**folder.described, "held": held})
     since, until = tuple(held["since"]), tuple(held["until"])
     filters = EpisodeFilters(app=settings.app, version=settings.version)
@@ -64,8 +64,8 @@ def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[St
     return cast(Store, _Chosen(store, filters)), f"learning from {', '.join(said)}"
 
 
-def _last(folder: RunFolder, settings: RecordsConfig, records: str) -> tuple[Marks, str] | None:
-    """Up to where the last run beside this one has learned from the same `records`, and its name; None without any.
+def _last(folder: RunFolder, settings: RecordsConfig, store_place: str) -> tuple[Marks, str] | None:
+    """Up to where the last run beside this one has learned from the same store, and its name; None without any.
 
     Runs that failed or were stopped do not count: what they read is still to be learned."""
     found: list[tuple[Marks, str]] = []
@@ -78,7 +78,7 @@ def _last(folder: RunFolder, settings: RecordsConfig, records: str) -> tuple[Mar
         except CotuneError:
             continue
         asked, held = described.get("config", {}).get("records") or {}, described.get("held") or {}
-        same = held.get("records") == records and asked.get("app", "") == settings.app
+        same = held.get("store") == store_place and asked.get("app", "") == settings.app
         if same and finished and "until" in held:
             found.append((tuple(held["until"]), path.name))
     return max(found, default=None)

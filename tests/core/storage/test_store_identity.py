@@ -47,6 +47,11 @@ def test_an_address_of_ipv6_with_and_without_its_port() -> None:
     assert store_identity("postgresql://[::1]/records") != store_identity("postgresql://[::2]/records")
 
 
+def test_sockets_in_folders_that_differ_in_capital_letters() -> None:
+    assert store_identity("postgresql:///r?host=/run/A") != store_identity("postgresql:///r?host=/run/a")
+    assert store_identity("postgresql:///r?host=/run/a") == store_identity("postgresql://anna@/r?host=/run/a&port=5432")
+
+
 def test_a_run_folder_stands_for_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r1").mkdir()
