@@ -122,8 +122,9 @@ def _elsewhere(made: Deployment) -> Iterator[Deployment]:
 
 
 def threads() -> int:
-    """Those of cotune that end with a deployment; what calls are answered on stays for the next ones."""
-    lasting = {"cotune-answers"}
+    """Those of cotune that end with a deployment; what calls are answered on stays for the next ones, and traces of
+    earlier tests keep their stores open for a moment."""
+    lasting = {"cotune-answers", "cotune-store", "cotune-unused-stores"}
     return sum(thread.name.startswith("cotune") and thread.name not in lasting for thread in threading.enumerate())
 
 
