@@ -12,6 +12,7 @@ import msgspec
 
 from cotune.errors import GapError, LearnerLost
 from cotune.records.structs import PolicyRef
+from cotune.tables import plural
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import RolloutPipeline
 from cotune.trainer.run.best_checkpoint import find_best
@@ -20,6 +21,8 @@ from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.warm_start import warm_start
 from cotune.trainer.updates import publish_version
 
+LOST = "the weights that answered it are lost"
+"""Error of episodes that were cancelled when a run went back to a checkpoint in another precision."""
 LEARNER_RESTARTS = 3
 """How often lost learners go on from the last checkpoint before the run stops."""
 
@@ -71,6 +74,10 @@ async def recovery(run: RolloutRun, rollouts: RolloutPipeline[Any], report: Step
         report.progress.say(f"{error.cause} Going on in float32 from the last checkpoint.")
         await run.fall_back(error.gap, "")
         await _restore_newest(run, report)
+        if lost := _cancel_answers_of_lost_versions(run):
+            report.progress.say(
+                f"{plural(lost, 'episode is', 'episodes are')} run again, as the weights that answered are lost"
+            )
     except LearnerLost as error:
         await rollouts.cancel()
         report.restart()
@@ -93,6 +100,25 @@ async def _restore_newest(run: RolloutRun, report: StepReport) -> None:
     assert saved is not None
     for note in await restore(run, *saved):
         report.progress.say(note)
+
+
+def _cancel_answers_of_lost_versions(run: RolloutRun) -> int:
+    """Mark the episodes as cancelled that versions after the checkpoint have answered, and return their number.
+
+    A step that is made again in the same precision has the same weights, so its episodes are used again. In another
+    precision the next versions have the same numbers with other weights.
+    """
+    versions = run.state.versions
+    cancelled = []
+    for episode in run.store.episodes(phase="train"):
+        if episode.status == "cancelled" or (episode.training_step or 0) < run.state.steps:
+            continue
+        calls = run.store.calls(episode.id, lean=True)
+        if any(call.policy and call.policy.version > versions.get(call.policy.name, 0) for call in calls):
+            cancelled.append(msgspec.structs.replace(episode, status="cancelled", error=LOST))
+    run.store.write(cancelled)
+    run.store.flush()
+    return len(cancelled)
 
 
 async def add_new_roles(run: RolloutRun, report: StepReport) -> None:

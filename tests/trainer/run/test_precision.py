@@ -14,12 +14,14 @@ from cotune.integrations.models import bfloat16
 from cotune.reading.facts import troubles
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import PolicyRef
+from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import Precision, read_run
 from cotune.trainer import publish
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.publish import sampled_gaps
 from cotune.trainer.run import open_run, precision
 from cotune.trainer.run.checkpoint import load_checkpoint
+from cotune.trainer.run.restore import LOST
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask, letters
 
@@ -155,3 +157,22 @@ def test_a_gap_stops_a_run_in_the_precision_that_was_asked_for(
     if dtype == "bfloat16":  # as its remedy says
         trainer.resume(app, **{"learner.dtype": "float32"})
         assert learned_in_bfloat16(trainer) == [True, False, False]
+
+
+def test_after_the_change_to_float32_no_answers_of_lost_versions_are_trained_on(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes back to its first step. Versions 1 and 2 are made again, in float32, with other weights."""
+    monkeypatch.setattr(bfloat16, "LARGE", 1)
+    drifting(monkeypatch, while_served="bfloat16")
+    app = application(one_call, first=letters)
+    trainer(app, policies="lora", steps=3, checkpoint_every=3, learner=AUTO)
+    assert learned_in_bfloat16(trainer) == [False, False, False]
+    gaps = [line["policies"]["first"]["sampler_gap_mean"] for line in trainer.metrics()]
+    assert gaps[1] < 1e-5 and gaps[2] < 1e-5, "these answers are of the float32 versions"
+    with open_store(trainer.folder / "run", read_only=True) as store:
+        episodes = list(store.episodes(phase="train", training_step=1))
+    assert [episode.status for episode in episodes].count("cancelled") == 3
+    assert [episode.status for episode in episodes].count("ok") == 3
+    assert {episode.error for episode in episodes} == {None, LOST}
+    assert "3 episodes are run again, as the weights that answered are lost" in " ".join(trainer.said.split())
