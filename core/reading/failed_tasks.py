@@ -129,12 +129,12 @@ def _of_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> F
         return found
 
     # The file of an evaluation does not name its episodes. Of a task that ran several times, one that failed is shown.
-    first = episodes_of_modes(run, evaluation, [one.task for one in found.tasks])
+    first = episodes_of_modes(run, evaluation, [failed.task for failed in found.tasks])
     tasks = []
-    for one in found.tasks:
-        id = failed_episode(records, evaluation, mode, one.task) if one.runs > 1 else ""
-        tasks.append(msgspec.structs.replace(one, episode=id or first.get((one.task, mode), "")))
-    texts = exchanges(records.store, [one.episode for one in tasks if one.episode])
+    for failed in found.tasks:
+        id = failed_episode(records, evaluation, mode, failed.task) if failed.runs > 1 else ""
+        tasks.append(msgspec.structs.replace(failed, episode=id or first.get((failed.task, mode), "")))
+    texts = exchanges(records.store, [failed.episode for failed in tasks if failed.episode])
     return _with_texts(msgspec.structs.replace(found, tasks=tuple(tasks)), texts)
 
 
