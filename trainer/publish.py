@@ -26,8 +26,6 @@ LONGER = msgspec.structs.replace(PROBE, max_tokens=16, seed=1)
 """
 PROBE_CANDIDATES = 16
 PROBE_PROMPTS = 4
-SERVER_BY_URL = "vllm-url"
-"""How the sampler of a vLLM server by URL calls itself; one over several engines names each."""
 PROBE_PROMPT = 32
 """Tokens of a prompt that the probe begins with, at most. Any text tells weights apart, and nothing is cached for a new
 version: the probe takes longer than all else in a publication."""
@@ -52,11 +50,15 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True)
 class Probe:
     """Prompts (token ids) that a version is sampled with, at least `PROBE_CANDIDATES` times in all, the trainer's
-    log-probabilities of rows, and the largest mean gap between both, in nats."""
+    log-probabilities of rows, and the largest mean gap between both, in nats.
+
+    `remedy` is what makes a gap from rounding smaller, empty if sampler and trainer both compute in float32.
+    """
 
     prompts: Sequence[Sequence[int]]
     logprobs: Callable[[Sequence[TrainRow]], Sequence[npt.NDArray[Any]]]
     bound: float = 1e-2
+    remedy: str = ""
 
 
 def probe_prompts(prompts: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -150,20 +152,16 @@ async def _probed(sampler: Sampler, proof: Proof, probe: Probe) -> Proof:
         gap = await sampled_gaps(sampler, proof.policy, probe, LONGER)
     mean, worst = float(gap.mean()), float(gap.max())
     if not mean <= probe.bound:
+        remedy = "The sampler does not serve the weights that were sent. Check its engine."
+        if probe.remedy:
+            remedy = (
+                "Either the sampler does not serve the weights that were sent, or rounding makes the difference. "
+                f"Against rounding: {probe.remedy}"
+            )
         raise GapError(
             mean,
             f"Policy {proof.policy}: sampler and trainer differ by {mean:.3g} nats a token (at most {worst:.3g}) over "
             f"{gap.size} tokens; the bound is {probe.bound:g}.",
-            "The sampler does not serve the weights that were sent, or one of both computes in lower precision. Only "
-            f"in the latter case {await closer_logits(sampler)}"
-            'set learner.dtype = "float32", or raise probe_bound.',
+            remedy,
         )
     return msgspec.structs.replace(proof, probe_gap_mean=mean, probe_gap_max=worst, probe_tokens=int(gap.size))
-
-
-async def closer_logits(sampler: Sampler) -> str:
-    """How to make a sampler compute its logits in float32, if you have to do that yourself; the engines that cotune
-    opens compute them in float32 already."""
-    if SERVER_BY_URL in (await sampler.info()).name:
-        return """start the vLLM server with --hf-overrides '{"head_dtype": "float32"}', """
-    return ""

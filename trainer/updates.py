@@ -15,6 +15,7 @@ from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
 from cotune.trainer.reporting.step_report import StepReport
+from cotune.trainer.run.precision import gap_remedy
 from cotune.trainer.run.run import RolloutRun
 
 
@@ -79,7 +80,9 @@ async def publish_version(run: RolloutRun, policy: str, version: int, *, probe: 
         weights,
         lora,
         previous=served[-1] if served else None,
-        probe=Probe(probe, lambda rows: run.learner.logprobs(policy, rows), run.config.probe_bound),
+        probe=Probe(
+            probe, lambda rows: run.learner.logprobs(policy, rows), run.config.probe_bound, gap_remedy(run.config)
+        ),
         retire=[old.policy for old in outdated],
     )
     run.published[policy] = [*(old for old in served if old not in outdated), proof]

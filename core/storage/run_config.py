@@ -25,13 +25,13 @@ class RunLearner(msgspec.Struct, frozen=True, kw_only=True):
     """[learner]"""
 
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """Precision of the forward pass. Trained weights and optimizer states are float32 in any case. On a GPU bfloat16 is
-    faster and halves frozen weights; samplers there compute in bfloat16 either way, and sampler_gap_mean says how far
-    both are apart. On a CPU with AVX512-BF16 or AMX it is the precision of matrix products alone, of the in-process
-    sampler too, in training and afterwards. "auto": bfloat16 there, if adapters are trained on models of 16 million
-    parameters or more and sampler and learner agree within `probe_bound` before the first step; else float32, as in a
-    run from records, which has no sampler. If they differ by more after a later step, the run goes back to its last
-    checkpoint and continues in float32; with "bfloat16" it stops."""
+    """Precision of the forward pass. Trained weights, optimizer states and logits are float32 in any case. "auto" is
+    bfloat16 on a GPU that multiplies it (NVIDIA: Ampere and later), for frozen weights and matrix products, and float32
+    on other GPUs. On a CPU with AVX512-BF16 or AMX "auto" is bfloat16 for matrix products with frozen weights, and for
+    the in-process sampler, if adapters are trained on models of 16 million parameters or more; else float32. Before the
+    first step and at each publication, sampler and learner are compared: above `probe_bound` a run with "auto" goes
+    back to its last checkpoint and continues in float32, and a run with "bfloat16" stops. On a GPU what stays float32
+    is multiplied in TF32."""
 
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""

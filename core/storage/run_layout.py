@@ -55,11 +55,15 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Precision(msgspec.Struct, frozen=True, kw_only=True):
-    """What `learner.dtype = "auto"` is for the run: the dtype, and the mean gap between sampler and learner in
-    bfloat16, in nats a token, where it was measured. `fell_back`: it was above `probe_bound`, at the start or later, or
-    bfloat16's rounding alone reaches a bound of the loss, as `noise` says."""
+    """What `learner.dtype = "auto"` is for the run on a device.
+
+    `gap` is the mean difference between sampler and learner in bfloat16, in nats a token, where it was measured.
+    `fell_back`: the gap was above `probe_bound`, at the start or later, or the rounding of bfloat16 alone reaches a
+    bound of the loss, as `noise` says.
+    """
 
     dtype: str
+    device: Literal["cpu", "cuda"] = "cpu"
     gap: float | None = None
     fell_back: bool = False
     noise: str = ""

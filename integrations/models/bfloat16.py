@@ -25,6 +25,11 @@ def has_bfloat16() -> bool:
     return bool(there) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def gpu_has_bfloat16() -> bool:
+    """Whether the GPU multiplies bfloat16 itself, as NVIDIA's do from Ampere on: a T4 or V100 only emulates it."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def rounds_products(dtype: str | None, device: str) -> bool:
     """Whether bfloat16 is the precision of products with frozen weights alone: the rest of the model is float32."""
     return dtype == "bfloat16" and device == "cpu" and has_bfloat16()

@@ -33,6 +33,7 @@ from cotune.trainer.from_records.pairs import read_pairs
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.open_run import open_local_learner
+from cotune.trainer.run.precision import without_sampler
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import Run
 from cotune.trainer.run.run_folder import RunFolder
@@ -204,6 +205,7 @@ async def _open_learner(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Learner:
+    config = without_sampler(config)
     own = {one.name: Method(config.settings_of(one.name).learner, loss) for one in config.policy}
     if not config.cluster.address:
         return await open_local_learner(config, policies, loss, own)

@@ -32,7 +32,9 @@ from cotune.trainer.run.precision import (
     check_precision,
     decide_precision,
     keep_precision,
+    learner_device,
     with_dtype,
+    without_sampler,
 )
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
@@ -58,7 +60,7 @@ async def open_run(
     """Open all parts, and restore the newest checkpoint. A run that has none looks at the application with a few
     episodes first, to find its roles."""
     say = progress.say
-    config, auto = decide_precision(folder, config)
+    config, auto, precision_notes = decide_precision(folder, config)
     plan, recipes, why = config.resolve_plan(list(workflow.scorers), workflow.name)
     if plan.kind == "replay" and config.replay.tools == "frozen":
         start_freezing()
@@ -67,7 +69,9 @@ async def open_run(
         store = open_store(folder.records)
         stack.callback(store.close)
         cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
-        teachers = await open_teachers(config if auto is None else with_dtype(config, "float32"), stack, say)
+        teachers = await open_teachers(
+            config if auto is None else without_sampler(with_dtype(config, "auto")), stack, say
+        )
         sampler, chats = await _open_model(config, stack, cluster, say)
         if saved is None:
             with progress.activity.phase("look"):
@@ -106,10 +110,12 @@ async def open_run(
             return taught(await open_local_learner(run.config, policies, loss, own))
 
         async def fall_back(gap: float | None, noise: str = "") -> None:
-            keep_precision(folder, Precision(dtype="float32", gap=gap, fell_back=True, noise=noise))
+            device = learner_device(run.config)
+            keep_precision(folder, Precision(dtype="float32", device=device, gap=gap, fell_back=True, noise=noise))
             run.config, run.fall_back = with_dtype(run.config, "float32"), None
-            await run.sampler.aclose()
-            run.sampler = local.sampler = await _open_sampler(run.config, stack)
+            if device == "cpu":  # the in-process engine follows the learner; on a GPU it stays in bfloat16
+                await run.sampler.aclose()
+                run.sampler = local.sampler = await _open_sampler(run.config, stack)
             await run.reopen_learner()
 
         run = RolloutRun(
@@ -130,15 +136,13 @@ async def open_run(
             ),
             held_out=held_out,
             teachers=teachers,
-            notes=[why, *notes, *_untrained(policies), *_in_turns(config), *config.one_format],
+            notes=[why, *precision_notes, *notes, *_untrained(policies), *_in_turns(config), *config.one_format],
             state=Checkpoint(policies=policies),
         )
         del learner  # `reopen_learner` needs its memory
         run.fall_back = fall_back if auto is not None and auto.dtype == "bfloat16" else None
         if run.fall_back is not None and auto is not None and auto.gap is None:
             run.notes = [*run.notes, await check_precision(run)]
-        elif auto is not None and saved is not None:
-            run.notes = [*run.notes, f"matrix products in {run.config.learner.dtype}, as when the run began"]
         if saved is None:
             run.notes = [*run.notes, *await check_bounds_of_losses(run)]
         if saved is not None:

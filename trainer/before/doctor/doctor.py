@@ -174,10 +174,10 @@ def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
             "sampler and learner agree"
         )
         yield Finding("ok", "precision", text)
-    if config.learner.dtype != "bfloat16" and learns_on_gpu(config, machine):
+    if config.learner.dtype == "float32" and learns_on_gpu(config, machine):
         text = (
-            'the learner computes in float32: learner.dtype = "bfloat16" is faster on a GPU and halves frozen weights; '
-            "samplers there compute in bfloat16 (sampler_gap_mean is the difference)"
+            'the learner computes in float32: learner.dtype = "auto" is bfloat16 on a GPU, which is faster and halves '
+            "frozen weights; samplers there compute in bfloat16 (sampler_gap_mean is the difference)"
         )
         yield Finding("ok", "precision", text)
 

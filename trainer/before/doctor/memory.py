@@ -92,7 +92,9 @@ def plan_memory(
     row = prompt + config.sampling.max_tokens
     bare = not learns_on_gpu(config, machine) and not config.cluster.address
     if config.learner.dtype == "auto":
-        config = with_dtype(config, auto_dtype(config, there=bare and machine.bfloat16))
+        device = "cuda" if learns_on_gpu(config, machine) else "cpu"
+        has_bfloat16 = device == "cuda" or machine.bfloat16
+        config = with_dtype(config, auto_dtype(config, device, multiplies_bfloat16=has_bfloat16))
     joined = bare and (config.learner.dtype == "float32" or machine.bfloat16)
     bases = {
         model: (

@@ -26,7 +26,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.records.policies import Policies
 from cotune.trainer.config.learner import LearnerSettings, Method
-from cotune.trainer.learner.load import needing_untrained, open_policy_models
+from cotune.trainer.learner.load import allow_tf32, needing_untrained, open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.policy_model import PolicyModel
@@ -128,6 +128,7 @@ class FsdpWorker:
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
+        allow_tf32(torch.device(self._device))
         # Whole models stay in the memory of the CPU; only this rank's part goes to the device.
         whole = msgspec.structs.replace(settings, device="cpu")
         opened = open_policy_models(model, policies, whole, reference=needing_untrained(policies, loss, own), seed=seed)
