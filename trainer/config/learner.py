@@ -40,8 +40,9 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
     micro_batch_tokens: int | Literal["auto"] = "auto"
     """Tokens per forward and backward pass, at most (a single longer row goes alone): distinct ones, or padded ones
     where rows do not share. Bounds the memory of activations; gradients do not depend on it. "auto": up to 8192
-    whose activations fit into a sixteenth of the machine's memory, or into `memory`, less up to an eighth; on a GPU a
-    power of two that fits into four fifths of what is free, or into `memory`."""
+    whose activations fit into a sixteenth of the machine's memory, or into `memory`, less up to an eighth. On a GPU a
+    power of two up to 65536 that fits into four fifths of the memory that is free when an update begins, or into
+    `memory`."""
 
     memory: str = ""
     """Memory that the learner's process may take in all ("6GiB"), on the GPU where it has one. Passes keep below it,

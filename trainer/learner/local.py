@@ -43,7 +43,7 @@ from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimiz
 from cotune.trainer.learner.load import needing_untrained
 from cotune.trainer.learner.loss import policy_loss, row_weights
 from cotune.trainer.learner.memory.optimizer import build_optimizer, check_hardware, learning_rate
-from cotune.trainer.learner.memory.pass_size import choose_pass_sizes, giving_back
+from cotune.trainer.learner.memory.pass_size import PassSizes, giving_back
 from cotune.trainer.learner.memory.products import open_joined
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.mfu import model_utilization
@@ -78,7 +78,7 @@ class LocalLearner:
         self._order = {name: torch.Generator().manual_seed(seed) for name in policies}
         self._optimizers = {name: build_optimizer(of, methods[name].settings) for name, of in policies.items()}
         self._critic = Critic({name: (p.width, methods[name].loss) for name, p in policies.items()}, self._group)
-        self._passes = choose_pass_sizes(self._policies.values(), settings, self._group)
+        self._passes = PassSizes(self._policies, settings, self._group, self._optimizers)
         trainable = {name: policy.parameters() for name, policy in policies.items()}
         check_optimizers(trainable, self._optimizers)
         self._gradient_checks = {
@@ -117,6 +117,8 @@ class LocalLearner:
 
         With a critic it judges the rows first, and learns from them at the end (`Critic.learn`)."""
         with self._lock:
+            if self._model(policy).device.type == "cuda":
+                self._passes.choose()  # a sampler on the same GPU may have gone to sleep, or has grown
             self.check(policy, rows)
             if policy not in self._critic:
                 return self._train(policy, rows, lr_scale)

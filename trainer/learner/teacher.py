@@ -29,7 +29,7 @@ class LocalTeacher:
         self._model = load_frozen(model, settings)
         self._lock = threading.Lock()
         tokens = settings.micro_batch_tokens
-        self._size = PassSize(MOST if tokens == "auto" else tokens, alone=True)
+        self._size = PassSize(MOST["cpu"] if tokens == "auto" else tokens, alone=True)
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """As `Teacher.logprobs`."""

@@ -305,9 +305,8 @@ def test_bad_settings_are_named(trainer: Trainer, records: Path, settings: dict[
 def test_a_row_that_does_not_fit_is_named_before_the_first_step(
     trainer: Trainer, records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = PassSize.__init__
-    small = {"most": 5, "where": "memory"}
-    monkeypatch.setattr(PassSize, "__init__", lambda self, *sizes, **more: made(self, *sizes, **{**more, **small}))
+    adapt = PassSize.adapt
+    monkeypatch.setattr(PassSize, "adapt", lambda size, *chosen: adapt(size, *chosen[:3], 5, "memory"))
     with pytest.raises(LearnerError, match=r"^Row .* has \d+ tokens; a pass of one row fits up to 5 into memory"):
         learn(trainer, records)
     assert not (trainer.folder / "run" / "metrics.jsonl").exists()

@@ -97,7 +97,7 @@ def test_gradients_and_metrics_are_those_of_one_sequence_per_row(learner, rows, 
     found = []
     for shared in (False, True):
         model.logprob_model.shares = shared
-        learner._passes[name] = PassSize(budget if shared else 8192, alone=True)
+        learner._passes._sizes[id(model.network)] = PassSize(budget if shared else 8192, alone=True)
         gradients = {}
         handles = [
             p.register_post_accumulate_grad_hook(lambda p, key=key, kept=gradients: kept.update({key: p.grad.clone()}))

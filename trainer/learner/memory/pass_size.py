@@ -6,7 +6,7 @@ import ctypes
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -26,8 +26,10 @@ from cotune.trainer.learner.policy_model import PolicyModel
 log = logging.getLogger("cotune")
 T = TypeVar("T")
 
-MOST, LEAST = 8192, 16
-"""Bounds of what "auto" chooses, in tokens."""
+MOST = {"cpu": 8192, "cuda": 65536}
+LEAST = 16
+"""Bounds of what "auto" chooses, in tokens. On a CPU larger passes are not faster. On a GPU they save kernel launches;
+above 65,536 tokens the tensors of a layer come near the 2^31 entries that some kernels can number."""
 CPU_SHARE, GPU_SHARE = 1 / 16, 0.8
 """Of the machine's memory, and of what is free on a GPU, what the activations of a pass may take. On a CPU larger
 passes are hardly faster, and the application and the sampler want room as well."""
@@ -38,8 +40,8 @@ LAYER_MARGIN = 2.0
 _OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "STATUS_ALLOC_FAILED")
 """What torch says where it has none: for tensors of the CPU, for the GPU outside its own allocator, and of CUDA's
 libraries (cuBLAS, cuDNN)."""
-OPTIMIZER_BYTES = 12
-"""Per trained parameter: its gradient and AdamW's two moments, in fp32."""
+GRADIENT_BYTES, MOMENT_BYTES = 4, 8
+"""Per trained parameter: its gradient, while its policy is updated, and AdamW's two moments, from the first step on."""
 LARGE = 2**24
 """Parameters from which on passes take so many pages that it matters how they are asked for."""
 _KEEP = ((-3, 32 << 20), (-1, 2047 << 20))
@@ -49,6 +51,9 @@ memory as a pass."""
 _ANEW = ((-3, 256 << 10),)
 """Larger tensors are given back to the system when they are freed, where memory is short. By itself glibc
 raises the threshold with the sizes that it sees, and the gaps then take twice the memory."""
+GROWTH = 1.25
+"""Passes that were halved grow again once there is so much more room than when memory ran out: otherwise each update
+would run out of memory again."""
 SPARE = 1 / 2
 """Of the machine's memory: while so much is free, an update's pages are kept for the next one. To ask for them again
 takes up to a fifth of its time."""
@@ -60,30 +65,20 @@ class PassSize:
     There are passes of two kinds: plain ones, and those whose layers are computed again in the backward pass.
     """
 
-    def __init__(
-        self,
-        tokens: int,
-        *,
-        alone: bool,
-        checkpointed: int = 0,
-        always: bool = False,
-        single: float = math.inf,
-        most: float = math.inf,
-        where: str = "",
-    ) -> None:
-        """`tokens` of a plain pass and of a `checkpointed` one (0: there are none), with `always` the only kind.
-
-        `single`: the longest row that makes a plain pass of its own; `most`: the longest that fits at all, into what
-        `where` names. `alone`: this process has the weights to itself, so that it may make passes that no other knows
-        of.
+    def __init__(self, tokens: int, *, alone: bool, always: bool = False) -> None:
+        """`tokens` of a pass, until `adapt` chooses others. `always`: layers are computed again in all passes. `alone`:
+        this process has the weights to itself, so that it may make passes that no other knows of.
         """
-        self._sizes = {False: tokens, True: checkpointed}
-        self._single, self._most, self._where = single, most, where
+        self._sizes = {False: tokens, True: 0}
+        self._single = self._most = math.inf
+        self._where = ""
         self._alone = alone
         self._always = always
         self.checkpointed = always
         """Whether passes are now of that kind."""
         self._said = False
+        self._room = self._room_when_halved = 0.0
+        self._halved = {False: False, True: False}
         self.halved = 0
 
     @property
@@ -118,6 +113,24 @@ class PassSize:
                 f"Set learner.memory higher{how}, or shorten prompts or sampling.max_tokens.",
             )
 
+    def adapt(self, fits: Mapping[bool, int], asked: Mapping[bool, int], room: float, most: int, where: str) -> None:
+        """Choose the sizes for an update that begins with `room` bytes for a pass.
+
+        `fits` and `asked` are tokens by kind of pass (whether its layers are computed again): as many as fit, and as
+        many as a pass should have. `most`: the longest row that fits at all, into what `where` names. Sizes that were
+        halved when memory ran out grow only if there is more room than then.
+        """
+        self._single, self._most, self._where = fits[False], most, where
+        grows = room > GROWTH * self._room_when_halved
+        for kind, tokens in asked.items():
+            if grows or not self._halved[kind]:
+                self._sizes[kind], self._halved[kind] = tokens, False
+            else:
+                self._sizes[kind] = min(self._sizes[kind], tokens)
+        if self._halved[False]:
+            self._single = min(self._single, self._sizes[False])
+        self._room = room
+
     def fitting(self, compute: Callable[[], T], again: Callable[[], None]) -> T:
         """What `compute` returns, which makes passes of `tokens`. Where memory runs out `tokens` is halved, `again`
         called and all computed once more. Raises LearnerError where that is no use."""
@@ -133,6 +146,8 @@ class PassSize:
                     remedy = "Set learner.micro_batch_tokens lower, or learner.activation_checkpointing = true."
                     raise LearnerError(cause, remedy) from error
             self._sizes[self.checkpointed] = failed // 2
+            self._halved[self.checkpointed] = True
+            self._room_when_halved = self._room
             self._single = min(self._single, self._sizes[False])
             self.halved += 1
             log.warning("Memory ran out in a pass of %d tokens: passes are of %d from now on", failed, self.tokens)
@@ -161,50 +176,74 @@ def giving_back(model: PolicyModel) -> Iterator[None]:
                 libc.malloc_trim(0)
 
 
-def choose_pass_sizes(
-    policies: Iterable[PolicyModel], settings: LearnerSettings, group: ProcessGroup
-) -> dict[str, PassSize]:
-    """Passes of each policy as the settings ask for and as fit into the memory there is; policies of one network have
-    one `PassSize`.
+class PassSizes:
+    """Chooses, whenever an update begins, how large the passes of each policy are; policies of one network have one
+    `PassSize`.
 
-    For "auto" see `auto_tokens`; a number stands, unless `memory` has room for less. Raises ConfigError for a `memory`
-    in which not even a small pass fits.
+    For "auto" see `auto_tokens`; a number in the settings stands, unless `learner.memory` has room for less. In a
+    process group of several all ranks choose the same, so all must call `choose`.
     """
-    models = list(policies)
-    networks = {id(model.network): model for model in models}
-    to_come = sum(p.numel() for model in models for p in model.parameters().values()) * OPTIMIZER_BYTES // group.size
-    fixed = to_come + max(_logit_bytes(model) for model in networks.values())
-    room, limit, where = _room(models[0], settings, fixed)
-    if models[0].device.type == "cpu" and any(_is_large(model) for model in networks.values()):
-        _manage_pages(_KEEP if keeps_pages(room, limit) and not settings.memory else _ANEW)
 
-    def agreed(tokens: float) -> int:
-        return -int(group.max(torch.tensor([-int(tokens)], device=models[0].device)).item())
+    def __init__(
+        self,
+        policies: Mapping[str, PolicyModel],
+        settings: LearnerSettings,
+        group: ProcessGroup,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+    ) -> None:
+        """Raises ConfigError for a `learner.memory` in which not even a small pass fits."""
+        self._policies, self._settings, self._group, self._optimizers = dict(policies), settings, group, optimizers
+        self._networks = {id(model.network): model for model in policies.values()}
+        self._logits = max(_logit_bytes(model) for model in self._networks.values())
 
-    def of_network(model: PolicyModel) -> PassSize:
-        asked = settings.activation_checkpointing
-        per_token = {False: plain_bytes(model)}
-        if asked and model.logprob_model.checkpointing.possible:
-            per_token[True] = checkpointed_bytes(model)
-        least = min(per_token.values())
-        if settings.memory and room < LEAST * least:
-            needed = (parse_size(settings.memory) - room + LEAST * least) / 2**30
-            fault = f"is too little: this model takes at least {needed:.1f}GiB in this process"
-            raise ConfigError("learner.memory", settings.memory, fault, "Raise it, or use a smaller model.")
-        fits = {kind: agreed(room / each) for kind, each in per_token.items()}
-        sizes = {kind: _pass_tokens(settings, fit, model.device.type) for kind, fit in fits.items()}
-        return PassSize(
-            sizes[False],
-            alone=group.size == 1,
-            checkpointed=sizes.get(True, 0),
-            always=asked is True,
-            single=fits[False],
-            most=agreed(limit / least),
-            where=where,
-        )
+        # Bytes for each token of a pass, by network and by whether its layers are checkpointed. They do not change.
+        self._token_bytes: dict[int, dict[bool, float]] = {}
+        self._sizes: dict[int, PassSize] = {}
+        for network, model in self._networks.items():
+            self._token_bytes[network] = {False: plain_bytes(model)}
+            if settings.activation_checkpointing and model.logprob_model.checkpointing.possible:
+                self._token_bytes[network][True] = checkpointed_bytes(model)
+            always = settings.activation_checkpointing is True
+            self._sizes[network] = PassSize(LEAST, alone=group.size == 1, always=always)
 
-    sizes = {network: of_network(model) for network, model in networks.items()}
-    return {model.spec.name: sizes[id(model.network)] for model in models}
+        self.choose()
+        device = next(iter(self._networks.values())).device.type
+        if device == "cpu" and any(_is_large(model) for model in self._networks.values()):
+            room, limit, _ = self._room()
+            _manage_pages(_KEEP if keeps_pages(room, limit) and not settings.memory else _ANEW)
+
+    def __getitem__(self, policy: str) -> PassSize:
+        return self._sizes[id(self._policies[policy].network)]
+
+    def choose(self) -> None:
+        """Choose the sizes that fit into the memory that is free now. Raises ConfigError as `__init__` does."""
+        room, limit, where = self._room()
+        settings = self._settings
+        for network, model in self._networks.items():
+            token_bytes = self._token_bytes[network]
+            least = min(token_bytes.values())
+            if settings.memory and room < LEAST * least:
+                needed = (parse_size(settings.memory) - room + LEAST * least) / 2**30
+                fault = f"is too little: this model takes at least {needed:.1f}GiB in this process"
+                raise ConfigError("learner.memory", settings.memory, fault, "Raise it, or use a smaller model.")
+            fits = {kind: self._smallest(room / each, model) for kind, each in token_bytes.items()}
+            asked = {kind: _pass_tokens(settings, fit, model.device.type) for kind, fit in fits.items()}
+            self._sizes[network].adapt(fits, asked, room, self._smallest(limit / least, model), where)
+
+    def _smallest(self, tokens: float, model: PolicyModel) -> int:
+        """The least of the numbers that all ranks have found."""
+        return -int(self._group.max(torch.tensor([-int(tokens)], device=model.device)).item())
+
+    def _room(self) -> tuple[float, float, str]:
+        """Bytes that a pass should take, bytes that it can, and a name for the latter."""
+        gradients, moments = 0, 0
+        for name, policy in self._policies.items():
+            state = self._optimizers[name].state
+            parameters = policy.parameters().values()
+            gradients = max(gradients, sum(GRADIENT_BYTES * p.numel() for p in parameters))
+            moments += sum(MOMENT_BYTES * p.numel() for p in parameters if p not in state)
+        to_come = (gradients + moments) // self._group.size
+        return _room(next(iter(self._policies.values())), self._settings, to_come + self._logits)
 
 
 def _pass_tokens(settings: LearnerSettings, fit: int, device: str) -> int:
@@ -221,7 +260,7 @@ def _pass_tokens(settings: LearnerSettings, fit: int, device: str) -> int:
 def auto_tokens(fit: float, device: str) -> int:
     """What "auto" takes where so many fit: one of a few numbers, so that machines that hardly differ take the same. On
     a GPU, whose memory no other process can lend, a power of two; elsewhere at most an eighth less than fits."""
-    tokens = int(max(LEAST, min(MOST, fit)))
+    tokens = int(max(LEAST, min(MOST.get(device, MOST["cpu"]), fit)))
     lower_bits = tokens.bit_length() - (4 if device == "cpu" else 1)
     return tokens >> lower_bits << lower_bits
 

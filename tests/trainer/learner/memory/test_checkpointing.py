@@ -21,6 +21,8 @@ from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
 
 LONG = make_rows(groups=2, prompt=(40, 60), response=(20, 40))
 
+OPTIMIZER_BYTES = pass_size.GRADIENT_BYTES + pass_size.MOMENT_BYTES
+
 
 def open_one(base: str, settings: LearnerSettings, layout: str = "lora") -> LocalLearner:
     return LocalLearner.open(base, policies_for(layout, ["a"], SMALL), settings, LossSpec())  # type: ignore[arg-type]
@@ -69,7 +71,7 @@ class Limits:
         model = open_one(base, FAST)._policies["a"]
         self.plain, self.checkpointed = pass_size.plain_bytes(model), pass_size.checkpointed_bytes(model)
         trained = sum(p.numel() for p in model.parameters().values())
-        self.used = 2**30 + pass_size._logit_bytes(model) + pass_size.OPTIMIZER_BYTES * trained
+        self.used = 2**30 + pass_size._logit_bytes(model) + OPTIMIZER_BYTES * trained
         monkeypatch.setattr(pass_size, "process_memory", lambda: 2**30)
 
     def plain_tokens(self, tokens: int, **changes: object) -> LearnerSettings:

@@ -16,10 +16,13 @@ from cotune.integrations.models.memory import process_memory
 from cotune.records.policies import policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.config.sizes import parse_size
+from cotune.trainer.learner import load
 from cotune.trainer.learner.batching import micro_batches, pass_tokens
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory import pass_size
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
+
+OPTIMIZER_BYTES = pass_size.GRADIENT_BYTES + pass_size.MOMENT_BYTES
 
 
 def open_one(base: str, settings: LearnerSettings = FAST) -> LocalLearner:
@@ -62,8 +65,9 @@ def test_what_a_token_takes_is_what_the_graph_of_a_pass_holds(base: str, shared:
 
 @given(st.floats(0, 1e5))
 def test_auto_takes_most_of_what_fits(fit: float) -> None:
-    most = min(max(int(fit), pass_size.LEAST), pass_size.MOST)
+    most = min(max(int(fit), pass_size.LEAST), 8192)
     assert 7 / 8 * most < pass_size.auto_tokens(fit, "cpu") <= most
+    most = min(max(int(fit), pass_size.LEAST), 65536)  # a GPU takes larger passes
     power = pass_size.auto_tokens(fit, "cuda")
     assert most / 2 < power <= most and power.bit_count() == 1
 
@@ -76,9 +80,7 @@ def test_a_limit_makes_passes_smaller(base: str, monkeypatch: pytest.MonkeyPatch
     model = open_one(base)._policies["a"]
     used = process_memory()
     per_token = pass_size.plain_bytes(model)
-    fixed = pass_size._logit_bytes(model) + pass_size.OPTIMIZER_BYTES * sum(
-        p.numel() for p in model.parameters().values()
-    )
+    fixed = pass_size._logit_bytes(model) + OPTIMIZER_BYTES * sum(p.numel() for p in model.parameters().values())
     monkeypatch.setattr(pass_size, "process_memory", lambda: used)
     learner = open_one(base, change(FAST, memory=f"{int(used + fixed + 100 * per_token)}B"))
     assert learner.update("a", make_rows())["pass_tokens"] == 96  # of 100
@@ -181,3 +183,81 @@ def test_a_device_that_is_not_there_is_an_error_of_the_configuration(base: str) 
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match=r"learner\.device = 'cuda' is not a torch device of this machine"):
         open_one(base, change(FAST, device="cuda"))
+
+
+KIB = 1024
+
+
+class FakeGpu:
+    """A GPU with so much free memory, of which each token of a pass takes 1 KiB and allocations above it fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+        self.tokens = tokens
+        monkeypatch.setattr(pass_size, "_room", self._room)
+        monkeypatch.setattr(pass_size, "plain_bytes", lambda model: KIB)
+        monkeypatch.setattr(pass_size, "checkpointed_bytes", lambda model: KIB)
+        monkeypatch.setattr(pass_size, "_pass_tokens", lambda settings, fit, device: pass_size.auto_tokens(fit, "cuda"))
+
+    def _room(self, *_: object) -> tuple[float, float, str]:
+        return KIB * self.tokens, KIB * self.tokens, "the memory that is free"
+
+
+def test_sizes_are_those_that_fit_when_an_update_begins(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In colocate mode the engine's memory is free only while it sleeps."""
+    gpu = FakeGpu(monkeypatch, 256)
+    learner = open_one(base)
+    assert learner._passes["a"].tokens == 256
+    gpu.tokens = 100_000
+    learner._passes.choose()
+    assert learner._passes["a"].tokens == 65536
+    gpu.tokens = 40
+    learner._passes.choose()
+    assert learner._passes["a"].tokens == 32
+    with pytest.raises(LearnerError, match="a pass of one row fits up to 40 into the memory that is free"):
+        learner.check("a", make_rows(groups=1, k=1, prompt=(50, 50)))
+
+
+def test_passes_that_were_halved_grow_again_when_there_is_more_room(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch, 1024)
+    learner = open_one(base)
+    size, limit = learner._passes["a"], 512
+
+    def allocate() -> int:
+        """A pass that the forecast thinks fits, and the allocator does not."""
+        if size.tokens > limit:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size.tokens} KiB.")
+        return size.tokens
+
+    def update() -> int:
+        learner._passes.choose()
+        return size.fitting(allocate, lambda: None)
+
+    assert (update(), size.halved) == (512, 1)
+    assert (update(), size.halved) == (512, 1)  # not tried again with the same room
+    gpu.tokens = 1100
+    assert (update(), size.halved) == (512, 1)
+    gpu.tokens, limit = 4096, 4096
+    assert (update(), size.halved) == (4096, 1)
+    gpu.tokens, limit = 300, 4096
+    assert (update(), size.halved) == (256, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "advice"), [("float32", 'Use learner.dtype = "auto"'), ("bfloat16", "Use learner.q")]
+)
+def test_a_model_that_does_not_fit_is_an_error_with_figures(
+    base: str, monkeypatch: pytest.MonkeyPatch, dtype: str, advice: str
+) -> None:
+    def move(network: torch.nn.Module, device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    monkeypatch.setattr(torch.nn.Module, "to", move)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2e9, 24e9))
+    with pytest.raises(LearnerError) as raised:
+        load._load(base, dtype, torch.device("cuda"), change(FAST, dtype=dtype))
+    text = str(raised.value)
+    assert (
+        f"The learner cannot load {base}: 2.0 of 24.0 GB are free on cuda. Its weights take 0.0 GB in {dtype}." in text
+    )
+    assert advice in text
+    assert text.endswith("`cotune doctor` forecasts the memory of a run.")
