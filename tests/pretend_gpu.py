@@ -86,6 +86,7 @@ class OnGpu(Tensor):  # type: ignore[misc]
         return OnGpu(self.held.new_tensor(data, **more))
 
     def tolist(self) -> Any:
+        waits.append("tolist")
         return self.held.tolist()
 
     def untyped_storage(self) -> Any:
@@ -114,6 +115,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return 0  # the formula: the kernels of a GPU are not there
     if on_gpu:
         _check_devices(func, args, tensors)
+    _note_wait(func, args, kwargs, on_gpu)
     asked = None if device is None else torch.device(device).type
     if asked == "meta" and func is aten._to_copy.default:
         asked = "cuda"  # to("cuda"), with the guard of "meta" in the place of a GPU's
@@ -134,6 +136,31 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return found
     wrapped = OnGpu(found) if type(found) is Tensor else tree_map_only(Tensor, _wrapped, found)
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if device is None and _aliases(func) else wrapped
+
+
+waits: list[str] = []
+"""The operators so far in which the host would wait for the GPU."""
+COUNTS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default}
+"""Operators whose value, or the size of it, the host has to know."""
+
+
+def _note_wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_gpu: bool) -> None:
+    """Keep the name of an operator in which the host waits for the GPU."""
+    counts = on_gpu and func in COUNTS
+    if func is aten.index.Tensor:
+        counts = on_gpu and any(index is not None and index.dtype == torch.bool for index in args[1])
+    elif func is aten.repeat_interleave.Tensor:
+        counts = on_gpu and kwargs.get("output_size") is None
+    elif func is aten._to_copy.default:
+        target = kwargs.get("device")
+        down = on_gpu and target is not None and torch.device(target).type == "cpu"
+        up = not on_gpu and target is not None and torch.device(target).type in (*GPU, "meta")
+        counts = (down or up) and not kwargs.get("non_blocking")
+    elif func is aten.copy_.default:
+        crosses = isinstance(args[0], OnGpu) != isinstance(args[1], OnGpu)
+        counts = crosses and not (kwargs.get("non_blocking") or args[2:3] == (True,))
+    if counts:
+        waits.append(str(func))
 
 
 def _wrapped(tensor: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ async def open_records_run(
 
     Raises ConfigError, RecordError and RunError before any weights are loaded for records that cannot be learned from.
     """
+    config = without_sampler(config)
     async with contextlib.AsyncExitStack() as stack:
         store = open_store(config.records.path, read_only=True)
         stack.callback(store.close)
@@ -205,7 +206,6 @@ async def _open_learner(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Learner:
-    config = without_sampler(config)
     own = {one.name: Method(config.settings_of(one.name).learner, loss) for one in config.policy}
     if not config.cluster.address:
         return await open_local_learner(config, policies, loss, own)

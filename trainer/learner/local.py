@@ -38,6 +38,7 @@ from cotune.trainer.learner.batching import (
     tokens_of,
 )
 from cotune.trainer.learner.critic import Critic
+from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.dist import ProcessGroup, SingleProcess, clip_gradients, total_norm
 from cotune.trainer.learner.gradient_checks import GradientChecks, check_optimizers
 from cotune.trainer.learner.load import needing_untrained
@@ -171,7 +172,8 @@ class LocalLearner:
 
             # One optimizer step per mini-batch, on gradients that its passes add up.
             update = Update(model, tokens, passed, MetricSums([row.role for row in rows]))
-            norms, losses, checkpointed = [0.0] * len(batches), [0.0] * len(batches), 0
+            norms, checkpointed = [0.0] * len(batches), 0
+            losses = torch.zeros(len(batches), dtype=torch.float64, device=model.device)
             first = sum(any(lengths[i] for i in batch) for batch in epochs[0])
             for step, batch in enumerate(batches):
                 self._skip(update, batch)
@@ -181,7 +183,7 @@ class LocalLearner:
                 losses[step] = size.fitting(backward, self._optimizers[policy].zero_grad)
                 checkpointed += size.checkpointed
                 norms[step] = self._step(policy, lr_scale, moves=any(tokens.moves[i] for i in batch))
-            losses = self._group.sum(torch.tensor(losses, dtype=torch.float64)).tolist()
+            loss_mean = float(self._group.sum(losses).mean())
             self._seen[policy] = tokens.seen(self._group)
             finite = [norm for norm in norms if np.isfinite(norm)]
             if not finite:
@@ -194,7 +196,7 @@ class LocalLearner:
                 **model_utilization(model, int(means["computed_tokens"]) // self._group.size, seconds),
                 **found,
                 **self._gradient_checks[policy].after_update(policy),
-                "loss": float(np.mean(losses)),
+                "loss": loss_mean,
                 # Without mini-batches that had no advantage: they say nothing of the gradients.
                 "grad_norm": float(np.mean([norm for norm in finite if norm > 0.0] or [0.0])),
                 "steps": float(len(batches)),
@@ -349,15 +351,15 @@ class LocalLearner:
         if skipped and self._group.rank == 0:
             at = tokens.at(skipped)
             at = at[tokens.counted[at]]
-            update.sums.skip(tokens.row[at], tokens.sampler[at].to(update.model.device))
+            update.sums.skip(tokens.row[at], to_device(tokens.sampler[at], update.model.device))
 
-    def _backward(self, update: Update, batch: Sequence[int], *, noting: bool) -> float:
+    def _backward(self, update: Update, batch: Sequence[int], *, noting: bool) -> Tensor:
         """Gradients of one mini-batch (indices of rows), with `noting` for `seen`; returns this rank's part of its
-        loss."""
+        loss, on the device: the host queues all passes of a step without waiting for one."""
         model, tokens, loss, places = update.model, update.tokens, update.tokens.loss, torch.tensor(batch)
         weight = torch.zeros(len(tokens.rows))
         weight[places] = row_weights(loss, tokens.lengths[places], tokens.trajectory_lengths[places])
-        total, done = 0.0, []
+        total, done = torch.zeros((), dtype=torch.float64, device=model.device), []
         passed = [i for i in batch if update.passed[i]]
         micros = self._micro_batches(model, tokens.rows, passed) if passed else [[]]
         for number, micro in enumerate(micros):
@@ -373,7 +375,7 @@ class LocalLearner:
             own = tokens.of_pass(micro, weight, new=new, entropy=entropy, untrained=untrained)
             parts = policy_loss(loss, own)
             parts.loss.backward()
-            total += parts.loss.item()
+            total += parts.loss.detach()
             done.append((micro, own.detached(), parts._replace(loss=parts.loss.detach())))
         for micro, own, parts in done:
             computed = pass_tokens([tokens.rows[i] for i in micro], model.logprob_model.shares)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,15 @@ from cotune.errors import LearnerError
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner.batching import tokens_of
+from cotune.trainer.learner.batching import lengths_of, tokens_of
+from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.logprobs import Head, token_logprobs
 from cotune.trainer.learner.memory.checkpointing import Checkpointing
 from cotune.trainer.learner.sampled_distribution import SampledDistribution
 from cotune.trainer.learner.token_tree import token_tree
-from cotune.trainer.learner.tree_attention import TreePass, attends_over_trees, states_over
+from cotune.trainer.learner.tree_attention import TreePass, attends_over_trees, flex_problem, states_over
+
+log = logging.getLogger("cotune")
 
 
 def plain_states(network: Any, rows: Sequence[TrainRow], images: ImageInputs | None = None) -> Tensor:
@@ -36,7 +40,7 @@ def plain_states(network: Any, rows: Sequence[TrainRow], images: ImageInputs | N
 
     def compute(members: Sequence[int], ids: Tensor, **given: Any) -> None:
         """`ids` [members, longest], padded."""
-        states = network.base_model(input_ids=ids.to(device), use_cache=False, **given).last_hidden_state
+        states = network.base_model(input_ids=to_device(ids, device), use_cache=False, **given).last_hidden_state
         for number, own in zip(members, states, strict=True):  # [longest, hidden]
             found[number] = own[len(rows[number].prompt_ids) - 1 : len(sequences[number])]
 
@@ -62,7 +66,7 @@ def tree_states(network: Any, rows: Sequence[TrainRow], *, flex: bool = False) -
     device = network.get_input_embeddings().weight.device
     states = states_over(network, TreePass(tree, device, flex=flex))
     at = np.concatenate([path[len(row.prompt_ids) - 1 :] for path, row in zip(tree.paths, rows, strict=True)])
-    return states.index_select(0, torch.from_numpy(at).to(device))
+    return states.index_select(0, to_device(at, device))
 
 
 def _padded(sequences: Sequence[Sequence[int]]) -> Tensor:
@@ -88,8 +92,11 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
 
     def __init__(self, network: Any, settings: LearnerSettings) -> None:
         super().__init__()
-        self._flex = settings.tree_attention == "flex"
         self._dtype = settings.precision
+        self._flex = settings.tree_attention == "flex"
+        if self._flex and (problem := flex_problem(network, getattr(torch, self._dtype))):
+            log.warning("FlexAttention cannot train this model here (%s): rows attend in blocks instead", problem)
+            self._flex = False
         self.network = network
         self.checkpointing = Checkpointing(network)
         self.images = ImageInputs(network.config.name_or_path) if sees_images(network.config) else None
@@ -111,15 +118,17 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         distribution.check(rows)
         head = self.network.get_output_embeddings()
         device = head.weight.device
-        targets = torch.from_numpy(np.concatenate([np.asarray(r.response_ids, np.int64) for r in rows])).to(device)
-        temperature = torch.tensor([row.temperature for row in rows], device=device)  # [rows]
-        lengths = torch.tensor([len(row.response_ids) for row in rows], device=device)  # [rows]
+        targets = np.concatenate([np.asarray(row.response_ids, np.int64) for row in rows])  # [tokens]
+        temperatures = np.repeat([np.float32(row.temperature) for row in rows], lengths_of(rows))  # [tokens]
         hidden = self.states(rows)
-        shaping = distribution.of(rows, device)
-        temperatures = temperature.repeat_interleave(lengths)
-        weight = self._head or head.weight
         return token_logprobs(
-            hidden, weight, head.bias, targets, temperatures, shaping, token_ids=distribution.token_ids
+            hidden,
+            self._head or head.weight,
+            head.bias,
+            to_device(targets, device),
+            to_device(temperatures, device),
+            distribution.of(rows, device),
+            token_ids=distribution.token_ids,
         )
 
     def states(self, rows: Sequence[TrainRow]) -> Tensor:

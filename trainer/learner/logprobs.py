@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cotune.integrations.models.bfloat16 import exact_product, pack
 from cotune.integrations.models.float32 import product, widened_product
+from cotune.trainer.learner.device import to_device
 
 FORBIDDEN = -1e9
 """The logit of a token that a grammar forbids, or of none: its probability is 0 in fp32, and 0 times it is still 0."""
@@ -22,8 +23,9 @@ reading the output embedding pays. About three buffers of a chunk live at a time
 class LogitShaping(NamedTuple):
     """What changed the logits before each token was sampled: masks of allowed tokens, and biases.
 
-    `bits` [M, words] (int32, as `grammar.Bits`) and `added` [B, V] hold each distinct mask and bias once; `bits_at` and
-    `added_at` [N] (int64) say which one is a token's, -1 for none. All on the device of the logits.
+    `bits` [M, words] (int32, as `grammar.Bits`) and `added` [B, V] hold each distinct mask and bias once, on the device
+    of the logits. `bits_at` and `added_at` [N] (int64) say which one is a token's, -1 for none. They stay on the CPU,
+    which finds out there, without waiting for a GPU, which logits change.
     """
 
     bits: Tensor
@@ -36,7 +38,8 @@ class LogitShaping(NamedTuple):
         for at, change in ((self.bits_at[part], self._forbid), (self.added_at[part], self._add)):
             changed = (at >= 0).nonzero().squeeze(1)
             if len(changed):
-                logits[changed] = change(logits[changed], at[changed])
+                places, numbers = (to_device(each, logits.device) for each in (changed, at[changed]))
+                logits.index_copy_(0, places, change(logits.index_select(0, places), numbers))
 
     def _forbid(self, logits: Tensor, at: Tensor) -> Tensor:
         places = torch.arange(32, dtype=torch.int32, device=logits.device)

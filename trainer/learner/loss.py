@@ -22,7 +22,8 @@ class Tokens:
     `new`, `sampler`, `old` are log-probabilities in nats: of the weights being trained (with gradient), of the sampler,
     and of the policy before the update. `row` numbers the row of each token from 0. `weight` is the token's share of
     the loss (`row_weights`). `entropy` (with gradient) and `reference` are needed by their loss terms only;
-    `exploration` multiplies the weight of `entropy`, where given.
+    `exploration` multiplies the weight of `entropy`, where given. There are `rows` rows; a pass gives the number, as
+    to read it from `row` would wait for the GPU.
     """
 
     new: Tensor
@@ -34,6 +35,7 @@ class Tokens:
     entropy: Tensor | None = None
     exploration: Tensor | None = None
     reference: Tensor | None = None
+    rows: int | None = None
 
     def detached(self) -> Tokens:
         """The same without their graph, which holds the memory of the pass."""
@@ -132,13 +134,13 @@ def _ratio(spec: LossSpec, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         return ratio, correction, ratio > cap
     change = tokens.new - tokens.old
     if spec.ratio == "sequence":
-        change = _row_mean(change, tokens.row)
+        change = _row_mean(change, tokens.row, tokens.rows)
     ratio = change.exp()
     if spec.tis_cap is None:
         return ratio, torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     mismatch = tokens.old - tokens.sampler
     if spec.ratio == "sequence":
-        mismatch = _row_mean(mismatch, tokens.row)
+        mismatch = _row_mean(mismatch, tokens.row, tokens.rows)
     mismatch = mismatch.exp()
     return ratio, mismatch.clamp(max=cap), mismatch > cap
 
@@ -182,12 +184,13 @@ def _k3(gap: Tensor) -> Tensor:
     return bounded.exp() * (1.0 + gap - bounded) - gap - 1.0
 
 
-def _row_mean(values: Tensor, row: Tensor) -> Tensor:
+def _row_mean(values: Tensor, row: Tensor, rows: int | None = None) -> Tensor:
     """Mean over each row, given back to each of its tokens."""
-    return _row_sum(values, row) / _row_sum(torch.ones_like(values), row)
+    return _row_sum(values, row, rows) / _row_sum(torch.ones_like(values), row, rows)
 
 
-def _row_sum(values: Tensor, row: Tensor) -> Tensor:
+def _row_sum(values: Tensor, row: Tensor, rows: int | None = None) -> Tensor:
     """Sum over each row, given back to each of its tokens."""
-    rows = int(row.max()) + 1
+    if rows is None:
+        rows = int(row.max()) + 1
     return torch.zeros(rows, dtype=values.dtype, device=values.device).index_add(0, row, values)[row]

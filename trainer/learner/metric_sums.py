@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.loss import LossParts, Tokens
 
@@ -47,13 +48,14 @@ class MetricSums:
             facts |= {"entropy": tokens.entropy.detach(), "entropy_tokens": one}
         if parts.kl is not None:
             facts["kl"] = parts.kl
-        self._add(self._role[torch.tensor(rows)].to(tokens.row.device)[tokens.row], facts)
+        roles = to_device(self._role[torch.tensor(rows)], tokens.row.device)
+        self._add(roles.index_select(0, tokens.row), facts)
 
     def skip(self, row: Tensor, logprobs: Tensor) -> None:
         """Count tokens that no pass computes, by their `row` [N] and the sampler's log-probability [N]: the mean of
         -log pi estimates the entropy."""
         facts = {"entropy": -logprobs, "entropy_tokens": torch.ones_like(logprobs)}
-        self._add(self._role[row].to(logprobs.device), facts)
+        self._add(to_device(self._role[row], logprobs.device), facts)
 
     def _add(self, owner: Tensor, facts: Mapping[str, Tensor]) -> None:
         for name, values in facts.items():

@@ -15,6 +15,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError, SamplerError
 from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.folder.folder import count_token_ids, read_tokenizer
+from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.logprobs import LogitShaping
 
 
@@ -71,8 +72,12 @@ class SampledDistribution:
         used, bits_at = np.unique(numbers[numbers >= 0], return_inverse=True)
         numbers[numbers >= 0] = bits_at
         bits = np.stack([self._masks[i] for i in used]) if len(used) else np.empty((0, 0), np.int32)
-        parts = bits, numbers, _added(list(biases), self._logits), np.concatenate(added_at)
-        return LogitShaping(*(torch.from_numpy(part).to(device) for part in parts))
+        return LogitShaping(
+            bits=to_device(bits, device),
+            bits_at=torch.from_numpy(numbers),
+            added=to_device(_added(list(biases), self._logits), device),
+            added_at=torch.from_numpy(np.concatenate(added_at)),
+        )
 
     def without_forced_tokens(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
         """The rows with loss masks that leave out each token that was the only one its grammar allowed."""

@@ -17,6 +17,7 @@ from cotune.algorithms.samples import Floats, TrainRow
 from cotune.errors import GroupError
 from cotune.storage.token_figures import Seen
 from cotune.trainer.learner.batching import lengths_of
+from cotune.trainer.learner.device import to_device
 from cotune.trainer.learner.dist import ProcessGroup
 from cotune.trainer.learner.loss import Tokens, unmasked
 from cotune.trainer.learner.metric_sums import MetricSums
@@ -66,6 +67,7 @@ class UpdateTokens:
         self._offered = torch.cat([torch.tensor(row.loss_mask or (True,) * len(row.response_ids)) for row in rows])
         self.counted = self._offered
         self._seen = torch.full((2, len(self.row)), torch.nan)
+        self._noted: list[tuple[Tensor, Tensor]] = []
         self._teacher = _teacher_logprobs(rows) if loss.kl and loss.kl_to != "untrained" else None
 
     def at(self, rows: Sequence[int]) -> Tensor:
@@ -112,26 +114,32 @@ class UpdateTokens:
     ) -> Tokens:
         """The tokens of a pass over `rows` that count. `weight` [R] is each token's share of the loss, by its row;
         `new`, `entropy` and `untrained` are of all tokens of the pass, in its order, on its device."""
-        at = self.at(rows)
-        counted = self.counted[at]
-        there, at = counted.to(new.device), at[counted]
+        device = new.device
+        every = self.at(rows)
+        counted = self.counted[every]
+        at = every[counted]
         row = torch.arange(len(rows)).repeat_interleave(self.lengths[torch.tensor(rows)])
-        now = new.detach()[there]
-        old = now if self.old is None else self.old[at.to(self.old.device)]
+
+        # Found on the CPU: a mask on the GPU would make the host wait for the number of tokens that count.
+        places = to_device(counted.nonzero().squeeze(1), device)
+        new, entropy = new.index_select(0, places), entropy.index_select(0, places)
+        now = new.detach()
+        old = now if self.old is None else self.old.index_select(0, to_device(at, self.old.device))
         if self._teacher is not None:
-            reference: Tensor | None = self._teacher[at].to(new.device)
+            reference: Tensor | None = to_device(self._teacher[at], device)
         else:
-            reference = None if untrained is None else untrained[there]
+            reference = None if untrained is None else untrained.index_select(0, places)
         return Tokens(
-            new=new[there],
-            sampler=self.sampler[at].to(new.device),
-            advantage=self._advantage[at].to(new.device),
-            exploration=self._exploration[self.row[at]].to(new.device),
-            weight=weight[self.row[at]].to(new.device),
-            row=row.to(new.device),
+            new=new,
+            sampler=to_device(self.sampler[at], device),
+            advantage=to_device(self._advantage[at], device),
+            exploration=to_device(self._exploration[self.row[at]], device),
+            weight=to_device(weight[self.row[at]], device),
+            row=to_device(row, device),
             old=torch.where(old.isnan(), now, old),
-            entropy=entropy[there],
+            entropy=entropy,
             reference=reference,
+            rows=len(rows),
         )
 
     def note(self, rows: Sequence[int], own: Tokens) -> None:
@@ -139,11 +147,13 @@ class UpdateTokens:
         ones a row may be another rank's, and would count twice in `seen`."""
         at = self.at(rows)
         if own.entropy is not None:
-            found = torch.stack([own.new, own.entropy]).detach().float().cpu()
-            self._seen[:, at[self.counted[at]]] = found
+            self._noted.append((at[self.counted[at]], torch.stack([own.new, own.entropy]).detach().float()))
 
     def seen(self, group: ProcessGroup) -> dict[str, Seen]:
         """What passes saw of the tokens, by the id of their row; those of rows that none computed are left out."""
+        for at, values in self._noted:  # copied now, so that no pass waits for the GPU
+            self._seen[:, at] = values.cpu()
+        self._noted.clear()
         known = ~self._seen[0].isnan()
         summed = group.sum(torch.cat([torch.where(known, self._seen, 0.0), known[None].float()]))
         new, entropy, count = (part.numpy() for part in summed.cpu())

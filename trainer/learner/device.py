@@ -1,0 +1,18 @@
+"""Copies from the machine's memory to the learner's device that do not wait for the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def to_device(values: Tensor | npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """A tensor or array of the CPU, on `device`.
+
+    An ordinary copy to a GPU waits until the GPU has done all work before it, and the host could not prepare the next
+    pass meanwhile. CUDA has read the CPU's memory when the call returns, so it may be changed or freed then.
+    """
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    return tensor.to(device, non_blocking=True)
