@@ -120,7 +120,7 @@ def operations(learner: LocalLearner, rows: list[TrainRow], budget: int | None) 
         trees = [token_tree([tokens_of(rows[i]) for i in part]) for part in passes]
         tokens = sum(len(tree.tokens) for tree in trees)
         pairs = sum(
-            len(block.queries) * block.queries.shape[1] * block.keys.shape[1] / (2 if block.allowed is None else 1)
+            len(block.queries) * block.queries.shape[1] * block.keys.shape[1] / (2 if block.spans is None else 1)
             for tree in trees
             for block in attention_blocks(tree)
         )

@@ -75,8 +75,6 @@ def open_policy_models(
     if settings.shared_prompts:
         for kind in sorted({type(p.network).__name__ for p in opened.values() if not p.logprob_model.shares}):
             why = "not every layer is full attention, or it sees images"
-            if settings.tree_attention == "flex":
-                why += ', or the kernel of tree_attention = "flex" does not compile here'
             log.warning("%s: %s. Rows compute what they have in common each.", kind, why)
     return opened
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect, bisect_left, insort
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,13 +40,16 @@ class TokenTree(NamedTuple):
 
     `tokens` and `depths` [T] (int64) are of each token, by its number; `paths` has the numbers of each sequence's
     tokens, sequences in order. `segments` cover all tokens in order, long ones first, so that a branch comes after
-    its trunk.
+    its trunk. In a walk down the tree, depth first, a token is at `places`, and what is below it ends at `lasts`, both
+    [T]: a token sees those between whose place and last place its own place is.
     """
 
     tokens: Ints
     depths: Ints
     paths: list[Ints]
     segments: list[Segment]
+    places: Ints
+    lasts: Ints
 
 
 def in_order(sequences: Sequence[Sequence[int] | Ints]) -> tuple[list[int], Ints]:
@@ -87,7 +90,21 @@ def token_tree(sequences: Sequence[Sequence[int]]) -> TokenTree:
         paths[order[place]] = np.concatenate([ancestors, np.arange(start, len(owner))])
         insort(placed, place)
     depths = [np.arange(len(s.ancestors), len(s.ancestors) + s.end - s.start) for s in segments]
-    return TokenTree(np.concatenate(parts), np.concatenate(depths), paths, segments)
+    places, lasts = _walk(len(owner), [paths[number] for number in order], common)
+    return TokenTree(np.concatenate(parts), np.concatenate(depths), paths, segments, places, lasts)
+
+
+def _walk(tokens: int, paths: Sequence[Ints], common: Ints) -> tuple[Ints, Ints]:
+    """The `places` and `lasts` of a tree with so many tokens; `paths` are in the order of the walk, and each has its
+    first `common` tokens from the one before it."""
+    places, lasts = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
+    count = 0
+    for path, shared in zip(paths, common.tolist(), strict=True):
+        new = path[shared:]
+        places[new] = np.arange(count, count + len(new))
+        count += len(new)
+        lasts[path] = count - 1
+    return places, lasts
 
 
 def _nearest(placed: Sequence[int], place: int, common: Ints) -> tuple[int, int]:
@@ -102,28 +119,37 @@ def _nearest(placed: Sequence[int], place: int, common: Ints) -> tuple[int, int]
     return near, depth
 
 
-def walk(tree: TokenTree) -> tuple[Ints, Ints]:
-    """[T] the place of each token in a walk down the tree, depth first, and the last place of what is below it."""
-    place, last, count = np.empty_like(tree.tokens), np.empty_like(tree.tokens), 0
-    for number, shared in zip(*in_order(tree.paths), strict=True):
-        path = tree.paths[number]
-        new = path[shared:]
-        place[new] = np.arange(count, count := count + len(new))
-        last[path] = count - 1
-    return place, last
+class Spans(NamedTuple):
+    """Which keys a query sees, by numbers of the walk: those with first <= place <= last.
+
+    `place` [B, q] is of queries, `first` and `last` [B, k] of keys; all int32. A mask has q x k entries, so it is made
+    from these on the device of the learner.
+    """
+
+    place: npt.NDArray[np.int32]
+    first: npt.NDArray[np.int32]
+    last: npt.NDArray[np.int32]
+
+
+def hidden_keys(place: Any, first: Any, last: Any) -> Any:
+    """[B, q, k] which keys each query does not see, of the arrays or tensors of `Spans`."""
+    place = place[:, :, None]
+    hidden = first[:, None] > place
+    hidden |= place > last[:, None]
+    return hidden
 
 
 class Block(NamedTuple):
     """Queries that attend in one call, padded: `queries` [B, q] and `keys` [B, k] are numbers of tokens.
 
-    `allowed` [B, q, k] says which key a query sees (a padded query sees its first key); None where that is every key
-    up to its own. `real` [B, q] says which queries are no padding.
+    `spans` say which keys a query sees (a padded query sees its first key, and no query sees a padded key); None if
+    that is every key up to its own. `real` [B, q] says which queries are no padding.
     """
 
     queries: Ints
     keys: Ints
     real: npt.NDArray[np.bool_]
-    allowed: npt.NDArray[np.bool_] | None
+    spans: Spans | None
 
 
 def attention_blocks(tree: TokenTree) -> list[Block]:
@@ -140,9 +166,9 @@ def attention_blocks(tree: TokenTree) -> list[Block]:
             batch.append(unit)
             needed += area
         else:
-            blocks.append(_block(batch))
+            blocks.append(_block(batch, tree))
             batch, needed = [unit], area
-    return [*blocks, _block(batch)]
+    return [*blocks, _block(batch, tree)]
 
 
 def _units(segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -167,32 +193,26 @@ def _keys(unit: Sequence[Segment]) -> int:
     return len(unit[0].ancestors) + _queries(unit)
 
 
-def _block(units: Sequence[Sequence[Segment]]) -> Block:
-    shape = len(units), max(map(_queries, units)), max(map(_keys, units))
-    queries, keys = np.zeros(shape[:2], np.int64), np.zeros((shape[0], shape[2]), np.int64)
-    real = np.zeros(shape[:2], np.bool_)
-    # Roots see all keys up to their own: no mask, which would have queries x keys entries.
+def _block(units: Sequence[Sequence[Segment]], tree: TokenTree) -> Block:
+    rows, most_queries, most_keys = len(units), max(map(_queries, units)), max(map(_keys, units))
+    queries, keys = np.zeros((rows, most_queries), np.int64), np.zeros((rows, most_keys), np.int64)
+    real = np.zeros(queries.shape, np.bool_)
+    place = np.zeros(queries.shape, np.int32)
+    first, last = np.full(keys.shape, len(tree.tokens), np.int32), np.zeros(keys.shape, np.int32)
+    # Roots see all keys up to their own: no mask.
     roots = all(not len(unit[0].ancestors) for unit in units)
-    allowed = None if roots else np.zeros(shape, np.bool_)
-    if allowed is not None:
-        allowed[:, :, 0] = True
     for index, unit in enumerate(units):
         own = np.concatenate([np.arange(segment.start, segment.end) for segment in unit])
-        past = len(unit[0].ancestors)
+        seen = np.concatenate([unit[0].ancestors, own])
         queries[index, : len(own)] = own
         real[index, : len(own)] = True
-        keys[index, : past + len(own)] = np.concatenate([unit[0].ancestors, own])
-        if allowed is None:
-            continue
-        start = 0
-        for segment in unit:
-            length = segment.end - segment.start
-            rows = slice(start, start + length)
-            allowed[index, rows, : len(segment.ancestors)] = True
-            columns = slice(past + start, past + start + length)
-            allowed[index, rows, columns] = np.tri(length, dtype=np.bool_)
-            start += length
-    return Block(queries, keys, real, allowed)
+        keys[index, : len(seen)] = seen
+        if not roots:
+            place[index] = tree.places[seen[0]]  # also of padding, which then sees its first key
+            place[index, : len(own)] = tree.places[own]
+            first[index, : len(seen)] = tree.places[seen]
+            last[index, : len(seen)] = tree.lasts[seen]
+    return Block(queries, keys, real, None if roots else Spans(place, first, last))
 
 
 def cuts_within(lengths: Ints, common: Ints, budget: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from cotune.trainer.learner.token_tree import Block, TokenTree, attention_blocks, token_tree, walk
+from cotune.errors import error_text
+from cotune.trainer.learner.device import to_device
+from cotune.trainer.learner.token_tree import Block, TokenTree, attention_blocks, hidden_keys, token_tree
 
 NAME = "cotune_tree"
 """Of the attention function, in transformers."""
@@ -22,13 +24,16 @@ FLEX_BLOCK = 128
 """Tokens of a block of FlexAttention's masks: trees are padded to whole ones, as kernels compiled for any length fail
 at some that are not (torch's issue 147756)."""
 
+MASK_ROWS = 8
+"""Blocks of queries that are compared with all keys at once: 67 MB at 65,536 tokens."""
+
 
 class TreePass:
     """What a network needs to know of a tree: `tokens`, `depths` [T] on `device`, and the attention of its layers."""
 
     def __init__(self, tree: TokenTree, device: torch.device, *, flex: bool = False) -> None:
-        self.tokens = torch.from_numpy(tree.tokens).to(device)
-        self.depths = torch.from_numpy(tree.depths).to(device)
+        self.tokens = to_device(tree.tokens, device)
+        self.depths = to_device(tree.depths, device)
         self.attend = FlexAttention(tree, device) if flex else BlockedAttention(tree, device)
 
 
@@ -142,16 +147,14 @@ class FlexAttention:
     """
 
     def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        from torch.nn.attention.flex_attention import create_block_mask
-
         self._more = -len(tree.tokens) % FLEX_BLOCK
         alone = np.arange(len(tree.tokens), len(tree.tokens) + self._more)  # padding: sees itself, and nobody sees it
-        place, last = (torch.from_numpy(np.append(part, alone)).to(device) for part in walk(tree))
+        place, last = (to_device(np.append(part, alone), device) for part in (tree.places, tree.lasts))
 
         def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (place[key] <= place[query]) & (place[query] <= last[key])
 
-        self._mask = create_block_mask(seen, None, None, len(place), len(place), device=device)
+        self._mask = _block_mask(place, last, seen)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """As `BlockedAttention`. Without a gradient also on the CPU."""
@@ -161,6 +164,69 @@ class FlexAttention:
         )
         states: Tensor = output[0].transpose(0, 1)
         return states[: len(states) - self._more]
+
+
+def _block_mask(place: Tensor, last: Tensor, seen: Callable[..., Tensor]) -> Any:
+    """What torch's `create_block_mask` makes of `seen`, without its mask of T x T entries: 4.3 GB at 65,536 tokens, and
+    several times that for its steps."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    blocks = len(place) // FLEX_BLOCK
+    some, every = (torch.empty(blocks, blocks, dtype=torch.bool, device=place.device) for _ in range(2))
+    for start in range(0, blocks, MASK_ROWS):
+        rows = slice(start, start + MASK_ROWS)
+        queries = place.view(blocks, FLEX_BLOCK)[rows].reshape(-1, 1)
+        tiles = ((place <= queries) & (queries <= last)).view(-1, FLEX_BLOCK, blocks, FLEX_BLOCK)
+        some[rows], every[rows] = tiles.any(3).any(1), tiles.all(3).all(1)
+
+    def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
+        """How many blocks of keys each block of queries has, [1, 1, blocks], and their numbers first."""
+        numbers = mask.int().argsort(1, descending=True, stable=True)
+        return mask.sum(1, dtype=torch.int32)[None, None], numbers.int()[None, None]
+
+    lengths = len(place), len(place)
+    return BlockMask.from_kv_blocks(
+        *ordered(some & ~every), *ordered(every), BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen, seq_lengths=lengths
+    )
+
+
+def flex_problem(network: Any, dtype: torch.dtype) -> str:
+    """Why FlexAttention cannot train this network on its GPU; empty if it can.
+
+    Kernels are compiled for the network's shapes, forward and backward, and their gradients compared with those of
+    `BlockedAttention`. Some GPUs have too little shared memory for the backward kernel, which otherwise shows in the
+    middle of the first update. On a CPU there are no kernels to try.
+    """
+    device = network.get_input_embeddings().weight.device
+    if device.type == "cpu":
+        return ""
+    return _trial_problem(network.config.get_text_config(), device, dtype)
+
+
+def _trial_problem(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+    heads = int(config.num_attention_heads)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    trunk = list(range(2 * FLEX_BLOCK))
+    tree = token_tree([trunk, [*trunk[:FLEX_BLOCK], *range(1000, 1200)], [*trunk[:200], *range(2000, 2100)]])
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, count, len(tree.tokens), width, generator=generator).to(device, dtype).requires_grad_()
+        for count in (heads, groups, groups)
+    )
+    results: list[Tensor] = []
+    try:
+        for attention in (FlexAttention(tree, device), BlockedAttention(tree, device)):
+            output = attention(query, key, value, None)
+            gradients = torch.autograd.grad(output.float().square().sum(), (query, key, value))
+            results.append(torch.cat([part.detach().float().flatten() for part in (output, *gradients)]))
+    except Exception as error:  # noqa: BLE001 - compilers fail in ways of their own
+        return error_text(error)
+    flex, blocks = results
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    if not (flex - blocks).norm() <= tolerance * blocks.norm():
+        return "it computes other values"
+    return ""
 
 
 @cache
@@ -174,11 +240,11 @@ def _call(block: Block, device: torch.device) -> _Call:
     padded, real = block.queries.ravel(), block.real.ravel()
     return _Call(
         len(block.queries),
-        torch.from_numpy(padded).to(device),
-        torch.from_numpy(block.keys.ravel()).to(device),
-        torch.from_numpy(padded[real]).to(device),
-        None if real.all() else torch.from_numpy(real.nonzero()[0]).to(device),
-        None if block.allowed is None else torch.from_numpy(~block.allowed[:, None]).to(device),
+        to_device(padded, device),
+        to_device(block.keys.ravel(), device),
+        to_device(padded[real], device),
+        None if real.all() else to_device(real.nonzero()[0], device),
+        None if block.spans is None else hidden_keys(*(to_device(part, device) for part in block.spans))[:, None],
     )
 
 

@@ -78,3 +78,59 @@ def test_trees_of_every_size_are_padded_to_whole_blocks(monkeypatch):
         )
         torch.testing.assert_close(flex, blocks, atol=1e-5, rtol=1e-5)
     assert seen == [(128,) * 5, (128,) * 5, (256,) * 5]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_mask_of_blocks_is_torchs(seed, monkeypatch):
+    """Several chunks of blocks of queries, the last one smaller, and rows that share parts of their beginnings."""
+    monkeypatch.setattr(tree_attention, "MASK_ROWS", 2)
+    generator = torch.Generator().manual_seed(seed)
+    trunk = list(range(400))
+    ends = torch.randint(1, 400, (5,), generator=generator).tolist()
+    tree = token_tree([trunk, *([*trunk[:end], *range(1000 * end, 1000 * end + 70)] for end in ends)])
+    found = tree_attention.FlexAttention(tree, torch.device("cpu"))._mask
+    length = found.seq_lengths[0]
+    expected = flex_attention.create_block_mask(found.mask_mod, None, None, length, length, device="cpu")
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    for block in range(length // 128):
+        for kind in ("kv", "full_kv"):
+            count = getattr(found, f"{kind}_num_blocks")[0, 0, block]
+            numbers = [getattr(mask, f"{kind}_indices")[0, 0, block, :count].tolist() for mask in (found, expected)]
+            assert numbers[0] == numbers[1]
+
+
+class FailsBackward(torch.autograd.Function):
+    """A kernel that compiles in the forward pass alone, as on GPUs with little shared memory."""
+
+    @staticmethod
+    def forward(ctx, query):
+        return query.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("out of resource: shared memory, Required: 114688, Hardware limit: 101376")
+
+
+def test_a_kernel_that_fails_in_the_backward_pass_is_found_before_the_first_update(folder, monkeypatch, caplog):
+    monkeypatch.setattr(
+        tree_attention, "_kernel", lambda device: lambda query, key, value, **more: FailsBackward.apply(query)
+    )
+    config = policy(folder, "blocks").network.config
+    problem = tree_attention._trial_problem(config, torch.device("cpu"), torch.float32)
+    assert "Hardware limit: 101376" in problem
+    monkeypatch.setattr("cotune.trainer.learner.logprob_model.flex_problem", lambda network, dtype: problem)
+    model = policy(folder, "flex").logprob_model
+    assert (model._flex, model.shares) == (False, True)
+    assert "rows attend in blocks instead" in caplog.text
+
+
+def test_a_kernel_that_computes_other_values_is_not_taken(folder, monkeypatch):
+    config = policy(folder, "blocks").network.config
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)  # refuses gradients on a CPU
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    trial = lambda: tree_attention._trial_problem(config, torch.device("cpu"), torch.float32)  # noqa: E731
+    assert trial() == ""
+    monkeypatch.setattr(tree_attention, "_kernel", lambda device: lambda query, key, value, **more: 2.0 * query)
+    assert trial() != ""

@@ -9,7 +9,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotune.trainer.learner.token_tree import attention_blocks, cuts_within, even_cuts, in_order, token_tree, walk
+from cotune.trainer.learner.token_tree import (
+    attention_blocks,
+    cuts_within,
+    even_cuts,
+    hidden_keys,
+    in_order,
+    token_tree,
+)
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=14)
 LONG = st.builds(
@@ -37,9 +44,9 @@ def test_two_turns_of_two_candidates():
     trunk, branch = attention_blocks(tree)[::-1]
     if len(trunk.queries[0]) < len(branch.queries[0]):
         trunk, branch = branch, trunk
-    assert trunk.allowed is None and trunk.queries.tolist() == trunk.keys.tolist() == [[0, 1, 2, 3, 4]]
+    assert trunk.spans is None and trunk.queries.tolist() == trunk.keys.tolist() == [[0, 1, 2, 3, 4]]
     assert branch.queries.tolist() == [[5]] and branch.keys.tolist() == [[0, 1, 5]]
-    assert branch.allowed.tolist() == [[[True, True, True]]]
+    assert hidden_keys(*branch.spans).tolist() == [[[False, False, False]]]
 
 
 @given(st.one_of(SEQUENCES, LONG))
@@ -61,8 +68,9 @@ def test_each_token_is_a_query_once_and_sees_its_ancestors_and_itself(sequences)
             expected[token] = set(path[: at + 1].tolist())
     found = {}
     for block in attention_blocks(tree):
-        allowed = block.allowed
-        if allowed is None:
+        if block.spans is not None:
+            allowed = ~hidden_keys(*block.spans)
+        else:
             assert block.queries.shape == block.keys.shape
             allowed = np.broadcast_to(
                 np.tri(block.keys.shape[1], dtype=bool), (len(block.keys), *block.keys.shape[1:] * 2)
@@ -78,7 +86,7 @@ def test_each_token_is_a_query_once_and_sees_its_ancestors_and_itself(sequences)
 @given(SEQUENCES)
 def test_what_is_below_a_token_follows_it_in_the_walk(sequences):
     tree = token_tree(sequences)
-    place, last = walk(tree)
+    place, last = tree.places, tree.lasts
     assert sorted(place.tolist()) == list(range(len(tree.tokens)))
     for path in tree.paths:
         for at, token in enumerate(path):
@@ -94,9 +102,9 @@ def test_branches_of_a_long_trunk_attend_together():
         *[(64, 0, -1), (2, 60, 0), (1, 61, 1), (2, 58, 0)]
     ]
     paired, causal = attention_blocks(tree)
-    if paired.allowed is None:
+    if paired.spans is None:
         paired, causal = causal, paired
-    assert causal.allowed is None and causal.queries.shape == (1, 64)
+    assert causal.spans is None and causal.queries.shape == (1, 64)
     assert paired.queries.shape == (2, 4) and paired.keys.shape == (2, 64)  # two of 58 and 60, and one of 61
     assert paired.real.sum(1).tolist() == [4, 1]
 
@@ -155,4 +163,4 @@ def test_a_single_long_row_needs_no_mask():
     (block,) = attention_blocks(token_tree([range(16_384)]))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert block.allowed is None and peak < 8e6
+    assert block.spans is None and peak < 8e6
