@@ -10,7 +10,7 @@ import torch
 
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
-from cotune.trainer.learner.token_tree import cuts_within, even_cuts, in_order
+from cotune.trainer.learner.token_tree import cuts_within, distinct_tokens, even_cuts, in_order
 
 
 def check_rows(rows: Sequence[TrainRow]) -> None:
@@ -125,19 +125,44 @@ def pass_tokens(rows: Sequence[TrainRow], shared: bool) -> int:
 
 
 def micro_batches(rows: Sequence[TrainRow], indices: Sequence[int], budget: int, shared: bool) -> list[list[int]]:
-    """Split `indices` into passes of at most `budget` tokens. A row over the budget goes alone.
+    """Split `indices` into passes of at most `budget` tokens, as `PassPlan` does."""
+    return PassPlan(rows, indices, shared).passes(budget)
+
+
+class PassPlan:
+    """Rows that go through the model in passes of any size: sorted once, and then cut quickly.
 
     With `shared`, rows go along their tree, and it is cut where least has to be computed again; what the rows of a
     pass have in common counts once. Else they are padded, and rows of like length go together.
     """
-    sequences = [tokens_of(rows[index]) for index in indices]
-    if shared:
-        order, common = in_order(sequences)
-        cuts = cuts_within(np.asarray([len(sequences[place]) for place in order], np.int64), common, budget)
-        return [[indices[place] for place in order[start:end]] for start, end in pairwise(cuts)]
-    batches: list[list[int]] = []
-    for place in sorted(range(len(sequences)), key=lambda at: len(sequences[at])):
-        if not batches or (len(batches[-1]) + 1) * len(sequences[place]) > budget:
-            batches.append([])
-        batches[-1].append(indices[place])
-    return batches
+
+    def __init__(self, rows: Sequence[TrainRow], indices: Sequence[int], shared: bool) -> None:
+        sequences = [tokens_of(rows[index]) for index in indices]
+        self._shared = shared
+        if shared:
+            order, self._common = in_order(sequences)
+        else:
+            order = sorted(range(len(sequences)), key=lambda place: len(sequences[place]))
+        self._indices = [indices[place] for place in order]
+        self._lengths = np.asarray([len(sequences[place]) for place in order], np.int64)
+
+    def passes(self, budget: int) -> list[list[int]]:
+        """The rows of each pass of at most `budget` tokens. A row over the budget goes alone."""
+        return [self._indices[start:end] for start, end in pairwise(self._cuts(budget))]
+
+    def computed(self, budget: int) -> int:
+        """How many tokens these passes compute."""
+        cuts = self._cuts(budget)
+        if self._shared:
+            return distinct_tokens(self._lengths, self._common, cuts)
+        return sum(int((end - start) * self._lengths[end - 1]) for start, end in pairwise(cuts))
+
+    def _cuts(self, budget: int) -> list[int]:
+        """Where each pass begins, and the number of rows."""
+        if self._shared:
+            return cuts_within(self._lengths, self._common, budget)
+        cuts = [0]
+        for place, length in enumerate(self._lengths.tolist()):
+            if place > cuts[-1] and (place - cuts[-1] + 1) * length > budget:
+                cuts.append(place)
+        return [*cuts, len(self._indices)] if self._indices else [0]

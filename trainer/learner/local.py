@@ -29,9 +29,9 @@ from cotune.storage.token_figures import Seen
 from cotune.trainer.config.learner import LearnerSettings, Method, check_losses
 from cotune.trainer.learner import files, torch_trace
 from cotune.trainer.learner.batching import (
+    PassPlan,
     check_rows,
     lengths_of,
-    micro_batches,
     mini_batches,
     pass_tokens,
     passes,
@@ -297,15 +297,13 @@ class LocalLearner:
     def _micro_batches(self, model: PolicyModel, rows: Sequence[TrainRow], batch: Sequence[int]) -> list[list[int]]:
         """This rank's passes over a batch: as many as every other rank makes, so the last ones may have no rows."""
         group, longest = self._group, max((len(tokens_of(rows[i])) for i in batch), default=0)
-        shared = model.logprob_model.shares
-
-        def computed(budget: int) -> int:  # of all ranks, so that they agree
-            made = micro_batches(rows, batch, budget, shared)
-            return sum(pass_tokens([rows[i] for i in micro], shared) for micro in made)
-
-        model.logprob_model.checkpointing.on = self._passes[model.spec.name].choose(longest, computed)
-        budget = self._passes[model.spec.name].tokens
-        return passes(rows, batch, budget, shared=shared, rank=group.rank, size=group.size)
+        shared, size = model.logprob_model.shares, self._passes[model.spec.name]
+        plan = PassPlan(rows, batch, shared)
+        # By the tokens of all ranks, so that all choose the same.
+        model.logprob_model.checkpointing.on = size.choose(longest, plan.computed)
+        if group.size == 1:
+            return plan.passes(size.tokens)
+        return passes(rows, batch, size.tokens, shared=shared, rank=group.rank, size=group.size)
 
     def _logprobs_before(
         self, model: PolicyModel, tokens: UpdateTokens, epochs: Sequence[Batches], passed: Sequence[bool]

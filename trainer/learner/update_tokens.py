@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class UpdateTokens:
         self.loss = loss
         self._starts = np.cumsum([0, *lengths])
         self.row = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-        self.sampler = _flat([row.logprobs for row in rows])
+        self.sampler = _flat([array("f", row.logprobs) for row in rows])  # reads a tuple faster than numpy
         if advantages is None:
             self.moves = [bool(row.advantage) for row in rows]
             self._advantage = torch.tensor([row.advantage for row in rows], dtype=torch.float32)[self.row]
@@ -64,7 +65,11 @@ class UpdateTokens:
             self.moves = [bool(own.any()) for own in advantages]
             self._advantage = _flat(advantages)
         self._exploration = torch.tensor([row.exploration for row in rows], dtype=torch.float32)
-        self._offered = torch.cat([torch.tensor(row.loss_mask or (True,) * len(row.response_ids)) for row in rows])
+        offered = np.ones(len(self.row), np.bool_)
+        for number, row in enumerate(rows):
+            if row.loss_mask:
+                offered[self._starts[number] : self._starts[number + 1]] = row.loss_mask
+        self._offered = torch.from_numpy(offered)
         self.counted = self._offered
         self._seen = torch.full((2, len(self.row)), torch.nan)
         self._noted: list[tuple[Tensor, Tensor]] = []

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotune.algorithms.samples import TrainRow
-from cotune.trainer.learner.batching import conversations, micro_batches, mini_batches, pass_tokens, tokens_of
+from cotune.trainer.learner.batching import PassPlan, conversations, micro_batches, mini_batches, pass_tokens, tokens_of
 
 
 def rows_of(shapes):
@@ -103,6 +103,8 @@ def test_passes_hold_every_row_once_and_keep_to_the_budget(shapes, budget, share
             beginnings = {tokens_of(one)[:end] for one in chosen for end in range(1, len(tokens_of(one)) + 1)}
             assert pass_tokens(chosen, shared) == len(beginnings)
         assert pass_tokens(chosen, shared) <= budget or len(batch) == 1
+    computed = PassPlan(rows, range(len(rows)), shared).computed(budget)
+    assert computed == sum(pass_tokens([rows[i] for i in batch], shared) for batch in batches)
 
 
 def test_rows_of_one_prompt_are_those_that_see_the_same_images():
