@@ -181,7 +181,7 @@ def _block_mask(place: Tensor, last: Tensor, seen: Callable[..., Tensor]) -> Any
 
     def ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
         """How many blocks of keys each block of queries has, [1, 1, blocks], and their numbers first."""
-        numbers = mask.int().argsort(1, descending=True, stable=True)
+        numbers = mask.int().argsort(stable=True, dim=1, descending=True)
         return mask.sum(1, dtype=torch.int32)[None, None], numbers.int()[None, None]
 
     lengths = len(place), len(place)
