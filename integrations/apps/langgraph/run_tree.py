@@ -143,7 +143,11 @@ def pauses_of(graph: Any) -> dict[str, str]:
 
 def router_words(graph: Any) -> Iterator[str]:
     """The words in the code of a graph's conditional edges that name neither a node nor a part of its state: those that
-    an answer may have to say."""
+    an answer may have to say.
+
+    Only constants are read, and nothing is called. Without them, an agent behind an edge such as `"urgent" in answer`
+    never runs in a check: no prompt and no declaration of the graph has this word.
+    """
     known = {*graph.nodes, *getattr(graph, "channels", ())}
     for branches in getattr(getattr(graph, "builder", None), "branches", {}).values():
         for branch in branches.values():

@@ -12,6 +12,7 @@ import zlib
 from datetime import date
 from typing import Any
 
+import httpx
 import openai
 
 import cotune
@@ -260,6 +261,26 @@ def embeds() -> Any:
     return solve
 
 
+def embeds_through_the_gateway() -> Any:
+    """As an application of another process does: nothing of the SDK is hooked."""
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.gateway() as gate:
+            async with httpx.AsyncClient() as plain:
+                asked = {"model": "e", "input": [one["question"], "other"], "dimensions": 8}
+                found = (await plain.post(f"{gate.role_url('bot')}/embeddings", json=asked)).json()
+                assert [len(each["embedding"]) for each in found["data"]] == [8, 8]
+                wrong = await plain.post(f"{gate.role_url('bot')}/embeddings", json=["no object"])
+                assert wrong.status_code == 400 and "not a JSON object" in wrong.text
+                body = {"model": "m", "messages": [{"role": "user", "content": one["question"]}]}
+                reply = await plain.post(f"{gate.role_url('bot')}/chat/completions", json=body)
+                assert reply.status_code == 200
+        return 1.0
+
+    return solve
+
+
 BUSY: list[int] = []
 
 
@@ -502,6 +523,12 @@ ROWS = {
     "reads_a_table": Row(reads_a_table, {"tabulator"}, UNDECIDED, [("undecided", "IndexError")]),
     "reads_an_earlier_answer": Row(
         reads_an_earlier_answer, {"planner", "writer"}, UNDECIDED, [("undecided", "too short: ")]
+    ),
+    "embeds_through_the_gateway": Row(
+        embeds_through_the_gateway,
+        {"bot"},
+        says=[("note", "the gateway: "), ("note", "requests for embeddings got fixed vectors")],
+        never=["a model that cotune does not see"],
     ),
     "embeds": Row(embeds, {"bot"}, says=[("note", "got fixed vectors")], never=["a model that cotune does not see"]),
     "alone_only": Row(alone_only, {"bot"}, NOT, [("blocks", "two episodes")]),
