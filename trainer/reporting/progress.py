@@ -28,8 +28,8 @@ SILENCE = 60.0
 """Seconds without a line after which one says how far the step or the episodes are, where no bar can be shown."""
 
 FAULT_COUNTERS = (
-    "died", "errors", "faulty", "garbage", "late_rewards_refused", "lost", "restarts", "retried", "timeouts",
-    "unhealthy",
+    "died", "errors", "faulty", "garbage", "late_rewards_refused", "lost", "out_of_memory", "restarts", "retried",
+    "timeouts", "unhealthy",
 )  # fmt: skip
 """Counters that a step shows: faults of engines, workers and stores that were put right."""
 JUDGE_COUNTERS = ("requests", "cached", "cost", "asked_again", "dropped", "over_budget", "uncounted")

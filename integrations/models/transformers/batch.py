@@ -18,7 +18,7 @@ from cotune.integrations.models.chat.grammar import Grammars
 from cotune.integrations.models.folder.folder import count_token_ids
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.integrations.models.transformers.attention import Alike, alike_rows, runs, use_rows_attention
-from cotune.integrations.models.transformers.cache import RowCache
+from cotune.integrations.models.transformers.cache import RowCache, buffer_tokens
 from cotune.integrations.models.transformers.decode import DecodeStep, is_usual
 from cotune.integrations.models.transformers.draw import RowParams, draw, likeliest, shape, uniforms
 from cotune.integrations.models.transformers.lora import LoraRows
@@ -32,8 +32,8 @@ BASE = -1
 _NOBODY = np.array(None, object)
 
 GPU_PART = 0.4
-"""Of what is free on a GPU, what keys and values may take: their buffers grow ahead of need, passes want room too, and
-a learner may be on the same GPU."""
+"""Of what is free on a GPU, what keys and values may take: passes want room too, and a learner may be on the same
+GPU."""
 
 COLDEST = np.float32(1e-30)
 """Least temperature, at which only the likeliest token is drawn: over a lower one logits are no numbers any more."""
@@ -79,6 +79,10 @@ class Batch:
         self._reads_once = own_attention and self._one_mask
         self._step = DecodeStep(model, self.lora) if self._reads_once and is_usual(model) else self._library_step
         self._groups: list[tuple[int, int]] = []
+        self._admitted = 0
+        """Tokens that the live rows can need, as of the last admission."""
+        self._bound = math.inf
+        """Tokens that may be admitted, once there was too little memory."""
         self._ends = np.zeros(max(config.vocab_size, *end_token_ids, 0) + 1, bool)
         self._ends[list(end_token_ids)] = True
         self._input = torch.zeros((0, 1), dtype=torch.long, device=parameter.device)
@@ -94,14 +98,30 @@ class Batch:
         return int((self.state["span"][: self.rows] * self.state["alive"][: self.rows]).max(initial=0))
 
     def room(self) -> float:
-        """Tokens of all rows whose keys and values fit into a part of what is free on the GPU; any number elsewhere."""
+        """Tokens of all rows whose keys and values fit into a part of what is free on the GPU; any number elsewhere.
+
+        After running out of memory it is bounded until the buffers are given back.
+        """
         if self.device.type != "cuda":
-            return math.inf
-        return GPU_PART * self.cache.gpu_memory() / self._token_bytes
+            return self._bound
+        return min(self._bound, GPU_PART * self.cache.gpu_memory() / self._token_bytes)
+
+    def halve(self) -> None:
+        """Drop all rows, give their memory back, and have room for half as many tokens as were admitted."""
+        self._bound = self._admitted / 2
+        self.state["alive"][:] = False
+        self.rows = 0
+        self._free()
 
     @torch.inference_mode()
-    def admit(self, jobs: Sequence[Job]) -> list[Job]:
-        """Prefill each distinct prompt once and start all candidates; return jobs that ended with one token."""
+    def admit(self, jobs: Sequence[Job], most: float = math.inf) -> list[Job]:
+        """Prefill each distinct prompt once and start all candidates; return jobs that ended with one token.
+
+        The buffers hold at most `most` tokens, or as many as these jobs and the live rows can need.
+        """
+        rows = self.alive + sum(job.n for job in jobs)
+        self._admitted = buffer_tokens(rows, max(self.span, *(job.span for job in jobs)))
+        self.cache.limit = max(most, self._admitted)
         logits, at = self._start(jobs)
         return self._draw(logits, at)
 
@@ -109,10 +129,11 @@ class Batch:
     def step(self) -> list[Job]:
         """Decode one token for every row; return the jobs that ended with it."""
         if self.alive < self.rows - self.rows // 8:
-            self._arrange(np.empty(0, np.int64), 0)
-            self.cache.trim()
+            self._arrange(np.empty(0, np.int64), 0, 0)
             self._compose()
-        self.cache.make_room(self.rows, 0)
+        if self.cache.full:
+            rows = np.arange(self.rows)
+            self.cache.rearrange(rows, rows, self.rows, self._longest(), 0, self.span)
         logits = self._step(self._input[: self.rows, 0], self.cache, self._alike())
         self.cache.advance()
         return self._draw(logits, None)
@@ -123,6 +144,19 @@ class Batch:
         if not self.state["alive"][: self.rows].any():
             self.rows = self.cache.window.rows = 0
 
+    def release(self) -> None:
+        """Give the memory of keys and values back while nothing is decoded."""
+        self._bound = math.inf
+        if not self.rows and self.cache.nbytes:
+            self._free()
+
+    @torch.inference_mode()
+    def _free(self) -> None:
+        self.cache.release()
+        self._input = self._input[:0].clone()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # for other processes on this GPU
+
     def _start(self, jobs: Sequence[Job]) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """Give all candidates of the jobs their rows, with each distinct prompt prefilled once; the logits that follow,
         and where the rows are."""
@@ -131,7 +165,7 @@ class Batch:
         index = {source: i for i, source in enumerate(sources)}
         width = max(len(source.prompt) for source in sources)
         fresh = np.repeat(np.arange(len(jobs)), [job.n for job in jobs])
-        at = self._arrange(np.array([jobs[i].kind for i in fresh]), width)
+        at = self._arrange(np.array([jobs[i].kind for i in fresh]), width, max(job.span for job in jobs))
         source = np.array([index[jobs[i].source] for i in fresh])
         logits = torch.empty((len(sources), prefilled[0][2].shape[1]), dtype=prefilled[0][2].dtype, device=self.device)
         for members, cache, out, shift in prefilled:
@@ -150,7 +184,6 @@ class Batch:
             if shift is not None:
                 self.cache.shift(rows, shift[local])
             logits[torch.as_tensor(members, device=self.device)] = out
-        self.cache.trim()
         for i, job in enumerate(jobs):
             self.state.put(at[fresh == i], job, self.grammars)
         self._compose()
@@ -229,21 +262,30 @@ class Batch:
         columns = window.end - window.first - (longest - 1)
         return alike_rows(columns, self._groups, self.cache.token_bytes())
 
-    def _arrange(self, new_kinds: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
-        """Close the gaps of ended rows, keep rows sorted by kind; return where the new rows go."""
+    def _longest(self) -> int:
+        """Tokens of the longest live row in the cache: all but the one that was drawn last."""
+        rows = slice(0, self.rows)
+        tokens = self.state["span"][rows] - self.state["limit"][rows] + self.state["count"][rows] - 1
+        return int((tokens * self.state["alive"][rows]).max(initial=0))
+
+    def _arrange(self, new_kinds: npt.NDArray[np.int64], width: int, span: int) -> npt.NDArray[np.int64]:
+        """Close the gaps of ended rows, keep rows sorted by kind; return where the new rows go.
+
+        The new rows have prompts of up to `width` tokens and reach `span` tokens at most.
+        """
         live = np.flatnonzero(self.state["alive"][: self.rows])
-        rows = len(live) + len(new_kinds)
+        rows, longest, span = len(live) + len(new_kinds), self._longest(), max(span, self.span)
         to, at = arrange(live, self.state["kind"][live], new_kinds)
         moved = to != live
         self.state.reserve(rows, 0)
-        self.cache.make_room(max(rows, self.rows), width)
         self.state.move(to[moved], live[moved])
-        indices = torch.as_tensor(np.stack([to[moved], live[moved]]), device=self.device)
+        self.cache.rearrange(live, to, rows, longest, width, span)
         if (capacity := self.cache.window.row_capacity) > len(self._input):
             smaller, self._input = self._input, self._input.new_zeros((capacity, 1))
             self._input[: len(smaller)] = smaller
-        self._input[indices[0]] = self._input[indices[1]]
-        self.cache.move(indices[0], indices[1], rows)
+        if moved.any():
+            indices = torch.as_tensor(np.stack([to[moved], live[moved]]), device=self.device)
+            self._input[indices[0]] = self._input[indices[1]]
         self.rows = rows
         return at
 

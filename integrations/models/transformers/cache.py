@@ -6,14 +6,27 @@ model sees plain left padding. Columns [first, end) are in use; row i starts at 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-HEADROOM = 64
-"""Free columns made at least when a buffer is (re)placed, so that moving it is rare."""
+COLUMNS = 64
+"""Columns are allocated by so many. Half as many at least are free after a move, so that moves are rare."""
+
+
+def columns_for(tokens: int) -> int:
+    """Columns that buffers have at least for rows of up to so many tokens."""
+    return -(-(tokens + COLUMNS // 2) // COLUMNS) * COLUMNS
+
+
+def buffer_tokens(rows: int, span: int) -> int:
+    """Tokens that the buffers hold at least once `rows` rows have reached a length of `span`."""
+    return rows * columns_for(span)
 
 
 class RowLayer(CacheLayerMixin):
@@ -39,6 +52,11 @@ class RowLayer(CacheLayerMixin):
         along = keys.new_zeros((rows, keys.shape[1], keys.shape[3], columns)).transpose(2, 3)
         self.keys = along if keys.device.type == "cpu" else along.contiguous()
         self.values = values.new_zeros((rows, values.shape[1], columns, values.shape[3]))
+
+    def release(self) -> None:
+        """Give the buffers back; the next states allocate others."""
+        self.keys = self.values = None
+        self.is_initialized = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -80,6 +98,9 @@ class Window:
 class RowCache(Cache):
     """A `Cache` for decoding whose rows come, go and move between steps.
 
+    Buffers grow ahead of need as long as they hold at most `limit` tokens, rows times columns; beyond it they have the
+    rows and columns that are needed. So with `limit` at `buffer_tokens` or more they never hold more than that.
+
     `starts` [capacity] is the first column of each row, `shifts` [capacity] what is added to its positions, `bias`
     [capacity, 1, 1, columns] the additive mask.
     """
@@ -88,6 +109,7 @@ class RowCache(Cache):
         self.window = Window()
         super().__init__(layers=[RowLayer(self.window) for _ in range(layers)])
         self.dtype = dtype
+        self.limit = math.inf
         self.starts = torch.zeros(0, dtype=torch.long, device=device)
         self.shifts = torch.zeros(0, dtype=torch.long, device=device)
         self.bias = torch.zeros((0, 1, 1, 0), dtype=dtype, device=device)
@@ -120,46 +142,104 @@ class RowCache(Cache):
         """Bytes of the GPU that are free, or that this cache has already."""
         device = self.bias.device
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        own = sum(buffer.nbytes for layer in self.layers if layer.is_initialized for buffer in layer.buffers())
-        return int(torch.cuda.mem_get_info(device)[0] + unused + own)
+        return int(torch.cuda.mem_get_info(device)[0] + unused + self.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for layer in self.layers if layer.is_initialized for buffer in layer.buffers())
 
     def advance(self) -> None:
         """Call after each step, when every layer has written its column."""
         self.window.end += 1
 
-    def make_room(self, rows: int, width: int) -> None:
-        """Let `rows` rows in all fit, each with up to `width` tokens before `end`, and a column to write."""
-        w = self.window
-        if w.rows == 0:
-            w.first = w.end
-        if rows <= w.row_capacity and width <= w.end < w.columns:
-            return
-        end = max(w.end - w.first, width)
-        row_capacity = w.row_capacity if rows <= w.row_capacity else max(rows, 2 * w.row_capacity)
-        columns = w.columns if end + HEADROOM // 2 <= w.columns else end + max(HEADROOM, end // 2)
-        self._place(row_capacity, columns, end)
+    @property
+    def full(self) -> bool:
+        """Whether no column is left to write."""
+        return self.window.end >= self.window.columns
 
-    def _place(self, row_capacity: int, columns: int, end: int) -> None:
-        """Move the columns in use so that they end at `end`, into larger buffers where these have another size."""
+    def rearrange(
+        self, live: npt.NDArray[np.int64], to: npt.NDArray[np.int64], rows: int, longest: int, width: int, span: int
+    ) -> None:
+        """Rows `live` become rows `to` of `rows` in all; the others may be filled with prompts of up to `width` tokens.
+
+        The longest live row has `longest` tokens, and no row will have more than `span`. There is a column to write
+        then, and columns that only ended rows used are left out.
+        """
         w = self.window
-        live, old, new = slice(0, w.rows), slice(w.first, w.end), slice(end - self.width, end)
-        larger = (row_capacity, columns) != (w.row_capacity, w.columns)
+        w.first = w.end - longest
+        tokens = max(longest, width)
+        row_capacity, columns = self._sizes(rows, tokens, span)
+        if (row_capacity, columns) != (w.row_capacity, w.columns):
+            self._replace(live, to, row_capacity, columns, tokens)
+        else:
+            moved = to != live
+            self._move(live[moved], to[moved])
+            if not tokens <= w.end < w.columns:
+                self._align(rows, tokens)
+        w.first = w.end - tokens
+        w.rows = rows
+
+    def release(self) -> None:
+        """Give all buffers back. No row is in use."""
+        w = self.window
+        w.rows = w.row_capacity = w.columns = w.first = w.end = 0
+        for layer in self.layers:
+            layer.release()
+        self.starts, self.shifts, self.bias = self.starts[:0].clone(), self.shifts[:0].clone(), self.bias[:0].clone()
+
+    def _sizes(self, rows: int, tokens: int, span: int) -> tuple[int, int]:
+        """Rows and columns of the buffers for `rows` rows of `tokens` tokens, which grow to `span` at most."""
+        w = self.window
+        least = columns_for(tokens)
+        ahead = max(least, min(columns_for(tokens + tokens // 2), columns_for(span)))
+        row_capacity = w.row_capacity if rows <= w.row_capacity else max(rows, 2 * w.row_capacity)
+        columns = w.columns if tokens + COLUMNS // 2 <= w.columns else ahead
+        if row_capacity * columns <= self.limit:
+            return row_capacity, columns
+        # Close to the limit: no spare rows, and spare columns as far as it allows.
+        most = int(self.limit // rows) // COLUMNS * COLUMNS
+        return rows, max(least, min(ahead, most))
+
+    def _replace(
+        self, live: npt.NDArray[np.int64], to: npt.NDArray[np.int64], row_capacity: int, columns: int, end: int
+    ) -> None:
+        """Copy the columns in use of rows `live` to rows `to` of new buffers, so that they end at `end`."""
+        w, device = self.window, self.starts.device
+        old, new = slice(w.first, w.end), slice(end - self.width, end)
+        source, target = torch.as_tensor(live, device=device), torch.as_tensor(to, device=device)
+        stays = np.array_equal(live, to) and np.array_equal(live, np.arange(len(live)))
         w.row_capacity, w.columns = row_capacity, columns
+        # Layer by layer, so that the memory of one old layer at most is held beside the new one.
+        for layer in self.layers:
+            if not layer.is_initialized:
+                continue
+            before = layer.buffers()
+            layer.allocate(*before)
+            for buffer, states in zip(layer.buffers(), before, strict=True):
+                if stays:
+                    buffer[: len(live), :, new] = states[: len(live), :, old]
+                else:
+                    buffer[:, :, new].index_copy_(0, target, states[:, :, old].index_select(0, source))
+            del before, buffer, states
+        starts, shifts = self.starts[source] + (end - w.end), self.shifts[source]
+        self.starts, self.shifts = self.starts.new_zeros(row_capacity), self.shifts.new_zeros(row_capacity)
+        self.starts[target], self.shifts[target] = starts, shifts
+        self.bias = self.bias.new_zeros((row_capacity, 1, 1, columns))
+        w.first, w.end = new.start, new.stop
+        self._write_bias(target)
+
+    def _align(self, rows: int, end: int) -> None:
+        """Move the columns in use within the buffers so that they end at `end`."""
+        w = self.window
+        old, new = slice(w.first, w.end), slice(end - self.width, end)
         for layer in self.layers:
             if layer.is_initialized:
-                before = layer.buffers()
-                if larger:
-                    layer.allocate(*before)
-                for buffer, source in zip(layer.buffers(), before, strict=True):
-                    states = source[live, :, old]
-                    buffer[live, :, new] = states if larger else states.clone()
-        if larger:
-            spare = self.starts.new_zeros(row_capacity - len(self.starts))
-            self.starts, self.shifts = torch.cat([self.starts, spare]), torch.cat([self.shifts, spare])
-            self.bias = self.bias.new_zeros((row_capacity, 1, 1, columns))
-        self.starts[live] += end - w.end
+                for buffer in layer.buffers():
+                    buffer[:rows, :, new] = buffer[:rows, :, old].clone()
+        self.starts[:rows] += end - w.end
         w.first, w.end = new.start, new.stop
-        self._write_bias(torch.arange(w.rows, device=self.starts.device))
+        self._write_bias(torch.arange(rows, device=self.starts.device))
 
     def fill(self, rows: Tensor, source: Cache, source_rows: Tensor, lengths: Tensor) -> None:
         """Copy prompts into `rows`: row `source_rows[i]` of a left-padded prefill, `lengths[i]` tokens of it."""
@@ -185,23 +265,20 @@ class RowCache(Cache):
         buffers = (buffer for layer in self.layers for buffer in layer.buffers())
         return [buffer[row, :, part].clone(memory_format=torch.contiguous_format) for buffer in buffers]
 
-    def move(self, to: Tensor, source: Tensor, rows: int) -> None:
-        """Copy rows `source` to rows `to` (any overlap), after which the first `rows` rows are in use."""
-        w = self.window
-        if len(to):
-            for layer in self.layers:
+    def _move(self, live: npt.NDArray[np.int64], to: npt.NDArray[np.int64]) -> None:
+        """Copy rows `live` to rows `to`, which may overlap, within the buffers."""
+        if not len(to):
+            return
+        w, device = self.window, self.starts.device
+        source, target = torch.as_tensor(live, device=device), torch.as_tensor(to, device=device)
+        for layer in self.layers:
+            if layer.is_initialized:
                 for buffer in layer.buffers():
                     used = buffer[:, :, w.first : w.end]
-                    used.index_copy_(0, to, used.index_select(0, source))
-            self.starts[to] = self.starts[source]
-            self.shifts[to] = self.shifts[source]
-            self.bias[to] = self.bias[source]
-        w.rows = rows
-
-    def trim(self) -> None:
-        """Leave out the leading columns that no row uses any more."""
-        w = self.window
-        w.first = int(self.starts[: w.rows].min()) if w.rows else w.end
+                    used.index_copy_(0, target, used.index_select(0, source))
+        self.starts[target] = self.starts[source]
+        self.shifts[target] = self.shifts[source]
+        self.bias[target] = self.bias[source]
 
     def _write_bias(self, rows: Tensor) -> None:
         columns = torch.arange(self.window.columns, device=rows.device)

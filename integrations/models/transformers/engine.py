@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import os
 import queue
 from collections import deque
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cotune.errors import ConfigError, RequestRefused, SamplerError
+from cotune.errors import ConfigError, RequestRefused, SamplerError, error_line
 from cotune.integrations.models.bfloat16 import LARGE, pack_linear_layers, rounds_products
 from cotune.integrations.models.engine_sampler import room_after
 from cotune.integrations.models.float32 import prefers_onednn, speed_linear_layers
@@ -23,7 +24,7 @@ from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.integrations.models.memory import machine_memory
 from cotune.integrations.models.served_versions import Version, Versions
 from cotune.integrations.models.transformers.batch import BASE, Batch
-from cotune.integrations.models.transformers.cache import attention_only
+from cotune.integrations.models.transformers.cache import attention_only, buffer_tokens
 from cotune.integrations.models.transformers.lora import read_adapter
 from cotune.integrations.models.transformers.prefixes import PrefixCache
 from cotune.integrations.models.transformers.rows import Job
@@ -32,8 +33,14 @@ from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint
 
+log = logging.getLogger(__name__)
+
 PREFILL_TOKENS = 8192
 """Prompt tokens prefilled at most between two decode steps; one prompt always goes."""
+
+IDLE_SECONDS = 0.05
+"""After so long without a request the memory of keys and values is given back: a learner on the same machine or GPU
+chooses its passes by what is free when an update begins."""
 
 
 class DecodingEngine:
@@ -80,6 +87,7 @@ class DecodingEngine:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._replies: list[Answer] = []
         self._kinds = itertools.count(1)
+        self._out_of_memory = 0
 
     def submit(self, command: Command) -> None:
         self._inbox.put(command)
@@ -89,19 +97,62 @@ class DecodingEngine:
         torch.set_num_threads(self.threads)
         while self._receive():
             for batch in self._batches:
-                self._finish(self._admit(batch))
-                if batch.rows:
-                    self._finish(batch.step())
+                self._decode(batch)
             self._flush()
+
+    def _decode(self, batch: Batch) -> None:
+        """Admit waiting jobs, then draw one token for every row."""
+        try:
+            self._finish(self._admit(batch))
+            if batch.rows:
+                self._finish(batch.step())
+            return
+        except torch.OutOfMemoryError as error:
+            cause = error_line(error)
+        # Not within `except`: the traceback keeps the tensors of the failed step.
+        self._put_back(batch, cause)
+
+    def _put_back(self, batch: Batch, cause: str) -> None:
+        """After running out of memory: decode all jobs of the batch again from their beginning, half as many at once.
+
+        A job draws the same tokens again. One that was alone fails, as there is nothing to halve.
+        """
+        jobs = [job for job, version in self._jobs.values() if version.target[0] is batch]
+        waiting = self._waiting[batch]
+        running = [job for job in jobs if job not in waiting]
+        self.prefixes.clear()
+        batch.halve()
+        self._out_of_memory += 1
+        if self._out_of_memory == 1:
+            log.warning(
+                "The sampler ran out of memory and puts requests back into its queue, to decode fewer at once (%s).",
+                cause,
+            )
+        if len(running) == 1:
+            (job,) = running
+            error = SamplerError(
+                f"The sampler has no memory for {job.n} candidates of up to {job.span} tokens ({cause}).",
+                "Lower plan.k or sampling.max_tokens, or give the sampler a GPU with more free memory.",
+            )
+            self._replies.append(Answer(job.id, error=error))
+            self._forget(job)
+            return
+        for job in running:
+            job.restart()
+        waiting.extendleft(reversed(running))
 
     def _receive(self) -> bool:
         """Handle all commands that are there; wait for one when there is nothing to decode. False after Close."""
         wait = not self._jobs
         while True:
             try:
-                command = self._inbox.get(block=wait)
+                command = self._inbox.get(block=wait, timeout=IDLE_SECONDS)
             except queue.Empty:
-                return True
+                if not wait:
+                    return True
+                for batch in self._batches:
+                    batch.release()
+                command = self._inbox.get()
             wait = False
             if command.method == "close":
                 return False
@@ -114,9 +165,7 @@ class DecodingEngine:
         deeds: dict[str, Callable[..., Any]] = {
             "publish": self._publish,
             "retire": self._retire,
-            "info": lambda: SamplerInfo(
-                name="transformers", max_model_len=self.max_model_len, served=self._versions.served()
-            ),
+            "info": self._info,
         }
         try:
             if command.method == "sample":
@@ -129,6 +178,12 @@ class DecodingEngine:
                 raise SamplerError(f"The in-process sampler cannot {command.method}.", "Sample with vLLM.")
         except SamplerError as error:
             self._replies.append(Answer(command.id, error=RequestRefused(error.cause, error.remedy)))
+
+    def _info(self) -> SamplerInfo:
+        counters = {"out_of_memory": self._out_of_memory} if self._out_of_memory else {}
+        return SamplerInfo(
+            name="transformers", max_model_len=self.max_model_len, served=self._versions.served(), counters=counters
+        )
 
     def _start(self, id: int, prompt: tuple[int, ...], n: int, params: SamplingParams, policy: PolicyRef) -> None:
         version = self._versions.locate(policy)
@@ -172,15 +227,15 @@ class DecodingEngine:
         while waiting:
             job = waiting[0]
             rows += job.n
-            span = max(span, len(job.prompt) + job.limit)
+            span = max(span, job.span)
             width = max(width, len(job.prompt))
-            fits = rows <= self.source.max_batch_rows and rows * span <= most
+            fits = rows <= self.source.max_batch_rows and buffer_tokens(rows, span) <= most
             if (batch.rows or jobs) and not fits:
                 break
             if jobs and (len(jobs) + 1) * width > PREFILL_TOKENS:
                 break
             jobs.append(waiting.popleft())
-        return batch.admit(jobs) if jobs else []
+        return batch.admit(jobs, most) if jobs else []
 
     def _finish(self, jobs: Sequence[Job]) -> None:
         for job in jobs:

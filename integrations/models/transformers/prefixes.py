@@ -98,6 +98,12 @@ class PrefixCache:
             self.bytes -= node.bytes
             del self._used[node]
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._roots.clear()
+        self._used.clear()
+        self.bytes = 0
+
     def _known(self, key: Hashable, prompt: Ids) -> tuple[list[_Node], int]:
         path, length = self._walk(key, prompt[:-1])
         self._touch(path)

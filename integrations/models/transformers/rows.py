@@ -40,9 +40,19 @@ class Job:
     refused: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was drawn so far."""
+        self.refused = None
         self.top = [[] for _ in range(self.n)] if self.params.top_logprobs else []
         self.done = [None] * self.n
         self.open = self.n
+
+    @property
+    def span(self) -> int:
+        """Length that a candidate can reach, with its prompt."""
+        return len(self.prompt) + self.limit
 
     @property
     def source(self) -> Source:
@@ -104,7 +114,7 @@ class Rows:
             "stream": streams(job.seed, job.n),
             "count": 0,
             "limit": job.limit,
-            "span": len(job.prompt) + job.limit,
+            "span": job.span,
             "alive": True,
             "watched": bool(p.stop or p.stop_token_ids),
             "shaped": [Shaped(job.prompt, p, grammars) if is_shaped(p) else None for _ in at],
