@@ -67,3 +67,16 @@ def speed_linear_layers(model: nn.Module) -> None:
     for layer in model.modules():
         if type(layer) is nn.Linear:
             layer.__class__ = _Linear
+
+
+class _WideLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = widened_product(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y.add_(self.bias)
+
+
+def widen_logits(model: nn.Module) -> None:
+    """Let a model of lower precision that is not trained give its logits in float32."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is nn.Linear and head.weight.dtype != torch.float32:
+        head.__class__ = _WideLinear

@@ -40,6 +40,9 @@ COLDEST = np.float32(1e-30)
 DRAW_ELEMENTS = 1 << 25
 """Logits drawn from at a time, so that temporaries stay small at large vocabularies."""
 
+AHEAD = 16
+"""Decode steps whose random numbers go to the device together."""
+
 
 class Batch:
     """Decodes rows of one model. Not thread-safe: belongs to the engine's thread."""
@@ -79,6 +82,9 @@ class Batch:
         self._reads_once = own_attention and self._one_mask
         self._step = DecodeStep(model, self.lora) if self._reads_once and is_usual(model) else self._library_step
         self._groups: list[tuple[int, int]] = []
+        self._ahead: Tensor | None = None
+        """Random numbers of the next steps, [rows, AHEAD], of which `_ahead_used` are used."""
+        self._ahead_used = 0
         self._admitted = 0
         """Tokens that the live rows can need, as of the last admission."""
         self._bound = math.inf
@@ -295,6 +301,7 @@ class Batch:
         self._params = self._row_params(rows)
         self._route(s["kind"][rows])
         self._groups = runs(s["job"][rows])
+        self._ahead = None
 
     def _row_params(self, rows: Any) -> RowParams:
         names = ("temperature", "top_k", "top_p", "min_p", "top")
@@ -331,7 +338,7 @@ class Batch:
         if self.vocabulary < logits.shape[1]:
             logits[:, self.vocabulary :] = -torch.inf
         rows = slice(0, self.rows) if at is None else at
-        uniform = torch.as_tensor(uniforms(s["stream"][rows], s["count"][rows]), device=self.device).unsqueeze(1)
+        uniform = self._next_uniforms(at)
         params = self._params if at is None else self._row_params(rows)
         shaped = np.where(s["alive"][rows], s["shaped"][rows], _NOBODY)
         if shaped.any():
@@ -348,7 +355,26 @@ class Batch:
             self._input[: self.rows, 0] = token
         else:
             self._input[torch.as_tensor(at, device=self.device), 0] = token
-        return self._record(np.arange(self.rows) if at is None else at, token.cpu().numpy(), logprob.cpu().numpy())
+        # One copy for both: the host waits for the device at every copy from it.
+        both = torch.stack((token.int(), logprob.view(torch.int32))).cpu().numpy()
+        at = np.arange(self.rows) if at is None else at
+        return self._record(at, both[0].astype(np.int64), both[1].view(np.float32))
+
+    def _next_uniforms(self, at: npt.NDArray[np.int64] | None) -> Tensor:
+        """The number that the next token of each of the rows `at` (None: all) is drawn by, [rows, 1].
+
+        For all rows the numbers of several steps go to the device at once.
+        """
+        s = self.state
+        if at is not None:
+            return torch.as_tensor(uniforms(s["stream"][at], s["count"][at]), device=self.device).unsqueeze(1)
+        if self._ahead is None or self._ahead_used == AHEAD:
+            rows = slice(0, self.rows)
+            positions = s["count"][rows, None] + np.arange(AHEAD)
+            self._ahead = torch.as_tensor(uniforms(s["stream"][rows, None], positions), device=self.device)
+            self._ahead_used = 0
+        self._ahead_used += 1
+        return self._ahead[:, self._ahead_used - 1 : self._ahead_used]
 
     def _note_likeliest(self, logits: Tensor, at: npt.NDArray[np.int64], params: RowParams, chunk: int) -> None:
         """Keep the likeliest tokens of the place that is drawn, for the rows `at` that ask for them."""

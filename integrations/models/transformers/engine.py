@@ -16,7 +16,7 @@ import torch
 from cotune.errors import ConfigError, RequestRefused, SamplerError, error_line
 from cotune.integrations.models.bfloat16 import LARGE, pack_linear_layers, rounds_products
 from cotune.integrations.models.engine_sampler import room_after
-from cotune.integrations.models.float32 import prefers_onednn, speed_linear_layers
+from cotune.integrations.models.float32 import prefers_onednn, speed_linear_layers, widen_logits
 from cotune.integrations.models.folder.folder import loading, loading_weights, read_tokenizer, reading
 from cotune.integrations.models.folder.kinds import auto_class, end_ids, sees_images
 from cotune.integrations.models.folder.meta_model import check_finite, check_full
@@ -78,6 +78,7 @@ class DecodingEngine:
             pack_linear_layers(model)
         elif model.device.type == "cpu" and prefers_onednn() and model.num_parameters() >= LARGE:
             speed_linear_layers(model)
+        widen_logits(model)
         self._base = Batch(model.eval(), self._ends, tokenizer, self.prefixes, self._images)
         self._batches = [self._base]
         self._waiting: dict[Batch, deque[Job]] = {self._base: deque()}

@@ -143,7 +143,7 @@ class Projection:
         outs = [own(x) for own in self._own]
         for low, high, downs, ups in self.added:
             for down, (number, (_, up)) in zip(downs.parts(x), ups.items(), strict=True):
-                _rows(outs[number], low, high).addmm_(down, up)
+                _add_product(_rows(outs[number], low, high), down, up)
         return outs
 
     def _forward(self, number: int, x: Tensor) -> Tensor:
@@ -152,8 +152,15 @@ class Projection:
             if number in ups:
                 place, up = ups[number]
                 part = _rows(y, low, high).view(-1, y.shape[-1])  # an error where it would be a copy
-                part.addmm_(downs.part(place, x), up)
+                _add_product(part, downs.part(place, x), up)
         return y
+
+
+def _add_product(y: Tensor, down: Tensor, up: Tensor) -> None:
+    if y.dtype == down.dtype:
+        y.addmm_(down, up)
+    else:  # logits, which are float32 in every model
+        y.add_(down @ up)
 
 
 def _rows(x: Tensor, low: int, high: int) -> Tensor:

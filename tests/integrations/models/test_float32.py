@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3ForCausalLM
 
 from cotune.integrations.models import float32
+from cotune.integrations.models.transformers.lora import LoraRows, read_adapter
+from cotune.records.policies import LoraSpec
+from tests.integrations import tiny_models
 
 THERE = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch has no oneDNN here")
 
@@ -76,3 +81,31 @@ def test_a_product_of_bfloat16_has_a_float32_result(monkeypatch: pytest.MonkeyPa
     found = float32.widened_product(x, weight)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, (x.double() @ weight.double().t()).float(), atol=1e-5, rtol=1e-5)
+
+
+def test_logits_of_a_bfloat16_model_are_not_rounded_also_with_an_adapter_on_the_output_layer() -> None:
+    torch.manual_seed(0)
+    config = tiny_models.config("qwen3", 300)
+    model = Qwen3ForCausalLM(config).bfloat16().eval()
+    weight = model.lm_head.weight.double()
+    states: list[torch.Tensor] = []
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: states.append(inputs[0]))
+    float32.widen_logits(model)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[5, 6, 7]])).logits
+    exact = states[0].double() @ weight.T
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=1e-5)
+
+    rows = LoraRows(model)
+    factors = {"lora_A": (2, config.hidden_size), "lora_B": (300, 2)}
+    names = {
+        f"base_model.model.lm_head.{name}.weight": np.full(size, 0.5, np.float32) for name, size in factors.items()
+    }
+    rows.add(1, read_adapter(names, LoraSpec(rank=2, alpha=2.0), model))
+    rows.route([(1, 0, 1)])
+    with torch.inference_mode():
+        adapted = model(torch.tensor([[5, 6, 7]])).logits
+    assert adapted.dtype == torch.float32
+    added = (states[-1].float() @ torch.full((config.hidden_size, 1), 0.5)).expand_as(adapted)
+    torch.testing.assert_close(adapted - logits, added, atol=0.05, rtol=0.05)

@@ -7,13 +7,14 @@ import sys
 import tempfile
 from typing import Any
 
-from tests.pretend_gpu import pretend  # isort: skip - before what it changes is imported
+from tests.pretend_gpu import pretend, waits  # isort: skip - before what it changes is imported
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
 from cotune.integrations.models.transformers.engine import load
+from cotune.integrations.models.transformers.rows import Job
 from cotune.integrations.models.transformers.wire import Answer, Command, ModelSource
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
@@ -66,6 +67,21 @@ def drawn(model: Any, full: Weights) -> list[list[Completion]]:
     return [answers[id].value for id in range(3, len(commands) + 1)]
 
 
+def waits_of_steps(model: Any, steps: int) -> list[str]:
+    """Where the host waits for the GPU in so many decode steps of six rows with two adapters and the base."""
+    engine = load(ModelSource(model, None, None, 1, 1024, 1 << 22, None, (), 0), lambda answers: None)
+    batch = engine._base
+    kinds = [engine._open(PolicyRef("a", version), adapter(), LoraSpec(rank=4))[1] for version in (1, 2)]
+    how = SamplingParams(max_tokens=40)
+    batch.admit([Job(i, (5, 6, 7 + i), 2, how, kind, 40, i) for i, kind in enumerate([-1, *kinds])])
+    batch.step()  # the random numbers of these steps go to the device with the first
+    waits.clear()
+    for _ in range(steps):
+        batch.step()
+    assert batch.rows == 6
+    return list(waits)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     network = AutoModelForCausalLM.from_pretrained(build_learner_base(tempfile.mkdtemp())).eval()
@@ -77,7 +93,11 @@ def main() -> None:
         for one, other in zip(these, those, strict=True):
             assert one.token_ids == other.token_ids
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
-    drawn(copy.deepcopy(network).to("cuda", torch.bfloat16), full)
+    half = copy.deepcopy(network).to("cuda", torch.bfloat16)
+    drawn(half, full)
+    assert half(torch.tensor([[5, 6, 7]], device="cuda")).logits.dtype == torch.float32
+    waited = waits_of_steps(copy.deepcopy(network).to("cuda", torch.bfloat16), 10)
+    assert len(waited) == 10, waited
     sys.stdout.write("the same\n")
 
 
