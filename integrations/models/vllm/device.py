@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from cotune.errors import ConfigError
+from cotune.integrations.models.gpus import warn_of_unused_gpus
+
+SETTING = "cluster.gpus_per_engine"
 
 
 def on_gpu() -> bool:
@@ -11,16 +14,24 @@ def on_gpu() -> bool:
     return not current_platform.is_cpu()
 
 
-def check_gpu() -> None:
-    """Raises ConfigError where vLLM was built for GPUs and this process is given none: it would fail later, and not say
-    why."""
+def check_gpu(gpus: int = 0) -> None:
+    """Compare what vLLM was built for with the GPUs that it is given, of which the run asked for `gpus`.
+
+    Raises ConfigError if vLLM was built for GPUs and this process has none, as it would fail later and not say why, and
+    if it was built for the CPU and GPUs were asked for, as it would leave them idle.
+    """
     import torch
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda_alike() and not torch.cuda.is_available():
         raise ConfigError(
-            "cluster.gpus_per_engine",
-            0,
+            SETTING,
+            gpus,
             "gives this vLLM no GPU that torch can use, and it was built for GPUs",
             'Set it, or sample with cluster.engine = "transformers".',
         )
+    if current_platform.is_cpu() and gpus:
+        remedy = "Install vllm's build for GPUs (pip install 'cotune[vllm]'), or set it to 0."
+        raise ConfigError(SETTING, gpus, "asks for GPUs, and the installed vLLM was built for the CPU", remedy)
+    if current_platform.is_cpu():
+        warn_of_unused_gpus()

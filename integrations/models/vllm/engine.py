@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +24,7 @@ from cotune.integrations.models.vllm.arguments import EngineSize, engine_argumen
 from cotune.integrations.models.vllm.device import check_gpu, on_gpu
 from cotune.integrations.models.vllm.images import image_prompt
 from cotune.integrations.models.vllm.requests import python_completion, python_params
+from cotune.integrations.models.vllm.slots import UNKNOWN
 from cotune.integrations.versions import require
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
@@ -30,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
+START_REPORT_SECONDS = 15.0
 CLOSE_SECONDS = 20.0
 """How long vLLM's processes may take to end by themselves."""
 
@@ -74,6 +79,9 @@ class VllmSampler(LoopSampler):
         self._rank = size.rank
         self._asleep: str | None = None
         """Digest of the weights that went to sleep."""
+        self._published_slots: dict[int, list[str]] = {}
+        """Digests of the slots of adapters, of each worker, as they were published."""
+        self._warned_of_slots = False
         self._folders = SharedFolders()
         self._requests_made = itertools.count(1)
         self._adapters_made = itertools.count(1)
@@ -91,6 +99,7 @@ class VllmSampler(LoopSampler):
         max_lora_rank: int = 16,
         sequences: int = 0,
         sleeps: bool = False,
+        gpus: int = 0,
         engine_args: Mapping[str, Any] | None = None,
     ) -> VllmSampler:
         """Start an engine on a model folder or hub id and wait until it serves.
@@ -99,6 +108,7 @@ class VllmSampler(LoopSampler):
         `staleness` steps apart need, of up to `max_lora_rank`; or one version of one policy's full weights ("full").
         `sequences` is how many candidates the run asks for at once, 0 if that is not known. With `sleeps` it can
         `sleep` and `wake`, for a learner on the same GPU; on a CPU, where there is no memory to give, it only pauses.
+        `gpus` is how many GPUs were asked for: a vLLM that was built for the CPU is refused if there are any.
         `engine_args` are vLLM's own (`tensor_parallel_size`, `gpu_memory_utilization`, `max_model_len`, ...) and
         replace those that cotune sets. Raises ConfigError for a model or arguments that vLLM does not take,
         UnsupportedVersion, SamplerError when it does not start.
@@ -118,13 +128,11 @@ class VllmSampler(LoopSampler):
             sleeps=sleeps,
         )
         sampler = cls(skeleton, size)
-        return await sampler._opened(sampler._open(dict(engine_args or {})))
+        return await sampler._opened(sampler._open(dict(engine_args or {}), gpus))
 
-    async def _open(self, engine_args: dict[str, Any]) -> None:
-        check_gpu()
+    async def _open(self, engine_args: dict[str, Any], gpus: int) -> None:
+        check_gpu(gpus)
         from vllm import AsyncEngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
 
         gpu = on_gpu()
         for name, value in ({} if gpu else _ON_CPU).items():
@@ -138,22 +146,29 @@ class VllmSampler(LoopSampler):
                 "engine_args", engine_args, f"are not all engine arguments of vLLM ({error})", "Correct their names."
             ) from error
         try:
-            # vLLM's figures for throughput: 8,192 batched tokens or more on a GPU, where its default is 2,048.
-            context = UsageContext.LLM_CLASS if gpu else UsageContext.ENGINE_CONTEXT
-            self._llm = AsyncLLM.from_engine_args(arguments, usage_context=context)
-            self.max_model_len = self._llm.model_config.max_model_len
-            await self._generate([1], 1, SamplingParams(max_tokens=1), BASE, None)  # compiles kernels
-            if self._skeleton.token_ids < self._skeleton.logits:
-                await self._ask("cotune_mask_padding", self._skeleton.token_ids)
-            self._folders.adopt(await asyncio.to_thread(left_in_shared_memory))
-            if self._full:
-                from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-                await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+            with reported_start(gpu):
+                await self._start_engine(arguments, gpu)
         except Exception as error:
             raise SamplerError(f"vLLM did not start: {error_line(error)}.", "Read vLLM's log above.") from error
         kind = "the full weights of one policy" if self._full else f"up to {self._slots} adapters of rank {self._rank}"
         log.info("vLLM serves %s, %s.", self._skeleton.folder, kind)
+
+    async def _start_engine(self, arguments: Any, gpu: bool) -> None:
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        # vLLM's figures for throughput: 8,192 batched tokens or more on a GPU, where its default is 2,048.
+        context = UsageContext.LLM_CLASS if gpu else UsageContext.ENGINE_CONTEXT
+        self._llm = AsyncLLM.from_engine_args(arguments, usage_context=context)
+        self.max_model_len = self._llm.model_config.max_model_len
+        await self._generate([1], 1, SamplingParams(max_tokens=1), BASE, None)  # compiles kernels
+        if self._skeleton.token_ids < self._skeleton.logits:
+            await self._ask("cotune_mask_padding", self._skeleton.token_ids)
+        self._folders.adopt(await asyncio.to_thread(left_in_shared_memory))
+        if self._full:
+            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
 
     async def _generate(
         self, prompt: Sequence[int], n: int, params: SamplingParams, policy: PolicyRef, target: Any
@@ -218,7 +233,10 @@ class VllmSampler(LoopSampler):
         request = LoRARequest(name, number, str(folder))
         try:
             await self._llm.add_lora(request)
-            return Version(policy, _same(await self._ask("cotune_adapter", number, str(folder))), request)
+            version = Version(policy, _same(await self._ask("cotune_adapter", number, str(folder))), request)
+            if self._size.sleeps:
+                self._published_slots[number] = await self._ask("cotune_slot", number)
+            return version
         except Exception as error:
             self._folders.remove(name)
             failed = self._failed(error)
@@ -296,17 +314,38 @@ class VllmSampler(LoopSampler):
             if on_gpu():
                 await self._llm.wake_up(tags=["weights"])
             digest = await self._digest()
-            if digest == self._asleep and on_gpu():
-                await self._llm.wake_up(tags=["kv_cache"])
-            elif digest == self._asleep:
-                await self._llm.resume_generation()
+            changed = [str(version.policy) for version in self._versions.all() if await self._changed_slot(version)]
+            if digest == self._asleep and not changed:
+                if on_gpu():
+                    await self._llm.wake_up(tags=["kv_cache"])
+                else:
+                    await self._llm.resume_generation()
         except Exception as error:
             raise self._failed(error) from error
         if digest != self._asleep:
-            lost = SamplerError(f"The engine woke with other weights: {digest} instead of {self._asleep}.", _REOPEN)
-            self._fail(lost)
-            raise lost
-        self._asleep = None
+            fault = f"other weights: {digest} instead of {self._asleep}"
+        elif changed:
+            fault = f"other values in the adapters {', '.join(changed)} than were published"
+        else:
+            self._asleep = None
+            return
+        lost = SamplerError(f"The engine woke with {fault}.", _REOPEN)
+        self._fail(lost)
+        raise lost
+
+    async def _changed_slot(self, version: Version) -> bool:
+        """Whether an adapter has other values on the device than when it was published."""
+        if version.target is None:
+            return False
+        number = version.target.lora_int_id
+        published = self._published_slots[number]
+        if UNKNOWN in published and not self._warned_of_slots:
+            self._warned_of_slots = True
+            log.warning(
+                "This version of vLLM does not show the adapters that its kernels read: cotune cannot check them after "
+                "the engine wakes. The probe after each publication still compares log-probabilities."
+            )
+        return published != await self._ask("cotune_slot", number)
 
     async def _digest(self) -> str:
         """Of the weights of all workers, of which each has its own part where they compute together."""
@@ -322,6 +361,7 @@ class VllmSampler(LoopSampler):
     async def _unload(self, version: Version) -> None:
         if version.target is not None:
             await self._llm.remove_lora(version.target.lora_int_id)
+            self._published_slots.pop(version.target.lora_int_id, None)
             self._folders.remove(version.target.lora_name)
 
     async def _ask(self, method: str, *arguments: Any) -> list[str]:
@@ -341,6 +381,27 @@ class VllmSampler(LoopSampler):
             self._fail(gone)
             return gone
         return SamplerError(f"vLLM failed: {error_line(error)}.", "Read vLLM's log.")
+
+
+@contextlib.contextmanager
+def reported_start(gpu: bool) -> Iterator[None]:
+    """Log every `START_REPORT_SECONDS` that vLLM is still starting: it says nothing itself while it compiles."""
+    started, over = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        work = "loads weights, compiles and captures graphs" if gpu else "loads weights and compiles"
+        while not over.wait(START_REPORT_SECONDS):
+            seconds = time.monotonic() - started
+            log.warning("vLLM is starting: %.0f s so far. It %s, which can take minutes.", seconds, work)
+
+    # A thread, as vLLM blocks the event loop while it starts.
+    thread = threading.Thread(target=report, name="cotune-vllm-start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _same(answers: Sequence[str]) -> str:

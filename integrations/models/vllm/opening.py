@@ -22,6 +22,7 @@ async def open_engine(config: EngineConfig) -> VllmSampler:
         max_lora_rank=config.max_lora_rank,
         sequences=config.sequences,
         sleeps=config.sleeps,
+        gpus=config.gpus,
         engine_args={**parallel, **shared, **config.arguments},
     )
 

@@ -24,6 +24,7 @@ from vllm.lora.peft_helper import PEFTHelper
 
 from cotune.integrations.models.vllm.adapters import read_weights
 from cotune.integrations.models.vllm.arguments import BACKEND
+from cotune.integrations.models.vllm.slots import slot_digest
 from cotune.sampling.protocol import fingerprint
 
 
@@ -68,6 +69,10 @@ class CotuneWorker:
 
         model.compute_logits = compute_masked
         return str(token_ids)
+
+    def cotune_slot(self, lora_id: int) -> str:
+        """Digest of the values that an adapter has in its slot on the device; see `slot_digest`."""
+        return slot_digest(self.model_runner.lora_manager._adapter_manager, lora_id)
 
     def cotune_model(self) -> str:
         """Digest of the model's weights and buffers, computed where they are; adapters aside.

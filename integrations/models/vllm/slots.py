@@ -1,0 +1,39 @@
+"""Which values an adapter has in vLLM's slots: the buffers on the device that its kernels read."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MISSING = "missing"
+"""The digest of an adapter that is in no slot."""
+UNKNOWN = "unknown"
+"""The digest where this version of vLLM keeps its slots in another form."""
+
+
+def slot_digest(manager: Any, lora_id: int) -> str:
+    """Digest of the slot of an adapter in vLLM's `LoRAModelManager`, computed on the device."""
+    if lora_id not in manager.lora_index_to_id:
+        return MISSING
+    slot = manager.lora_index_to_id.index(lora_id)
+    digest, tensors = hashlib.sha256(), 0
+    for name, values in _slot_tensors(manager, slot):
+        if values.numel():
+            digest.update(f"{name}{tuple(values.shape)}{torch.hash_tensor(values).item()}".encode())
+            tensors += 1
+    return digest.hexdigest() if tensors else UNKNOWN
+
+
+def _slot_tensors(manager: Any, slot: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one slot. A layer has them in attributes such as `lora_a_stacked`, by slot."""
+    for name, layer in sorted(manager.modules.items()):
+        for attribute, stacked in sorted(vars(layer).items()):
+            if not attribute.endswith("_stacked") or not isinstance(stacked, tuple | list):
+                continue
+            for number, tensor in enumerate(stacked):
+                if isinstance(tensor, Tensor) and len(tensor) > slot:
+                    yield f"{name}.{attribute}.{number}", tensor[slot]
