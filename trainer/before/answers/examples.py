@@ -98,14 +98,15 @@ def schema_of(example: Any) -> Any:
 def shown_form(prompt: str) -> str | None:
     """A text in the form that a prompt shows: labels, tags, a fenced block, a quoted example, Markdown; else None."""
     parts = [example for _, example in QUOTED_EXAMPLE.findall(prompt)]
-    labels = re.findall(r"^[ \t*#-]*([A-Z][\w ]{0,30}?)\**: *([\[<{(][^\n]*)", prompt, re.M)
+    labels = re.findall(r"^[ \t*#-]*([A-Z][\w ]{0,30}?)\**: *(?!.*</)([\[<{(][^\n]*)", prompt, re.M)
     labels += re.findall(r"['\"`]([A-Z][\w ]{0,30}): *([A-Z]|\d+|\.{3}|[\[<{(][^'\"`\n]*)['\"`]", prompt)
+    labels += re.findall(r"['\"`]([A-Z][\w ]{0,30}): ?['\"`]( [^\n.]{0,60})", prompt)
     for label, placeholder in dict.fromkeys(labels):
         parts.append(f"{label}: {filled(label, placeholder)}")
     for tag in dict.fromkeys(re.findall(r"<(\w+)>", prompt)):
-        content = re.search(rf"<{tag}>(.*?)</{tag}>", prompt, re.S)
-        if content or re.search(rf"<{tag}> tags?\b", prompt):
-            parts.append(f"<{tag}>{filled(tag, content[1] if content else '')}</{tag}>")
+        contents = re.findall(rf"<{tag}>(.*?)</{tag}>", prompt, re.S)
+        if contents or re.search(rf"<{tag}> tags?\b", prompt):
+            parts.append(f"<{tag}>{filled(tag, contents[-1] if contents else '')}</{tag}>")
     if fence := re.search(r"```(\w*)", prompt):
         code = typical_texts(fence[1]) or ["print(1)"]
         parts.append(f"```{fence[1]}\n{code[0]}\n```")
@@ -123,4 +124,5 @@ def filled(label: str, placeholder: str) -> str:
         return options[0]
     if re.search(r"number|int|float|score|rating|^[NX\d]", placeholder, re.I):
         return "1"
-    return (typical_texts(label) or ["a"])[0]
+    # An example stands as it is, with the tags in it.
+    return placeholder if re.match(r"\w", placeholder) or "</" in placeholder else (typical_texts(label) or ["a"])[0]

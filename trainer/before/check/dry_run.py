@@ -77,9 +77,9 @@ def check(
     prompts = read_prompts(config.prompts) if config.prompts else None
     with tempfile.TemporaryDirectory() as folder, open_store(f"{folder}/records.db") as store, watched() as watch:
         # 1. Everything that can be wrong before the application runs.
+        all_tasks = as_tasks(tasks)
         say("loading the application ...")
         flow = workflow_of(workflow).named_by(config.roles_by)
-        all_tasks = as_tasks(tasks)
         plan, recipes, why = config.resolve_plan(list(flow.scorers), flow.name)
         check_curriculum(config.curriculum, plan, all_tasks)
         check_refill(config, plan, recipes.every, flow)

@@ -639,6 +639,19 @@ def test_the_command_tells_by_its_status(
     assert "plan.kind = 'tree'" in capsys.readouterr().err
 
 
+def test_tasks_are_read_before_the_application_changes_the_folder(
+    provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "tasks.jsonl").write_text("1\n")
+    (tmp_path / "moves_away.py").write_text(
+        "import os, cotune\nos.chdir('elsewhere')\n@cotune.workflow\nasync def solve(task): return 1.0\n"
+    )
+    assert main(["check", "moves_away.py:solve", "--tasks", "tasks.jsonl"]) == 1
+    assert "made no LLM call that cotune can see" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_removed_flag_names_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check", "app:solve", "--tasks", "tasks.jsonl", "--answer", "yes"])

@@ -315,6 +315,32 @@ def grades_by_a_label() -> Any:
     return solve
 
 
+def grades_by_a_quoted_label() -> Any:
+    """Its prompt quotes how an answer begins, and says what follows."""
+    form = "Start with 'Score: ' followed by the numeric score, then explain."
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("grader"):
+            text = (await chat(one["question"], form)).content
+        return float(re.search(r"Score:\s*(\d+)", text).group(1))  # type: ignore[union-attr]
+
+    return solve
+
+
+def plays_by_an_example() -> Any:
+    """Its prompt shows a form with a placeholder, and then an example in tags."""
+    form = "Respond with this format: <move>{your move}</move>. For example, <move>e2e4</move>."
+
+    @cotune.workflow
+    async def solve(one: Any) -> float:
+        with cotune.role("player"):
+            text = (await chat(one["question"], form)).content
+        return {"e2e4": 1.0, "d2d4": 0.0}[text[text.find("<move>") + 6 : text.find("</move>")]]
+
+    return solve
+
+
 def hands_over() -> Any:
     """A second agent begins with what the first has called, under an id that each run draws anew."""
     tools: Any = [{"type": "function", "function": {"name": "transfer", "parameters": {"type": "object"}}}]
@@ -494,6 +520,8 @@ ROWS = {
         [("undecided", "no attribute 'group'")],
     ),
     "swallows_its_mistake": Row(swallows_its_mistake, set(), NOT, [("blocks", "application swallows")]),
+    "grades_by_a_quoted_label": Row(grades_by_a_quoted_label, {"grader"}),
+    "plays_by_an_example": Row(plays_by_an_example, {"player"}),
     "grades_by_a_label": Row(grades_by_a_label, {"grader"}, never=["--no-tools"]),
     "reacts": Row(reacts, {"solver"}),
     "writes_code": Row(writes_code, {"coder"}),
