@@ -16,9 +16,6 @@ from cotune.trainer.before.answers.prompts import answer_words, names_in, own_te
 from cotune.trainer.before.answers.responder import Message
 from cotune.trainer.before.answers.values import NEXT_AGENT, Draw, draw_value
 
-MOST_RANDOM_CALLS = 2
-"""Most calls of one tool by one role in a run that draws its tools at random."""
-
 
 class DrawnAnswers:
     """The answers of run number `run`. The run decides about tools:
@@ -26,7 +23,7 @@ class DrawnAnswers:
     run 0        each tool once, then text; a tool that delegates once for each name that it knows
     run 1        no tool, unless the request demands one
     run 2        as run 0, in reverse order
-    later runs   at random
+    later runs   at random, each tool at most twice
 
     The same run draws the same answers again, in whichever order roles call.
     """
@@ -78,7 +75,7 @@ class DrawnAnswers:
 
     def may_call(self, call: LiveCall, function: Mapping[str, Any]) -> bool:
         """Whether the role has not called the tool as often yet as it does in this run."""
-        most = MOST_RANDOM_CALLS if self.run > 2 else 1
+        most = 2 if self.run > 2 else 1
         return self.counts[call.episode.id, call.role, function["name"]] < max(most, len(delegates(call, function)))
 
 

@@ -65,9 +65,9 @@ def check(
     """Run the first `limit` tasks three to eight times each, and report what training would see.
 
     `workflow`, `tasks`, `config` and `settings` are those of `train`; `model` is the model to be trained, whose
-    tokenizer counts the prompts' tokens. Answers are drawn, unless `answers` names who answers: a small model (folder
-    or Hugging Face id), "provider" for the application's own, or "records:ADDRESS". Without `call_tools` drawn answers
-    call no tool. `calls` and `timeout` (seconds) bound a run, `say` is called before each. Raises ConfigError.
+    tokenizer counts the prompts' tokens. Answers are drawn, unless `answers` names a small model, "provider" for the
+    application's own, or "records:ADDRESS". Without `call_tools` drawn answers call no tool. `calls` and `timeout`
+    (seconds) bound a run, `say` is called before each. Raises ConfigError.
     """
     for name, value in (("limit", limit), ("calls", calls), ("timeout", timeout)):
         if value <= 0:
@@ -135,8 +135,9 @@ def check(
         findings += [Finding("warns", "tool_format", text) for text in config.one_format]
         decided = answers == PROVIDER or any(finding.level in ("blocks", "undecided") for finding in findings)
         if not groups and not decided:
-            text = "the plan would form no group: nothing would be trained."
-            findings.append(Finding("blocks", "groups", text, "See the candidates left out above."))
+            findings.append(
+                Finding("blocks", "groups", "no group is formed: nothing would be trained.", "See `left out`.")
+            )
         if flow.episode_judge is not None:
             findings.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
         findings += [*own.role_findings(roles, idle, flow.name), *shared.scorer_findings(flow, seen, rare)]
