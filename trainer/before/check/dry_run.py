@@ -135,9 +135,7 @@ def check(
         findings += [Finding("warns", "tool_format", text) for text in config.one_format]
         decided = answers == PROVIDER or any(finding.level in ("blocks", "undecided") for finding in findings)
         if not groups and not decided:
-            findings.append(
-                Finding("blocks", "groups", "no group is formed: nothing would be trained.", "See `left out`.")
-            )
+            findings.append(Finding("blocks", "groups", "the plan would form no group: see what is left out."))
         if flow.episode_judge is not None:
             findings.append(Finding("note", "judge", "it was not asked: a dry run makes its outcomes up."))
         findings += [*own.role_findings(roles, idle, flow.name), *shared.scorer_findings(flow, seen, rare)]
