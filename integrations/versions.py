@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +26,10 @@ SUPPORTED: dict[str, tuple[str, str]] = {
 
 _RUNS = ("vllm", "ray")
 """What cotune runs on; the others it records."""
+
+
+_version_once = functools.cache(version)
+"""Reads a distribution's metadata once, which takes 5 to 15 ms: a process may start many runs."""
 
 
 class UnsupportedVersion(CotuneError):
@@ -59,7 +64,7 @@ def installed(distributions: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in distributions:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
+            found[name] = _version_once(name)
     return found
 
 
