@@ -60,11 +60,11 @@ def test_flat_groups_are_replaced_and_all_that_is_drawn_is_counted(trainer):
 
 def test_without_a_budget_a_run_is_as_it_was(trainer):
     app = application(graded)
-    trainer(app, GRADED, to="plain", steps=4, **SETTINGS)
-    trainer(app, MIXED, to="unneeded", steps=4, refill={"budget": 1.0, "groups": 1}, **SETTINGS)
-    trainer(app, MIXED, to="mixed", steps=4, **SETTINGS)
+    trainer(app, GRADED, to="plain", steps=2, **SETTINGS)
+    trainer(app, MIXED, to="unneeded", steps=2, refill={"budget": 1.0, "groups": 1}, **SETTINGS)
+    trainer(app, MIXED, to="mixed", steps=2, **SETTINGS)
     assert all(line["refill"] == {} for line in trainer.metrics("plain"))
-    assert [line["refill"]["tasks"] for line in trainer.metrics("unneeded")] == [0] * 4
+    assert [line["refill"]["tasks"] for line in trainer.metrics("unneeded")] == [0] * 2
     assert weights_of(trainer, "unneeded") == weights_of(trainer, "mixed"), "a refill that draws nothing"
 
 
@@ -83,7 +83,7 @@ def test_tasks_that_nobody_solves_cost_the_budget_and_no_more_and_it_is_said(tra
 @pytest.mark.parametrize("draw", ["tasks", pytest.param("again", marks=pytest.mark.long)])
 def test_a_run_that_is_stopped_in_a_refill_ends_like_one_without_a_stop(trainer, draw):
     settings = {**SETTINGS, "refill": {"budget": 2.0, "draw": draw}}
-    trainer(application(graded), GRADED, to="whole", steps=4, **settings)
+    trainer(application(graded), GRADED, to="whole", steps=2, **settings)
     stop, begun = StopsOnce(signal.SIGINT), 0
 
     async def stopping(task):
@@ -93,7 +93,7 @@ def test_a_run_that_is_stopped_in_a_refill_ends_like_one_without_a_stop(trainer,
             stop()
         return await graded(task)
 
-    assert not trainer(application(stopping), GRADED, to="stopped", steps=4, **settings).finished
+    assert not trainer(application(stopping), GRADED, to="stopped", steps=2, **settings).finished
     trainer.resume(application(graded), GRADED, to="stopped")
     assert drawn_in(trainer, "whole") == drawn_in(trainer, "stopped")
     assert state_of(trainer, "whole").tasks == state_of(trainer, "stopped").tasks
