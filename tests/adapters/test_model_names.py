@@ -158,7 +158,7 @@ def test_a_policy_name_outside_ascii_is_escaped_in_the_header() -> None:
         assert answered(endpoint, NAME) == "pr%C3%BCfer@8"
 
 
-def test_an_export_says_who_answers(policies: list[TrainedPolicy], tmp_path: Path) -> None:
+def test_an_export_says_who_answers(in_thread: None, policies: list[TrainedPolicy], tmp_path: Path) -> None:
     """Through the public path: written, opened with its engine, and asked."""
     write_export(tmp_path / "out", policies[:1], models={"planner": (NAME,), "critic": ("gpt-4o",)})
     assert read_manifest(tmp_path / "out").models == {"planner": (NAME,), "critic": ("gpt-4o",)}

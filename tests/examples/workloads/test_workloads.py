@@ -6,9 +6,9 @@ A workload joins by a line in `WORKLOADS`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -111,7 +111,20 @@ WORKLOADS = (
 )
 
 
-@pytest.fixture(scope="module", params=WORKLOADS, ids=lambda workload: f"{workload.name}-{workload.flow}")
+ONE_FOR_EACH_RECIPE = [
+    workload
+    if workload.flow == "debate" or workload.name == "search"
+    else pytest.param(workload, marks=pytest.mark.long)
+    for workload in WORKLOADS
+]
+"""A workload for each recipe of independent episodes; `make test-long` repeats these tests with the others."""
+
+
+def name_of(workload: Workload) -> str:
+    return f"{workload.name}-{workload.flow}"
+
+
+@pytest.fixture(scope="module", params=WORKLOADS, ids=name_of)
 def workload(request: pytest.FixtureRequest) -> Workload:
     return request.param
 
@@ -191,22 +204,34 @@ def test_it_has_the_shape_of_a_workload(workload: Workload) -> None:
             check_knows_nothing_of_cotune(path)
 
 
+@contextlib.contextmanager
+def imported_again(prefix: str) -> Iterator[None]:
+    """Within, modules whose names begin so are imported anew: an application's client reads its address then."""
+    before = {name: module for name, module in sys.modules.items() if name.startswith(prefix)}
+    for name in before:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.startswith(prefix)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
 def test_it_runs_alone_and_under_trace_against_what_cotune_serves(workload: Workload, base: Path, tasks: Path) -> None:
     alone = [sys.executable, "-m", f"examples.workloads.{workload.name}.app", "--tasks", "2"]
     alone += [] if workload.flow == "solve" else ["--game", workload.flow]
     out = base.parent / "traced"
-    traced = [sys.executable, "-m", "cotune", "trace", workload.workflow, "--tasks", str(tasks), "--out", str(out)]
-    with serving(base, names=workload.roles) as endpoint:
-        environment = {**os.environ, "OPENAI_BASE_URL": endpoint.url, "OPENAI_API_KEY": "none"}
-        started = [
-            subprocess.Popen(
-                words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            for words in (alone, traced)
-        ]
-        said = [process.communicate(timeout=240) for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    assert re.search(r"\d+ of 2 [a-z ]+\n$", said[0][0]), said[0]
+    traced = ["trace", workload.workflow, "--tasks", str(tasks), "--out", str(out)]
+    with pytest.MonkeyPatch.context() as patch, serving(base, names=workload.roles) as endpoint:
+        patch.setenv("OPENAI_BASE_URL", endpoint.url)
+        patch.setenv("OPENAI_API_KEY", "none")
+        process = subprocess.Popen(alone, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        with imported_again("examples."):
+            traced_status = main(traced)
+        said, errors = process.communicate(timeout=240)
+    assert (process.returncode, traced_status) == (0, 0), errors
+    assert re.search(r"\d+ of 2 [a-z ]+\n$", said), said
     assert roles_recorded(out) == set(workload.roles)
 
 
@@ -224,10 +249,12 @@ def test_it_trains_by_its_settings_with_a_tree_of_candidates(workload: Workload,
     check_trained(run, workload)
 
 
+@pytest.mark.parametrize("workload", ONE_FOR_EACH_RECIPE, ids=name_of, indirect=True)
 def test_it_trains_on_independent_episodes(workload: Workload, base: Path, tasks: Path, no_provider: None) -> None:
     check_trained(trained(workload, base, tasks, "independent", "--recipe", workload.recipe), workload)
 
 
+@pytest.mark.parametrize("workload", ONE_FOR_EACH_RECIPE, ids=name_of, indirect=True)
 def test_it_is_evaluated_and_exported(workload: Workload, run: Path, tasks: Path, no_provider: None) -> None:
     out, exported = run.parent / "eval", run.parent / "export"
     words = ["eval", workload.workflow, "--run", str(run), "--tasks", str(tasks), "--modes", "base,trained"]
@@ -257,7 +284,14 @@ def test_what_is_compared_has_a_base_model_a_single_agent_and_settings_for_them(
         assert len(trainings.tasks(3, 900, **kind.opponent)) == 3
 
 
-@pytest.mark.parametrize("name", ["sudoku", "maths", "code", "pictures"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sudoku",
+        "pictures",
+        *(pytest.param(name, marks=[pytest.mark.long, pytest.mark.timeout(600)]) for name in ("maths", "code")),
+    ],
+)
 def test_a_single_agent_is_trained_from_the_base_model_of_a_workload(
     name: str, tmp_path: Path, no_provider: None
 ) -> None:
