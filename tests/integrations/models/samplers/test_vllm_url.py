@@ -135,6 +135,7 @@ def test_a_run_trains_adapters_on_a_server_and_leaves_it_as_it_was(
         run(contract_model, vllm_url, tmp_path / "wide", policies="lora", lora={"rank": 16})
 
 
+@pytest.mark.long
 def test_each_base_of_a_team_is_sampled_by_the_server_that_has_it(
     contract_model: Path, vllm_url: str, tmp_path: Path
 ) -> None:
