@@ -21,7 +21,6 @@ from cotune.integrations.models.folder.folder import loading, loading_weights, r
 from cotune.integrations.models.folder.kinds import auto_class, end_ids, sees_images
 from cotune.integrations.models.folder.meta_model import check_finite, check_full
 from cotune.integrations.models.folder.vision import ImageInputs
-from cotune.integrations.models.gpus import warn_of_unused_gpus
 from cotune.integrations.models.memory import machine_memory
 from cotune.integrations.models.served_versions import Version, Versions
 from cotune.integrations.models.transformers.batch import BASE, Batch
@@ -336,8 +335,6 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
     if isinstance(model, str):
         disable_progress_bar()
         device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if source.device is None:
-            warn_of_unused_gpus()
         with reading(source.model):
             packed = rounds_products(source.dtype, device)
             usual = "float32" if packed or device == "cpu" else "bfloat16"

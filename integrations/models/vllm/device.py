@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from cotune.errors import ConfigError
-from cotune.integrations.models.gpus import warn_of_unused_gpus
 
 SETTING = "cluster.gpus_per_engine"
 
@@ -33,5 +32,3 @@ def check_gpu(gpus: int = 0) -> None:
     if current_platform.is_cpu() and gpus:
         remedy = "Install vllm's build for GPUs (pip install 'cotune[vllm]'), or set it to 0."
         raise ConfigError(SETTING, gpus, "asks for GPUs, and the installed vLLM was built for the CPU", remedy)
-    if current_platform.is_cpu():
-        warn_of_unused_gpus()

@@ -1,11 +1,10 @@
-"""Without vLLM: GPUs that are missing or idle, the report of a long start, and adapters after a sleep."""
+"""Without vLLM: GPUs that are missing or would be idle, the report of a long start, and adapters after a sleep."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from cotune.errors import ConfigError, SamplerError
-from cotune.integrations.models.gpus import unused_gpus
 from cotune.integrations.models.served_versions import Version
 from cotune.integrations.models.vllm import engine as vllm_engine
 from cotune.integrations.models.vllm.arguments import EngineSize
@@ -43,20 +41,6 @@ def test_gpus_that_a_vllm_for_the_cpu_would_leave_idle_are_refused(monkeypatch: 
     with pytest.raises(ConfigError, match=r"gpus_per_engine = 2 asks for GPUs, and the installed vLLM was built for"):
         check_gpu(2)
     check_gpu(0)
-
-
-def test_a_gpu_of_the_driver_that_torch_cannot_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert unused_gpus(tmp_path / "none") == []
-    (tmp_path / "0000:01:00.0").mkdir()
-    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t NVIDIA H100\nIRQ:   \t 11\n")
-    assert unused_gpus(tmp_path) == ["NVIDIA H100"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as Ray sets it for an actor without GPUs
-    assert unused_gpus(tmp_path) == []
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert unused_gpus(tmp_path) == []
 
 
 def test_the_seconds_of_a_long_start_are_logged(
