@@ -68,6 +68,10 @@ def check(
     tokenizer counts the prompts' tokens. Answers are drawn, unless `answers` names a small model, "provider" for the
     application's own, or "records:ADDRESS". Without `call_tools` drawn answers call no tool. `calls` and `timeout`
     (seconds) bound a run, `say` is called before each. Raises ConfigError.
+
+    ```python
+    report = cotune.check(solve, "tasks.jsonl", plan={"k": 8})
+    ```
     """
     for name, value in (("limit", limit), ("calls", calls), ("timeout", timeout)):
         if value <= 0:
