@@ -77,6 +77,6 @@ class _WideLinear(nn.Linear):
 
 def widen_logits(model: nn.Module) -> None:
     """Let a model of lower precision that is not trained give its logits in float32."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     if type(head) is nn.Linear and head.weight.dtype != torch.float32:
         head.__class__ = _WideLinear
