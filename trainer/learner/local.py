@@ -110,8 +110,13 @@ class LocalLearner:
 
     def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
         """Raises GroupError for unusable rows, LearnerError for one that does not fit into memory."""
+        self._check_rows(policy, rows)
+        self._passes[policy].check(rows)
+
+    def _check_rows(self, policy: str, rows: Sequence[TrainRow]) -> None:
+        """Refuse unusable rows before any of them is computed: all ranks have all rows here, and refuse the same."""
         check_rows(rows)
-        self._passes[self._model(policy).spec.name].check(rows)
+        self._model(policy).logprob_model.sampled_distribution.check(rows)
 
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
         """Train one policy. Raises as `check`, and LearnerError where nothing is trained.
@@ -215,7 +220,7 @@ class LocalLearner:
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         with self._lock:
-            check_rows(rows)
+            self._check_rows(policy, rows)
             model = self._model(policy)
             found = self._passes[policy].fitting(lambda: self._logprobs(model, rows, [range(len(rows))]), lambda: None)
             return [part.numpy() for part in found.cpu().split(lengths_of(rows))]
@@ -228,7 +233,7 @@ class LocalLearner:
         """[tokens of the row, hidden] by the row's number: the last hidden states that predict its response, on the
         CPU. Of several ranks each has a part of the rows. Raises LearnerError for a row that fits into no memory."""
         with self._lock:
-            check_rows(rows)
+            self._check_rows(policy, rows)
             self._passes[policy].check(rows)
             model, every = self._model(policy), [range(len(rows))]
             parts = partial(self._computed, model, rows, every, lambda part: model.states(part).cpu())

@@ -115,7 +115,6 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
         rows = rows or [FILLER]
         distribution = self.sampled_distribution
-        distribution.check(rows)
         head = self.network.get_output_embeddings()
         device = head.weight.device
         targets = np.concatenate([np.asarray(row.response_ids, np.int64) for row in rows])  # [tokens]
