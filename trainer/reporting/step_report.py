@@ -125,11 +125,7 @@ class RolloutReport(StepReport):
                 *_rounded_away(updates),
                 *([NO_SIGNAL] if idle else []),
                 *([NO_FEEDBACK.format(policies=", ".join(hintless))] if hintless else []),
-                *(
-                    [f"{NO_OUTCOME} {GIVE_OUTCOMES.format(name=run.workflow.name)}."]
-                    if misses_outcomes(run, batch)
-                    else []
-                ),
+                *_outcome_notes(run, batch),
                 *_refill_notes(rolled),
                 *(SILENT.format(role=role) for role, steps in silent.items() if steps >= SILENT_STEPS),
             ),
@@ -167,6 +163,12 @@ def _without_hints(run: RolloutRun, batch: Batch, unmoved: Mapping[str, str]) ->
     if not batch.left_out["no_hint"]:
         return []
     return [name for name, why in unmoved.items() if why == "no sample" and run.recipes.of(name).loss.teacher_sees]
+
+
+def _outcome_notes(run: RolloutRun, batch: Batch) -> list[str]:
+    if not misses_outcomes(run, batch):
+        return []
+    return [f"{NO_OUTCOME} {GIVE_OUTCOMES.format(name=run.workflow.name)}."]
 
 
 def _refill_notes(rolled: RolledOut) -> list[str]:

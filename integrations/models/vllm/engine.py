@@ -99,7 +99,6 @@ class VllmSampler(LoopSampler):
         max_lora_rank: int = 16,
         sequences: int = 0,
         sleeps: bool = False,
-        gpus: int = 0,
         engine_args: Mapping[str, Any] | None = None,
     ) -> VllmSampler:
         """Start an engine on a model folder or hub id and wait until it serves.
@@ -108,7 +107,6 @@ class VllmSampler(LoopSampler):
         `staleness` steps apart need, of up to `max_lora_rank`; or one version of one policy's full weights ("full").
         `sequences` is how many candidates the run asks for at once, 0 if that is not known. With `sleeps` it can
         `sleep` and `wake`, for a learner on the same GPU; on a CPU, where there is no memory to give, it only pauses.
-        `gpus` is how many GPUs were asked for: a vLLM that was built for the CPU is refused if there are any.
         `engine_args` are vLLM's own (`tensor_parallel_size`, `gpu_memory_utilization`, `max_model_len`, ...) and
         replace those that cotune sets. Raises ConfigError for a model or arguments that vLLM does not take,
         UnsupportedVersion, SamplerError when it does not start.
@@ -128,10 +126,10 @@ class VllmSampler(LoopSampler):
             sleeps=sleeps,
         )
         sampler = cls(skeleton, size)
-        return await sampler._opened(sampler._open(dict(engine_args or {}), gpus))
+        return await sampler._opened(sampler._open(dict(engine_args or {})))
 
-    async def _open(self, engine_args: dict[str, Any], gpus: int) -> None:
-        check_gpu(gpus)
+    async def _open(self, engine_args: dict[str, Any]) -> None:
+        check_gpu()
         from vllm import AsyncEngineArgs
 
         gpu = on_gpu()

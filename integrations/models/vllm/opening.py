@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cotune.integrations.models.engines import EngineConfig
-from cotune.integrations.models.vllm.engine import VllmSampler
+from cotune.integrations.models.vllm.device import check_gpu
+from cotune.integrations.models.vllm.engine import VllmSampler, prepare
 from cotune.integrations.models.vllm.http import VllmHttpSampler
 
 SHARED = 0.5
@@ -12,6 +13,8 @@ SHARED = 0.5
 
 async def open_engine(config: EngineConfig) -> VllmSampler:
     """An engine of this process's machine; see `VllmSampler.open`."""
+    prepare()
+    check_gpu(config.gpus)
     parallel = {"tensor_parallel_size": config.gpus} if config.gpus > 1 else {}
     shared = {"gpu_memory_utilization": SHARED} if config.sleeps and config.gpus else {}
     return await VllmSampler.open(
@@ -22,7 +25,6 @@ async def open_engine(config: EngineConfig) -> VllmSampler:
         max_lora_rank=config.max_lora_rank,
         sequences=config.sequences,
         sleeps=config.sleeps,
-        gpus=config.gpus,
         engine_args={**parallel, **shared, **config.arguments},
     )
 

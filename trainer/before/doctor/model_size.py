@@ -99,8 +99,6 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str, joined: bool = False
             (few, small), (many, large) = ((tokens, _kept(network, tokens, cast)) for tokens in (16, 48))
             each = (large - small) / (many - few)
             found[on] = each, small - few * each
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head = network.get_output_embeddings().weight
     return ModelSize(
         parameters=parameters,
@@ -110,13 +108,20 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str, joined: bool = False
         adapter=adapter,
         vocabulary=text.vocab_size,
         layers=text.num_hidden_layers,
-        cache_values=2 * text.num_hidden_layers * groups * width,
+        cache_values=_cache_values(text),
         token_bytes=found[False][0],
         pass_bytes=max(found[False][1], 0.0),
         checkpointed_bytes=found[True][0],
         sees=sees_images(config),
         image_factor=_image_factor(config.vision_config) if sees_images(config) else 0.0,
     )
+
+
+def _cache_values(text: Any) -> int:
+    """Keys and values that a token leaves in all layers."""
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return int(2 * text.num_hidden_layers * groups * width)
 
 
 def _image_factor(sight: Any) -> float:
