@@ -51,18 +51,18 @@ def blocking(findings: Any) -> list[Finding]:
 @pytest.mark.parametrize(
     ("settings", "gpus", "said"),
     [
-        ({}, (GPU,), True),
-        ({"learner": {"dtype": "bfloat16"}}, (GPU,), False),
+        ({}, (GPU,), False),
+        ({"learner": {"dtype": "float32"}}, (GPU,), True),
         ({"learner": {"device": "cpu"}}, (GPU,), False),
-        ({"cluster": {"gpus_per_learner": 0}}, (GPU,), False),
-        ({"cluster": {"gpus_per_learner": 1}}, (GPU,), True),
+        ({"learner": {"dtype": "float32"}, "cluster": {"gpus_per_learner": 0}}, (GPU,), False),
+        ({"learner": {"dtype": "float32"}, "cluster": {"gpus_per_learner": 1}}, (GPU,), True),
         ({}, (), False),
     ],
 )
 def test_a_learner_in_float32_on_a_gpu_is_told_of_bfloat16(settings: dict[str, Any], gpus: Any, said: bool) -> None:
     machine = msgspec.structs.replace(MACHINE, gpus=gpus)
     found = list(judge_precision(convert({"model": "m", **settings}), machine))
-    assert [(f.about, f.level, 'learner.dtype = "bfloat16"' in f.text) for f in found] == (
+    assert [(f.about, f.level, 'learner.dtype = "auto" is bfloat16' in f.text) for f in found] == (
         [("precision", "ok", True)] if said else []
     )
 
