@@ -306,7 +306,8 @@ def pass_tokens(size: ModelSize, config: TrainConfig, load: Workload, room: floa
     fits = {kind: room / each for kind, each in per_token.items()}
     asked = settings.micro_batch_tokens
     if asked == "auto":
-        sizes = {kind: auto_tokens(fit, device) for kind, fit in fits.items()}
+        kind_of_device = "cpu" if device == "cpu" else "cuda"
+        sizes = {kind: auto_tokens(fit, kind_of_device) for kind, fit in fits.items()}
     else:
         sizes = {kind: max(LEAST, min(asked, int(fit))) if settings.memory else asked for kind, fit in fits.items()}
     wanted = settings.activation_checkpointing

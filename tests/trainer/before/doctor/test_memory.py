@@ -143,6 +143,12 @@ def test_passes_are_those_that_the_learner_will_make(learner: dict[str, Any], ex
     assert pass_tokens(BILLION, asked(learner={"mini_batch": 50, **learner}), short, 2e9, "cpu") == expected
 
 
+def test_passes_on_a_gpu_are_larger_than_on_a_cpu() -> None:
+    found = {device: pass_tokens(BILLION, asked(), LOAD, 1e12, device) for device in ("cpu", "a GPU of 80 GB")}
+    # A mini-batch of 64 rows has 64,000 tokens, which are cut evenly.
+    assert found == {"cpu": (8000, False), "a GPU of 80 GB": (64_000, False)}
+
+
 @pytest.mark.parametrize("layout", ["lora", "full"])
 def test_what_a_token_keeps_is_what_the_learner_measures(base: str, layout: Any) -> None:
     lora = LoraSpec(rank=4, alpha=8.0)
