@@ -107,6 +107,10 @@ class Reference:
             logits[:, TOKENS:] = -torch.inf  # ids of the padded vocabulary cannot be drawn
         return torch.log_softmax(logits / temperature, -1)
 
+    def prompt_of_long_reply(self, new: int) -> list[int]:
+        """A prompt whose likeliest reply does not end within so many tokens."""
+        return next(prompt for prompt in PROMPTS if END not in self.greedy(None, prompt, new))
+
     def greedy(self, adapter: str | None, prompt: list[int], new: int) -> tuple[int, ...]:
         model = self.base if adapter is None else self.adapters[adapter]
         ids = torch.tensor([prompt])
@@ -363,22 +367,24 @@ def test_max_tokens_is_exact(sampler: Sampler) -> None:
 
 
 @maths
-def test_a_stop_string_ends_a_candidate(sampler: Sampler) -> None:
+def test_a_stop_string_ends_a_candidate(sampler: Sampler, reference: Reference) -> None:
     tokenizer = tiny_models.tokenizer()
-    full = run(sampler.sample(PROMPTS[2], 1, params(temperature=0.0, max_tokens=20), BASE))[0]
+    prompt = reference.prompt_of_long_reply(20)
+    full = run(sampler.sample(prompt, 1, params(temperature=0.0, max_tokens=20), BASE))[0]
     stop = tokenizer.decode(list(full.token_ids[6:9]))
     end = next(i for i in range(1, 21) if stop in tokenizer.decode(list(full.token_ids[:i])))
     how = params(temperature=0.0, max_tokens=20, stop=("never there", stop))
-    answer = run(sampler.sample(PROMPTS[2], 2, how, BASE))
+    answer = run(sampler.sample(prompt, 2, how, BASE))
     assert [(c.token_ids, c.finish_reason) for c in answer] == [(full.token_ids[:end], "stop")] * 2
 
 
-def test_a_stop_token_ends_a_candidate(sampler: Sampler) -> None:
-    full = run(sampler.sample(PROMPTS[2], 1, params(temperature=0.0, max_tokens=20), BASE))[0]
+def test_a_stop_token_ends_a_candidate(sampler: Sampler, reference: Reference) -> None:
+    prompt = reference.prompt_of_long_reply(20)
+    full = run(sampler.sample(prompt, 1, params(temperature=0.0, max_tokens=20), BASE))[0]
     stop = full.token_ids[7]
     end = full.token_ids.index(stop) + 1
     how = params(temperature=0.0, max_tokens=20, stop_token_ids=(stop,))
-    answer = run(sampler.sample(PROMPTS[2], 2, how, BASE))
+    answer = run(sampler.sample(prompt, 2, how, BASE))
     assert [(c.token_ids, c.finish_reason) for c in answer] == [(full.token_ids[:end], "stop")] * 2
 
 
@@ -395,9 +401,7 @@ def test_the_likeliest_token_alone_is_greedy_with_certainty(
 @maths
 def test_top_p_logprobs_are_of_the_truncated_distribution(sampler: Sampler, reference: Reference) -> None:
     answer = run(sampler.sample(PROMPTS[0], 8, params(max_tokens=1, top_p=0.5, seed=1), BASE))
-    ids = torch.tensor([PROMPTS[0]])
-    with torch.inference_mode():
-        p, order = torch.softmax(reference.base(ids).logits[0, -1], -1).sort(descending=True)
+    p, order = reference.distributions(None, PROMPTS[0], (0,), 1.0)[0].exp().sort(descending=True)
     kept = int((p.cumsum(0) < 0.5).sum()) + 1
     expected = dict(zip(order[:kept].tolist(), torch.log(p[:kept] / p[:kept].sum()).tolist(), strict=True))
     for c in answer:
