@@ -45,7 +45,7 @@ def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.integrations import tiny_models
 
     folder = tmp_path_factory.mktemp("contract") / "model"
-    tiny_models.build("qwen3", folder, padding=60)
+    tiny_models.build("qwen3", folder, padding=tiny_models.PADDING)
     return folder
 
 

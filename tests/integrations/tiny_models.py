@@ -126,6 +126,10 @@ def config(architecture: str, vocabulary: int) -> object:
     )
 
 
+PADDING = 60
+"""How many more logits than tokens the model of the samplers' contract has."""
+
+
 def build(architecture: str, folder: Path, seed: int = 0, padding: int = 0) -> PreTrainedModel:
     """Build a model, save it with its tokenizer into `folder`, and return it.
 

@@ -129,14 +129,17 @@ def test_one_line_per_step_without_a_terminal(learned):
         *(f"looking at the application: episode {n} of 3 ..." for n in (1, 2, 3)),
         "loading the weights to train: first, second ...",
     ]
-    assert said[0] == "plan tree (k=8), recipe at_grpo: scorers for first, second"
-    assert [" ".join(line.split()[:3]) for line in said[2:5]] == [
+    assert said[:2] == [
+        "sampler: transformers, the CPU, float32; learner: the CPU, float32",
+        "plan tree (k=8), recipe at_grpo: scorers for first, second",
+    ]
+    assert [" ".join(line.split()[:3]) for line in said[3:6]] == [
         "first learns from",
         "second learns from",
         "the workflow's own",
     ]
-    assert [line.split()[:2] for line in said[5:13]] == [["step", f"{n}/8"] for n in range(1, 9)]
-    assert len(said) == 13
+    assert [line.split()[:2] for line in said[6:14]] == [["step", f"{n}/8"] for n in range(1, 9)]
+    assert len(said) == 14
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from cotune.errors import SyncError
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Completion, SamplerInfo, fingerprint
+from cotune.sampling.protocol import Completion, fingerprint
 from cotune.trainer.publish import PROBE, Probe, prove_publish
 from tests.trainer.tiny_app import application, ask, letters
 
@@ -39,11 +39,8 @@ def test_a_probe_samples_two_tokens_after_thirty_two(trainer, monkeypatch):
 class FarOff:
     """A sampler that is off the trainer's log-probabilities by `gaps`, by how many tokens it is asked for."""
 
-    def __init__(self, gaps: dict[int, float], name: str = "far off") -> None:
-        self.gaps, self.name, self.asked = gaps, name, []
-
-    async def info(self):
-        return SamplerInfo(name=self.name, max_model_len=64)
+    def __init__(self, gaps: dict[int, float]) -> None:
+        self.gaps, self.asked = gaps, []
 
     async def publish(self, policy, weights, lora=None):
         return fingerprint(weights)
@@ -68,11 +65,9 @@ def test_a_longer_probe_decides_where_the_first_is_above_the_bound(longer, fails
     assert sampler.asked == [2, 16]
 
 
-@pytest.mark.parametrize(("name", "names_it"), [("router over 1 vllm-url", True), ("transformers", False)])
-def test_a_server_by_url_is_told_how_to_compute_logits_in_float32(name, names_it):
-    probe = Probe([(1, 2, 3)], lambda rows: [np.zeros(len(row.response_ids)) for row in rows], bound=0.05)
-    work = prove_publish(FarOff({2: 0.2, 16: 0.2}, name), PolicyRef("a", 1), {"w": np.ones(3, np.float32)}, probe=probe)
-    with pytest.raises(SyncError) as raised:
+def test_a_gap_above_the_bound_names_what_helps_on_the_machine():
+    prompts, helps = [(1, 2, 3)], "Compute logits in float32."
+    probe = Probe(prompts, lambda rows: [np.zeros(len(row.response_ids)) for row in rows], 0.05, helps)
+    work = prove_publish(FarOff({2: 0.2, 16: 0.2}), PolicyRef("a", 1), {"w": np.ones(3, np.float32)}, probe=probe)
+    with pytest.raises(SyncError, match=helps):
         asyncio.run(work)
-    assert ("""--hf-overrides '{"head_dtype": "float32"}'""" in str(raised.value)) == names_it
-    assert 'set learner.dtype = "float32"' in str(raised.value)

@@ -25,6 +25,7 @@ from cotune.sampling.protocol import UNSHAPED, Completion, Sampler, SamplingPara
 from cotune.sampling.responder import PolicyResponder
 from cotune.trainer.evaluation.run import evaluate_episodes
 from tests.integrations import talker
+from tests.integrations.tiny_models import PADDING
 
 pytestmark = pytest.mark.slow
 
@@ -163,6 +164,9 @@ def test_prompts_with_vllm_are_those_of_the_sampler_in_process(
 
     loaded = AutoModelForCausalLM.from_pretrained(model)
     weights = {name: np.asarray(tensor.detach()) for name, tensor in loaded.named_parameters()}
+    for name, array in weights.items():
+        if array.shape[0] == loaded.config.vocab_size:  # the engine's model has a padded vocabulary
+            weights[name] = np.pad(array, [(0, PADDING), (0, 0)])
     taught = PolicyRef("talker", 1)
     asyncio.run(vllm_full.publish(taught, weights))
     prompts, _ = evaluated(vllm_full, model, taught)

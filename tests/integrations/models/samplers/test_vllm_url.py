@@ -108,16 +108,16 @@ def test_a_run_comes_nearer_to_a_teacher_by_its_address(
     monkeypatch.setattr(TransformersSampler, "open", opened)
     tiny_models.build("qwen3", tmp_path / "student", seed=5)
     student = sharpened(tmp_path / "student")
-    given = {"model": str(student), "steps": 4, "tasks_per_step": 3, "plan": {"k": 8}, "policies": "full"}
+    given = {"model": str(student), "steps": 8, "tasks_per_step": 3, "plan": {"k": 8}, "policies": "full"}
     given |= {
         "recipe": "distill",
         "distill": {"teacher": f"{vllm_url}/v1"},
-        "learner": {"lr": 2e-3, "device": "cpu"},
+        "learner": {"lr": 3e-4, "device": "cpu"},
     }
     train(application(converse), TASKS, given, out=tmp_path / "run", console=Console(file=io.StringIO()))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     gaps = [sum(line["roles"][role]["kl"] for role in ("first", "second")) for line in lines]
-    assert gaps[-1] < 0.8 * gaps[0]
+    assert gaps[-1] < 0.9 * gaps[0]
     for line in lines:
         assert line["counters"]["teacher.requests"] == line["rows"] == 48
         assert line["policies"]["first"]["unscored"] == 0.0
