@@ -17,8 +17,6 @@ import sys
 import threading
 from typing import Any
 
-from cotune.errors import install_extra
-
 SECONDS = 2
 """For each step of a comparison: reading both expressions, comparing them."""
 PATIENCE = 30.0
@@ -37,7 +35,7 @@ class Comparer:
 
     def __init__(self, patience: float = PATIENCE) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise ModuleNotFoundError(f"Answers are compared by math-verify. {install_extra('examples')}")
+            raise ModuleNotFoundError("answers are compared by math-verify: pip install math-verify")
         self.patience = patience
         self._child: subprocess.Popen[str] | None = None
         self._one = threading.Lock()

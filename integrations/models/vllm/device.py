@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cotune.errors import ConfigError
+from cotune.errors import ConfigError, install_extra
 
 SETTING = "cluster.gpus_per_engine"
 
@@ -30,5 +30,5 @@ def check_gpu(gpus: int = 0) -> None:
             'Set it, or sample with cluster.engine = "transformers".',
         )
     if current_platform.is_cpu() and gpus:
-        remedy = "Install vllm's build for GPUs (pip install 'cotune[vllm]'), or set it to 0."
+        remedy = f"Set it to 0, or take vLLM's build for GPUs. {install_extra('vllm')}"
         raise ConfigError(SETTING, gpus, "asks for GPUs, and the installed vLLM was built for the CPU", remedy)
