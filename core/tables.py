@@ -84,7 +84,7 @@ class Grid(Table):
         # A table of rich has no lines between its rows. So each row is a table of its own, with the same widths.
         for number in range(self.row_count):
             row = copy(self)
-            row.columns = [replace(column, _cells=[[*column.cells][number]]) for column in self.columns]
+            row.columns = [replace(column, _cells=column._cells[number : number + 1]) for column in self.columns]
             row.rows = self.rows[number : number + 1]
             row.title, row.show_header = (self.title, True) if number == 0 else (None, False)
             yield from Table.__rich_console__(row, console, options)
