@@ -74,10 +74,18 @@ def episodes_of_modes(run: OpenedRun, evaluation: StoredEvaluation, tasks: Seque
         return {}
     found = {}
     for mode in evaluation.evaluations:
-        phase, step = _recorded_under(evaluation, mode)
-        for task, episode in records.store.first_episodes(phase, step, tasks).items():
+        for task, episode in first_episodes(records, evaluation, mode, tasks).items():
             found[task, mode] = episode
     return found
+
+
+def first_episodes(
+    records: OpenedRun, evaluation: StoredEvaluation, mode: str, tasks: Sequence[str]
+) -> Mapping[str, str]:
+    """The first episode of each of these tasks in a mode; tasks without one are left out."""
+    if not tasks:
+        return {}
+    return records.store.first_episodes(*_recorded_under(evaluation, mode), tasks)
 
 
 def failed_episode(records: OpenedRun, evaluation: StoredEvaluation, mode: str, task: str) -> str:

@@ -7,13 +7,13 @@ tasks, of its last training step, or else the latest recorded ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Literal
 
 import msgspec
 
-from cotune.reading.by_task import episodes_of_modes, failed_episode
+from cotune.reading.by_task import failed_episode, first_episodes
 from cotune.reading.evaluations import StoredEvaluation, most_telling
 from cotune.reading.exchange import Exchange, exchanges
 from cotune.reading.headline import Headline, compared_modes
@@ -81,8 +81,10 @@ def failed_tasks(run: OpenedRun, headline: Headline, most: int) -> FailedTasks |
     store = run.store
     if any(phase.startswith(PHASES) for phase in store.phases()):
         best = best_prompts(run.folder)
-        ids = {one.id for one in store.episodes(phase=HELD_OUT_PHASE) if one.prompts == best}
-        ended = [one for one in _latest(store, EpisodeFilters(phase=HELD_OUT_PHASE)) if one.id in ids]
+        ended = []
+        if best is not None:
+            ids = {one.id for one in store.episodes(phase=HELD_OUT_PHASE) if one.prompts == best}
+            ended = [one for one in _latest(store, EpisodeFilters(phase=HELD_OUT_PHASE)) if one.id in ids]
         source = "the best prompts on held-out tasks"
         if not ended:
             ended = _latest(store, EpisodeFilters(phase=PHASES))
@@ -95,10 +97,7 @@ def failed_tasks(run: OpenedRun, headline: Headline, most: int) -> FailedTasks |
         source = f"the latest {MOST_EPISODES:,} episodes" if len(ended) == MOST_EPISODES else "the recorded episodes"
 
     found = _worst(ended, most, source, run.name)
-    if found is None:
-        return None
-    texts = exchanges(store, [one.episode for one in found.tasks])
-    return _with_texts(found, texts)
+    return None if found is None else _with_texts(found, store)
 
 
 def _of_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> FailedTasks | None:
@@ -129,13 +128,12 @@ def _of_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> F
         return found
 
     # The file of an evaluation does not name its episodes. Of a task that ran several times, one that failed is shown.
-    first = episodes_of_modes(run, evaluation, [failed.task for failed in found.tasks])
+    first = first_episodes(records, evaluation, mode, [failed.task for failed in found.tasks])
     tasks = []
     for failed in found.tasks:
         id = failed_episode(records, evaluation, mode, failed.task) if failed.runs > 1 else ""
-        tasks.append(msgspec.structs.replace(failed, episode=id or first.get((failed.task, mode), "")))
-    texts = exchanges(records.store, [failed.episode for failed in tasks if failed.episode])
-    return _with_texts(msgspec.structs.replace(found, tasks=tuple(tasks)), texts)
+        tasks.append(msgspec.structs.replace(failed, episode=id or first.get(failed.task, "")))
+    return _with_texts(msgspec.structs.replace(found, tasks=tuple(tasks)), records.store)
 
 
 def _latest(store: Store, filters: EpisodeFilters) -> list[EndedEpisode]:
@@ -208,7 +206,9 @@ def _badness(one: EndedEpisode | FailedTask) -> tuple[float, bool, float]:
     return one.success or 0.0, not one.error, -math.inf if one.reward is None else one.reward
 
 
-def _with_texts(found: FailedTasks, texts: Mapping[str, Exchange]) -> FailedTasks:
+def _with_texts(found: FailedTasks, store: Store) -> FailedTasks:
+    """The same tasks with the questions and answers of their episodes, which are in the store."""
+    texts = exchanges(store, [one.episode for one in found.tasks if one.episode])
     tasks = []
     for one in found.tasks:
         tasks.append(msgspec.structs.replace(one, exchange=texts.get(one.episode, Exchange())))

@@ -17,6 +17,7 @@ from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, CotuneError, RunError, WorkflowError
 from cotune.judging.episodes import Ranking, judge_episodes
 from cotune.prompts.edits import Prompts
+from cotune.reading.prompt_search import HELD_OUT_PHASE, PHASES
 from cotune.recording.recorder import Responder
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import candidate_id
@@ -30,7 +31,7 @@ from cotune.trainer.prompting.options import ImproveOptions
 from cotune.trainer.prompting.spending import LimitReached, Spending
 from cotune.trainer.prompting.tried import Tried, read_tried
 
-SEARCH, HELD_OUT, FORKS = "prompts", "prompts-held-out", "prompts-forks"
+SEARCH, HELD_OUT, FORKS = PHASES, HELD_OUT_PHASE, f"{PHASES}-forks"
 """Phases of the episodes of a search."""
 _ATTEMPTS = 3
 """Times that an episode is begun that fails through no fault of the application."""

@@ -85,8 +85,6 @@ def _eval(a: argparse.Namespace, status: int) -> list[Words]:
 
 
 def _export(a: argparse.Namespace, status: int) -> list[Words]:
-    if a.roll_back is not None:
-        return [["cotune", "serve", a.out]]
     return [["cat", str(Path(a.out) / "README.md")] if a.gguf else ["cotune", "serve", a.out]]
 
 

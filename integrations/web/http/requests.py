@@ -161,7 +161,7 @@ class BodyRoom:
             raise RequestError(429, text, code="behind", headers={"retry-after": "1"})
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int, room: BodyRoom | None, why: str = _SETTING) -> bytes:
+async def read_body(scope: Scope, receive: Receive, limit: int, room: BodyRoom, why: str = _SETTING) -> bytes:
     """The whole body, whose bytes count in `room` while the rest arrives.
 
     Raises RequestError when it is no JSON (415), longer than `limit` (413), which `why` explains, ends early (400), or
@@ -175,7 +175,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: BodyRoom |
     return await read_any(scope, receive, limit, room, why)
 
 
-async def read_any(scope: Scope, receive: Receive, limit: int, room: BodyRoom | None, why: str = _SETTING) -> bytes:
+async def read_any(scope: Scope, receive: Receive, limit: int, room: BodyRoom, why: str = _SETTING) -> bytes:
     """The whole body, whatever it is; raises as `read_body` does."""
     announced = header(scope, b"content-length")
     if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
@@ -190,16 +190,14 @@ async def read_any(scope: Scope, receive: Receive, limit: int, room: BodyRoom | 
             part = message.get("body", b"")
             parts.append(part)
             size += len(part)
-            if room is not None:
-                room.bytes += len(part)
+            room.bytes += len(part)
             more = message.get("more_body", False)
             if size > limit:
                 raise _too_large(limit, why)
-            if room is not None and size > SMALL_BODY:
+            if size > SMALL_BODY:
                 room.check()
     finally:
-        if room is not None:
-            room.bytes -= size
+        room.bytes -= size
     return b"".join(parts)
 
 

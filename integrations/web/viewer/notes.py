@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cotune.errors import RecordError
-from cotune.integrations.web.http.requests import RequestError, decode_body, json_response, read_body, refusal
+from cotune.integrations.web.http.requests import BodyRoom, RequestError, decode_body, json_response, read_body, refusal
 from cotune.integrations.web.viewer.chat import first_line
 from cotune.integrations.web.viewer.viewer import Viewer
 from cotune.reading.run import OpenedRun
@@ -35,7 +35,8 @@ class GivenNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 async def note_part(viewer: Viewer, request: Request) -> Response:
     """Keep a note. Who may write is checked before (`access`)."""
     try:
-        given = decode_body(await read_body(request.scope, request.receive, _LARGEST, None, _WHY), GivenNote)
+        body = await read_body(request.scope, request.receive, _LARGEST, BodyRoom(_LARGEST), _WHY)
+        given = decode_body(body, GivenNote)
         kept = await asyncio.to_thread(_keep, viewer.run(request), given)
     except RequestError as error:
         return refusal(error)
