@@ -60,6 +60,12 @@ def _parameter_without_password(parameter: re.Match[str]) -> str:
     return parameter[0]
 
 
+def records_file(path: Path | str) -> Path:
+    """The file that records are in, without symbolic links. A run folder stands for its records file."""
+    path = Path(path)
+    return (path / RECORDS if path.is_dir() else path).resolve()
+
+
 def store_identity(address: Path | str) -> str:
     """A text that is the same for every address of one store, and differs for another store.
 
@@ -68,8 +74,7 @@ def store_identity(address: Path | str) -> str:
     count.
     """
     if is_path(address):
-        path = Path(address).resolve()
-        return str(path / RECORDS if path.is_dir() else path)
+        return str(records_file(address))
     parts = urlsplit(without_password(address))
     asked = dict(parse_qsl(parts.query))
     user, _, servers = parts.netloc.rpartition("@")

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cotune.runtime.last_flush import flush_at_signals, forget
-from cotune.storage.open_store import is_path, open_store
+from cotune.storage.open_store import is_path, open_store, records_file
 from cotune.storage.protocol import Store
-from cotune.storage.run_layout import RECORDS
 
 log = logging.getLogger("cotune.store")
 
@@ -42,10 +41,7 @@ _inherited: list[_SharedStore] = []
 
 def shared_address(address: str | Path) -> str:
     """The name under which the traces of a process share a store: one file has one name."""
-    if not is_path(address):
-        return str(address)
-    path = Path(address)
-    return str((path / RECORDS if path.is_dir() else path).resolve())
+    return str(records_file(address) if is_path(address) else address)
 
 
 def acquire_store(address: str) -> Store:

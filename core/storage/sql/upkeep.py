@@ -66,8 +66,7 @@ class Upkeep:
         )
 
     def episodes_with_key(self, app: str, key: str) -> list[str]:
-        sql = "SELECT id FROM episodes WHERE app = ? AND key = ? AND key != '' ORDER BY id"
-        return [id for (id,) in self.rows(sql, (app, key))]
+        return [id for (id,) in episodes_with_keys(self.rows, "id", app, [key], " ORDER BY id")]
 
     def key_counts(self, app: str, keys: Collection[str]) -> Mapping[str, int]:
         counted = episodes_with_keys(self.rows, "key, count(*)", app, keys, " GROUP BY key")

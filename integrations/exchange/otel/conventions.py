@@ -21,6 +21,7 @@ from cotune.integrations.exchange.otel.messages import (
     mapping,
     numbered,
     tool_call,
+    with_reason,
 )
 from cotune.integrations.exchange.otel.spans import Span
 from cotune.records.answers import MOST
@@ -134,8 +135,7 @@ def _answer(found: Mapping[str, Any], left_out: Counter[str]) -> list[dict[str, 
     given = json_value(found.get(names.OUTPUT_MESSAGES), names.OUTPUT_MESSAGES, left_out)
     for message in _readable(given, left_out):
         made = from_parts({"role": "assistant", **message}, left_out)[0]
-        reason = message.get("finish_reason")
-        messages.append({**made, "finish_reason": reason} if reason else made)
+        messages.append(with_reason(made, message))
     return messages
 
 

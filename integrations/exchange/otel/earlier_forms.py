@@ -6,7 +6,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cotune.integrations.exchange.otel.messages import as_text, decoded, json_value, mapping, numbered, tool_call
+from cotune.integrations.exchange.otel.messages import (
+    as_text,
+    decoded,
+    json_value,
+    mapping,
+    numbered,
+    tool_call,
+    with_reason,
+)
 from cotune.integrations.exchange.otel.spans import SpanEvent
 
 Messages = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -30,7 +38,7 @@ def openllmetry_messages(attributes: Mapping[str, Any], left_out: Counter[str]) 
     for fields in numbered(attributes, _COMPLETION):
         answer = _message("assistant", _with_tool_calls(fields), _COMPLETION, left_out)
         if answer is not None:
-            answers.append(_with_reason(answer, fields))
+            answers.append(with_reason(answer, fields))
     return request, answers
 
 
@@ -60,7 +68,7 @@ def event_messages(events: Sequence[SpanEvent], left_out: Counter[str]) -> Messa
             said = decoded(fields.get("message"))
             answer = _message("assistant", said if isinstance(said, Mapping) else {"content": said}, _CHOICE, left_out)
             if answer is not None:
-                answers.append(_with_reason(answer, fields))
+                answers.append(with_reason(answer, fields))
             continue
         message = _message(str(fields.get("role") or _EVENTS[event.name]), fields, event.name, left_out)
         if message is None:
@@ -114,8 +122,3 @@ def _content(parts: list[Any]) -> Any:
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = mapping(call.get("function")) or call
     return tool_call(call.get("id"), function.get("name"), function.get("arguments"))
-
-
-def _with_reason(answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    reason = fields.get("finish_reason")
-    return {**answer, "finish_reason": reason} if reason else answer

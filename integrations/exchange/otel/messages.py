@@ -138,6 +138,12 @@ def numbered(found: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
     return [items[number] for number in sorted(items)]
 
 
+def with_reason(answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer with the reason why it ended, if the fields say one."""
+    reason = fields.get("finish_reason")
+    return {**answer, "finish_reason": reason} if reason else answer
+
+
 def mapping(value: Any) -> Mapping[str, Any]:
     """A mapping as it is, anything else as an empty one."""
     return value if isinstance(value, Mapping) else {}
