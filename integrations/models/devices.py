@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 NVIDIA, AMD = Path("/proc/driver/nvidia/gpus"), Path("/dev/kfd")
 """Where the drivers of NVIDIA and of AMD show themselves on Linux."""
+
+
+def usual_device() -> Literal["cuda", "cpu"]:
+    """Where a part of a run computes if nothing else was asked for: the first GPU, or the CPU if there is none."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_name(device: str) -> str:
@@ -15,7 +23,7 @@ def device_name(device: str) -> str:
     import torch
 
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = usual_device()
     if torch.device(device).type != "cuda":
         return "the CPU" if device == "cpu" else device
     index = torch.device(device).index or 0
@@ -29,22 +37,24 @@ def unused_gpu() -> str:
     if torch.cuda.is_available():
         return ""
     if sys.platform == "darwin":
-        there = torch.backends.mps.is_available()
-        return (
-            "Apple's GPU is not used: cotune computes on the CPU here, for trials with small models." if there else ""
-        )
+        if not torch.backends.mps.is_available():
+            return ""
+        return "Apple's GPU is not used: cotune computes on the CPU here, for trials with small models."
     count = len(list(NVIDIA.iterdir())) if NVIDIA.is_dir() else 0
     if count:
         gpus = "a GPU of NVIDIA is" if count == 1 else f"{count} GPUs of NVIDIA are"
-        return f"{gpus} in this machine, but {_why_cuda(torch)}"
+        return f"{gpus} in this machine, but {_why_unseen()}"
     if AMD.exists():
         build = "is built without ROCm" if torch.version.hip is None else "sees none"
         return f"an AMD GPU is in this machine, but torch {torch.__version__} {build}: install torch's build for ROCm."
     return ""
 
 
-def _why_cuda(torch: object) -> str:
-    version, built = torch.__version__, torch.version.cuda  # type: ignore[attr-defined]
+def _why_unseen() -> str:
+    """Why torch does not see a GPU of NVIDIA."""
+    import torch
+
+    version, built = torch.__version__, torch.version.cuda
     if built is None:
         return f"torch {version} is built without CUDA: install torch's build for CUDA."
     if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:

@@ -11,6 +11,7 @@ import torch
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
+from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.folder.folder import loading, loading_weights, reading
 from cotune.integrations.models.folder.kinds import auto_class, beside_language, language_prefix
 from cotune.integrations.models.memory import machine_memory
@@ -229,7 +230,7 @@ def _check_head(network: Any) -> None:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = usual_device()
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # the latter of a torch that was built without CUDA

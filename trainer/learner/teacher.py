@@ -12,7 +12,7 @@ import torch
 
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError
-from cotune.integrations.models.folder.folder import loading, reading
+from cotune.integrations.models.folder.folder import tokenizer_of
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import lengths_of, micro_batches
 from cotune.trainer.learner.load import load_frozen
@@ -52,11 +52,3 @@ def check_tokenizers(teacher: str, tokenizer: Any, models: Mapping[str, str]) ->
         if tokenizer_of(model).get_vocab() != tokenizer.get_vocab():
             fault = f"has another tokenizer than {model}"
             raise ConfigError(field, teacher, fault, "Take a larger model of its family.")
-
-
-def tokenizer_of(model: str) -> Any:
-    """The tokenizer of a model folder or Hugging Face id. Raises ConfigError."""
-    from transformers import AutoTokenizer
-
-    with reading(model):
-        return AutoTokenizer.from_pretrained(model, **loading())

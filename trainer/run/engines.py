@@ -148,8 +148,12 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
 
 def sequences_at_once(config: TrainConfig) -> int:
     """How many candidates one engine is asked for at once, if every episode in flight makes one call."""
-    candidates = 1 if config.plan.kind == "independent" else config.plan.k
-    return -(-config.concurrency * candidates // config.cluster.engines)
+    return -(-config.concurrency * candidates_of_call(config) // config.cluster.engines)
+
+
+def candidates_of_call(config: TrainConfig) -> int:
+    """How many candidates an engine draws for one call."""
+    return 1 if config.plan.kind == "independent" else config.plan.k
 
 
 def _dtype(config: TrainConfig) -> str | None:

@@ -60,6 +60,7 @@ async def open_run(
     """Open all parts, and restore the newest checkpoint. A run that has none looks at the application with a few
     episodes first, to find its roles."""
     say = progress.say
+    teaching = without_sampler(config)
     config, auto, precision_notes = decide_precision(folder, config)
     plan, recipes, why = config.resolve_plan(list(workflow.scorers), workflow.name)
     if plan.kind == "replay" and config.replay.tools == "frozen":
@@ -69,9 +70,7 @@ async def open_run(
         store = open_store(folder.records)
         stack.callback(store.close)
         cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
-        teachers = await open_teachers(
-            config if auto is None else without_sampler(with_dtype(config, "auto")), stack, say
-        )
+        teachers = await open_teachers(teaching, stack, say)
         sampler, chats = await _open_model(config, stack, cluster, say)
         if saved is None:
             with progress.activity.phase("look"):

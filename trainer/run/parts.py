@@ -8,10 +8,12 @@ from cotune.trainer.config.train import TrainConfig
 
 def where_it_runs(config: TrainConfig) -> str:
     """The engine, the device and the precision of sampler and learner."""
-    learner = f"learner: {device_name(config.learner.device)}, {config.learner.precision}"
     cluster = config.cluster
     if cluster.address:
-        learner = f"learner: {cluster.learners} on Ray, {_gpus(cluster.gpus_per_learner)}, {config.learner.precision}"
+        place = f"{cluster.learners} on Ray, {_gpus(cluster.gpus_per_learner)}"
+    else:
+        place = device_name(config.learner.device)
+    learner = f"learner: {place}, {config.learner.precision}"
     if config.from_records:
         return learner
     return f"{_sampler(config)}; {learner}"

@@ -14,6 +14,7 @@ import torch
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models import bfloat16
+from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.engines import ENGINES
 from cotune.integrations.models.folder.folder import count_parameters, locate_model
 from cotune.records.structs import PolicyRef
@@ -55,7 +56,7 @@ def decide_precision(folder: RunFolder, config: TrainConfig) -> tuple[TrainConfi
             f"the run has trained on {DEVICES[before.device]} in {before.dtype} and continues on {DEVICES[device]} in "
             f"{chosen.dtype}; log-probabilities change by rounding. learner.dtype sets the precision of the learner."
         )
-    if device == "cuda" and not _has_bfloat16(device):
+    if device == "cuda" and dtype == "float32":
         notes.append(
             f"{torch.cuda.get_device_name()} does not multiply bfloat16, so the learner computes in float32: frozen "
             "weights take twice the memory, and updates take several times as long as on a GPU that does"
@@ -71,7 +72,7 @@ def learner_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
     """Where the learner of a run computes."""
     if config.cluster.address:
         return "cuda" if config.cluster.gpus_per_learner else "cpu"
-    return "cuda" if config.learner.device != "cpu" and torch.cuda.is_available() else "cpu"
+    return "cpu" if config.learner.device == "cpu" else usual_device()
 
 
 def _has_bfloat16(device: str) -> bool:

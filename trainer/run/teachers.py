@@ -10,7 +10,7 @@ from typing import Literal
 
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.errors import ConfigError
-from cotune.integrations.models.folder.folder import locate_model
+from cotune.integrations.models.folder.folder import locate_model, tokenizer_of
 from cotune.trainer.config.teachers import is_address, teachers_of
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import SELF, Teacher
@@ -43,7 +43,7 @@ async def _open(
     say: Callable[[str], None],
 ) -> Teacher:
     """`bases` are the base models that learn from it, each with the field that says so."""
-    from cotune.trainer.learner.teacher import LocalTeacher, check_tokenizers, tokenizer_of
+    from cotune.trainer.learner.teacher import LocalTeacher, check_tokenizers
 
     if is_address(name):
         from cotune.integrations.models.vllm.teacher import VllmTeacher

@@ -222,14 +222,19 @@ def context_length(model: str | Path) -> int:
     return int(getattr(found, "max_position_embeddings", 1 << 20))
 
 
-def read_tokenizer(model: str | Path) -> Any:
-    """The tokenizer of a model folder or Hugging Face id; None if the folder has none. Raises ConfigError."""
+def tokenizer_of(model: str | Path) -> Any:
+    """The tokenizer of a model folder or Hugging Face id. Raises ConfigError."""
     from transformers import AutoTokenizer
 
-    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
-        return None
     with reading(model):
         return AutoTokenizer.from_pretrained(model, **loading())
+
+
+def read_tokenizer(model: str | Path) -> Any:
+    """As `tokenizer_of`, but None for a folder that has weights alone."""
+    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
+        return None
+    return tokenizer_of(model)
 
 
 def count_token_ids(tokenizer: Any, logits: int) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError, error_line
 from cotune.integrations.models.bfloat16 import LARGE, pack_linear_layers, rounds_products
+from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.engine_sampler import room_after
 from cotune.integrations.models.float32 import prefers_onednn, speed_linear_layers, widen_logits
 from cotune.integrations.models.folder.folder import loading, loading_weights, read_tokenizer, reading
@@ -334,7 +335,7 @@ def load(source: ModelSource, emit: Callable[[list[Answer]], None]) -> DecodingE
     model, tokenizer, packed = source.model, source.tokenizer, False
     if isinstance(model, str):
         disable_progress_bar()
-        device = source.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = source.device or usual_device()
         with reading(source.model):
             packed = rounds_products(source.dtype, device)
             usual = "float32" if packed or device == "cpu" else "bfloat16"

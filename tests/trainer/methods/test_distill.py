@@ -16,12 +16,13 @@ import torch
 
 from cotune.algorithms.catalogue import recipe
 from cotune.errors import ConfigError, GroupError, LearnerError
+from cotune.integrations.models.folder.folder import tokenizer_of
 from cotune.integrations.models.vllm.teacher import VllmTeacher
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.loss import KL_SLOPE
 from cotune.trainer.learner.protocol import TaughtLearner
-from cotune.trainer.learner.teacher import LocalTeacher, tokenizer_of
+from cotune.trainer.learner.teacher import LocalTeacher
 from tests.integrations import tiny_models
 from tests.integrations.models.samplers.test_vllm_http import FakeServer
 from tests.integrations.models.samplers.test_vllm_teacher import scored

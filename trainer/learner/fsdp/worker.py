@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
+from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.records.policies import Policies
 from cotune.trainer.config.learner import LearnerSettings, Method
@@ -169,5 +170,5 @@ def unpack_rows(packed: bytes) -> list[TrainRow]:
 
 def _device_type(name: str) -> str:
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return usual_device()
     return str(torch.device(name).type)

@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cotune.integrations.models.bfloat16 import rounds_products
+from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.float32 import product
 from cotune.records.policies import Policies
 from cotune.trainer.config.learner import LearnerSettings
@@ -31,7 +32,7 @@ def open_joined(
     """The policies of a learner of one process (`open_policy_models`). On the CPU each frozen layer and its adapters
     are one step."""
     frozen = all(spec.kind != "full" for spec in policies.specs.values() if spec.trained)
-    device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = usual_device() if settings.device == "auto" else settings.device
     loaded = replace(settings, dtype="float32") if frozen and rounds_products(settings.precision, device) else settings
     opened = open_policy_models(model, policies, loaded, reference=reference, seed=seed)
     if device == "cpu" and loaded.precision == "float32" and frozen:
