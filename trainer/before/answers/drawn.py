@@ -41,12 +41,12 @@ class DrawnAnswers:
         key = call.episode.id, call.role, kind
         first = self.counts[key]
         self.counts[key] += 1
+        names = names_in(own_text(call.messages), agent_names(call)) if function is None else delegates(call, function)
 
         def message(index: int) -> Message:
+            draw = Draw(self.run, call.role, first + index, names)
             if function is None:
-                draw = Draw(self.run, call.role, first + index, names_in(own_text(call.messages), agent_names(call)))
                 return {"role": "assistant", "content": reply_text(call, draw, index)}
-            draw = Draw(self.run, call.role, first + index, delegates(call, function))
             return tool_call(function, draw, f"call_{call.id}_{index}")
 
         return message

@@ -215,10 +215,10 @@ def groups_of(
     store: Store, runs: Sequence[Run], seen: Sequence[CallRecord], trained: Sequence[str], plan: Plan, recipes: Recipes
 ) -> tuple[list[GroupCheck], Mapping[str, int]]:
     """The groups of a step in which every episode runs like the one shown, and what is left out, by reason."""
-    ids = {call.id for call in seen}
+    ids, shown = {call.id for call in seen}, {call.episode for call in seen}
     collected = collect(
         store,
-        [run.outcome.episode for run in runs if any(call.id in ids for call in run.calls)],
+        [run.outcome.episode for run in runs if run.outcome.episode.id in shown],
         plan="tree" if plan.kind == "tree" else "independent",  # nothing is forked here
         roles=trained,
         rewarded=lambda role: recipes.of_role(role).takes_rewards,

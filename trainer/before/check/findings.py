@@ -49,12 +49,13 @@ def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> 
     if waiting:
         yield Finding("blocks", "runs", f"it waits for a person: {waiting[0]}.", PERSON)
     failed_calls = [str(call.error) for task in tasks for call in task.calls if call.error]
+    by_answers = not (ended or waiting) and all(run.cut or run.answered for run in runs)
+    cut = sum(run.cut for run in runs)
     for fault in faults:
         if waiting and end_of_input(fault):
             continue
         # Runs that ended leave open whether other answers please a scorer, or lead to a role that did not call.
         by_scorer = isinstance(fault, ConfigError) or any(error in str(fault) for error in failed_calls)
-        by_answers = not (ended or waiting) and all(run.cut or run.answered for run in runs)
         misspelt = isinstance(fault, ConfigError) and "Did you mean" in fault.remedy
         if misspelt or not (by_answers or (ended and by_scorer)):
             yield blocking(fault)
@@ -63,7 +64,7 @@ def fault_findings(faults: Iterable[CotuneError], tasks: Sequence[TaskRuns]) -> 
         if by_answers:
             last = next((run.last_answer for run in runs if run.last_answer), "none")
             text += f" Last answer before it: {last}. All {len(runs)} runs failed."
-        if cut := sum(run.cut for run in runs):
+        if cut:
             text += f" {cut} of them reached a limit of time or calls."
             remedy = f"Raise --timeout or --calls if a run may need more. {remedy}"
         yield Finding("undecided", "runs" if by_answers else "", text, remedy)

@@ -113,7 +113,7 @@ class Runner:
     timeout: float
     at_once: bool
     offline: bool
-    parts: Parts = field(default_factory=Parts)
+    parts: Parts
 
     async def run(self, task: Task) -> TaskRuns:
         """Run a task until nothing new is to be expected, then twice at once; a pair that fails is repeated."""

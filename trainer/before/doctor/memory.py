@@ -20,6 +20,7 @@ from cotune.trainer.before.doctor.machine import Machine
 from cotune.trainer.before.doctor.model_size import ModelSize, measure_folder
 from cotune.trainer.config.sizes import parse_size
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.run.engines import candidates_of_call
 from cotune.trainer.run.precision import auto_dtype, with_dtype
 
 GB = 1e9
@@ -87,14 +88,14 @@ def plan_memory(
 ) -> tuple[ProcessMemory, ...]:
     """The processes of a run whose longest prompt has `prompt` tokens; `folders` are those of its base models. vLLM
     plans its own memory and has no line."""
-    candidates = 1 if config.plan.kind == "independent" else config.plan.k
+    candidates = candidates_of_call(config)
     sequences = min(1024, config.concurrency * candidates)
     row = prompt + config.sampling.max_tokens
-    bare = not learns_on_gpu(config, machine) and not config.cluster.address
+    on_gpu = learns_on_gpu(config, machine)
+    bare = not on_gpu and not config.cluster.address
     if config.learner.dtype == "auto":
-        device = "cuda" if learns_on_gpu(config, machine) else "cpu"
-        has_bfloat16 = device == "cuda" or machine.bfloat16
-        config = with_dtype(config, auto_dtype(config, device, multiplies_bfloat16=has_bfloat16))
+        device = "cuda" if on_gpu else "cpu"
+        config = with_dtype(config, auto_dtype(config, device, multiplies_bfloat16=on_gpu or machine.bfloat16))
     joined = bare and (config.learner.dtype == "float32" or machine.bfloat16)
     bases = {
         model: (
@@ -131,14 +132,12 @@ def processes(
     others = 0.0
     if on_gpu and not cluster.address:
         others = sum(sampler.lasting for sampler in samplers)
-    largest: ProcessMemory | None = None
+    plans = []
     for one, (size, load) in zip(alone, trained, strict=True):
         rest = sum(held.values()) - sum(one.parts[part] for part in HELD)
-        placed = place(size=size, load=load, taken=rest + others)
-        # one policy is updated after the other, so only the largest pass counts
-        if largest is None or _beside_held(placed) > _beside_held(largest):
-            largest = placed
-    assert largest is not None
+        plans.append(place(size=size, load=load, taken=rest + others))
+    # one policy is updated after the other, so only the largest pass counts
+    largest = max(plans, key=_beside_held)
     return (msgspec.structs.replace(largest, parts={**largest.parts, **held}), *samplers)
 
 
