@@ -159,8 +159,10 @@ def connection_findings(runs: Sequence[Run], watch: Watch) -> Iterator[Finding]:
     counts: Counter[str] = Counter()
     texts: dict[str, str] = {}
     embeddings: Counter[str] = Counter()
+    connections: Counter[str] = Counter()
     for run in runs:
         live = run.outcome.live
+        connections.update(watch.connections.get(run.outcome.episode.id, {}))
         counts |= Counter(live.warnings)
         texts.update(live.explained)
         embeddings.update(live.notes.get("embeddings", {}))
@@ -169,7 +171,7 @@ def connection_findings(runs: Sequence[Run], watch: Watch) -> Iterator[Finding]:
     for address, count in embeddings.items():
         text = f"{plural(count, 'request')} for embeddings got fixed vectors; nothing was sent. Training sends them."
         yield Finding("note", address, text)
-    for address, count in watch.connections.items():
+    for address, count in connections.items():
         text = f"the application itself connected there, {plural(count, 'time')} in {plural(len(runs), 'run')}: "
         yield Finding("warns", address, f"{text}a tool, or a model that cotune does not see.", UNSEEN)
 

@@ -28,9 +28,9 @@ _watching: list[Watch] = []
 class Watch:
     """What episodes did."""
 
-    connections: Counter[str] = field(default_factory=Counter)
-    """By `host:port`, any but that of cotune's own gateway: a stub answers the models. A host is told by the name that
-    was looked up, whether or not it was found."""
+    connections: dict[str, Counter[str]] = field(default_factory=dict)
+    """By episode id: connections by `host:port`, without those to cotune's own gateway, where a stub answers the models.
+    A host has the name that was looked up, whether or not it was found."""
     asked: dict[str, str] = field(default_factory=dict)
     """By episode id: how and where a person was asked."""
     logged: dict[str, list[BaseException]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     own = urlsplit(episode.gateway or "")
     if port in ("0", "None") or (host, port) == (own.hostname, str(own.port)):
         return
-    found = _watching[-1].connections
+    found = _watching[-1].connections.setdefault(episode.id, Counter())
     if event == _LOOKED_UP:
         counted = not _is_ip(host)
     else:  # an address that was looked up was counted by its name
