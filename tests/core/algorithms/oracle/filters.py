@@ -1,0 +1,129 @@
+"""What is left out of training, and why. Every reason has its name here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+
+import numpy as np
+
+from cotune.algorithms.samples import Bools, Floats, Sample, codes
+from cotune.records.plans import seed_of
+from tests.core.algorithms.oracle.baselines import Spread
+from tests.core.algorithms.oracle.groups import Group
+from tests.core.algorithms.oracle.recipes import Filters
+
+REASONS: Mapping[str, str] = {
+    "failed_episode": "the episode was cancelled, or it failed and such episodes are excluded",
+    "outage": "a model's engine or provider, or the store, failed the episode, or it raised cotune.Outage",
+    "failed_call": "the request failed, so there is no answer to learn from",
+    "timed_out_call": "the request timed out",
+    "cancelled_call": "the request was cancelled, or its answer not read to the end",
+    "malformed_call": "what the provider sent is no answer, or breaks off",
+    "opponent_failed": "another seat of the game failed the episode, so its outcome says nothing of this one",
+    "untrained_role": "no trained policy plays the role, or none did yet",
+    "no_policy": "an outside provider answered",
+    "no_token_ids": "the engine or provider gave no token ids",
+    "redacted": "a redactor changed its text, so its token ids are not stored",
+    "lost_image": "an image of its prompt is not among the records",
+    "no_logprobs": "the engine or provider gave no log-probabilities",
+    "broken_logprobs": "log-probabilities are not finite, or not one per token",
+    "empty_response": "the candidate has no token",
+    "interrupted": "the provider cut the answer off, neither at its end nor at the length limit",
+    "truncated": "the answer was cut at its length limit, and drop_truncated is set",
+    "timed_out_episode": "a call of its episode timed out, and drop_timed_out is set",
+    "greedy": "sampled at temperature 0, so nothing was explored",
+    "stale_version": "sampled from another version of the policy than the one being trained",
+    "trunk": "an answer of the episode that was forked: only its branches are compared",
+    "not_forked": "the call comes after the fork of its branch, and the recipe trains on the forks alone",
+    "continuation": "it goes on from a candidate that is not trained on",
+    "diverged": "the episode did not repeat what was recorded: see its error",
+    "not_chosen": "the application did not go on with it, and the plan compares whole episodes",
+    "scorer_failed": "the scorer raised or returned something that is not a reward",
+    "missing_reward": "a reward component that the recipe needs never arrived",
+    "non_finite_reward": "a reward is NaN or infinite",
+    "group_of_one": "nothing to compare it with",
+    "consumed": "its group was trained on before",
+    "tie": "all roles of its episode have the same reward, and ties is set",
+    "zero_variance": "all rewards of the group are equal",
+    "mean_out_of_range": "the group's mean reward is outside mean_range",
+    "zero_advantage": "its advantage is zero, so it teaches nothing",
+    "low_entropy": "its mean token entropy is not in the share that top_entropy keeps",
+    "beyond_alignment": "its role has more calls in the episode than align_to allows",
+    "no_hint": "its teacher has no text to see, by teacher_sees, or too long a one, or its prompt has images",
+    "frozen_step": "its policy is not trained in this step: `train` of its [[policy]] says so",
+    "no_signal": "all advantages of its policy are zero, so the step leaves that policy as it is",
+}
+"""Reason -> why candidates with it are not trained on. A failed call without candidates counts as one."""
+
+
+def sample_reason(sample: Sample, advantage: float, filters: Filters) -> str:
+    """The first reason to leave out a sample that has its advantage, or ""."""
+    if filters.drop_truncated and sample.truncated:
+        return "truncated"
+    if filters.drop_timed_out and sample.timed_out:
+        return "timed_out_episode"
+    return "zero_advantage" if filters.zero_advantage and not advantage else ""
+
+
+def tied(samples: Sequence[Sample], reward: Floats) -> Bools:
+    """[n] whether all roles of the sample's episode, two or more, have the same rewards."""
+    rollout, _ = codes([s.rollout for s in samples])
+    found = np.zeros(len(samples), np.bool_)
+    for number in range(rollout.max(initial=-1) + 1):
+        here = np.flatnonzero(rollout == number)
+        by_role: dict[str, set[float]] = {}
+        for i in here:
+            by_role.setdefault(samples[i].role, set()).add(float(reward[i]))
+        found[here] = len(by_role) > 1 and len({frozenset(values) for values in by_role.values()}) == 1
+    return found
+
+
+def high_entropy(groups: Sequence[Group], share: float) -> list[bool]:
+    """Per sample, groups in order: whether its entropy is among the highest `share` of its group (rounded up)."""
+    kept: list[bool] = []
+    for group in groups:
+        entropies = [sample.entropy for sample in group.samples]
+        least = sorted(entropies, reverse=True)[math.ceil(share * len(entropies)) - 1]
+        kept += [entropy >= least for entropy in entropies]
+    return kept
+
+
+def group_reasons(
+    groups: Sequence[Group], stats: Spread, filters: Filters, consumed: Container[str]
+) -> list[str | None]:
+    """Per group, the first reason to leave it out, or None. `stats` are those of the first term's rewards."""
+    low, high = filters.mean_range or (float("-inf"), float("inf"))
+    among = filters.mean_range_roles
+    reasons: list[str | None] = []
+    for group, flat, mean in zip(groups, stats.flat.tolist(), stats.mean.tolist(), strict=True):
+        if group.id in consumed:
+            reasons.append("consumed")
+        elif filters.zero_variance and flat:
+            reasons.append("zero_variance")
+        elif not low <= mean <= high and (not among or group.samples[0].role in among):
+            reasons.append("mean_out_of_range")
+        else:
+            reasons.append(None)
+    return reasons
+
+
+def align(samples: Sequence[Sample], most: int) -> list[int]:
+    """Indices of the samples to train on, some of them twice or more, in order.
+
+    M-GRPO (arXiv 2511.13288, trajectory alignment): a sub-agent is called d times in an episode, and the episodes of a
+    task differ in d. All get D = min(most, the largest d of the task), so that each weighs the same: of more than D a
+    random D stay, of fewer all are taken again, at random, until there are D. The choice depends on the task, the role,
+    the episode's place among those of the task, and the training step alone.
+    """
+    calls: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for i, sample in enumerate(samples):
+        calls.setdefault((sample.task, sample.role), {}).setdefault(sample.rollout, []).append(i)
+    taken: list[int] = []
+    for (task, role), episodes in calls.items():
+        count = min(most, max(map(len, episodes.values())))
+        for place, own in enumerate(episodes.values()):
+            order = np.random.default_rng(seed_of(samples[own[0]].training_step, task, role, place))
+            whole, rest = divmod(count, len(own))
+            taken += own * whole + [own[i] for i in order.choice(len(own), rest, replace=False)]
+    return sorted(taken)
