@@ -29,7 +29,7 @@ class Watch:
     """What episodes did."""
 
     connections: dict[str, Counter[str]] = field(default_factory=dict)
-    """By episode id: connections by `host:port`, without those to cotune's own gateway, where a stub answers the models.
+    """By episode id: connections by `host:port`, except those to the gateway in which a stub answers the models.
     A host has the name that was looked up, whether or not it was found."""
     asked: dict[str, str] = field(default_factory=dict)
     """By episode id: how and where a person was asked."""
