@@ -25,11 +25,12 @@ from benchmarks.decode_controls import LORA, adapter
 from benchmarks.memory import make_rows
 from cotune.algorithms.catalogue import recipe
 from cotune.integrations.models.bfloat16 import has_bfloat16
+from cotune.integrations.models.child.wire import Command
 from cotune.integrations.models.float32 import prefers_onednn, product
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.integrations.models.transformers.engine import DecodingEngine, load
 from cotune.integrations.models.transformers.rows import Job
-from cotune.integrations.models.transformers.wire import Command, ModelSource
+from cotune.integrations.models.transformers.wire import ModelSource
 from cotune.records.policies import policies_for
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams

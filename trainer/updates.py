@@ -15,6 +15,7 @@ from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
 from cotune.trainer.reporting.step_report import StepReport
+from cotune.trainer.run.engines import sleeps_in_updates
 from cotune.trainer.run.precision import gap_remedy
 from cotune.trainer.run.run import RolloutRun
 
@@ -39,7 +40,7 @@ async def update_policies(
 @contextlib.asynccontextmanager
 async def sampler_asleep(run: RolloutRun, report: StepReport) -> AsyncIterator[None]:
     """An engine that shares its GPU with the learner sleeps meanwhile; it is awake again also after a failure."""
-    if not run.config.cluster.colocate:
+    if not sleeps_in_updates(run.config):
         yield
         return
     sampler = cast(SleepingSampler, run.sampler)

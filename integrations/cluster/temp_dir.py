@@ -35,14 +35,19 @@ def owned_folder(parent: Path, prefix: str) -> Iterator[Path]:
     prefix whose lock is free were left by killed owners, and are removed first. Raises RunError on a file system
     without locks.
     """
-    for left in parent.glob(f"{prefix}-*"):
-        _remove_if_free(left)
+    remove_abandoned(parent, prefix)
     folder, lock = _create_locked(parent, prefix)
     try:
         yield folder
     finally:
         _remove(folder)
         lock.release()
+
+
+def remove_abandoned(parent: Path, prefix: str) -> None:
+    """Remove the folders of this prefix that killed owners have left."""
+    for left in parent.glob(f"{prefix}-*"):
+        _remove_if_free(left)
 
 
 def _create_locked(parent: Path, prefix: str) -> tuple[Path, FileLock]:

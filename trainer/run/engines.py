@@ -1,4 +1,4 @@
-"""The engines of a run: one on this machine, or several on Ray, each in an actor, behind a router in another."""
+"""The engines of a run: one on this machine, in a child process, or several on Ray behind a router."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from cotune.errors import ConfigError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
+from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.engines import EngineConfig, EngineWeights, open_sampler, products_dtype
 from cotune.integrations.models.folder.folder import count_token_ids, loading, locate_model, read_tokenizer
 from cotune.integrations.models.per_policy import PolicySampler, open_engines
@@ -51,6 +52,9 @@ def engine_sets(config: TrainConfig, policies: Policies) -> list[EngineSet]:
     fault = f"cannot be used here: {', '.join(str(one) for one in sets)} need engines of their own"
     if len(sets) > 1 and cluster.colocate:
         raise ConfigError("cluster.colocate", True, fault, "Leave it out: a GPU takes one engine beside its learner.")
+    if len(sets) > 1 and local_gpus(config) and cluster.kind.sleeps:
+        remedy = 'A GPU takes one vLLM beside its learner. Set engine = "transformers".'
+        raise ConfigError("cluster.engine", cluster.sampled_by, fault, remedy)
     if len(sets) > len(policies.bases(config.model)) and not cluster.address:
         raise ConfigError("cluster.engine", cluster.engine, fault, 'Set cluster.address = "local".')
     return sets
@@ -132,7 +136,7 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
         arguments=cluster.engine_args,
         url=url,
         api_key=os.environ.get("VLLM_API_KEY") if engine.by_url else None,
-        gpus=cluster.gpus_per_engine,
+        gpus=cluster.gpus_per_engine if cluster.address else local_gpus(config),
         threads=config.sampling.threads,
         prefix_cache=config.sampling.prefix_bytes(),
         dtype=None if "full" in kinds or cluster.address else _dtype(config),
@@ -141,9 +145,26 @@ def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineC
         staleness=config.ahead,
         max_lora_rank=max(spec.rank for spec in specs),
         sequences=sequences_at_once(config),
-        sleeps=cluster.colocate,
+        sleeps=shares_gpu(config),
         alone=bool(cluster.address),
     )
+
+
+def local_gpus(config: TrainConfig) -> int:
+    """GPUs of the engine of a run without Ray, which it shares with the learner: 1 or 0."""
+    return int(config.learner.device != "cpu" and usual_device() == "cuda")
+
+
+def shares_gpu(config: TrainConfig) -> bool:
+    """Whether engine and learner share a device, and the engine can give it up. Without Ray this holds on a CPU too,
+    where the engine only pauses."""
+    cluster = config.cluster
+    return cluster.colocate or (not cluster.address and cluster.kind.sleeps)
+
+
+def sleeps_in_updates(config: TrainConfig) -> bool:
+    """Whether the engine sleeps while the learner updates. In mode async it samples meanwhile."""
+    return shares_gpu(config) and config.mode == "sync"
 
 
 def sequences_at_once(config: TrainConfig) -> int:

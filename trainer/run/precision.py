@@ -85,12 +85,13 @@ def _has_bfloat16(device: str) -> bool:
 def auto_dtype(config: TrainConfig, device: str, *, multiplies_bfloat16: bool) -> str:
     """What "auto" is on a CPU or GPU that multiplies bfloat16, or does not.
 
-    A CPU rounds products with frozen weights only, where they are large enough to be worth it, and without Ray.
+    A CPU rounds products with frozen weights only, where they are large enough to be worth it, without Ray and
+    without vLLM.
     """
     if device == "cuda":
         return "bfloat16" if multiplies_bfloat16 else "float32"
     kinds: list[str] = [policy.kind for policy in config.policy] or [config.policies]
-    if not multiplies_bfloat16 or config.cluster.address or "full" in kinds:
+    if not multiplies_bfloat16 or config.cluster.address or config.cluster.kind.fixed or "full" in kinds:
         return "float32"
     large = all(count_parameters(locate_model(model)) >= bfloat16.LARGE for model in config.bases)
     return "bfloat16" if large else "float32"

@@ -15,6 +15,7 @@ import torch
 
 from cotune.errors import ConfigError, RequestRefused, SamplerError, error_line
 from cotune.integrations.models.bfloat16 import LARGE, pack_linear_layers, rounds_products
+from cotune.integrations.models.child.wire import Answer, Command
 from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.engine_sampler import room_after
 from cotune.integrations.models.float32 import prefers_onednn, speed_linear_layers, widen_logits
@@ -29,7 +30,7 @@ from cotune.integrations.models.transformers.cache import attention_only, buffer
 from cotune.integrations.models.transformers.lora import read_adapter
 from cotune.integrations.models.transformers.prefixes import PrefixCache
 from cotune.integrations.models.transformers.rows import Job
-from cotune.integrations.models.transformers.wire import PREFIX_PART, Answer, Command, ModelSource
+from cotune.integrations.models.transformers.wire import PREFIX_PART, ModelSource
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplerInfo, SamplingParams, Weights, fingerprint

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-from cotune.errors import ConfigError, SamplerError
-from cotune.integrations.models.engine_sampler import CalledSampler
+from cotune.errors import ConfigError
+from cotune.integrations.models.child.sampler import HostedSampler
 from cotune.integrations.models.engines import EngineConfig
-from cotune.integrations.models.transformers.host import ProcessHost, ThreadHost
-from cotune.integrations.models.transformers.wire import Answer, Command, ModelSource
+from cotune.integrations.models.transformers.host import ThreadHost, TransformersProcess
+from cotune.integrations.models.transformers.wire import ModelSource
 
 
-class TransformersSampler(CalledSampler):
+class TransformersSampler(HostedSampler):
     """Any transformers causal LM as a `Sampler`; made by `open`.
 
     The engine lives in a process or a thread of its own and takes requests from every event loop and thread.
     """
-
-    def __init__(self, host: type[ProcessHost | ThreadHost]) -> None:
-        self._host = host(self._receive, self._fail)
-        self._ids = itertools.count(1)
-        self._pending: dict[int, Future[Any]] = {}
-        self._lock = threading.Lock()
-        self._broken: SamplerError | None = None
 
     @classmethod
     async def open(
@@ -80,68 +69,7 @@ class TransformersSampler(CalledSampler):
             end_token_ids=None if end_token_ids is None else tuple(end_token_ids),
             prefix_cache=prefix_cache,
         )
-        sampler = cls(ProcessHost if host == "process" else ThreadHost)
-        try:
-            await asyncio.to_thread(sampler._start, source)
-        except asyncio.CancelledError:
-            sampler._fail(_closed())
-            sampler._host.kill()
-            raise
-        return sampler
-
-    async def aclose(self) -> None:
-        """Stop the engine; pending requests fail with SamplerError. Safe to call twice."""
-        self._fail(_closed())
-        await asyncio.to_thread(self._host.close)
-
-    @property
-    def broken(self) -> SamplerError | None:
-        """Why the engine answers no more; None while it does."""
-        return self._broken
-
-    def _start(self, source: ModelSource) -> None:
-        self._host.start(source)
-        if self._broken is not None:  # nobody waits for it any more
-            self._host.close()
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        id = next(self._ids)
-        answer: Future[Any] = Future()
-        with self._lock:
-            if self._broken is not None:
-                raise SamplerError(self._broken.cause, self._broken.remedy)
-            self._pending[id] = answer
-        self._host.send(Command(method, id, arguments))
-        try:
-            return await asyncio.wrap_future(answer)
-        except asyncio.CancelledError:
-            with self._lock:
-                unanswered = self._pending.pop(id, None)
-            if unanswered is not None and method == "sample":
-                self._host.send(Command("cancel", id))
-            raise
-
-    def _receive(self, replies: Sequence[Answer]) -> None:
-        with self._lock:
-            answers = [self._pending.pop(reply.id, None) for reply in replies]
-        for reply, answer in zip(replies, answers, strict=True):
-            if answer is None or not answer.set_running_or_notify_cancel():
-                continue
-            if reply.error is not None:
-                answer.set_exception(reply.error)
-            else:
-                answer.set_result(reply.value)
-
-    def _fail(self, error: SamplerError) -> None:
-        """The engine is gone: fail what is pending and everything after. The first reason stays."""
-        with self._lock:
-            if self._broken is None:
-                self._broken = error
-            pending = list(self._pending.values())
-            self._pending.clear()
-        for answer in pending:
-            if answer.set_running_or_notify_cancel():
-                answer.set_exception(SamplerError(error.cause, error.remedy))
+        return await cls(TransformersProcess if host == "process" else ThreadHost).start(source)
 
 
 async def open_engine(config: EngineConfig) -> TransformersSampler:
@@ -150,7 +78,3 @@ async def open_engine(config: EngineConfig) -> TransformersSampler:
     if config.alone:
         own["host"] = "thread"
     return await TransformersSampler.open(config.model, **own | dict(config.arguments))
-
-
-def _closed() -> SamplerError:
-    return SamplerError("The sampler was closed.", "Open a new one.")

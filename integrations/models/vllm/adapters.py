@@ -19,6 +19,8 @@ from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Weights
 
 SHARED_MEMORY = Path("/dev/shm")
+FOLDERS = "cotune-weights"
+"""How the names of folders with weights begin."""
 _OF_VLLM = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
 
 
@@ -48,7 +50,7 @@ class SharedFolders:
 
     def _in(self, parent: Path) -> Path:
         if parent not in self._made:
-            self._made[parent] = self._owned.enter_context(owned_folder(parent, "cotune-weights"))
+            self._made[parent] = self._owned.enter_context(owned_folder(parent, FOLDERS))
         return self._made[parent]
 
     def remove(self, name: str) -> None:

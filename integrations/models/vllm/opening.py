@@ -6,14 +6,22 @@ from cotune.integrations.models.engines import EngineConfig
 from cotune.integrations.models.vllm.device import check_gpu
 from cotune.integrations.models.vllm.engine import VllmSampler, prepare
 from cotune.integrations.models.vllm.http import VllmHttpSampler
+from cotune.sampling.protocol import Sampler
 
 SHARED = 0.5
 """Part of a GPU's memory that an engine takes beside a learner, while it is awake."""
 
 
-async def open_engine(config: EngineConfig) -> VllmSampler:
-    """An engine of this process's machine; see `VllmSampler.open`."""
+async def open_engine(config: EngineConfig) -> Sampler:
+    """An engine of this machine: in this process if it has nothing else to do, otherwise in a child process.
+
+    See `VllmSampler.open`. Raises ConfigError, SamplerError.
+    """
     prepare()
+    if not config.alone:
+        from cotune.integrations.models.vllm.process import start_vllm_process
+
+        return await start_vllm_process(config)
     check_gpu(config.gpus)
     parallel = {"tensor_parallel_size": config.gpus} if config.gpus > 1 else {}
     shared = {"gpu_memory_utilization": SHARED} if config.sleeps and config.gpus else {}

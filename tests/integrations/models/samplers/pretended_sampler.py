@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from cotune.integrations.models.child.wire import Answer, Command
 from cotune.integrations.models.transformers.engine import load
 from cotune.integrations.models.transformers.rows import Job
-from cotune.integrations.models.transformers.wire import Answer, Command, ModelSource
+from cotune.integrations.models.transformers.wire import ModelSource
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplingParams, Weights

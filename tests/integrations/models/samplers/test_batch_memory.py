@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from cotune.integrations.models.child.wire import Answer, Command
 from cotune.integrations.models.transformers import engine
 from cotune.integrations.models.transformers.batch import BASE, Batch
 from cotune.integrations.models.transformers.cache import buffer_tokens, columns_for
 from cotune.integrations.models.transformers.engine import DecodingEngine
 from cotune.integrations.models.transformers.rows import Job
-from cotune.integrations.models.transformers.wire import Answer, Command, ModelSource
+from cotune.integrations.models.transformers.wire import ModelSource
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 

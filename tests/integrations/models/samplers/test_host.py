@@ -22,11 +22,12 @@ from tests.integrations import tiny_models
 
 APPLICATION = """
 import os, sys
-from cotune.integrations.models.transformers.host import ProcessHost
-from cotune.integrations.models.transformers.wire import Command, ModelSource
+from cotune.integrations.models.transformers.host import TransformersProcess
+from cotune.integrations.models.child.wire import Command
+from cotune.integrations.models.transformers.wire import ModelSource
 
 source = ModelSource({model!r}, None, None, None, 8, 1024, None, (0,))
-host = ProcessHost(lambda replies: None, lambda error: None)
+host = TransformersProcess(lambda replies: None, lambda error: None)
 host.start(source)
 print(host._process.pid, flush=True)
 sent = {sent!r}

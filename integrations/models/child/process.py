@@ -1,0 +1,177 @@
+"""The process that an engine runs in, from its start to its certain end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from cotune.errors import SamplerError
+from cotune.integrations.models.child.wire import CLOSE, Answer, Command, gone, receive, send
+from cotune.runtime.interrupts import interrupts_held
+from cotune.runtime.openmp import spin_briefly
+
+Receive = Callable[[list[Answer]], None]
+Fail = Callable[[SamplerError], None]
+
+GROUP_SECONDS = 5.0
+"""How long to wait until killed processes have ended. In a container that collects no ended processes they stay."""
+
+
+class ProcessHost:
+    """An engine in a process of its own: a fresh interpreter that imports nothing of the application.
+
+    A writer and a reader thread keep the pipe away from event loops. The process ends with the application, however
+    that ends: it watches the pipe. `receive` and `fail` are called in the reader thread.
+    """
+
+    body = ""
+    """The module that the process runs, with the number of its end of the pipe."""
+    environment: Mapping[str, str] = {}
+    """Set for the process unless the application's environment has other values."""
+    start_seconds = 600.0
+    """How long the process may take to load its model."""
+    close_seconds = 10.0
+    """How long the process may take to end when it is told to."""
+    has_children = False
+    """Whether the engine starts processes of its own. They share a session with it, apart from the application's
+    terminal, so that all of them can be ended together."""
+
+    def __init__(self, receive: Receive, fail: Fail) -> None:
+        self._receive = receive
+        self._fail = fail
+        self._closing = False
+        self._killed = False
+        self._outbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        ours, theirs = socket.socketpair()
+        self._pipe, self._theirs = Connection(ours.detach()), theirs
+        self._process: subprocess.Popen[bytes] | None = None
+        self._threads = [threading.Thread(target=t, daemon=True) for t in (self._write, self._read)]
+
+    def start(self, source: Any) -> None:
+        """Start the process, send it `source` and wait until it serves. Raises SamplerError, and what it answers."""
+        fd = self._theirs.fileno()
+        environment = {**self.environment, **os.environ}
+        spin_briefly(environment)
+        with interrupts_held():  # Ctrl-C is the application's to handle; it closes the pipe
+            process = self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self.body, str(fd)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[fd],
+                env=environment,
+                start_new_session=self.has_children,
+            )
+        self._theirs.close()
+        if self._killed:
+            self._end_at_once()
+        try:
+            self._pipe.send(source)
+            if not self._pipe.poll(self.start_seconds):
+                self._end_at_once()
+                raise SamplerError(f"The sampler did not start in {self.start_seconds} s.", "Check the machine's load.")
+            refused = self._pipe.recv()
+        except (EOFError, OSError):
+            self._wait_and_end()
+            raise gone(f"its process ended with code {process.returncode} while starting") from None
+        if refused is not None:
+            self._wait_and_end()
+            raise refused
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, command: Command) -> None:
+        self._outbox.put(command)
+
+    def close(self) -> None:
+        """End the process, and wait until it has ended."""
+        assert self._process is not None
+        self._closing = True
+        self.send(CLOSE)
+        self._wait_and_end()
+        for thread in self._threads:
+            thread.join()
+        self._pipe.close()
+
+    def kill(self) -> None:
+        """End the process at once, also one that is starting."""
+        self._killed = True
+        if self._process is not None:
+            self._end_at_once()
+
+    def remove_leftovers(self) -> None:
+        """Remove what the engine's processes leave on this machine if they are killed."""
+
+    def _wait_and_end(self) -> None:
+        """Wait until the process has ended by itself, but not for longer than `close_seconds`."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(self.close_seconds)
+        self._end_at_once()
+        self._process.wait()
+        # Processes that the engine has started are nobody's children now, and hold memory until they have ended.
+        deadline = time.monotonic() + GROUP_SECONDS
+        while self.has_children and _is_group(self._process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.remove_leftovers()
+
+    def _end_at_once(self) -> None:
+        """Kill the process if it still runs, and the processes that it has started and perhaps left behind."""
+        assert self._process is not None
+        if self.has_children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
+    def _write(self) -> None:
+        try:
+            while True:
+                commands = [self._outbox.get()]
+                while not self._outbox.empty():
+                    commands.append(self._outbox.get())
+                send(self._pipe, commands)
+                if CLOSE in commands:
+                    return
+        except OSError:
+            return  # the process is gone: the reader reports it
+
+    def _read(self) -> None:
+        assert self._process is not None
+        try:
+            while True:
+                replies = receive(self._pipe)
+                if error := next((reply.error for reply in replies if not reply.id), None):
+                    self._fail(error)
+                    break
+                self._receive(replies)
+        except (EOFError, OSError):
+            self._process.wait()
+        if not self._closing:
+            self._wait_and_end()
+            self._fail(gone(f"its process ended with code {self._process.returncode}"))
+        self._outbox.put(CLOSE)  # lets the writer end
+
+
+def _is_group(number: int) -> bool:
+    """Whether a process group has a member."""
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for_hangup(pipe: int) -> None:
+    """Return once the other end of a pipe is closed: the application has ended."""
+    poll = select.poll()
+    poll.register(pipe, 0)  # reports the hang-up alone
+    poll.poll()
