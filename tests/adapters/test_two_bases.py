@@ -212,7 +212,7 @@ def test_each_role_has_the_context_length_of_its_base(endpoint: Endpoint) -> Non
     assert said(endpoint, "planner", max_tokens=500).json()["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-@pytest.mark.slow
+@pytest.mark.long  # test_serve_engine.py kills a real engine, test_versions.py restarts one with trained weights
 def test_an_engine_that_ends_is_restarted_without_the_other(
     team_export: Path, caplog: pytest.LogCaptureFixture, short_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

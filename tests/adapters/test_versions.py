@@ -187,7 +187,7 @@ def test_a_broken_present_version_can_be_rolled_back_and_replaced(
 
 
 def test_an_engine_that_restarts_keeps_the_version_that_is_served(
-    tmp_path: Path, policies: list[TrainedPolicy], adapter: Callable[[int], Weights]
+    tmp_path: Path, policies: list[TrainedPolicy], adapter: Callable[[int], Weights], in_thread: None
 ) -> None:
     out = tmp_path / "adapters"
     write_export(out, policies)
@@ -212,7 +212,11 @@ def test_an_engine_that_restarts_keeps_the_version_that_is_served(
 
 
 def test_the_commands_name_the_version(
-    tmp_path: Path, base: Path, policies: list[TrainedPolicy], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    base: Path,
+    policies: list[TrainedPolicy],
+    capsys: pytest.CaptureFixture[str],
+    in_thread: None,
 ) -> None:
     run, out = str(write_whole_run(tmp_path, base, policies)), str(tmp_path / "adapters")
     assert main(["export", run, "--out", out]) == 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.integrations.provider import completion, json_reply, serving
@@ -27,6 +29,20 @@ def check_knows_nothing_of_cotune(path: Path) -> None:
     """Fail where an application's file imports cotune or what trains it."""
     found = imports_of(path)
     assert found and not [name for name in found if "cotune" in name or name.rpartition(".")[2] in TRAINING]
+
+
+@contextlib.contextmanager
+def imported_again(prefix: str) -> Iterator[None]:
+    """Within, modules whose names begin so are imported anew: an application's client reads its address then."""
+    before = {name: module for name, module in sys.modules.items() if name.startswith(prefix)}
+    for name in before:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.startswith(prefix)]:
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def models_asked_by(module: str, *, answer: str, ends: str) -> Counter[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import subprocess
@@ -10,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from cotune.cli.main import main
+from examples.tool_agent.provider import serving
+from tests.examples.applications import imported_again
 from tests.test_docs import ROOT
 
 GALLERY = ("crewai_flow", "autogen_team", "agents_handoffs", "pydantic_clerk", "langgraph_supervisor")
@@ -22,24 +27,22 @@ def run(*words: str, **environment: str) -> str:
     return done.stdout
 
 
-RECORD_AND_SCORE = """
-import importlib, pathlib, sys
-from cotune.cli.main import main
-from examples.gallery import warm
-
-name, records = sys.argv[1:]
-module = importlib.import_module(name)
-warm.record(name, module.expert, module.tasks(4, 5), pathlib.Path(records))
-sys.exit(main(["records", "score", records, f"{name}:solve"]))
-"""
-"""In one process: importing a framework takes longer than the four episodes."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GALLERY)
-def test_the_expert_solves_each_task_through_the_application(name: str, tmp_path: Path) -> None:
-    records = str(tmp_path / "records")
-    said = run("-c", RECORD_AND_SCORE, f"examples.gallery.{name}", records)
+def test_the_expert_solves_each_task_through_the_application(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: importing a framework takes longer than the four episodes."""
+    workflow, tasks, records = f"examples.gallery.{name}:solve", tmp_path / "tasks.jsonl", str(tmp_path / "records")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    with imported_again("examples.gallery"):
+        example = importlib.import_module(f"examples.gallery.{name}")
+        tasks.write_text("".join(json.dumps(task) + "\n" for task in example.tasks(4, 5)))
+    with serving(answers=example.expert) as url, imported_again("examples.gallery"):
+        monkeypatch.setenv("OPENAI_BASE_URL", url)
+        assert main(["trace", workflow, "--tasks", str(tasks), "--out", records]) == 0
+        assert main(["records", "score", records, workflow]) == 0
+    said = capsys.readouterr().out
     assert "success 100.0% (4 of 4 episodes)" in said
     rows = re.findall(r"^(\w+) .*local (\S+)\s*$", said, re.MULTILINE)
     assert rows and {mean for _, mean in rows} == {"1.000"}, said

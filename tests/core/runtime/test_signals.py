@@ -57,13 +57,13 @@ def traced(run: Path, number: signal.Signals, app: str = APP, more: tuple[str, .
     return process.wait(60), {line for line in answered if len(line.partition(".")[2]) == 6} - recorded, rest
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_a_traced_application_that_is_ended_loses_no_answered_call(tmp_path: Path, number: signal.Signals) -> None:
     status, lost, _ = traced(tmp_path, number)
     assert (status, lost) == (-number, set())
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.long), "after"])
 def test_an_applications_own_handler_stays_its_own(tmp_path: Path, when: str) -> None:
     own = f"{OWN}\nsignal.signal(signal.SIGTERM, stop)\n"
     late = APP.replace("    while True", f"    exec({own!r}, globals())\n    while True")

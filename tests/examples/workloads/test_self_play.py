@@ -131,10 +131,11 @@ def random_moves(rng: random.Random, task: Any, role: str) -> str:
     return rng.choice([offer, offer, offer, f"Well.\n{offer}", f"{offer} now", f"{offer} {offer}", offer.upper()])
 
 
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("game", GAMES)
-def test_random_games_come_to_what_the_independent_rules_say(game: str) -> None:
+def test_random_games_come_to_what_the_independent_rules_say(game: str, count: int) -> None:
     rng, tasks, won = random.Random(4), list(make_tasks(25, 3, game=game)), 0
-    for number in range(10_000):
+    for number in range(count):
         task, said, heard = tasks[number % len(tasks)], list[tuple[str, str]](), list[tuple[str, str]]()
         stop = rng.randrange(1, 14)
         while len(said) < stop and (role := GAMES[game].turn(task, said)):
@@ -147,7 +148,7 @@ def test_random_games_come_to_what_the_independent_rules_say(game: str) -> None:
         roles = {name: found[name] for name in ROLES[game]}
         assert roles == pytest.approx(expected(game, task, said)), (task, said)
         won += any(value > 0 for value in roles.values())
-    assert 1500 < won < 9999
+    assert 0.15 * count < won < count
 
 
 def expected(game: str, task: Any, said: Said) -> dict[str, float]:

@@ -85,11 +85,12 @@ def solution(floor: game.Floor, position: game.Position) -> list[str]:
     return moves
 
 
-def test_10_000_random_answers_are_judged_as_the_independent_rules_judge_them() -> None:
+@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_random_answers_are_judged_as_the_independent_rules_judge_them(count: int) -> None:
     rng = random.Random(3)
     solvable: dict[str, bool] = {}
     won = stuck = 0
-    for number in range(10_000):
+    for number in range(count):
         task = LEVELS[number % len(LEVELS)]
         best = solution(*game.parsed(task["rows"]))
         moves = best[: rng.randrange(len(best) + 1)] if number % 2 else []
@@ -100,7 +101,7 @@ def test_10_000_random_answers_are_judged_as_the_independent_rules_judge_them() 
             solvable[drawn.key] = drawn.solvable()
         assert found.deadlock == (not solvable[drawn.key])
         won, stuck = won + found.won, stuck + found.deadlock
-    assert won > 1000 and stuck > 500
+    assert won > count / 10 and stuck > count / 20
 
 
 def test_every_level_can_be_solved_in_the_pushes_that_it_names_and_in_no_fewer() -> None:

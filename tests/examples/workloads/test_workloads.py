@@ -6,7 +6,6 @@ A workload joins by a line in `WORKLOADS`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import re
@@ -26,7 +25,7 @@ from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_layout import RunLayout
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.train import load_config
-from tests.examples.applications import check_knows_nothing_of_cotune
+from tests.examples.applications import check_knows_nothing_of_cotune, imported_again
 from tests.examples.speaker import build_speaker
 
 ROOT = Path(__file__).parents[3]
@@ -111,6 +110,10 @@ WORKLOADS = (
 )
 
 
+SHORT = ("search-solve", "self_play-debate", "pictures-solve", "plan_path_checked-solve")
+"""A workload of plain messages, a game, one with images, and one with tools. `make test-long` takes the others through
+the same commands; what is particular to each has tests of its own."""
+
 ONE_FOR_EACH_RECIPE = [
     workload
     if workload.flow == "debate" or workload.name == "search"
@@ -124,7 +127,12 @@ def name_of(workload: Workload) -> str:
     return f"{workload.name}-{workload.flow}"
 
 
-@pytest.fixture(scope="module", params=WORKLOADS, ids=name_of)
+MARKED = [
+    workload if name_of(workload) in SHORT else pytest.param(workload, marks=pytest.mark.long) for workload in WORKLOADS
+]
+
+
+@pytest.fixture(scope="module", params=MARKED, ids=name_of)
 def workload(request: pytest.FixtureRequest) -> Workload:
     return request.param
 
@@ -196,26 +204,13 @@ def roles_recorded(folder: Path) -> set[str]:
     return {call.role for call in calls}
 
 
+@pytest.mark.parametrize("workload", WORKLOADS, ids=name_of)
 def test_it_has_the_shape_of_a_workload(workload: Workload) -> None:
     assert [name for name in SHAPE if not (workload.folder / name).is_file()] == []
     assert len((workload.folder / "README.md").read_text().splitlines()) <= SCREEN
     for path in workload.folder.glob("*.py"):
         if path.name not in ("train.py", "base.py", "demo.py"):
             check_knows_nothing_of_cotune(path)
-
-
-@contextlib.contextmanager
-def imported_again(prefix: str) -> Iterator[None]:
-    """Within, modules whose names begin so are imported anew: an application's client reads its address then."""
-    before = {name: module for name, module in sys.modules.items() if name.startswith(prefix)}
-    for name in before:
-        del sys.modules[name]
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if name.startswith(prefix)]:
-            del sys.modules[name]
-        sys.modules.update(before)
 
 
 def test_it_runs_alone_and_under_trace_against_what_cotune_serves(workload: Workload, base: Path, tasks: Path) -> None:
@@ -287,9 +282,8 @@ def test_what_is_compared_has_a_base_model_a_single_agent_and_settings_for_them(
 @pytest.mark.parametrize(
     "name",
     [
-        "sudoku",
         "pictures",
-        *(pytest.param(name, marks=[pytest.mark.long, pytest.mark.timeout(600)]) for name in ("maths", "code")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("sudoku", "maths", "code")),
     ],
 )
 def test_a_single_agent_is_trained_from_the_base_model_of_a_workload(

@@ -137,10 +137,9 @@ def engine_actors(hosted: Any) -> list[Any]:
     return [replica.engine.sampler._process._actor for replica in hosted._object._replicas]
 
 
+@pytest.mark.long  # in `make test`: `test_cluster.py` of the runs breaks engines in actors, `test_router.py` others
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "breaks", [[signal.SIGKILL], pytest.param([signal.SIGKILL, signal.SIGSTOP], marks=pytest.mark.long)], ids=len
-)
+@pytest.mark.parametrize("breaks", [[signal.SIGKILL], [signal.SIGKILL, signal.SIGSTOP]], ids=len)
 def test_ray_actors_are_broken_in_the_middle_of_a_burst(
     ray_runtime: str,
     reference: Reference,  # noqa: F811

@@ -1,7 +1,8 @@
 """Runs on Ray that are stopped, or whose driver is killed, or the head node of their cluster: nothing is lost, trained
 twice or left behind, and they go on.
 
-The other parts, each at a random moment: benchmarks/chaos.py.
+`make test` kills one driver. The tests of the sampler in an actor end a process in order, and those of runs on Ray
+lose a learner. The other parts, each at a random moment: benchmarks/chaos.py.
 """
 
 from __future__ import annotations
@@ -48,6 +49,24 @@ def after(steps: int, run: Path, driver: Command) -> None:
     assert chaos.wait_for(chaos.Moment(steps, 0.0), run, driver.pid), log_of(run).read_text()
 
 
+@pytest.mark.timeout(600)
+def test_a_killed_run_leaves_nothing_and_goes_on_without_ray(tiny_base: Path, tmp_path: Path) -> None:
+    before, run = in_shared_memory(), tmp_path / "run"
+    victim = launch(new_run(tiny_base, run, 3, *on_cluster({"address": "local", **PARTS})), run)
+    after(1, run, victim)
+    family = chaos.family(victim.pid)
+    os.kill(victim.pid, signal.SIGKILL)
+    assert victim.wait(240) == -signal.SIGKILL
+    assert hears(run, f"Continue with: cotune train --resume {run}")
+    assert len(family) > 5
+    assert chaos.survivors(family, GONE) == []
+    assert left_in_shared_memory(before) == set()
+    resumed = launch(["--resume", str(run), *on_cluster({"address": "none"})], run)
+    assert resumed.wait(200) == 0, log_of(run).read_text()
+    assert audit(run, 3) == (0, 0, 0)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_killed_run_goes_on_and_a_stopped_one_leaves_nothing(tiny_base: Path, tmp_path: Path) -> None:
     """SIGKILL of a driver, and Ctrl-C, which reaches all of its group, when the run goes on: in the midst of a step."""
@@ -105,6 +124,7 @@ def kill(head: psutil.Process) -> None:
     assert chaos.survivors(family[1:], 60.0) == []
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_head_node_that_is_lost_ends_the_run_with_the_cause_and_it_goes_on_without_ray(
     tiny_base: Path, tmp_path: Path

@@ -145,10 +145,11 @@ def spoilt(rng: random.Random, value: Fraction) -> str:
     )
 
 
-def test_10_000_random_answers_are_judged_as_exact_fractions_are() -> None:
+@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_random_answers_are_judged_as_exact_fractions_are(count: int) -> None:
     rng = random.Random(1)
     seen = {True: 0, False: 0}
-    for _ in range(10_000):
+    for _ in range(count):
         value = Fraction(rng.randrange(-5000, 5000), rng.choice([1, 1, 2, 3, 4, 7, 8, 10, 25, 100, 360]))
         near = value + Fraction(rng.choice([1, -1]), rng.choice([1, 2, 10**6, 10**12]))
         said = rng.choice([value, value, near, -value, 1 / value if value else value])
@@ -158,7 +159,7 @@ def test_10_000_random_answers_are_judged_as_exact_fractions_are() -> None:
         expected = not spoil and said == value
         assert accepted(form.format(text), asked(written(rng, value))) == expected, (text, value)
         seen[expected] += 1
-    assert min(seen.values()) > 2500
+    assert min(seen.values()) > count / 4
 
 
 @settings(max_examples=300, deadline=None)
@@ -189,10 +190,11 @@ def simplest(a: int, b: int, c: int) -> tuple[int, int, int]:
     return a, b * root, c // root**2
 
 
-def test_random_expressions_are_equal_where_their_simplest_forms_are() -> None:
+@pytest.mark.parametrize("count", [40, pytest.param(150, marks=pytest.mark.long)])
+def test_random_expressions_are_equal_where_their_simplest_forms_are(count: int) -> None:
     rng = random.Random(2)
     equals = 0
-    for _ in range(150):
+    for _ in range(count):
         one = surd(rng)
         a, b, c = other = rng.choice([one, simplest(*one), surd(rng)])
         gold = rf"{one[0]}+{one[1]}\sqrt{{{one[2]}}}".replace("+-", "-").removeprefix("0+").removeprefix("0")
@@ -200,7 +202,7 @@ def test_random_expressions_are_equal_where_their_simplest_forms_are() -> None:
         expected = simplest(*one) == simplest(*other)
         assert accepted(f"Answer: {found}", asked(gold)) == expected, (gold, found)
         equals += expected
-    assert 60 < equals < 140
+    assert 0.4 * count < equals < 0.95 * count
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_host_whose_application_has_ended_ends_without_a_word(sent: bytes) -> 
     assert (host.returncode, said) == (0, b"")
 
 
-@pytest.mark.parametrize("sent", [b"\0\0\1\0half of a message", "command"])
+@pytest.mark.parametrize("sent", [pytest.param(b"\0\0\1\0half of a message", marks=pytest.mark.long), "command"])
 def test_an_application_that_ends_amid_a_command_ends_the_host_without_a_word(
     sent: bytes | str, tmp_path: Path
 ) -> None:

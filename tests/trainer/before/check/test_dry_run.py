@@ -349,7 +349,7 @@ def test_the_provider_may_answer(provider: Provider) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_model_may_answer(provider: Provider, tiny_base: Path) -> None:
+def test_a_small_model_may_answer(provider: Provider, tiny_base: Path, in_thread: None) -> None:
     report = dry(application(first=letters), answers=str(tiny_base), config={"sampling": {"max_tokens": 8}})
     assert report.trainable, texts(report)
     assert [(group.roles, group.size) for group in report.groups] == [(("first",), 4)]
