@@ -67,6 +67,7 @@ def test_a_killed_postgres_loses_nothing(spool: Path, kills: int, applications: 
         check(store, told)
 
 
+@pytest.mark.long  # `test_full_disk.py` fills the disk of each on its own
 def test_a_full_disk_of_the_application_and_then_of_the_collector(spool: Path, records: Path) -> None:
     with collecting(str(records), free_port()) as collector:
         app = App(collector.url, 6.0, pause=0.1, most=4000)  # the collector is not there yet, and the spool soon full
