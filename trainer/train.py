@@ -103,7 +103,7 @@ def train(
     chosen = with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
     flow = flow.prompted(chosen.prompts)
-    if chosen.learner.needing_gpu and not chosen.cluster.address:  # there the learners' machines count
+    if chosen.learner.needing_gpu and not chosen.cluster.on_ray:  # there the learners' machines count
         from cotune.trainer.learner.memory.optimizer import check_hardware
 
         check_hardware(chosen.learner)

@@ -15,7 +15,6 @@ from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
 from cotune.trainer.reporting.step_report import StepReport
-from cotune.trainer.run.engines import sleeps_in_updates
 from cotune.trainer.run.precision import gap_remedy
 from cotune.trainer.run.run import RolloutRun
 
@@ -40,7 +39,7 @@ async def update_policies(
 @contextlib.asynccontextmanager
 async def sampler_asleep(run: RolloutRun, report: StepReport) -> AsyncIterator[None]:
     """An engine that shares its GPU with the learner sleeps meanwhile; it is awake again also after a failure."""
-    if not sleeps_in_updates(run.config):
+    if not run.config.engine_sleeps:
         yield
         return
     sampler = cast(SleepingSampler, run.sampler)

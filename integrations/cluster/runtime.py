@@ -75,6 +75,11 @@ def open_ray(
             ray.shutdown()
 
 
+def gpus_of_cluster() -> int:
+    """The GPUs of the cluster that this process has joined."""
+    return int(_ray().cluster_resources().get("GPU", 0))
+
+
 def _ray() -> Any:
     for name, value in _BEFORE_RAY.items():
         os.environ.setdefault(name, value)

@@ -82,9 +82,7 @@ def products_dtype(dtype: str | None) -> str | None:
 
 async def open_sampler(config: EngineConfig) -> Sampler:
     """Open an engine. Raises ConfigError, and what the engine raises."""
-    opened: Callable[..., Awaitable[Sampler]] = load_object(
-        "cluster.engine", engine_of(config.engine).open, "my_engine:open"
-    )
+    opened: Callable[..., Awaitable[Sampler]] = load_object("engine", engine_of(config.engine).open, "my_engine:open")
     if config.engine in ENGINES:
         return await opened(config)
     return await opened(model=config.model, **config.arguments)

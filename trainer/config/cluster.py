@@ -1,4 +1,4 @@
-"""The [cluster] table: where the parts of a run live."""
+"""The [cluster] table: Ray, and how many processes and GPUs the parts of a run get there."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from typing import Any, Literal
 import msgspec
 
 from cotune.errors import ConfigError, check_bounds
-from cotune.integrations.models.engines import ENGINES, Engine, engine_of
 
 Placement = Literal["pack", "spread"]
 
 CPUS = 1.0
 """CPUs that Ray counts for an engine, an FSDP worker or a rollout worker."""
+
+NO_RAY = "none"
+"""The address of a run that stays out of Ray."""
+SHARED = 0.5
+"""GPUs of an engine, and of a learner, that share one."""
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -24,39 +28,30 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[cluster] What samples; and samplers, learners and rollout workers as Ray actors. Without this table a run stays
-    on this machine: the sampler in a process of its own, everything else in this one."""
+    """[cluster] Engines, learners and rollout workers as Ray actors. A run chooses their numbers from the GPUs of the
+    machine or of the Ray cluster; each number in this table replaces one. `cotune doctor` prints the result."""
 
     address: str = ""
     """local: a Ray of its own on this machine, gone after the run | auto or HOST:PORT: a Ray cluster that is up |
-    none: no Ray, one engine on this machine; see docs/how-to/cluster.md. A table without an address means local."""
-    engine: str = ""
-    """What samples: vllm (the default on Ray) | vllm-url (a vLLM server that runs already, at engine_url) |
-    transformers (the default without Ray) | module:function (an async function that opens a `Sampler` of your own,
-    called with model and engine_args)."""
-    engine_url: str = ""
-    """Address of the server of engine = "vllm-url", such as http://10.0.0.5:8000; with several base models one for
-    each, separated by commas, in any order. The key is read from VLLM_API_KEY."""
-    engines: int = 1
-    """Engines that sample: of each base model, and with vLLM of each policy that trains all weights."""
-    gpus_per_engine: int = 0
-    """GPUs of one engine; above 1 it is tensor parallel. 0: the CPU build of vLLM."""
+    none: no Ray, one engine and one learner on this machine; see docs/how-to/cluster.md. Without a value: local on a
+    machine with several GPUs, Ray and vLLM, else none. A table without an address means local."""
+    engines: int = 0
+    """Engines that sample: of each base model, and with vLLM of each policy that trains all weights. 0: one on the CPU,
+    else as many as the GPUs that learners leave allow."""
+    gpus_per_engine: float = 0
+    """GPUs of one engine; above 1 it is tensor parallel. 0.5: it shares a GPU with the learner and sleeps during
+    updates. 0: none on the CPU, else the fewest that hold the model."""
+    learners: int = 0
+    """FSDP workers; they train all policies in turn, and a batch is divided among them. 0: one on the CPU, else a
+    quarter of the GPUs, or as many as the model needs."""
+    gpus_per_learner: float = 0
+    """GPUs of each FSDP worker, at most 1. 0.5: it shares a GPU with the engine. 0: none on the CPU, else 1."""
     engine_timeout: float = 60.0
     """Seconds that an engine may take to answer a health check; then it is restarted, and others do its work."""
-    engine_args: dict[str, Any] = {}
-    """[cluster.engine_args] Further arguments of vLLM's engine, such as max_model_len or gpu_memory_utilization; of
-    vllm-url: folder, where adapters are written for a server on another machine."""
-    learners: int = 1
-    """FSDP workers; they train all policies in turn, and a batch is divided among them."""
-    gpus_per_learner: int = 0
-    """GPUs of each FSDP worker; 0: it trains on the CPU."""
     learner_timeout: float = 1800.0
     """Seconds that one update, checkpoint or start of a learner may take; then it counts as lost."""
     rollout_workers: int = 1
     """Processes that run the application; one that crashes costs its episodes only."""
-    colocate: bool = False
-    """One engine and one learner share a GPU: vLLM sleeps while the learner updates, and is checked as it wakes. It
-    takes engine_args.gpu_memory_utilization of the GPU (0.5 where that is not set), the learner keeps the rest."""
     placement: Placement = "pack"
     """pack: learners on as few machines as possible | spread: on as many."""
     env: dict[str, str] = {}
@@ -65,81 +60,58 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """[cluster.runtime_env] Ray's runtime environment of the rollout workers, such as working_dir or pip."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "engines", "learners", "rollout_workers", least=1, table="cluster.")
-        check_bounds(self, "gpus_per_engine", "gpus_per_learner", least=0, table="cluster.")
+        check_bounds(self, "rollout_workers", least=1, table="cluster.")
+        check_bounds(self, "engines", "learners", "gpus_per_engine", "gpus_per_learner", least=0, table="cluster.")
         check_bounds(self, "engine_timeout", "learner_timeout", table="cluster.")
-        if self.engine and self.engine not in ENGINES and ":" not in self.engine:
-            known = ", ".join(sorted(ENGINES))
-            raise ConfigError("cluster.engine", self.engine, f"is not one of {known}, nor module:function")
-        self._check_url()
-        if not self.address:
-            self._check_local()
+        for name in ("gpus_per_engine", "gpus_per_learner"):
+            value = getattr(self, name)
+            if value != SHARED and value != int(value):
+                raise ConfigError(
+                    f"cluster.{name}", value, f"is not a whole number, nor {SHARED} for an engine and a learner on one"
+                )
         if self.gpus_per_learner > 1:
             fault = "is more than a learner can use: it is one process on one GPU"
             raise ConfigError("cluster.gpus_per_learner", self.gpus_per_learner, fault, "Set cluster.learners higher.")
-        if self.colocate:
-            self._check_colocated()
+        if SHARED in (self.gpus_per_engine, self.gpus_per_learner):
+            self._check_shared()
+        if self.address == NO_RAY:
+            self._check_without_ray()
 
-    def _check_url(self) -> None:
-        if not self.kind.by_url:
-            if self.engine_url:
-                raise ConfigError("cluster.engine_url", self.engine_url, 'needs cluster.engine = "vllm-url"')
-            return
-        if not all(url.startswith(("http://", "https://")) for url in self.engine_urls or ("",)):
-            raise ConfigError(
-                "cluster.engine_url", self.engine_url, "is not the address of a vLLM server: http://HOST:PORT"
-            )
-        for name, allowed in (("engines", 1), ("gpus_per_engine", 0)):
-            if getattr(self, name) != allowed:
-                raise ConfigError(f"cluster.{name}", getattr(self, name), f"must be {allowed} if a server samples")
+    def _check_shared(self) -> None:
+        """Raises ConfigError unless one engine and one learner share one GPU."""
+        for name in ("gpus_per_engine", "gpus_per_learner"):
+            if getattr(self, name) != SHARED:
+                raise ConfigError(
+                    f"cluster.{name}", getattr(self, name), f"must be {SHARED} if engine and learner share a GPU"
+                )
+        for name in ("engines", "learners"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"cluster.{name}", getattr(self, name), "must be 1 if engine and learner share a GPU")
 
-    def _check_colocated(self) -> None:
-        for name, value in (("engines", self.engines), ("learners", self.learners)):
-            if value != 1:
-                raise ConfigError(f"cluster.{name}", value, "must be 1 if cluster.colocate is true")
-        if not self.kind.sleeps:
-            able = " or ".join(name for name, kind in ENGINES.items() if kind.sleeps)
-            raise ConfigError("cluster.engine", self.sampled_by, f"must be {able} if cluster.colocate is true")
-        if self.gpus_per_engine != self.gpus_per_learner or self.gpus_per_engine > 1:
-            both = f"{self.gpus_per_engine} and {self.gpus_per_learner}"
-            fault = "must be 1 and 1 if cluster.colocate is true (0 and 0 without a GPU)"
-            raise ConfigError("cluster.gpus_per_engine and gpus_per_learner", both, fault)
-
-    def _check_local(self) -> None:
+    def _check_without_ray(self) -> None:
         """Raises ConfigError for what only Ray can do."""
-        own = ("address", "engine", "engine_url", "engine_args")
-        for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in own and value and value != field.default:
-                remedy = 'Set cluster.address = "local", or leave it out.'
-                raise ConfigError(f"cluster.{field.name}", value, "needs Ray", remedy)
+        remedy = 'Set cluster.address = "local", or leave it out.'
+        for name in ("engines", "gpus_per_engine", "learners", "rollout_workers"):
+            if getattr(self, name) > 1:
+                raise ConfigError(f"cluster.{name}", getattr(self, name), "needs Ray", remedy)
+        for name in ("env", "runtime_env"):
+            if getattr(self, name):
+                raise ConfigError(f"cluster.{name}", getattr(self, name), "needs Ray", remedy)
 
     @property
-    def sampled_by(self) -> str:
-        """The name of the engine."""
-        return self.engine or ("vllm" if self.address else "transformers")
+    def on_ray(self) -> bool:
+        """Whether the parts of the run are Ray actors; a run without an address decides when it opens."""
+        return self.address not in ("", NO_RAY)
 
     @property
-    def engine_urls(self) -> tuple[str, ...]:
-        """The addresses that `engine_url` names."""
-        return tuple(url.strip() for url in self.engine_url.split(",") if url.strip())
-
-    @property
-    def kind(self) -> Engine:
-        """The row of the engine in the table of engines."""
-        return engine_of(self.sampled_by)
-
-    @property
-    def gpu_shares(self) -> tuple[float, float]:
-        """GPUs that Ray counts for an engine and for a learner."""
-        half = 2 if self.colocate else 1
-        return self.gpus_per_engine / half, self.gpus_per_learner / half
+    def shares_gpu(self) -> bool:
+        """Whether the engine and the learner share a GPU."""
+        return self.gpus_per_engine == SHARED
 
     def demands(self, samplers: int = 1) -> tuple[Demand, ...]:
         """What the run asks of the cluster, with this many sets of engines."""
-        engine, learner = self.gpu_shares
         return (
-            Demand("engine", self.engines * samplers, engine),
-            Demand("learner", self.learners, learner),
+            Demand("engine", self.engines * samplers, self.gpus_per_engine),
+            Demand("learner", self.learners, self.gpus_per_learner),
             Demand("rollout worker", self.rollout_workers),
         )

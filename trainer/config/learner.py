@@ -108,28 +108,17 @@ def _check_memory(memory: str) -> None:
         raise ConfigError("learner.memory", memory, "is not a size such as 6GiB or 800MB") from None
 
 
-def check_one_process(settings: LearnerSettings, cluster: str, kinds: Collection[str]) -> None:
-    """Raises ConfigError for what bitsandbytes does, where weights are divided (`cluster`) or all of them trained."""
+def check_one_process(settings: LearnerSettings, on_ray: bool, kinds: Collection[str]) -> None:
+    """Raises ConfigError for what bitsandbytes does, where weights are divided (`on_ray`) or all of them trained."""
     for field, usual in (("optimizer", "adamw"), ("quantize", "none")):
         value = getattr(settings, field)
-        if value != usual and cluster:
+        if value != usual and on_ray:
             raise ConfigError(
                 f"learner.{field}", value, f"cannot be used on a cluster, which divides the weights: set it to {usual}"
             )
     if settings.quantize != "none" and "full" in kinds:
         raise ConfigError(
             "learner.quantize", settings.quantize, "cannot be used if all weights are trained", "Train adapters."
-        )
-
-
-def check_flex(settings: LearnerSettings, gpus_per_learner: int) -> None:
-    """Raises ConfigError for FlexAttention on a cluster whose learners have no GPUs."""
-    if settings.tree_attention == "flex" and not gpus_per_learner:
-        raise ConfigError(
-            "learner.tree_attention",
-            "flex",
-            "needs GPUs; cluster.gpus_per_learner is 0",
-            "Leave it out, or train on GPUs: cluster.gpus_per_learner = 1.",
         )
 
 

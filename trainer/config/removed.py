@@ -12,6 +12,10 @@ from cotune.errors import ConfigError
 _NO_PAST = "Leave it out: present versions play all roles. Train roles in turns with train in [[policy]]."
 
 REMOVED: Mapping[str, str] = {
+    "cluster.colocate": "Leave it out: an engine and a learner share a GPU if the machine has one.",
+    "cluster.engine": "Use engine, above the tables.",
+    "cluster.engine_args": "Use [engine_args].",
+    "cluster.engine_url": "Use engine_url, above the tables.",
     "cluster.pools": "Leave it out: the learners train all policies in turn.",
     "learner.eps": "Leave it out: AdamW's epsilon is 1e-8.",
     "learner.seed": "Use seed.",

@@ -18,15 +18,17 @@ from cotune.algorithms.run_recipe import policy_recipes
 from cotune.errors import ConfigError, check_bounds
 from cotune.integrations.exchange.trackers.tracker import Tool
 from cotune.integrations.models.chat.tool_formats import AUTO, check_tool_format
+from cotune.integrations.models.engines import Engine, engine_of
 from cotune.records.plans import Plan, PlanKind, Select
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
 from cotune.storage.outcomes import failure_reward
 from cotune.storage.run_config import RunConfig, RunPlan
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
+from cotune.trainer.config.engine import check_engine
 from cotune.trainer.config.faults import PAGE, fault
 from cotune.trainer.config.from_records import DistillConfig, DpoConfig, RecordsConfig, check_records
-from cotune.trainer.config.learner import LearnerSettings, check_flex, check_one_process
+from cotune.trainer.config.learner import LearnerSettings, check_one_process
 from cotune.trainer.config.policy import PolicyConfig, PolicySettings, ScheduleConfig, check_policies, first_written
 from cotune.trainer.config.refill import RefillConfig
 from cotune.trainer.config.removed import removed_setting
@@ -124,6 +126,16 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The trackers' project or experiment; the run has the name of its folder there."""
     checkpoint_every: int = 1
     """Steps between checkpoints; Ctrl-C saves one too."""
+    engine: str = "auto"
+    """What samples: auto | vllm | vllm-url (a vLLM server that runs already, at engine_url) | transformers (in process)
+    | module:function (an async function that opens a `Sampler` of your own, called with model and engine_args). auto
+    is vllm on GPUs and on Ray if it is installed and knows the model, else transformers; see docs/how-to/gpu.md."""
+    engine_url: str = ""
+    """Address of the server of engine = "vllm-url", such as http://10.0.0.5:8000; with several base models one for
+    each, separated by commas, in any order. The key is read from VLLM_API_KEY."""
+    engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """[engine_args] Further arguments of vLLM's engine, such as max_model_len or gpu_memory_utilization; of vllm-url:
+    folder, where adapters are written for a server on another machine."""
     probe_bound: float = 0.05
     """Largest mean gap between sampler and learner log-probabilities after a publish, in nats."""
     guard: Literal["off", "warn", "stop"] = "warn"
@@ -149,13 +161,13 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_bounds(self, *counts, "episode_timeout", "max_calls", "probe_bound")
         _check_failure(self.on_failure)
         check_tool_format(self.tool_format)
-        if self.cluster.colocate and self.mode != "sync":
-            raise ConfigError("mode", self.mode, "must be sync if cluster.colocate is true")
+        check_engine(self.engine, self.engine_url, self.cluster)
+        if self.engine_shares_gpu and self.mode != "sync":
+            fault = f"must be sync if {self.engine} shares a GPU with the learner, as it sleeps during updates"
+            raise ConfigError("mode", self.mode, fault, 'Set engine = "transformers".')
         check_teachers(self, self.model, self.sampling.temperature)
         check_records(self.recipe, self.records, self.learner)
-        check_one_process(self.learner, self.cluster.address, {p.kind for p in self.policy} or {self.policies})
-        if self.cluster.address:
-            check_flex(self.learner, self.cluster.gpus_per_learner)
+        check_one_process(self.learner, self.cluster.on_ray, {p.kind for p in self.policy} or {self.policies})
         for name, count in Counter(p.name for p in self.policy).items():
             if count > 1:
                 raise ConfigError("policy.name", name, "is the name of two policies", "Rename one of them.")
@@ -168,6 +180,22 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def from_records(self) -> bool:
         """Whether the run learns from records, without rollouts."""
         return self.recipe in FROM_RECORDS
+
+    @property
+    def engine_kind(self) -> Engine:
+        """The row of the engine in the table of engines."""
+        return engine_of(self.engine)
+
+    @property
+    def engine_shares_gpu(self) -> bool:
+        """Whether the engine shares its GPU with the learner, and can free it during updates."""
+        return self.cluster.shares_gpu and self.engine_kind.sleeps
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether the engine sleeps during updates. Without Ray it does so on a CPU too, where it only pauses."""
+        beside_learner = self.cluster.shares_gpu or not (self.cluster.on_ray or self.cluster.gpus_per_engine)
+        return self.engine_kind.sleeps and self.mode == "sync" and beside_learner
 
     @property
     def specs(self) -> dict[str, PolicySpec]:
@@ -247,7 +275,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         recipes = policy_recipes(self, kind)
         check_together(recipes)
         for chosen in recipes.every:
-            if chosen.loss.token_loss and self.cluster.address:
+            if chosen.loss.token_loss and self.cluster.on_ray:
                 fault = "cannot be used on a cluster, whose learners do not have its module"
                 raise ConfigError("overrides.token_loss", chosen.loss.token_loss, fault, "Train in one process.")
             check_own(chosen)
@@ -356,8 +384,7 @@ def read_toml(path: str | Path | None) -> dict[str, Any]:
 def convert(table: Mapping[str, Any]) -> TrainConfig:
     """TrainConfig from a plain table, with ConfigError for what does not fit."""
     if isinstance(table.get("cluster"), Mapping):
-        cluster = {"address": "local", **table["cluster"]}
-        table = {**table, "cluster": {**cluster, "address": "" if cluster["address"] == "none" else cluster["address"]}}
+        table = {**table, "cluster": {"address": "local", **table["cluster"]}}
     if isinstance(table.get("records"), str | Path):
         table = {**table, "records": {"path": str(table["records"])}}
     if isinstance(search := table.get("prompts"), Mapping):  # [prompts] has the options of a search

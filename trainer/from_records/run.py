@@ -32,6 +32,7 @@ from cotune.trainer.from_records.objectives import Likelihood, Objective, Prefer
 from cotune.trainer.from_records.pairs import read_pairs
 from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.run.division import divide_run
 from cotune.trainer.run.open_run import open_local_learner
 from cotune.trainer.run.precision import without_sampler
 from cotune.trainer.run.resume import tasks_per_step
@@ -77,8 +78,9 @@ async def open_records_run(
 
     Raises ConfigError, RecordError and RunError before any weights are loaded for records that cannot be learned from.
     """
-    config = without_sampler(config)
     async with contextlib.AsyncExitStack() as stack:
+        config, division_notes = divide_run(config, stack)
+        config = without_sampler(config)
         store = open_store(config.records.path, read_only=True)
         stack.callback(store.close)
         say(f"reading the records of {store.address} ...")
@@ -94,7 +96,7 @@ async def open_records_run(
         learner = _objective(config, await _open_learner(config, workflow, policies, loss, stack, say))
         saved = load_checkpoint(folder.checkpoints)
         begun: list[str] = []
-        notes = [_said(config, store, recorded, episodes, held_out), *recorded.notes, note, since]
+        notes = [*division_notes, _said(config, store, recorded, episodes, held_out), *recorded.notes, note, since]
         if unused := ", ".join(config.of_rollouts):
             notes.append(f"not used, as recipe {config.recipe} runs no episode: {unused}")
         if saved is not None:
@@ -207,7 +209,7 @@ async def _open_learner(
     say: Callable[[str], None],
 ) -> Learner:
     own = {one.name: Method(config.settings_of(one.name).learner, loss) for one in config.policy}
-    if not config.cluster.address:
+    if not config.cluster.on_ray:
         return await open_local_learner(config, policies, loss, own)
     from cotune.trainer.run.cluster import Cluster
 

@@ -102,7 +102,7 @@ class Cluster:
 
     async def _start(self, one: EngineSet) -> Sampler:
         settings = self._settings
-        engines = plural(settings.engines, f"{settings.sampled_by} engine")
+        engines = plural(settings.engines, f"{self._config.engine} engine")
         self._say(f"starting {engines} for {one} on Ray ({settings.address})")
         sampler = await start_engines(self._config, one, self._urls.get(one.model, ""))
         self._stack.push_async_callback(sampler.aclose)
@@ -133,7 +133,7 @@ class Cluster:
         and the engines have no room for them."""
         trained = sum(spec.trained and spec.model is None for spec in policies.specs.values())
         full = any(one.weights == "full" for one in engine_sets(self._config, policies))
-        crowded = full or (self._settings.kind.fixed and trained > policy_count(self._config, self._config.model))
+        crowded = full or (self._config.engine_kind.fixed and trained > policy_count(self._config, self._config.model))
         if crowded and policies.specs.keys() - self._open_policies:
             raise RunError(
                 f"The engines of this run have no room for the policies of roles that were first seen now; all "

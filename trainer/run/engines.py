@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 from collections.abc import Sequence
 
@@ -12,7 +13,6 @@ import msgspec
 from cotune.errors import ConfigError
 from cotune.integrations.cluster.router.router import RoutedSampler
 from cotune.integrations.cluster.sampler import RaySampler, start_sampler
-from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.engines import EngineConfig, EngineWeights, open_sampler, products_dtype
 from cotune.integrations.models.folder.folder import count_token_ids, loading, locate_model, read_tokenizer
 from cotune.integrations.models.per_policy import PolicySampler, open_engines
@@ -20,6 +20,7 @@ from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Sampler
 from cotune.tables import plural
 from cotune.trainer.config.cluster import CPUS, ClusterConfig
+from cotune.trainer.config.engine import engine_urls
 from cotune.trainer.config.train import TrainConfig
 
 POLICIES = 4
@@ -42,21 +43,19 @@ class EngineSet(msgspec.Struct, frozen=True):
 
 def engine_sets(config: TrainConfig, policies: Policies) -> list[EngineSet]:
     """What the engines of a run serve, on the run's own model first. Raises ConfigError where they cannot."""
-    cluster = config.cluster
+    fixed = config.engine_kind.fixed
     sets: list[EngineSet] = []
     for model, names in policies.bases(config.model).items():
-        full = [name for name in names if cluster.kind.fixed and policies.specs[name].kind == "full"]
+        full = [name for name in names if fixed and policies.specs[name].kind == "full"]
         rest = tuple(name for name in names if name not in full)
         sets += [EngineSet(model, "full", (name,)) for name in full]
         sets += [EngineSet(model, "lora", rest)] if rest or not full else []
     fault = f"cannot be used here: {', '.join(str(one) for one in sets)} need engines of their own"
-    if len(sets) > 1 and cluster.colocate:
-        raise ConfigError("cluster.colocate", True, fault, "Leave it out: a GPU takes one engine beside its learner.")
-    if len(sets) > 1 and local_gpus(config) and cluster.kind.sleeps:
-        remedy = 'A GPU takes one vLLM beside its learner. Set engine = "transformers".'
-        raise ConfigError("cluster.engine", cluster.sampled_by, fault, remedy)
-    if len(sets) > len(policies.bases(config.model)) and not cluster.address:
-        raise ConfigError("cluster.engine", cluster.engine, fault, 'Set cluster.address = "local".')
+    if len(sets) > 1 and config.engine_shares_gpu:
+        remedy = 'Set engine = "transformers": a GPU takes one engine of vLLM beside its learner.'
+        raise ConfigError("engine", config.engine, fault, remedy)
+    if len(sets) > len(policies.bases(config.model)) and not config.cluster.on_ray:
+        raise ConfigError("engine", config.engine, fault, 'Set cluster.address = "local".')
     return sets
 
 
@@ -64,7 +63,7 @@ def first_sets(config: TrainConfig) -> list[EngineSet]:
     """`engine_sets` as far as they are known before the roles, and so the policies of a layout."""
     if config.policy:
         return engine_sets(config, Policies(config.specs, {}))
-    return [EngineSet(config.model, "full" if config.policies == "full" and config.cluster.kind.fixed else "lora")]
+    return [EngineSet(config.model, "full" if config.policies == "full" and config.engine_kind.fixed else "lora")]
 
 
 def joined(config: TrainConfig, engines: Sequence[tuple[EngineSet, Sampler]]) -> Sampler:
@@ -97,12 +96,12 @@ async def start_engines(config: TrainConfig, one: EngineSet, url: str = "") -> R
 
 async def server_urls(config: TrainConfig) -> dict[str, str]:
     """The address of the server of each base model; of one alone it is checked as it is opened. Raises ConfigError."""
-    urls, bases = config.cluster.engine_urls, list(config.bases)
+    urls, bases = engine_urls(config.engine_url), list(config.bases)
     if not urls:
         return {}
     if len(urls) != len(bases):
         fault = f"names {plural(len(urls), 'server')} for {plural(len(bases), 'base model')}: {', '.join(bases)}"
-        raise ConfigError("cluster.engine_url", config.cluster.engine_url, fault, "Name one for each.")
+        raise ConfigError("engine_url", config.engine_url, fault, "Name one for each.")
     if len(urls) == 1:
         return {bases[0]: urls[0]}
     from cotune.integrations.models.vllm.http import find_servers
@@ -120,56 +119,39 @@ async def open_router(cluster: ClusterConfig, engine: EngineConfig, vocabulary: 
 
 def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineConfig:
     """What an engine of this run is opened with. Raises ConfigError for weights that it cannot serve."""
-    cluster, engine = config.cluster, config.cluster.kind
+    engine = config.engine_kind
     kinds: list[str] = [p.kind for p in config.policy] or [config.policies]
     if engine.adapters_only and "full" in kinds:
-        fault = f"cannot be sampled by {cluster.sampled_by}: it takes adapters only"
+        fault = f"cannot be sampled by {config.engine}: it takes adapters only"
         raise ConfigError("policies", "full", fault)
     if engine.fixed and one.weights == "full" and config.ahead:
-        fault = f"cannot be used if {cluster.sampled_by} serves full weights: it holds one version only"
-        remedy = 'Train adapters (--policies lora), or set cluster.engine = "transformers".'
+        fault = f"cannot be used if {config.engine} serves full weights: it holds one version only"
+        remedy = 'Train adapters (--policies lora), or set engine = "transformers".'
         raise ConfigError("mode", config.mode, fault, remedy)
     specs = [spec.lora for spec in _adapters(config, one.model)] or [config.lora]
     return EngineConfig(
         model=one.model,
-        engine=cluster.sampled_by,
-        arguments=cluster.engine_args,
+        engine=config.engine,
+        arguments=config.engine_args,
         url=url,
         api_key=os.environ.get("VLLM_API_KEY") if engine.by_url else None,
-        gpus=cluster.gpus_per_engine if cluster.address else local_gpus(config),
+        gpus=math.ceil(config.cluster.gpus_per_engine),
         threads=config.sampling.threads,
         prefix_cache=config.sampling.prefix_bytes(),
-        dtype=None if "full" in kinds or cluster.address else _dtype(config),
+        dtype=None if "full" in kinds or config.cluster.on_ray else _dtype(config),
         weights=one.weights,
         policies=policy_count(config, one.model),
         staleness=config.ahead,
         max_lora_rank=max(spec.rank for spec in specs),
         sequences=sequences_at_once(config),
-        sleeps=shares_gpu(config),
-        alone=bool(cluster.address),
+        sleeps=config.engine_sleeps,
+        alone=config.cluster.on_ray,
     )
-
-
-def local_gpus(config: TrainConfig) -> int:
-    """GPUs of the engine of a run without Ray, which it shares with the learner: 1 or 0."""
-    return int(config.learner.device != "cpu" and usual_device() == "cuda")
-
-
-def shares_gpu(config: TrainConfig) -> bool:
-    """Whether engine and learner share a device, and the engine can give it up. Without Ray this holds on a CPU too,
-    where the engine only pauses."""
-    cluster = config.cluster
-    return cluster.colocate or (not cluster.address and cluster.kind.sleeps)
-
-
-def sleeps_in_updates(config: TrainConfig) -> bool:
-    """Whether the engine sleeps while the learner updates. In mode async it samples meanwhile."""
-    return shares_gpu(config) and config.mode == "sync"
 
 
 def sequences_at_once(config: TrainConfig) -> int:
     """How many candidates one engine is asked for at once, if every episode in flight makes one call."""
-    return -(-config.concurrency * candidates_of_call(config) // config.cluster.engines)
+    return -(-config.concurrency * candidates_of_call(config) // max(1, config.cluster.engines))
 
 
 def candidates_of_call(config: TrainConfig) -> int:
@@ -209,6 +191,6 @@ async def _engine(cluster: ClusterConfig, engine: EngineConfig) -> Sampler:
         _OPEN,
         {"config": engine},
         num_cpus=CPUS,
-        num_gpus=cluster.gpu_shares[0],
+        num_gpus=cluster.gpus_per_engine,
         env={**quiet, **({} if cluster.gpus_per_engine else {"OMP_NUM_THREADS": "1"}), **cluster.env},
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
+from cotune.errors import ConfigError
 from cotune.recording.chance import start_freezing
 from cotune.records.policies import Policies, models_said
 from cotune.records.structs import Task
@@ -24,6 +25,7 @@ from cotune.trainer.rollout.app_source import import_path
 from cotune.trainer.rollout.forks import expected_budget
 from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
+from cotune.trainer.run.division import divide_run
 from cotune.trainer.run.engines import engine_sets, open_in_process
 from cotune.trainer.run.methods import bounded_loss, own_methods
 from cotune.trainer.run.own_thread import OwnThread
@@ -60,16 +62,17 @@ async def open_run(
     """Open all parts, and restore the newest checkpoint. A run that has none looks at the application with a few
     episodes first, to find its roles."""
     say = progress.say
-    teaching = without_sampler(config)
-    config, auto, precision_notes = decide_precision(folder, config)
-    plan, recipes, why = config.resolve_plan(list(workflow.scorers), workflow.name)
-    if plan.kind == "replay" and config.replay.tools == "frozen":
-        start_freezing()
-    saved = load_checkpoint(folder.checkpoints)
     async with contextlib.AsyncExitStack() as stack:
+        config, division_notes = divide_run(config, stack, importable=_is_importable(folder, workflow))
+        teaching = without_sampler(config)
+        config, auto, precision_notes = decide_precision(folder, config)
+        plan, recipes, why = config.resolve_plan(list(workflow.scorers), workflow.name)
+        if plan.kind == "replay" and config.replay.tools == "frozen":
+            start_freezing()
+        saved = load_checkpoint(folder.checkpoints)
         store = open_store(folder.records)
         stack.callback(store.close)
-        cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.address else None
+        cluster = _cluster(config, folder, workflow, stack, say) if config.cluster.on_ray else None
         teachers = await open_teachers(teaching, stack, say)
         sampler, chats = await _open_model(config, stack, cluster, say)
         if saved is None:
@@ -135,7 +138,15 @@ async def open_run(
             ),
             held_out=held_out,
             teachers=teachers,
-            notes=[why, *precision_notes, *notes, *_untrained(policies), *_in_turns(config), *config.one_format],
+            notes=[
+                *division_notes,
+                why,
+                *precision_notes,
+                *notes,
+                *_untrained(policies),
+                *_in_turns(config),
+                *config.one_format,
+            ],
             state=Checkpoint(policies=policies),
         )
         del learner  # `reopen_learner` needs its memory
@@ -150,6 +161,14 @@ async def open_run(
         elif config.init:
             run.notes = [*run.notes, *await begin_from(run, config.init)]
         yield run
+
+
+def _is_importable(folder: RunFolder, workflow: Workflow) -> bool:
+    """Whether rollout workers find the application."""
+    try:
+        return bool(folder.workflow or import_path(workflow))
+    except ConfigError:
+        return False
 
 
 def _cluster(

@@ -7,9 +7,9 @@ from cotune.trainer.config.train import TrainConfig
 
 
 def where_it_runs(config: TrainConfig) -> str:
-    """The engine, the device and the precision of sampler and learner."""
+    """The engine, the device and the precision of sampler and learner, as `divide` has completed them."""
     cluster = config.cluster
-    if cluster.address:
+    if cluster.on_ray:
         place = f"{cluster.learners} on Ray, {_gpus(cluster.gpus_per_learner)}"
     else:
         place = device_name(config.learner.device)
@@ -21,15 +21,20 @@ def where_it_runs(config: TrainConfig) -> str:
 
 def _sampler(config: TrainConfig) -> str:
     cluster = config.cluster
-    if cluster.engine_url:
-        return f"sampler: {cluster.sampled_by} at {cluster.engine_url}"
-    if cluster.address:
-        return f"sampler: {cluster.engines} x {cluster.sampled_by} on Ray, {_gpus(cluster.gpus_per_engine)}"
+    if config.engine_url:
+        return f"sampler: {config.engine} at {config.engine_url}"
+    asleep = ", asleep during updates" if config.engine_sleeps else ""
+    if cluster.on_ray:
+        return f"sampler: {cluster.engines} x {config.engine} on Ray, {_gpus(cluster.gpus_per_engine)}{asleep}"
     device = device_name("auto")
     # On a CPU the engine multiplies as the learner does, so that both agree.
     precision = config.learner.precision if device == "the CPU" else "bfloat16"
-    return f"sampler: {cluster.sampled_by}, {device}, {precision}"
+    return f"sampler: {config.engine}, {device}, {precision}{asleep}"
 
 
 def _gpus(count: float) -> str:
-    return "on the CPU" if not count else f"{count:g} GPU{'s' if count > 1 else ''} each"
+    if not count:
+        return "on the CPU"
+    if count < 1:
+        return "on a GPU that both share"
+    return f"{count:g} GPU{'s' if count > 1 else ''} each"

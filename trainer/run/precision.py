@@ -70,7 +70,7 @@ DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
 
 def learner_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
     """Where the learner of a run computes."""
-    if config.cluster.address:
+    if config.cluster.on_ray:
         return "cuda" if config.cluster.gpus_per_learner else "cpu"
     return "cpu" if config.learner.device == "cpu" else usual_device()
 
@@ -91,7 +91,7 @@ def auto_dtype(config: TrainConfig, device: str, *, multiplies_bfloat16: bool) -
     if device == "cuda":
         return "bfloat16" if multiplies_bfloat16 else "float32"
     kinds: list[str] = [policy.kind for policy in config.policy] or [config.policies]
-    if not multiplies_bfloat16 or config.cluster.address or config.cluster.kind.fixed or "full" in kinds:
+    if not multiplies_bfloat16 or config.cluster.on_ray or config.engine_kind.fixed or "full" in kinds:
         return "float32"
     large = all(count_parameters(locate_model(model)) >= bfloat16.LARGE for model in config.bases)
     return "bfloat16" if large else "float32"
@@ -150,7 +150,7 @@ async def check_precision(run: RolloutRun) -> str:
 
 def gap_remedy(config: TrainConfig) -> str:
     """What makes the gap between sampler and learner smaller on this machine, the most effective first."""
-    learner, engine, device = config.learner, config.cluster.sampled_by, learner_device(config)
+    learner, engine, device = config.learner, config.engine, learner_device(config)
     remedies = []
     # In bfloat16 samplers: 0.0376 nats with rounded logits on both sides, 0.0289 with float32 logits (SmolLM2-135M).
     if engine == "vllm-url":

@@ -23,7 +23,7 @@ MAY_CHANGE = (
     "sampling.timeout", "sampling.threads", "sampling.prefix_cache", "learner.threads", "learner.device",
     "learner.dtype", "learner.micro_batch_tokens",
     "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "learner.tree_attention",
-    "evaluation", "guard", "cluster",
+    "evaluation", "guard", "engine", "engine_url", "engine_args", "cluster",
     "records.path", "distill.teacher",
     "prices", "loggers", "project",
 )  # fmt: skip

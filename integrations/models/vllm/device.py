@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from cotune.errors import ConfigError, install_extra
-
-SETTING = "cluster.gpus_per_engine"
+from cotune.errors import ConfigError
 
 
 def on_gpu() -> bool:
@@ -24,11 +22,11 @@ def check_gpu(gpus: int = 0) -> None:
 
     if current_platform.is_cuda_alike() and not torch.cuda.is_available():
         raise ConfigError(
-            SETTING,
-            gpus,
-            "gives this vLLM no GPU that torch can use, and it was built for GPUs",
-            'Set it, or sample with cluster.engine = "transformers".',
+            "engine",
+            "vllm",
+            "was built for GPUs, and torch can use none here",
+            'Set engine = "transformers".',
         )
     if current_platform.is_cpu() and gpus:
-        remedy = f"Set it to 0, or take vLLM's build for GPUs. {install_extra('vllm')}"
-        raise ConfigError(SETTING, gpus, "asks for GPUs, and the installed vLLM was built for the CPU", remedy)
+        remedy = 'Install vLLM\'s build for GPUs, or set engine = "transformers".'
+        raise ConfigError("engine", "vllm", f"was built for the CPU, and the run has {gpus} GPU for it", remedy)

@@ -146,7 +146,7 @@ class VllmHttpSampler(LoopSampler):
         if drawn:
             raise SamplerError(
                 f"{self._client.url} drew the token {min(drawn)}; the tokenizer ends at {self._padding.start - 1}.",
-                'Ask again, or let the run start the engine, with cluster.engine = "vllm".',
+                'Ask again, or let the run start the engine, with engine = "vllm".',
             )
         return [
             completion(c.token_ids, c.logprobs.token_logprobs, c.finish_reason, _top(c.logprobs, params.top_logprobs))
@@ -210,7 +210,7 @@ async def find_servers(urls: Sequence[str], models: Sequence[str], api_key: str 
     """
     served: dict[str, list[Card]] = {}
     for url in urls:
-        client = VllmClient(url, "cluster.engine_url", api_key)
+        client = VllmClient(url, "engine_url", api_key)
         try:
             served[url] = [card for card in await client.open() if card.parent is None]
         finally:
@@ -221,7 +221,7 @@ async def find_servers(urls: Sequence[str], models: Sequence[str], api_key: str 
             there = "; ".join(f"{url} serves {', '.join(card.id for card in cards)}" for url, cards in served.items())
             fault = f"names no server of the base model {model}: {there}"
             remedy = "Serve it, under its folder's path or by --served-model-name."
-            raise ConfigError("cluster.engine_url", ", ".join(urls), fault, remedy)
+            raise ConfigError("engine_url", ", ".join(urls), fault, remedy)
     return found
 
 

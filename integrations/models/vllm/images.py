@@ -10,7 +10,7 @@ from typing import Any
 from cotune.errors import RequestRefused, error_line
 from cotune.integrations.models.folder.vision import opened_image
 
-_REMEDY = 'Sample in process: without [cluster], or with cluster.engine = "transformers".'
+_REMEDY = 'Sample in process, with engine = "transformers".'
 
 
 async def image_prompt(renderer: Any, token_ids: Sequence[int], images: Sequence[bytes]) -> Any:

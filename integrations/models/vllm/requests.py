@@ -38,7 +38,7 @@ def http_params(n: int, params: SamplingParams, forbidden: Iterable[int] = ()) -
     if params.images:
         raise RequestRefused(
             "A vLLM server is sent token ids here, and no images.",
-            'Let the run start its engines, with cluster.engine = "vllm" or "transformers".',
+            'Let the run start its engines, with engine = "vllm" or "transformers".',
         )
     body = {**_common(n, params), "return_token_ids": True, "return_tokens_as_token_ids": True}
     biases = {str(token): value for token, value in params.logit_bias}

@@ -57,6 +57,7 @@ def sent(tmp_path: Path) -> Path:
     (folder / "sent_app.py").write_text(APP)
     config: dict[str, Any] = {"model": "m", "redact": "sent_app:hide", "steps": 3, "recipe": "distill"}
     config["distill"] = {"teacher": "http://elsewhere:8000"}
+    config |= {"engine": "mine:open", "engine_args": {"folder": "/shared"}}
     config["cluster"] = {"address": "10.0.0.9:6379", "env": {"OPENAI_API_KEY": "sk-secret-of-an-old-run"}}
     described = {"workflow": "sent_app:solve", "folder": str(folder), "run": str(folder), "tasks": None}
     (folder / "run.json").write_text(json.dumps({**described, "config": config}))
@@ -70,6 +71,8 @@ def test_all_that_a_run_decides_is_named(sent: Path) -> None:
         "workflow": "sent_app:solve",
         "redact": "sent_app:hide",
         "distill.teacher": "http://elsewhere:8000",
+        "engine": "mine:open",
+        "engine_args.folder": "/shared",
         "cluster.address": "10.0.0.9:6379",
         "cluster.env.OPENAI_API_KEY": WITHHELD,
         "modules from": str(sent),

@@ -15,8 +15,13 @@ from tests.trainer.tiny_run import audit
 
 pytestmark = pytest.mark.slow
 
-CLUSTER = {"address": "local", "engine": "transformers", "learners": 2}
-SETTINGS: dict[str, Any] = {"plan": {"k": 4}, "learner": {"lr": 5e-3, "mini_batch": 8}, "team_weight": 0.0}
+CLUSTER = {"address": "local", "learners": 2}
+SETTINGS: dict[str, Any] = {
+    "engine": "transformers",
+    "plan": {"k": 4},
+    "learner": {"lr": 5e-3, "mini_batch": 8},
+    "team_weight": 0.0,
+}
 
 
 def test_a_run_on_ray_trains_what_one_process_does(ray_runtime: str, trainer: Trainer, other_base: Path) -> None:
@@ -40,7 +45,7 @@ def test_a_run_on_ray_trains_what_one_process_does(ray_runtime: str, trainer: Tr
 @pytest.mark.timeout(900)
 def test_a_vllm_engine_serves_each_base(ray_runtime: str, trainer: Trainer, other_base: Path) -> None:
     policy = [{"name": "one", "roles": ["first"]}, {"name": "two", "roles": ["second"], "model": str(other_base)}]
-    assert trainer(worker_app.parity, policy=policy, cluster={**CLUSTER, "engine": "vllm"}, **SETTINGS).finished
+    assert trainer(worker_app.parity, policy=policy, cluster=CLUSTER, **{**SETTINGS, "engine": "vllm"}).finished
     assert trainer.said.count("starting 1 vllm engine for") == 2
     gaps = [found["sampler_gap_max"] for line in trainer.metrics() for found in line["policies"].values()]
     assert len(gaps) == 2 * len(trainer.metrics()) and max(gaps) < 0.02

@@ -173,10 +173,16 @@ def test_a_step_in_which_everything_fails_names_the_cause_and_goes_on_once_it_is
 
 @pytest.mark.long
 def test_a_late_role_on_a_cluster_has_a_critic_that_sees_the_reference(ray_runtime: str, trainer: Trainer) -> None:
-    cluster = {"address": "local", "engine": "transformers", "learners": 1, "rollout_workers": 1}
+    cluster = {"address": "local", "learners": 1, "rollout_workers": 1}
     tasks = [{**task, "reference": f"say {task['letter']}"} for task in LATE]
-    settings = {"recipe": "sweet_rl", "policies": "lora", "plan": {"kind": "independent", "k": 4}}
-    summary = trainer(worker_app.late, tasks, steps=2, tasks_per_step=4, cluster=cluster, **settings)
+    settings = {
+        "engine": "transformers",
+        "recipe": "sweet_rl",
+        "policies": "lora",
+        "plan": {"kind": "independent", "k": 4},
+    }
+    settings |= {"cluster": cluster, "engine": "transformers"}
+    summary = trainer(worker_app.late, tasks, steps=2, tasks_per_step=4, **settings)
     assert "role 'critic', first seen in step 1: a policy of its own (lora, version 0)" in trainer.said
     first, second = trainer.metrics()
     assert summary.finished and second["roles"]["critic"]["samples"] == 4

@@ -28,7 +28,7 @@ SETTINGS = {
 }
 
 
-CLUSTER = {"address": "local", "engine": "transformers", "learners": 1, "rollout_workers": 2}
+CLUSTER = {"address": "local", "learners": 1, "rollout_workers": 2}
 
 
 def episodes_in(trainer, run: str = "run") -> dict[int, list]:
@@ -181,7 +181,7 @@ def test_in_mode_async_a_late_episode_is_not_waited_for_and_counted(trainer, whe
     settings = {**SETTINGS, "concurrency": 64, "mode": "async", "refill": {"budget": 2.0, "groups": 1}}
     if where == "ray":
         request.getfixturevalue("ray_runtime")
-        settings["cluster"] = CLUSTER
+        settings |= {"cluster": CLUSTER, "engine": "transformers"}
     trainer(worker_app.sticky, sticky_tasks(), steps=2, **settings)
     line = trainer.metrics()[0]
     cancelled = [e for e in episodes_in(trainer)[0] if e.status == "cancelled"]

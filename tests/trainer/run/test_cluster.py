@@ -22,8 +22,14 @@ from tests.trainer.tiny_run import audit
 
 pytestmark = pytest.mark.slow
 
-CLUSTER = {"address": "local", "engine": "transformers", "learners": 2, "rollout_workers": 2}
-SETTINGS = {"policies": "full", "plan": {"k": 8}, "learner": {"lr": 5e-3, "mini_batch": 8}, "team_weight": 0.0}
+CLUSTER = {"address": "local", "learners": 2, "rollout_workers": 2}
+SETTINGS = {
+    "engine": "transformers",
+    "policies": "full",
+    "plan": {"k": 8},
+    "learner": {"lr": 5e-3, "mini_batch": 8},
+    "team_weight": 0.0,
+}
 
 
 @pytest.fixture
@@ -99,9 +105,9 @@ def test_a_lost_learner_goes_on_from_the_last_checkpoint_and_one_lost_too_often_
 
 
 def test_engines_that_break_are_replaced_and_the_run_does_not_notice(ray_runtime: str, trainer: Trainer) -> None:
-    engine = {"engine": "tests.trainer.odd_engine:open", "engines": 3, "engine_timeout": 8.0}
-    cluster = {"address": "local", **engine, "engine_args": {"markers": str(trainer.folder)}}
-    summary = trainer(worker_app.solve, steps=5, cluster=cluster, **SETTINGS)
+    cluster = {"address": "local", "engines": 3, "engine_timeout": 8.0}
+    engine = {"engine": "tests.trainer.odd_engine:open", "engine_args": {"markers": str(trainer.folder)}}
+    summary = trainer(worker_app.solve, steps=5, cluster=cluster, **{**SETTINGS, **engine})
     lines = trainer.metrics()
     counted = Counter[str]()
     for line in lines:
@@ -115,7 +121,7 @@ def test_engines_that_break_are_replaced_and_the_run_does_not_notice(ray_runtime
 @pytest.mark.parametrize("engine", ["sglang", "tests.trainer.odd_engine:missing"])
 def test_an_engine_that_does_not_exist_is_refused(ray_runtime: str, trainer: Trainer, engine: str) -> None:
     with pytest.raises(ConfigError, match=engine):
-        trainer(worker_app.solve, cluster={**CLUSTER, "engine": engine}, **SETTINGS)
+        trainer(worker_app.solve, cluster=CLUSTER, **{**SETTINGS, "engine": engine})
 
 
 def test_a_workflow_without_an_import_path_is_refused_before_work(ray_runtime: str, trainer: Trainer) -> None:
@@ -125,4 +131,4 @@ def test_a_workflow_without_an_import_path_is_refused_before_work(ray_runtime: s
 
 def test_full_weights_in_vllm_are_refused_in_mode_async(trainer: Trainer) -> None:
     with pytest.raises(ConfigError, match="it holds one version only"):
-        trainer(worker_app.solve, cluster={**CLUSTER, "engine": "vllm"}, policies="full", mode="async")
+        trainer(worker_app.solve, cluster=CLUSTER, engine="vllm", policies="full", mode="async")

@@ -27,7 +27,7 @@ from tests.trainer.tiny_run import ENVIRONMENT, GONE, audit, hears, launch, log_
 
 pytestmark = pytest.mark.slow
 
-PARTS = {"engine": "transformers"}
+ENGINE = "--set=engine=transformers"
 
 
 def in_shared_memory() -> set[str]:
@@ -72,7 +72,7 @@ def test_a_killed_run_goes_on_and_a_stopped_one_leaves_nothing(tiny_base: Path, 
     """SIGKILL of a driver, and Ctrl-C, which reaches all of its group, when the run goes on: in the midst of a step."""
     before, families = in_shared_memory(), []
     run, way_on = tmp_path / "run", f"Continue with: cotune train --resume {tmp_path / 'run'}"
-    victim = launch(new_run(tiny_base, run, 100, *on_cluster({"address": "local", **PARTS})), run)
+    victim = launch(new_run(tiny_base, run, 100, ENGINE, *on_cluster({"address": "local"})), run)
     after(2, run, victim)
     families.append(chaos.family(victim.pid))
     os.kill(victim.pid, signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_a_head_node_that_is_lost_ends_the_run_with_the_cause_and_it_goes_on_wit
     environment = {**ENVIRONMENT, "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}  # Ray itself would hope for a minute
     environment.pop("RAY_AUTH_MODE", None)
     with ray_head(port) as head:
-        cluster = on_cluster({"address": f"127.0.0.1:{port}", "engine": "transformers"})
+        cluster = [ENGINE, *on_cluster({"address": f"127.0.0.1:{port}"})]
         driver = launch(new_run(tiny_base, run, 3, *cluster), run, environment)
         after(1, run, driver)
         kill(head)

@@ -30,7 +30,7 @@ async def opened(model: str, mark: str) -> Sampler:
 def test_a_run_without_ray_samples_from_an_engine_of_ones_own(trainer: Trainer) -> None:
     mark = trainer.folder / "opened"
     engine = {"engine": "tests.trainer.run.test_engines:opened", "engine_args": {"mark": str(mark)}}
-    summary = trainer(application(first=letters), cluster={"address": "none", **engine})
+    summary = trainer(application(first=letters), **engine)
     assert summary.finished and mark.exists()
     mark.unlink()
     assert trainer.resume(application(first=letters), steps=3).finished and mark.exists()
@@ -42,13 +42,21 @@ def test_every_engine_is_where_its_row_says(engine: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "engine", "expected"),
-    [("none", "", "transformers"), ("local", "", "vllm"), ("none", "vllm", "vllm"), ("auto", "a:b", "a:b")],
+    ("address", "engine", "alone"),
+    [("none", "transformers", False), ("local", "vllm", True), ("none", "vllm", False), ("auto", "a:b", True)],
 )
-def test_the_engine_of_a_run(address: str, engine: str, expected: str) -> None:
-    config = convert({"model": "m", "cluster": {"address": address, "engine": engine}})
+def test_the_engine_of_a_run(address: str, engine: str, alone: bool) -> None:
+    config = convert({"model": "m", "engine": engine, "cluster": {"address": address}})
     found = engine_config(config, EngineSet("m"))
-    assert (found.engine, found.alone) == (expected, address != "none")
+    assert (found.engine, found.alone, found.gpus) == (engine, alone, 0)
+    assert found.sleeps == (engine == "vllm" and not alone)
+
+
+def test_an_engine_that_shares_a_gpu_sleeps() -> None:
+    shared = {"gpus_per_engine": 0.5, "gpus_per_learner": 0.5}
+    for engine, sleeps in (("vllm", True), ("transformers", False)):
+        found = engine_config(convert({"model": "m", "engine": engine, "cluster": shared}), EngineSet("m"))
+        assert (found.gpus, found.sleeps) == (1, sleeps)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +79,8 @@ def test_an_engine_is_told_how_many_candidates_it_is_asked_for_at_once(
     [
         ({"cluster": {"address": "none", "learners": 2}}, r"cluster.learners = 2 needs Ray\. Set cluster.address"),
         ({"cluster": {"address": "none", "env": {"KEY": "1"}}}, "cluster.env = .* needs Ray"),
-        ({"cluster": {"engine": "sglang"}}, "cluster.engine = 'sglang' is not one of transformers, vllm, vllm-url"),
-        ({"cluster": {"engine_url": "http://h:1"}}, 'engine_url = .* needs cluster.engine = "vllm-url"'),
+        ({"engine": "sglang"}, "engine = 'sglang' is not one of auto, transformers, vllm, vllm-url"),
+        ({"engine_url": "http://h:1"}, 'engine_url = .* needs engine = "vllm-url"'),
     ],
 )
 def test_an_engine_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -88,14 +96,14 @@ def test_an_engine_that_cannot_be_is_refused(settings: dict[str, Any], message: 
     ],
 )
 def test_weights_that_an_engine_cannot_serve_are_refused(settings: dict[str, Any], message: str) -> None:
-    config = convert({"model": "m", "policies": "full", "mode": "async", "cluster": settings})
+    config = convert({"model": "m", "policies": "full", "mode": "async", **settings})
     with pytest.raises(ConfigError, match=message):
         engine_config(config, EngineSet("m", "full"))
 
 
 def test_policies_with_full_weights_need_an_engine_each() -> None:
     """Which one that is opened in this process cannot be."""
-    config = convert({"model": "m", "policies": "full", "cluster": {"address": "none", "engine": "vllm"}})
+    config = convert({"model": "m", "policies": "full", "engine": "vllm"})
     with pytest.raises(ConfigError, match="first, second need engines of their own"):
         engine_sets(config, policies_for("full", ["first", "second"], config.lora))
 
@@ -109,14 +117,14 @@ TEAM: list[dict[str, Any]] = [
 ]
 
 
-def team(**cluster: Any) -> TrainConfig:
-    return convert({"model": "m", "policy": TEAM, "cluster": cluster})
+def team(**settings: Any) -> TrainConfig:
+    return convert({"model": "m", "policy": TEAM, **settings})
 
 
 def test_each_base_has_engines_and_in_vllm_each_policy_of_full_weights() -> None:
     config = team(engine="transformers")
     assert first_sets(config) == [EngineSet("m", "lora", ("one",)), EngineSet("n", "lora", ("two", "three", "four"))]
-    config = team(address="local")
+    config = team(engine="vllm", cluster={"address": "local"})
     assert first_sets(config) == [
         EngineSet("m", "lora", ("one",)),
         EngineSet("n", "full", ("four",)),
@@ -130,18 +138,15 @@ def test_each_base_has_engines_and_in_vllm_each_policy_of_full_weights() -> None
 
 
 def test_one_engine_beside_a_learner_has_one_base() -> None:
-    settings: dict[str, Any] = {"model": "m", "policy": TEAM[:2], "cluster": {"address": "local", "colocate": True}}
-    with pytest.raises(
-        ConfigError, match=r"cluster.colocate = True cannot be used here: m, n need engines of their own"
-    ):
+    shared = {"gpus_per_engine": 0.5, "gpus_per_learner": 0.5}
+    settings: dict[str, Any] = {"model": "m", "policy": TEAM[:2], "engine": "vllm", "cluster": shared}
+    with pytest.raises(ConfigError, match=r"engine = 'vllm' cannot be used here: m, n need engines of their own"):
         first_sets(convert(settings))
 
 
 def test_each_base_needs_a_server() -> None:
     with pytest.raises(ConfigError, match=r"'http://h:1' names 1 server for 2 base models: m, n. Name one for each."):
-        config = convert(
-            {"model": "m", "policy": TEAM[:2], "cluster": {"engine": "vllm-url", "engine_url": "http://h:1"}}
-        )
+        config = convert({"model": "m", "policy": TEAM[:2], "engine": "vllm-url", "engine_url": "http://h:1"})
         asyncio.run(server_urls(config))
     with pytest.raises(ConfigError, match="is not the address of a vLLM server"):
         team(engine="vllm-url", engine_url="http://h:1,h:2")

@@ -116,7 +116,7 @@ def test_without_a_sampler_auto_is_bfloat16_on_a_gpu_alone(base: str, monkeypatc
     assert without_sampler(config_of(base, learner={"dtype": "float32"})).learner.dtype == "float32"
 
 
-SERVER = {"address": "none", "engine": "vllm-url", "engine_url": "http://host:8000"}
+SERVER = {"engine": "vllm-url", "engine_url": "http://host:8000"}
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,12 @@ SERVER = {"address": "none", "engine": "vllm-url", "engine_url": "http://host:80
         (True, {"learner": {"dtype": "bfloat16"}}, ['learner.dtype = "float32", which takes twice', "probe_bound"]),
         (
             True,
-            {"learner": {"dtype": "bfloat16"}, "cluster": SERVER},
+            {"learner": {"dtype": "bfloat16"}, **SERVER},
             ['{"head_dtype": "float32"}', 'learner.dtype = "float32", which takes', "probe_bound"],
         ),
         (
             True,
-            {"learner": {"dtype": "float32"}, "cluster": {"address": "none", "engine": "mine:open"}},
+            {"learner": {"dtype": "float32"}, "engine": "mine:open"},
             ["Let mine:open compute logits in float32.", "probe_bound"],
         ),
         (
@@ -147,7 +147,7 @@ def test_the_remedy_names_what_helps_on_this_machine(
     base: str, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, more: dict[str, object], steps: list[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    remedy = gap_remedy(convert({"model": base, **more}))
+    remedy = gap_remedy(convert({"model": base, "engine": "transformers", **more}))
     places = [remedy.find(step) for step in steps]
     assert -1 not in places
     assert places == sorted(places)

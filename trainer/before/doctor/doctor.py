@@ -13,6 +13,7 @@ from cotune.errors import ConfigError, CotuneError, error_line, install_extra
 from cotune.integrations import versions
 from cotune.integrations.models.devices import unused_gpu
 from cotune.integrations.models.folder.folder import folder_sees_images, locate_model
+from cotune.integrations.models.vllm.installed import build_of
 from cotune.tables import cells, grid, plural
 from cotune.trainer.before.doctor.machine import Machine, Node, gpu_of, look, nodes_of
 from cotune.trainer.before.doctor.memory import (
@@ -25,8 +26,9 @@ from cotune.trainer.before.doctor.memory import (
     trained_policies,
 )
 from cotune.trainer.before.findings import STYLES, Finding, blocking
-from cotune.trainer.config.cluster import CPUS, ClusterConfig, Demand
+from cotune.trainer.config.cluster import CPUS, NO_RAY, ClusterConfig, Demand
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.run.division import Resources, describe_division, divide, resources_of
 from cotune.trainer.run.engines import first_sets
 
 PROMPT = 512
@@ -60,50 +62,72 @@ def examine(config: TrainConfig | None = None, *, prompt: int = PROMPT, gpu: flo
     machine = look(Path("runs"))
     if gpu is not None:
         machine = msgspec.structs.replace(machine, gpus=(gpu_of(gpu),))
-    cluster = config.cluster if config else ClusterConfig()
-    findings = list(judge_machine(machine, cluster))
-    memory: tuple[ProcessMemory, ...] = ()
-    if config is not None:
-        for model, names in config.bases.items():
-            about = "model" if model == config.model else f"model of {', '.join(names)}"
-            try:
-                folder = locate_model(model)
-                size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-                findings.append(Finding("ok", about, f"{folder}, {size / 1e9:.2f} GB on disk"))
-            except CotuneError as error:
-                findings.append(blocking(error, about))
-        if all(finding.level != "blocks" for finding in findings):
-            memory, judged = judge_memory(config, machine, prompt)
-            findings += [judged, *judge_precision(config, machine)]
+    cluster, extra = ClusterConfig(), ""
+    models: list[Finding] = []
+    divided: list[Finding] = []
     nodes: list[Node] = []
-    if cluster.address == "local":
-        cores, gpus = float(machine.cores), float(len(machine.gpus))
-        nodes = [Node(address="local", cpus=cores, gpus=gpus, free_cpus=cores, free_gpus=gpus)]
-    elif cluster.address and "ray" in machine.versions:
-        try:
-            nodes = nodes_of(cluster.address)
-        except CotuneError as error:
-            findings.append(blocking(error, "cluster"))
-    if nodes and config is not None:
+    if config is not None:
+        models = list(_judge_models(config))
+        if all(finding.level != "blocks" for finding in models):
+            try:
+                nodes = _nodes(config.cluster.address, machine)
+                config, notes = divide(config, _resources(config, machine, nodes))
+                divided.append(Finding("ok", "division", describe_division(config)))
+                divided += [Finding("warns", "division", note) for note in notes]
+            except CotuneError as error:
+                divided.append(blocking(error, "division"))
+        cluster, extra = config.cluster, config.engine_kind.extra
+    findings = [*judge_machine(machine, cluster, extra), *models, *divided]
+    memory: tuple[ProcessMemory, ...] = ()
+    if config is not None and all(finding.level != "blocks" for finding in findings):
+        memory, judged = judge_memory(config, machine, prompt)
+        findings += [judged, *judge_precision(config, machine)]
+    if nodes and config is not None and cluster.on_ray:
         try:
             findings += judge_placement(nodes, cluster, samplers=_samplers(config))
         except ConfigError as error:
             findings.append(blocking(error, "engines"))
-    return Report(machine, tuple(nodes), tuple(findings), memory)
+    return Report(machine, tuple(nodes) if cluster.on_ray else (), tuple(findings), memory)
 
 
-def judge_machine(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]:
-    """The machine, compared with the needs of any run."""
+def _judge_models(config: TrainConfig) -> Iterator[Finding]:
+    """Whether each base model can be read, and its size."""
+    for model, names in config.bases.items():
+        about = "model" if model == config.model else f"model of {', '.join(names)}"
+        try:
+            folder = locate_model(model)
+            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+            yield Finding("ok", about, f"{folder}, {size / 1e9:.2f} GB on disk")
+        except CotuneError as error:
+            yield blocking(error, about)
+
+
+def _nodes(address: str, machine: Machine) -> list[Node]:
+    """The machines that Ray would use: this one, or those of the cluster at `address`. Raises ConfigError."""
+    if address in ("", NO_RAY, "local"):
+        cores, gpus = float(machine.cores), float(len(machine.gpus))
+        return [Node(address="local", cpus=cores, gpus=gpus, free_cpus=cores, free_gpus=gpus)]
+    return nodes_of(address) if "ray" in machine.versions else []
+
+
+def _resources(config: TrainConfig, machine: Machine, nodes: Sequence[Node]) -> Resources:
+    """What a run can use of this machine, or of the cluster that it names."""
+    if config.cluster.address not in ("", NO_RAY, "local"):
+        return Resources(gpus=int(sum(node.gpus for node in nodes)), ray=True, vllm="gpu")
+    smallest = min((gpu.memory_gb for gpu in machine.gpus), default=0.0)
+    build = build_of(machine.versions.get("vllm", ""))
+    return resources_of(config, gpus=len(machine.gpus), gpu_bytes=smallest * 2**30, vllm=build)
+
+
+def judge_machine(machine: Machine, cluster: ClusterConfig, extra: str = "") -> Iterator[Finding]:
+    """The machine, compared with the needs of any run; `extra` is the extra of cotune with its engine."""
     yield Finding("ok", "python", f"{machine.python} on {machine.system}")
     yield Finding("ok", "processor", f"{machine.cores} cores, {machine.free_memory_gb:.1f} of "
                   f"{machine.memory_gb:.1f} GB memory free")  # fmt: skip
-    yield from _packages(machine, cluster)
+    yield from _packages(machine, cluster, extra)
     if machine.gpus:
         for index, gpu in enumerate(machine.gpus):
             yield Finding("ok", f"GPU {index}", f"{gpu.name}, {gpu.free_gb:.1f} of {gpu.memory_gb:.1f} GB free")
-        if cluster.address and not any(cluster.gpu_shares):
-            remedy = "Set cluster.gpus_per_engine and cluster.gpus_per_learner, which are 0."
-            yield Finding("warns", "GPUs of the run", "none: everything runs on the CPU", remedy)
     else:
         unused = unused_gpu() if "torch" in machine.versions else ""
         text = "none that torch can use: everything runs on the CPU"
@@ -111,7 +135,7 @@ def judge_machine(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]
     yield _needed(
         "shared memory",
         f"{machine.shared_gb:.1f} GB free",
-        not cluster.address or machine.shared_gb >= _SHARED_GB,
+        not cluster.on_ray or machine.shared_gb >= _SHARED_GB,
         "Ray keeps its objects there: docker run --shm-size=8g, or mount /dev/shm larger.",
     )
     yield _needed(
@@ -167,7 +191,7 @@ def judge_memory(config: TrainConfig, machine: Machine, prompt: int) -> tuple[tu
 
 def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
     """A learner that computes in float32 could be faster."""
-    bare = not learns_on_gpu(config, machine) and not config.cluster.address
+    bare = not learns_on_gpu(config, machine) and not config.cluster.on_ray
     if config.learner.dtype == "float32" and machine.bfloat16 and bare:
         text = (
             'the learner computes in float32: learner.dtype = "auto" multiplies in bfloat16 on this processor while '
@@ -221,12 +245,12 @@ def _samplers(config: TrainConfig) -> int:
     return trained_policies(config, config.specs) if sets[0].weights == "full" and not config.policy else len(sets)
 
 
-def _packages(machine: Machine, cluster: ClusterConfig) -> Iterator[Finding]:
+def _packages(machine: Machine, cluster: ClusterConfig, extra: str) -> Iterator[Finding]:
     for name, found in machine.versions.items():
         refused = versions.refusal(name)
         yield blocking(refused, name) if refused else Finding("ok", name, found)
-    needed = {"torch": "train", **({"ray": "ray"} if cluster.address else {})}
-    if extra := cluster.kind.extra:
+    needed = {"torch": "train", **({"ray": "ray"} if cluster.on_ray else {})}
+    if extra:
         needed[extra] = extra
     for name, extra in needed.items():
         if name not in machine.versions:

@@ -18,6 +18,7 @@ from cotune.records.policies import LoraSpec
 from cotune.tables import BAD, grid
 from cotune.trainer.before.doctor.machine import Machine
 from cotune.trainer.before.doctor.model_size import ModelSize, measure_folder
+from cotune.trainer.config.engine import AUTO
 from cotune.trainer.config.sizes import parse_size
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.run.engines import candidates_of_call
@@ -92,7 +93,7 @@ def plan_memory(
     sequences = min(1024, config.concurrency * candidates)
     row = prompt + config.sampling.max_tokens
     on_gpu = learns_on_gpu(config, machine)
-    bare = not on_gpu and not config.cluster.address
+    bare = not on_gpu and not config.cluster.on_ray
     if config.learner.dtype == "auto":
         device = "cuda" if on_gpu else "cpu"
         config = with_dtype(config, auto_dtype(config, device, multiplies_bfloat16=on_gpu or machine.bfloat16))
@@ -121,7 +122,7 @@ def processes(
     sampler one."""
     cluster = config.cluster
     on_gpu = learns_on_gpu(config, machine)
-    device, free, total = _device(machine, on_gpu, " of a learner" if cluster.address else "")
+    device, free, total = _device(machine, on_gpu, " of a learner" if cluster.on_ray else "")
     trained = [(size, load) for size, load in bases.values() if load.policies]
     place = partial(learner_memory, config=config, device=device, free=free, total=total)
     alone = [place(size=size, load=load) for size, load in trained]
@@ -130,7 +131,7 @@ def processes(
 
     # On a GPU the pass has what the samplers leave: in mode sync they have given their caches back by then.
     others = 0.0
-    if on_gpu and not cluster.address:
+    if on_gpu and not cluster.on_ray:
         others = sum(sampler.lasting for sampler in samplers)
     plans = []
     for one, (size, load) in zip(alone, trained, strict=True):
@@ -151,14 +152,15 @@ def _samplers(
 ) -> list[ProcessMemory]:
     """The in-process samplers, one for each base; `beside` are bytes of a learner on the same GPU."""
     cluster = config.cluster
-    if cluster.sampled_by != "transformers":
+    # An engine that is not decided yet is counted as the one in process.
+    if config.engine not in (AUTO, "transformers"):
         return []
-    on_gpu = bool(machine.gpus) and (not cluster.address or cluster.gpus_per_engine > 0)
-    device, free, total = _device(machine, on_gpu, " of an engine" if cluster.address else "")
+    on_gpu = bool(machine.gpus) and (not cluster.on_ray or cluster.gpus_per_engine > 0)
+    device, free, total = _device(machine, on_gpu, " of an engine" if cluster.on_ray else "")
     samplers: list[ProcessMemory] = []
     for model, (size, load) in bases.items():
         taken = 0.0
-        if on_gpu and not cluster.address:
+        if on_gpu and not cluster.on_ray:
             taken = beside + sum(sampler.bytes for sampler in samplers)
         sampler = sampler_memory(size, config, load, device=device, free=free, total=total, taken=taken)
         name = f"sampler of {Path(model).name}" if len(bases) > 1 else "sampler"
@@ -176,7 +178,7 @@ def _device(machine: Machine, on_gpu: bool, whose: str) -> tuple[str, float, flo
 def learns_on_gpu(config: TrainConfig, machine: Machine) -> bool:
     """Whether the learner of a run on this machine has a GPU."""
     there = bool(machine.gpus) and config.learner.device != "cpu"
-    return there and (not config.cluster.address or config.cluster.gpus_per_learner > 0)
+    return there and (not config.cluster.on_ray or config.cluster.gpus_per_learner > 0)
 
 
 def _adapter(config: TrainConfig, names: Collection[str]) -> LoraSpec | None:
@@ -195,7 +197,7 @@ def learner_memory(
     from cotune.trainer.learner.memory.pass_size import LARGE, LAYER_MARGIN, keeps_pages, usual_share
 
     settings, cluster = config.learner, config.cluster
-    parts = cluster.learners if cluster.address else 1
+    parts = cluster.learners if cluster.on_ray else 1
     policies = load.policies if size.adapter == 0 else 1  # adapters share one base
     weights = policies * _weight_bytes(config, size) / parts
     trained = load.policies * (size.adapter or size.parameters)
@@ -377,7 +379,7 @@ def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
         elif name == "weights" and process == "learner" and gpu and lora:
             found += ['learner.dtype = "bfloat16"'] if settings.dtype != "bfloat16" else []
             found += ['learner.quantize = "4bit"'] if settings.quantize == "none" else []
-    found.append("take a smaller model" + ("" if config.cluster.address else ", or more learners on a cluster"))
+    found.append("take a smaller model" + ("" if config.cluster.on_ray else ", or more learners on a cluster"))
     text = "; ".join(dict.fromkeys(found))
     return f"{text[:1].upper()}{text[1:]}."
 

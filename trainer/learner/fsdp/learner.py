@@ -44,7 +44,7 @@ class Ranks:
                 name="the learners",
                 setting="cluster.learners",
                 cpus=CPUS,
-                gpus=cluster.gpu_shares[1],
+                gpus=cluster.gpus_per_learner,
                 placement=cluster.placement.upper(),
                 timeout=cluster.learner_timeout,
             )

@@ -27,7 +27,7 @@ def test_an_engine_for_gpus_that_is_given_none_is_told_of_the_setting(monkeypatc
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_engine = 0 gives this vLLM no GPU"):
+    with pytest.raises(ConfigError, match="engine = 'vllm' was built for GPUs, and torch can use none"):
         check_gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_gpu()
@@ -38,7 +38,7 @@ def test_gpus_that_a_vllm_for_the_cpu_would_leave_idle_are_refused(monkeypatch: 
     platforms.current_platform = SimpleNamespace(is_cpu=lambda: True, is_cuda_alike=lambda: False)
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-    with pytest.raises(ConfigError, match=r"gpus_per_engine = 2 asks for GPUs, and the installed vLLM was built for"):
+    with pytest.raises(ConfigError, match="engine = 'vllm' was built for the CPU, and the run has 2 GPU"):
         check_gpu(2)
     check_gpu(0)
 

@@ -24,8 +24,8 @@ from cotune.errors import ConfigError
 from cotune.integrations.models.folder.folder import tokenizer_of
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.integrations.models.vllm.teacher import VllmTeacher
-from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.config.train import convert
 from cotune.trainer.learner.teacher import LocalTeacher
 from cotune.trainer.train import train
 from tests.adapters.test_gguf import LORA, adapter, greedy
@@ -66,10 +66,9 @@ def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(
 
 
 def run(base: Path, url: str, folder: Path, address: str = "local", **settings: Any) -> list[dict[str, Any]]:
-    cluster = {"address": address, "engine": "vllm-url", "engine_url": url}
     learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
     given = {"model": str(base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 8}, "team_weight": 0.0, **settings}
-    given |= {"cluster": cluster, "learner": learner}
+    given |= {"engine": "vllm-url", "engine_url": url, "cluster": {"address": address}, "learner": learner}
     train(worker_app.parity, TASKS, given, out=folder, console=Console(file=io.StringIO()))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -162,16 +161,22 @@ def test_full_weights_are_refused(ray_runtime: str, contract_model: Path, tmp_pa
         run(contract_model, "http://127.0.0.1:9", tmp_path / "full", policies="full")
 
 
+SERVER = {"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000"}
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
         ({"engine": "vllm-url"}, "engine_url"),
         ({"engine": "vllm-url", "engine_url": "10.0.0.5:8000"}, "engine_url"),
         ({"engine": "vllm", "engine_url": "http://10.0.0.5:8000"}, "engine_url"),
-        ({"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000", "engines": 2}, "engines"),
-        ({"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000", "gpus_per_engine": 1}, "gpus_per_engine"),
+        ({"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000", "cluster": {"engines": 2}}, "cluster.engines"),
+        (
+            {"engine": "vllm-url", "engine_url": "http://10.0.0.5:8000", "cluster": {"gpus_per_engine": 1}},
+            "cluster.gpus_per_engine",
+        ),
     ],
 )
 def test_settings_that_contradict_a_server_are_refused(settings: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"cluster\.{field} = "):
-        ClusterConfig(**settings)
+    with pytest.raises(ConfigError, match=rf"^{field} = "):
+        convert({"model": "m", **settings})

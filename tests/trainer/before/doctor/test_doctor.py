@@ -27,7 +27,7 @@ from cotune.trainer.before.doctor.doctor import (
 from cotune.trainer.before.doctor.machine import Gpu, Machine, Node
 from cotune.trainer.before.findings import Finding
 from cotune.trainer.config.cluster import ClusterConfig
-from cotune.trainer.config.train import TrainConfig, convert, load_config
+from cotune.trainer.config.train import convert, load_config
 
 GPU = Gpu(name="H200", memory_gb=139.0, free_gb=138.0)
 MACHINE = Machine(
@@ -90,7 +90,7 @@ def test_a_learner_in_float32_on_a_cpu_with_bfloat16_is_told_of_auto(dtype: str,
 def test_what_a_machine_lacks_is_named_with_its_remedy(changes: dict[str, Any], subject: str, level: str) -> None:
     cluster = ClusterConfig(address="local")
     assert not blocking(judge_machine(MACHINE, cluster))
-    found = {f.about: f for f in judge_machine(msgspec.structs.replace(MACHINE, **changes), cluster)}
+    found = {f.about: f for f in judge_machine(msgspec.structs.replace(MACHINE, **changes), cluster, "vllm")}
     assert found[subject].level == level
     assert bool(found[subject].remedy) == (level != "ok")
 
@@ -110,46 +110,60 @@ def test_eight_gpus_hold_six_engines_and_two_learners_but_not_three() -> None:
 
 
 def test_a_tensor_parallel_engine_needs_its_gpus_on_one_machine() -> None:
-    asked = ClusterConfig(address="auto", gpus_per_engine=4)
+    asked = ClusterConfig(address="auto", engines=1, gpus_per_engine=4, learners=1)
     assert [f.about for f in blocking(judge_placement([node(8, 3), node(8, 3)], asked))] == ["engines"]
     assert not blocking(judge_placement([node(8, 3), node(8, 4)], asked))
 
 
-def test_an_engine_and_a_learner_share_one_gpu_when_they_are_colocated() -> None:
-    apart = ClusterConfig(address="auto", gpus_per_engine=1, gpus_per_learner=1)
+def test_an_engine_and_a_learner_share_one_gpu() -> None:
+    apart = ClusterConfig(address="auto", engines=1, gpus_per_engine=1, learners=1, gpus_per_learner=1)
     assert blocking(judge_placement([node(8, 1)], apart))
-    assert not blocking(judge_placement([node(8, 1)], msgspec.structs.replace(apart, colocate=True)))
+    together = msgspec.structs.replace(apart, gpus_per_engine=0.5, gpus_per_learner=0.5)
+    assert not blocking(judge_placement([node(8, 1)], together))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engines": 2}, r"cluster\.engines .*1 if cluster\.colocate"),
-        ({"engine": "transformers"}, "cluster.engine .*vllm"),
-        ({"learners": 2}, "cluster.learners"),
-        ({"gpus_per_engine": 1}, "gpus_per_engine and gpus_per_learner"),
+        ({"engines": 2}, r"cluster\.engines = 2 must be 1 if engine and learner share a GPU"),
+        ({"learners": 2}, r"cluster\.learners = 2 must be 1"),
+        ({"gpus_per_engine": 1}, r"cluster\.gpus_per_engine = 1 must be 0.5"),
+        ({"gpus_per_learner": 0.3}, r"cluster\.gpus_per_learner = 0.3 is not a whole number, nor 0.5"),
     ],
 )
 def test_what_cannot_share_a_gpu_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ClusterConfig(address="local", colocate=True, **changes)
+        ClusterConfig(**{"address": "local", "gpus_per_engine": 0.5, "gpus_per_learner": 0.5, **changes})
 
 
-def test_mode_async_cannot_share_a_gpu() -> None:
-    with pytest.raises(ConfigError, match=r"mode .*sync if cluster\.colocate"):
-        TrainConfig(model="m", mode="async", cluster=ClusterConfig(address="local", colocate=True))
+@pytest.mark.parametrize(
+    ("settings", "gpu", "said"),
+    [
+        ({}, None, "transformers on the CPU; the learner on the CPU"),
+        ({}, 24.0, "transformers on one GPU; the learner on the same GPU"),
+        ({"cluster.address": "local"}, None, "1 vllm engine on the CPU; 1 learner on the CPU (Ray: local)"),
+    ],
+)
+def test_the_division_is_printed(tiny_base: Path, settings: dict[str, Any], gpu: float | None, said: str) -> None:
+    found = examine(load_config(None, {"model": str(tiny_base), **settings}), gpu=gpu).findings
+    told = [finding.text for finding in found if finding.about == "division"]
+    assert told[0] == said
+    # vLLM's build for the CPU is installed, which a GPU would not be used by.
+    assert len(told) == (1 if gpu is None else 2) and (gpu is None or "built for the CPU" in told[1])
 
 
 def test_policies_of_full_weights_count_engines_of_their_own() -> None:
     full = [{"name": name, "roles": [name], "kind": "full"} for name in ("a", "b")]
     frozen = {"name": "c", "roles": ["c"], "kind": "frozen"}
-    config = convert({"model": "m", "policy": [*full, frozen], "cluster": {"gpus_per_engine": 1}})
+    config = convert(
+        {"model": "m", "policy": [*full, frozen], "engine": "vllm", "cluster": {"engines": 1, "gpus_per_engine": 1}}
+    )
     assert blocking(judge_placement([node(8, 2)], config.cluster, samplers=_samplers(config)))
     assert not blocking(judge_placement([node(8, 3)], config.cluster, samplers=_samplers(config)))
 
 
 def test_more_processes_than_cores_warns_on_a_local_ray() -> None:
-    found = judge_placement([node(2)], ClusterConfig(address="local", learners=2, rollout_workers=2))
+    found = judge_placement([node(2)], ClusterConfig(address="local", engines=1, learners=2, rollout_workers=2))
     assert levels(found) == {"placement": "warns", "engines": "ok", "learners": "ok", "rollout workers": "ok"}
 
 
@@ -177,14 +191,7 @@ def test_the_command_blocks_a_cluster_that_is_not_there(tiny_base: Path) -> None
     assert done.returncode == 1
     found = json.loads(done.stdout)
     assert not found["fits"]
-    assert "cluster.address = '127.0.0.1:9'" in {f["about"]: f["text"] for f in found["findings"]}["cluster"]
-
-
-def test_a_cluster_that_leaves_the_gpus_alone_is_told_so() -> None:
-    used = ClusterConfig(address="local", gpus_per_engine=1, gpus_per_learner=1, colocate=True)
-    assert "GPUs of the run" not in levels(judge_machine(MACHINE, used))
-    assert levels(judge_machine(MACHINE, ClusterConfig(address="local")))["GPUs of the run"] == "warns"
-    assert "GPUs of the run" not in levels(judge_machine(MACHINE, ClusterConfig()))
+    assert "cluster.address = '127.0.0.1:9'" in {f["about"]: f["text"] for f in found["findings"]}["division"]
 
 
 def test_a_learner_is_one_process_on_one_gpu() -> None:

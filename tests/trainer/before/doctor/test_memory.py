@@ -190,7 +190,7 @@ def test_a_gpu_that_is_too_small(tiny_base: Path) -> None:
 
 def test_on_a_cluster_engine_and_learner_have_a_gpu_each() -> None:
     machine = msgspec.structs.replace(MACHINE, gpus=(Gpu(name="small", memory_gb=7.4, free_gb=7.4),))
-    cluster = {"address": "local", "engine": "transformers", "gpus_per_engine": 1, "gpus_per_learner": 1}
+    cluster = {"address": "local", "engines": 1, "gpus_per_engine": 1, "learners": 1, "gpus_per_learner": 1}
     alone = processes({"a": (BILLION, LOAD)}, asked(), machine)
     apart = processes({"a": (BILLION, LOAD)}, asked(cluster=cluster), machine)
     assert [process.device for process in apart] == ["small of a learner", "small of an engine"]

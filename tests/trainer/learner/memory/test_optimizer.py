@@ -45,15 +45,6 @@ def test_what_bitsandbytes_does_is_of_one_process(field: str, value: str, usual:
         convert({"model": "m", "learner": {field: value}, "cluster": {"address": "local"}})
 
 
-def test_on_a_cluster_the_learners_gpus_count() -> None:
-    """Not those of this machine, which may have others, or none."""
-    table = {"model": "m", "learner": {"tree_attention": "flex"}}
-    with pytest.raises(ConfigError, match=r"tree_attention = 'flex' needs GPUs; cluster.gpus_per"):
-        convert({**table, "cluster": {"address": "10.0.0.5:6379"}})
-    convert({**table, "cluster": {"address": "10.0.0.5:6379", "gpus_per_learner": 1}})
-    convert(table)
-
-
 def test_a_driver_without_gpus_starts_learners_that_have_some(base: str, tmp_path: Path) -> None:
     cluster = {"address": "10.255.255.1:1", "gpus_per_learner": 1}
     config = {"model": base, "learner": {"tree_attention": "flex"}, "cluster": cluster, "init": str(tmp_path)}

@@ -1,0 +1,309 @@
+"""Which engine samples, and which GPUs it and the learner get: decided by the machine, unless the configuration says.
+
+| machine | sampler | learner |
+|---|---|---|
+| no GPU | in process, on the CPU | the CPU |
+| one GPU, and vLLM | vLLM in a child process, asleep during updates | the same GPU |
+| one GPU, and no vLLM or a model that vLLM does not know | in process, on the GPU | the same GPU |
+| several GPUs, and vLLM and Ray | vLLM engines on a local Ray | FSDP workers on a local Ray |
+| several GPUs, and no Ray or no vLLM | as with one GPU | as with one GPU |
+
+`find_resources` looks at the machine, `divide` decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import msgspec
+
+from cotune.errors import install_extra
+from cotune.integrations.cluster.runtime import gpus_of_cluster, open_ray
+from cotune.integrations.models.folder.folder import count_parameters, locate_model
+from cotune.integrations.models.vllm.installed import Build, unknown_architectures, vllm_build
+from cotune.tables import plural
+from cotune.trainer.config.cluster import NO_RAY, SHARED, ClusterConfig
+from cotune.trainer.config.engine import AUTO
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.run.engines import POLICIES, first_sets
+
+WEIGHTS_PART = 0.5
+"""Part of a GPU that weights may fill. The rest is for an engine's cache or a learner's activations (estimated)."""
+FULL_BYTES = 16.0
+"""Bytes for each parameter of which all are trained: float32 weights, gradients and two moments."""
+
+FASTER = "vLLM samples several times as fast (estimated)"
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run can use."""
+
+    gpus: int = 0
+    """GPUs of this machine, or of the Ray cluster that the configuration names."""
+    gpu_bytes: float = 0.0
+    """Memory of the smallest of them; 0: not known."""
+    ray: bool = False
+    """Whether Ray is installed."""
+    vllm: Build = ""
+    unknown_to_vllm: tuple[str, ...] = ()
+    """Architectures of the run's models that vLLM does not know."""
+    parameters: int = 0
+    """Of the largest base model; 0: not known."""
+    importable: bool = True
+    """Whether other processes can import the application."""
+
+
+class Division(NamedTuple):
+    """A configuration that says where everything runs, and what the user should know about that."""
+
+    config: TrainConfig
+    notes: tuple[str, ...]
+
+
+def divide_run(
+    config: TrainConfig, stack: contextlib.ExitStack | contextlib.AsyncExitStack, *, importable: bool = True
+) -> Division:
+    """The division of a run on this machine, or on the Ray cluster that it names: it is joined until `stack` ends.
+
+    Raises ConfigError.
+    """
+    if config.cluster.on_ray and config.cluster.address != "local":
+        stack.enter_context(open_ray(config.cluster.address, env=config.cluster.env))
+    return divide(config, find_resources(config, importable=importable))
+
+
+def find_resources(config: TrainConfig, *, importable: bool = True) -> Resources:
+    """Look at this machine, or at the Ray cluster that the configuration names, which must have been joined."""
+    import torch
+
+    remote = config.cluster.on_ray and config.cluster.address != "local"
+    if remote:
+        # The machines of a cluster are taken to have what the configuration asks for.
+        return Resources(gpus=gpus_of_cluster(), ray=True, vllm="gpu", importable=importable)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(gpus)]
+    return resources_of(
+        config, gpus=gpus, gpu_bytes=float(min(sizes, default=0)), vllm=vllm_build(), importable=importable
+    )
+
+
+def resources_of(
+    config: TrainConfig, *, gpus: int, gpu_bytes: float, vllm: Build, importable: bool = True
+) -> Resources:
+    """The resources of a machine with these GPUs and this vLLM. The models are looked at only if that matters."""
+    folders = [locate_model(model) for model in config.bases] if gpus or config.cluster.on_ray else []
+    return Resources(
+        gpus=gpus,
+        gpu_bytes=gpu_bytes,
+        ray=find_spec("ray") is not None,
+        vllm=vllm,
+        unknown_to_vllm=unknown_architectures(folders) if vllm else (),
+        parameters=max((count_parameters(folder) for folder in folders), default=0) if gpus > 1 else 0,
+        importable=importable,
+    )
+
+
+def divide(config: TrainConfig, resources: Resources) -> Division:
+    """Replace what the configuration leaves open: `engine`, `cluster.address`, and the numbers of [cluster].
+
+    Raises ConfigError for settings that contradict each other on this machine.
+    """
+    if config.cluster.on_ray:
+        return _divide_on_ray(config, resources)
+    notes: list[str] = []
+    if resources.gpus > 1 and config.learner.device == "auto":
+        obstacle = _obstacle_to_ray(config, resources)
+        if not obstacle:
+            local = msgspec.structs.replace(config.cluster, address="local")
+            return _divide_on_ray(msgspec.structs.replace(config, cluster=local), resources)
+        notes.append(f"1 of {resources.gpus} GPUs is used: {obstacle}")
+    config, note = _divide_without_ray(config, resources)
+    return Division(config, (*notes, *([note] if note else [])))
+
+
+def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[TrainConfig, str]:
+    """One engine and one learner on this machine, and why that engine is not vLLM if a GPU is there."""
+    learner_on_gpu = resources.gpus > 0 and config.learner.device != "cpu"
+    # A learner on a GPU that the user names, such as cuda:1, does not share the first one with the engine.
+    together = learner_on_gpu and config.learner.device in ("auto", "cuda", "cuda:0")
+
+    engine, note = config.engine, ""
+    if engine == AUTO:
+        engine = "transformers"
+        if resources.gpus and not config.from_records:
+            obstacle = _obstacle_to_vllm(config, resources, shares_gpu=together)
+            if obstacle:
+                note = f"the transformers engine samples on the GPU: {obstacle}. {FASTER}."
+            else:
+                engine = "vllm"
+
+    samples_here = not config.from_records and not config.engine_kind.by_url
+    if samples_here and together:
+        per_engine, per_learner = SHARED, SHARED
+    else:
+        per_engine = 1.0 if samples_here and resources.gpus else 0.0
+        per_learner = 1.0 if learner_on_gpu else 0.0
+    cluster = msgspec.structs.replace(
+        config.cluster, address=NO_RAY, engines=1, gpus_per_engine=per_engine, learners=1, gpus_per_learner=per_learner
+    )
+    return msgspec.structs.replace(config, engine=engine, cluster=cluster), note
+
+
+def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
+    """Engines and learners on Ray, and why the engines are not vLLM's if they are not."""
+    notes = []
+    if config.engine == AUTO:
+        obstacle = "" if config.from_records else _obstacle_to_vllm(config, resources, shares_gpu=resources.gpus == 1)
+        if obstacle:
+            notes.append(f"transformers engines sample: {obstacle}. {FASTER}.")
+        config = msgspec.structs.replace(config, engine="transformers" if obstacle else "vllm")
+    numbers = _numbers(config, resources)
+    return Division(msgspec.structs.replace(config, cluster=numbers), tuple(notes))
+
+
+def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
+    """[cluster] with all numbers: those that it has, and for each that it leaves open a part of the GPUs."""
+    cluster, gpus = config.cluster, resources.gpus
+    samples = not config.from_records and not config.engine_kind.by_url
+    given = (cluster.engines, cluster.gpus_per_engine, cluster.learners, cluster.gpus_per_learner)
+    if cluster.shares_gpu or (gpus == 1 and samples and not any(given)):
+        return msgspec.structs.replace(cluster, engines=1, gpus_per_engine=SHARED, learners=1, gpus_per_learner=SHARED)
+    if not gpus:
+        return msgspec.structs.replace(cluster, engines=cluster.engines or 1, learners=cluster.learners or 1)
+    per_learner = cluster.gpus_per_learner or 1
+    if not samples:
+        return msgspec.structs.replace(
+            cluster, engines=1, learners=cluster.learners or gpus, gpus_per_learner=per_learner
+        )
+
+    sets = _count_engine_sets(config)
+    per_engine = cluster.gpus_per_engine or _gpus_for_weights(config, resources, most=max(1, gpus // 2))
+    if cluster.learners:
+        learners = cluster.learners
+    elif cluster.engines:
+        learners = max(1, gpus - int(cluster.engines * sets * per_engine))
+    else:
+        # A quarter of the GPUs trains. Rollouts take most of a step: they decode token by token.
+        wanted = max(gpus // 4, _learners_for_weights(config, resources, sets))
+        learners = max(1, min(wanted, gpus - int(sets * per_engine)))
+    engines = cluster.engines or max(1, int((gpus - learners * per_learner) // (sets * per_engine)))
+    return msgspec.structs.replace(
+        cluster, engines=engines, gpus_per_engine=per_engine, learners=learners, gpus_per_learner=per_learner
+    )
+
+
+def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
+    """Why a run that says nothing of Ray does not use it on a machine with several GPUs; empty if it does."""
+    if config.cluster.address == NO_RAY:
+        return "cluster.address is none"
+    if config.engine not in (AUTO, "vllm", "vllm-url"):
+        return f"engine is {config.engine}. Engines and learners on all of them: cluster.address = local"
+    if not resources.ray:
+        return f"Ray, which divides the others among engines and learners, is not installed. {install_extra('ray')}"
+    chooses_vllm = config.engine == AUTO and not config.from_records
+    if chooses_vllm and (obstacle := _obstacle_to_vllm(config, resources, shares_gpu=False)):
+        return obstacle
+    if config.learner.quantize != "none":
+        return "learner.quantize needs a learner in one process"
+    if config.learner.optimizer != "adamw":
+        return "learner.optimizer needs a learner in one process"
+    if "token_loss" in config.overrides:
+        return "overrides.token_loss needs a learner in one process"
+    if not resources.importable:
+        return "other processes cannot import the application. Put it into a module"
+    if config.from_records or config.engine_kind.by_url:
+        return ""
+    on_ray = msgspec.structs.replace(
+        config, engine="vllm", cluster=msgspec.structs.replace(config.cluster, address="local")
+    )
+    if (needed := _count_engine_sets(on_ray) + 1) > resources.gpus:
+        return f"engines and learners need {needed}, as each base model and each policy of full weights has an engine"
+    return ""
+
+
+def _obstacle_to_vllm(config: TrainConfig, resources: Resources, *, shares_gpu: bool) -> str:
+    """Why vLLM cannot sample for this run; empty if it can."""
+    if not resources.vllm:
+        return f"vLLM is not installed. {install_extra('vllm')}".removesuffix(".")
+    if resources.gpus and resources.vllm == "cpu":
+        return "the installed vLLM was built for the CPU, and its build for GPUs is needed"
+    if not resources.gpus and resources.vllm == "gpu":
+        return "the installed vLLM was built for GPUs"
+    if resources.unknown_to_vllm:
+        return f"vLLM does not know {', '.join(resources.unknown_to_vllm)}"
+    if config.policy:
+        kinds = [policy.kind for policy in config.policy if policy.kind != "provider"]
+    else:
+        # As long as the roles are not known, there may be several.
+        kinds = ["full"] * (len(config.roles) or 2) if config.policies == "full" else ["lora"]
+    if config.ahead and "full" in kinds:
+        return "vLLM holds one version of full weights, and mode async needs several"
+    if not shares_gpu:
+        return ""
+    if config.mode != "sync":
+        return "vLLM on the learner's GPU sleeps during updates, in which mode async samples"
+    if len(config.bases) > 1 or ("full" in kinds and len(kinds) > 1):
+        return "one GPU has room for one engine of vLLM, and each base model and policy of full weights needs its own"
+    return ""
+
+
+def _count_engine_sets(config: TrainConfig) -> int:
+    """Sets of engines on Ray: one for each base model, and in vLLM for each policy of full weights."""
+    if config.policy or config.policies != "full" or not config.engine_kind.fixed:
+        return len(first_sets(config))
+    return len(config.roles) or POLICIES
+
+
+def _gpus_for_weights(config: TrainConfig, resources: Resources, *, most: int) -> int:
+    """The fewest GPUs, a power of two, that hold an engine's weights in bfloat16; `most` if no number does."""
+    count = 1
+    while resources.gpu_bytes and 2.0 * resources.parameters > WEIGHTS_PART * resources.gpu_bytes * count:
+        count *= 2
+    return count if count <= most else 2 ** int(math.log2(most))
+
+
+def _learners_for_weights(config: TrainConfig, resources: Resources, sets: int) -> int:
+    """The fewest learners whose GPUs together hold the weights that they divide."""
+    if not resources.gpu_bytes:
+        return 1
+    each = 4.0 if config.learner.dtype == "float32" else 2.0
+    full = (
+        sum(policy.kind == "full" for policy in config.policy) if config.policy else sets * (config.policies == "full")
+    )
+    needed = resources.parameters * (FULL_BYTES * full if full else each)
+    return max(1, math.ceil(needed / (WEIGHTS_PART * resources.gpu_bytes)))
+
+
+def describe_division(config: TrainConfig) -> str:
+    """Where a divided configuration runs, in a sentence: what `cotune doctor` prints."""
+    cluster = config.cluster
+    if cluster.on_ray:
+        learner = f"{plural(cluster.learners, 'learner')} {_each(cluster.gpus_per_learner)}"
+    elif cluster.shares_gpu:
+        learner = "the learner on the same GPU"
+    else:
+        learner = f"the learner on {'one GPU' if cluster.gpus_per_learner else 'the CPU'}"
+    if config.engine_sleeps:
+        learner += f", and {config.engine} sleeps during updates"
+
+    if config.from_records:
+        sampler = ""
+    elif config.engine_url:
+        sampler = f"{config.engine} at {config.engine_url}; "
+    elif cluster.on_ray:
+        sampler = f"{plural(cluster.engines, f'{config.engine} engine')} {_each(cluster.gpus_per_engine)}; "
+    else:
+        sampler = f"{config.engine} on {'one GPU' if cluster.gpus_per_engine else 'the CPU'}; "
+    place = f" (Ray: {cluster.address})" if cluster.on_ray else ""
+    return f"{sampler}{learner}{place}"
+
+
+def _each(gpus: float) -> str:
+    if not gpus:
+        return "on the CPU"
+    if gpus == SHARED:
+        return "on the GPU that both share"
+    return f"with {gpus:g} GPU{'s' if gpus > 1 else ''} each"
