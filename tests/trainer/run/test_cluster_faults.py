@@ -52,7 +52,7 @@ def after(steps: int, run: Path, driver: Command) -> None:
 @pytest.mark.timeout(600)
 def test_a_killed_run_leaves_nothing_and_goes_on_without_ray(tiny_base: Path, tmp_path: Path) -> None:
     before, run = in_shared_memory(), tmp_path / "run"
-    victim = launch(new_run(tiny_base, run, 3, *on_cluster({"address": "local", **PARTS})), run)
+    victim = launch(new_run(tiny_base, run, 3, ENGINE, *on_cluster({"address": "local"})), run)
     after(1, run, victim)
     family = chaos.family(victim.pid)
     os.kill(victim.pid, signal.SIGKILL)
