@@ -55,11 +55,12 @@ def read_weights(folder: Path, policy: PolicyModel) -> None:
     from safetensors import safe_open
 
     path = folder / f"{policy.index}.safetensors"
-    with safe_open(path, "pt") as file:
-        if set(file.keys()) != policy.state().keys():
+    own = policy.state()
+    with safe_open(path, "pt") as file, torch.no_grad():
+        if set(file.keys()) != own.keys():
             raise RunError(f"{path} holds other tensors than policy {policy.spec.name!r}.", "Use another checkpoint.")
-        for name in file.keys():  # noqa: SIM118 - no mapping
-            policy.load({name: file.get_tensor(name)})
+        for name, tensor in own.items():
+            copy_whole(tensor, file.get_tensor(name))
 
 
 def write_optimizer(folder: Path, policy: PolicyModel, optimizer: torch.optim.Optimizer) -> None:

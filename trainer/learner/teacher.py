@@ -40,8 +40,8 @@ class LocalTeacher:
         found: dict[int, npt.NDArray[np.float32]] = {}
         for part in micro_batches(rows, range(len(rows)), self._size.tokens, self._model.shares):
             picked = [rows[i] for i in part]
-            values, _ = self._model(picked)
-            found |= {i: v.cpu().numpy() for i, v in zip(part, values.split(lengths_of(picked)), strict=True)}
+            values = self._model(picked)[0].cpu()  # one wait for the device per pass
+            found |= {i: v.numpy() for i, v in zip(part, values.split(lengths_of(picked)), strict=True)}
         return [found[i] for i in range(len(rows))]
 
 

@@ -1,0 +1,101 @@
+"""The forward passes of the learner by torch's own rules for a GPU, on tensors without numbers: see `fake_gpu`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from cotune.algorithms.samples import TrainRow
+from cotune.records.policies import policies_for
+from cotune.trainer.config.learner import LearnerSettings
+from cotune.trainer.learner import load, logprob_model, tree_attention
+from cotune.trainer.learner.policy_model import PolicyModel
+from cotune.trainer.learner.teacher import LocalTeacher
+from tests.fake_gpu import CopiesToHost, fake_gpu
+from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
+
+GPU = torch.device("cuda", 0)
+CONFIG = Qwen3Config(
+    vocab_size=48,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    max_position_embeddings=128,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CopiesToHost]:
+    """A fake GPU, on which models are made with weights that have no numbers."""
+
+    def make(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> Any:
+        with device:
+            return Qwen3ForCausalLM._from_config(copy.deepcopy(config), dtype=getattr(torch, dtype)).eval()
+
+    config = copy.deepcopy(CONFIG)
+    config.save_pretrained(tmp_path)
+    config._name_or_path = str(tmp_path)
+    monkeypatch.setattr(load, "_load", make)
+    # Both compare numbers when a model is opened, which there are none of.
+    monkeypatch.setattr(load, "_check_head", lambda network: None)
+    monkeypatch.setattr(tree_attention, "_computes_the_same", lambda network, flex: True)
+    monkeypatch.setattr(logprob_model, "flex_problem", lambda network, dtype: "")
+    with fake_gpu() as copies:
+        yield copies
+
+
+def opened(kind: Any, settings: LearnerSettings) -> PolicyModel:
+    policies = policies_for(kind, ["a"], SMALL)
+    return next(iter(load.open_policy_models("fake", policies, settings, reference=["a"]).values()))
+
+
+def rows_with_everything() -> list[TrainRow]:
+    return [change(row, logit_bias=((3, 0.5),), temperature=0.7) for row in make_rows()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("path", ["blocks", "rows"])
+def test_forward_passes_stay_on_the_gpu(gpu: CopiesToHost, kind: str, dtype: str, path: str) -> None:
+    model = opened(kind, change(FAST, device="cuda", dtype=dtype, shared_prompts=path != "rows"))
+    assert model.logprob_model.shares is (path != "rows")
+    rows = rows_with_everything()
+    gpu.count = 0
+    found = [*model.token_logprobs(rows), model.reference_logprobs(rows), model.states(rows)]
+    assert [(tensor.device, tensor.dtype) for tensor in found] == [(GPU, torch.float32)] * 4
+    assert gpu.count == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flex_attention_is_called_on_the_gpu(gpu: CopiesToHost, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    called: list[set[tuple[torch.device, torch.dtype]]] = []
+
+    def kernel(query: Any, key: Any, value: Any, *, block_mask: Any, **more: Any) -> Any:
+        parts = (query, key, value)
+        called.append({(part.device, part.dtype) for part in parts})
+        assert block_mask.kv_indices.device == block_mask.full_kv_num_blocks.device == GPU
+        return query.new_empty(query.shape)
+
+    monkeypatch.setattr(tree_attention, "_kernel", lambda device: kernel)
+    model = opened("lora", change(FAST, device="cuda", dtype=dtype, tree_attention="flex"))
+    assert model.token_logprobs(make_rows())[0].device == GPU
+    assert called == [{(GPU, getattr(torch, dtype))}]
+    assert gpu.count == 0
+
+
+def test_a_teacher_waits_for_the_gpu_once_per_pass(gpu: CopiesToHost) -> None:
+    teacher = LocalTeacher("fake", change(FAST, device="cuda", dtype="bfloat16"))
+    gpu.count = 0
+    scores = teacher.logprobs(make_rows())
+    assert [len(score) for score in scores] == [len(row.response_ids) for row in make_rows()]
+    assert gpu.count == 1
