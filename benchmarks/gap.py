@@ -39,10 +39,44 @@ from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.publish import LONGER, PROBE, Probe, probe_prompts, prove_publish, sampled_gaps
 from examples.word_problems.demo import pretrained
 
-TOPICS = (
-    "rivers|trains|prime numbers|the moon|bread|a robot|taxes|chess|whales|wine|bridges|maps|a thief|a garden|Rome|DNA|"
-    "jazz|ants|rust|poetry|snow|tea|gold|islands|clocks|moss|ink|salt|owls|glass|wool|mills|ports|kites|caves|moths"
-).split("|")
+TOPICS = [
+    "rivers",
+    "trains",
+    "prime numbers",
+    "the moon",
+    "bread",
+    "a robot",
+    "taxes",
+    "chess",
+    "whales",
+    "wine",
+    "bridges",
+    "maps",
+    "a thief",
+    "a garden",
+    "Rome",
+    "DNA",
+    "jazz",
+    "ants",
+    "rust",
+    "poetry",
+    "snow",
+    "tea",
+    "gold",
+    "islands",
+    "clocks",
+    "moss",
+    "ink",
+    "salt",
+    "owls",
+    "glass",
+    "wool",
+    "mills",
+    "ports",
+    "kites",
+    "caves",
+    "moths",
+]
 FORMS = (
     "You are the planner. Plan how to explain {topic}.",
     "What is known about {topic}? Answer in JSON.",
