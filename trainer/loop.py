@@ -42,8 +42,8 @@ class Source(Protocol):
     async def rows(self) -> Rows | None:
         """The rows of the next step; None where the run was stopped meanwhile."""
 
-    def updating(self) -> AbstractAsyncContextManager[None]:
-        """Around the updates of a step."""
+    def updating(self, rows: Rows) -> AbstractAsyncContextManager[None]:
+        """Around the updates of a step on these rows."""
         return nullcontext()
 
     async def publish(self, rows: Rows, updates: Updates) -> None:
@@ -67,7 +67,7 @@ async def make_steps(run: Run, source: Source) -> None:
                 rows = await source.rows()
                 if rows is None:
                     break  # stopped
-                async with source.updating():
+                async with source.updating(rows):
                     with report.phase("update", ", ".join(rows)):
                         scales = {
                             name: lr_scale(config.settings_of(name).schedule, run.state.steps, config.steps)

@@ -18,6 +18,9 @@ from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run.precision import gap_remedy
 from cotune.trainer.run.run import RolloutRun
 
+ENOUGH_TOKENS = 16384
+"""Passes of so many tokens keep a GPU busy. Larger ones would gain less than it costs to move the engine's weights."""
+
 
 async def update_policies(
     learner: Learner, rows: Mapping[str, Sequence[TrainRow]], scales: Mapping[str, float]
@@ -37,19 +40,35 @@ async def update_policies(
 
 
 @contextlib.asynccontextmanager
-async def sampler_asleep(run: RolloutRun, report: StepReport) -> AsyncIterator[None]:
-    """An engine that shares its GPU with the learner sleeps meanwhile; it is awake again also after a failure."""
+async def sampler_asleep(
+    run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]], report: StepReport
+) -> AsyncIterator[None]:
+    """An engine that shares its GPU with the learner sleeps meanwhile; it is awake again also after a failure.
+
+    Its weights stay on the GPU if passes that are large enough for these rows fit next to them.
+    """
     if not run.config.engine_sleeps:
         yield
         return
     sampler = cast(SleepingSampler, run.sampler)
-    with report.phase("sleep"):
-        await sampler.sleep()
     try:
+        with report.phase("sleep"):
+            await sampler.sleep(keep_weights=True)
+            if not await asyncio.to_thread(run.learner.has_room, tokens_wanted(rows)):
+                await sampler.sleep(keep_weights=False)
         yield
     finally:
         with report.phase("wake"):
             await sampler.wake()
+
+
+def tokens_wanted(rows: Mapping[str, Sequence[TrainRow]]) -> int:
+    """Tokens of a pass that would train on these rows without loss of speed."""
+    longest = most = 0
+    for of_policy in rows.values():
+        lengths = [len(row.prompt_ids) + len(row.response_ids) for row in of_policy]
+        longest, most = max(longest, *lengths, 0), max(most, sum(lengths))
+    return max(longest, min(most, ENOUGH_TOKENS))
 
 
 def keep_figures(run: RolloutRun, rows: Mapping[str, Sequence[TrainRow]]) -> None:

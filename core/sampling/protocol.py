@@ -176,10 +176,14 @@ async def publish_verified(
 
 
 class SleepingSampler(Sampler, Protocol):
-    """A sampler that shares an accelerator with a learner: it holds no memory there while it sleeps."""
+    """A sampler that shares an accelerator with a learner, and gives it up while it sleeps."""
 
-    async def sleep(self) -> None:
-        """Finish what runs, then free the accelerator; what is asked meanwhile waits for `wake`. Safe to call twice."""
+    async def sleep(self, keep_weights: bool = False) -> None:
+        """Finish what runs, then free the accelerator; what is asked meanwhile waits for `wake`. Safe to call twice.
+
+        With `keep_weights` the weights stay where they are, and only the cache is freed: both ways take milliseconds. A
+        second call without it frees the weights too.
+        """
         ...
 
     async def wake(self) -> None:

@@ -43,10 +43,10 @@ class CalledSampler(ABC):
     async def info(self) -> SamplerInfo:
         return await self._call("info")
 
-    async def sleep(self) -> None:
-        """Finish what runs, then free the GPU until `wake`; requests meanwhile wait. Raises RequestRefused where the
-        engine cannot, SamplerError."""
-        await self._call("sleep")
+    async def sleep(self, keep_weights: bool = False) -> None:
+        """Finish what runs, then free the GPU until `wake`, or with `keep_weights` all of it but the weights; requests
+        meanwhile wait. Raises RequestRefused where the engine cannot, SamplerError."""
+        await self._call("sleep", keep_weights)
 
     async def wake(self) -> None:
         """Take the GPU back. Raises SamplerError, and serves nothing more, when the weights are other ones now."""
@@ -196,10 +196,11 @@ class LoopSampler(CalledSampler):
     async def _info(self) -> SamplerInfo:
         return SamplerInfo(name=self.name, max_model_len=self.max_model_len, served=self._versions.served())
 
-    async def _sleep(self) -> None:
+    async def _sleep(self, keep_weights: bool) -> None:
         raise RequestRefused(f"{self.name} cannot sleep.", "Sample with vLLM on the learner's GPU.")
 
-    _wake = _sleep
+    async def _wake(self) -> None:
+        await self._sleep(keep_weights=False)
 
 
 def room_after(prompt: int, max_model_len: int) -> int:

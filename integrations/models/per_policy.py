@@ -31,7 +31,7 @@ class PolicySampler(CalledSampler):
         policy = next((argument for argument in arguments if isinstance(argument, PolicyRef)), None)
         if policy is not None:
             return await getattr(self._of(policy), method)(*arguments)
-        answers = await asyncio.gather(*(getattr(sampler, method)() for sampler in self._all()))
+        answers = await asyncio.gather(*(getattr(sampler, method)(*arguments) for sampler in self._all()))
         return [trace for traces in answers for trace in traces or ()]
 
     async def _joint_info(self) -> SamplerInfo:

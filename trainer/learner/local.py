@@ -118,6 +118,11 @@ class LocalLearner:
         check_rows(rows)
         self._model(policy).logprob_model.sampled_distribution.check(rows)
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether passes of so many tokens fit into the memory that is free now, for every policy."""
+        with self._lock:
+            return self._passes.has_room(tokens)
+
     def update(self, policy: str, rows: Sequence[TrainRow], *, lr_scale: float = 1.0) -> Mapping[str, float]:
         """Train one policy. Raises as `check`, and LearnerError where nothing is trained.
 

@@ -26,6 +26,10 @@ class Learner(Protocol):
         """Raises GroupError for unusable rows, LearnerError for one that does not fit into memory."""
         ...
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether passes of so many tokens fit into the memory that is free now."""
+        ...
+
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         ...
@@ -77,6 +81,9 @@ class LearnerAround:
 
     def check(self, policy: str, rows: Sequence[TrainRow]) -> None:
         self.inner.check(policy, rows)
+
+    def has_room(self, tokens: int) -> bool:
+        return self.inner.has_room(tokens)
 
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         return self.inner.logprobs(policy, rows)

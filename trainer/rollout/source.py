@@ -88,9 +88,9 @@ class RolloutSource:
             self._batch = group_and_weigh(run, rolled.episodes, collect_samples(run, rolled.episodes))
         return self._batch.rows
 
-    def updating(self) -> contextlib.AbstractAsyncContextManager[None]:
+    def updating(self, rows: Rows) -> contextlib.AbstractAsyncContextManager[None]:
         """An engine that shares its GPU with the learner sleeps meanwhile."""
-        return sampler_asleep(self._run, self.report)
+        return sampler_asleep(self._run, rows, self.report)
 
     async def publish(self, rows: Rows, updates: Updates) -> None:
         """Send the next versions to the sampler."""

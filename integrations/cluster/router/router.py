@@ -109,9 +109,9 @@ class RoutedSampler(LoopSampler):
         self.counters["answered"] += 1
         return answer
 
-    async def _sleep(self) -> None:
+    async def _sleep(self, keep_weights: bool) -> None:
         async with self._versions.lock:
-            await self._order("sleep")
+            await self._order("sleep", keep_weights)
 
     async def _wake(self) -> None:
         async with self._versions.lock:

@@ -60,6 +60,11 @@ def prepare() -> None:
     """Set what vLLM reads from the environment. Raises ConfigError without vLLM, UnsupportedVersion."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    check_installed()
+
+
+def check_installed() -> None:
+    """Raises ConfigError without vLLM, UnsupportedVersion."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError("sampler", "vllm", "is not installed", "See docs/how-to/vllm.md for how to install it.")
     require("vllm")
@@ -79,6 +84,8 @@ class VllmSampler(LoopSampler):
         self._rank = size.rank
         self._asleep: str | None = None
         """Digest of the weights that went to sleep."""
+        self._weights_stay = False
+        """Whether the weights are on the GPU while it sleeps."""
         self._published_slots: dict[int, list[str]] = {}
         """Digests of the slots of adapters, of each worker, as they were published."""
         self._warned_of_slots = False
@@ -290,34 +297,34 @@ class VllmSampler(LoopSampler):
         finally:
             self._folders.remove(str(policy))
 
-    async def _sleep(self) -> None:
+    async def _sleep(self, keep_weights: bool) -> None:
         if not self._size.sleeps:
             raise RequestRefused("This engine cannot sleep.", "Open it with sleeps=True.")
-        if self._asleep is not None:
+        if self._asleep is not None and (keep_weights or not self._weights_stay):
             return
         try:
-            digest = await self._digest()
-            if on_gpu():
-                await self._llm.sleep(level=1, mode="wait")  # level 2 would drop the base weights
-            else:
+            digest = self._asleep or await self._digest()
+            if not on_gpu():
                 await self._llm.pause_generation(mode="wait", clear_cache=True)
+            elif keep_weights:
+                await self._llm.pause_generation(mode="wait", clear_cache=True)
+                await self._ask("cotune_release_cache")
+            else:
+                await self._llm.sleep(level=1, mode="wait")  # level 2 would drop the base weights
         except Exception as error:
             raise self._failed(error) from error
-        self._asleep = digest
+        self._asleep, self._weights_stay = digest, on_gpu() and keep_weights
 
     async def _wake(self) -> None:
         if self._asleep is None:
             return
         try:
-            if on_gpu():
+            if on_gpu() and not self._weights_stay:
                 await self._llm.wake_up(tags=["weights"])
             digest = await self._digest()
             changed = [str(version.policy) for version in self._versions.all() if await self._changed_slot(version)]
             if digest == self._asleep and not changed:
-                if on_gpu():
-                    await self._llm.wake_up(tags=["kv_cache"])
-                else:
-                    await self._llm.resume_generation()
+                await self._wake_cache()
         except Exception as error:
             raise self._failed(error) from error
         if digest != self._asleep:
@@ -325,11 +332,20 @@ class VllmSampler(LoopSampler):
         elif changed:
             fault = f"other values in the adapters {', '.join(changed)} than were published"
         else:
-            self._asleep = None
+            self._asleep, self._weights_stay = None, False
             return
         lost = SamplerError(f"The engine woke with {fault}.", _REOPEN)
         self._fail(lost)
         raise lost
+
+    async def _wake_cache(self) -> None:
+        """Take the cache's memory back, and answer requests again."""
+        if on_gpu() and not self._weights_stay:
+            await self._llm.wake_up(tags=["kv_cache"])
+            return
+        if on_gpu():
+            await self._ask("cotune_restore_cache")
+        await self._llm.resume_generation()
 
     async def _changed_slot(self, version: Version) -> bool:
         """Whether an adapter has other values on the device than when it was published."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cotune.integrations.models.engines import EngineConfig
 from cotune.integrations.models.vllm.device import check_gpu
-from cotune.integrations.models.vllm.engine import VllmSampler, prepare
+from cotune.integrations.models.vllm.engine import VllmSampler, check_installed, prepare
 from cotune.integrations.models.vllm.http import VllmHttpSampler
 from cotune.sampling.protocol import Sampler
 
@@ -17,11 +17,12 @@ async def open_engine(config: EngineConfig) -> Sampler:
 
     See `VllmSampler.open`. Raises ConfigError, SamplerError.
     """
-    prepare()
     if not config.alone:
         from cotune.integrations.models.vllm.process import start_vllm_process
 
+        check_installed()
         return await start_vllm_process(config)
+    prepare()
     check_gpu(config.gpus)
     parallel = {"tensor_parallel_size": config.gpus} if config.gpus > 1 else {}
     shared = {"gpu_memory_utilization": SHARED} if config.sleeps and config.gpus else {}

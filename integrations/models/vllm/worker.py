@@ -27,6 +27,9 @@ from cotune.integrations.models.vllm.arguments import BACKEND
 from cotune.integrations.models.vllm.slots import slot_digest
 from cotune.sampling.protocol import fingerprint
 
+CACHE_TAG = "kv_cache"
+"""How vLLM's allocator marks the memory of the cache."""
+
 
 class CotuneWorker:
     """Methods that vLLM adds to its workers, called with `collective_rpc`."""
@@ -34,6 +37,7 @@ class CotuneWorker:
     model_runner: Any
     weight_transfer_engine: Any
     device: torch.device
+    wake_up: Any
 
     def cotune_adapter(self, lora_id: int, folder: str) -> str:
         """Fingerprint of a folder, after a check that the adapter in this engine was made from the same values.
@@ -73,6 +77,21 @@ class CotuneWorker:
     def cotune_slot(self, lora_id: int) -> str:
         """Digest of the values that an adapter has in its slot on the device; see `slot_digest`."""
         return slot_digest(self.model_runner.lora_manager._adapter_manager, lora_id)
+
+    def cotune_release_cache(self) -> str:
+        """Give the memory of the cache back, and keep the weights where they are.
+
+        vLLM's levels of sleep free the weights too. Level 1 copies them to the host and back, which takes seconds.
+        """
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        get_mem_allocator_instance().discard(CACHE_TAG)
+        return CACHE_TAG
+
+    def cotune_restore_cache(self) -> str:
+        """Take memory for an empty cache again."""
+        self.wake_up(tags=[CACHE_TAG])
+        return CACHE_TAG
 
     def cotune_model(self) -> str:
         """Digest of the model's weights and buffers, computed where they are; adapters aside.

@@ -156,7 +156,7 @@ class FakeEngine:
         served = {key: digest for key, (digest, _) in self.has.items()}
         return SamplerInfo(name="fake", max_model_len=self.site.max_model_len, served=served)
 
-    async def sleep(self) -> None:
+    async def sleep(self, keep_weights: bool = False) -> None:
         await self._control()
         self.asleep = True
 

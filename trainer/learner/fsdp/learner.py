@@ -123,6 +123,11 @@ class FsdpLearner:
         check_rows(rows)
         self._ask(policy, "check", pack_rows(rows))
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether passes of so many tokens fit into the memory that is free now, on every rank."""
+        fits: bool = self._ranks.call("learner", "has_room", tokens)
+        return fits
+
     def logprobs(self, policy: str, rows: Sequence[TrainRow]) -> list[npt.NDArray[np.float32]]:
         """log pi_train of each row's response tokens at the row's temperature, in nats, without gradients."""
         check_rows(rows)

@@ -230,6 +230,19 @@ class PassSizes:
             asked = {kind: _pass_tokens(settings, fit, model.device.type) for kind, fit in fits.items()}
             self._sizes[network].adapt(fits, asked, room, self._smallest(limit / least, model), where)
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether passes of so many tokens, or of as many as the settings ask for, fit into the memory that is free
+        now. All ranks must call this."""
+        room, _, _ = self._room()
+        settings = self._settings
+        wanted = tokens if settings.micro_batch_tokens == "auto" else int(settings.micro_batch_tokens)
+        for network, model in self._networks.items():
+            token_bytes = self._token_bytes[network]
+            recomputes = settings.activation_checkpointing is True and True in token_bytes
+            if self._smallest(room / token_bytes[recomputes], model) < wanted:
+                return False
+        return True
+
     def _smallest(self, tokens: float, model: PolicyModel) -> int:
         """The least of the numbers that all ranks have found."""
         return -int(self._group.max(torch.tensor([-int(tokens)], device=model.device)).item())

@@ -30,8 +30,8 @@ class Probe(VllmSampler):
 class Spoiled(Probe):
     """Its weights change when it has gone to sleep."""
 
-    async def _sleep(self) -> None:
-        await super()._sleep()
+    async def _sleep(self, keep_weights: bool) -> None:
+        await super()._sleep(keep_weights)
         await self._ask("cotune_spoil")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -215,6 +216,18 @@ def test_sizes_are_those_that_fit_when_an_update_begins(base: str, monkeypatch: 
     assert learner._passes["a"].tokens == 32
     with pytest.raises(LearnerError, match="a pass of one row fits up to 40 into the memory that is free"):
         learner.check("a", make_rows(groups=1, k=1, prompt=(50, 50)))
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [("auto", 256), (256, 1)], ids=["auto", "a number"])
+def test_a_learner_tells_which_passes_fit(
+    base: str, monkeypatch: pytest.MonkeyPatch, asked: int | str, wanted: int
+) -> None:
+    """A number in the settings stands, whatever the rows would take."""
+    gpu = FakeGpu(monkeypatch, 256)
+    learner = open_one(base, msgspec.structs.replace(FAST, micro_batch_tokens=asked))
+    assert learner.has_room(wanted)
+    gpu.tokens = 255
+    assert not learner.has_room(wanted)
 
 
 def test_passes_that_were_halved_grow_again_when_there_is_more_room(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
