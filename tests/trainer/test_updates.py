@@ -50,7 +50,7 @@ def calls_around_an_update(room: int, **settings: Any) -> tuple[list[Any], list[
     return sampler.calls, phases
 
 
-VLLM = {"cluster": {"address": "none", "engine": "vllm"}}
+VLLM = {"engine": "vllm"}
 
 
 @pytest.mark.parametrize(("room", "sleeps"), [(220, [True]), (219, [True, False])])
