@@ -28,7 +28,6 @@ K = 8
 PATIENCE = 600.0
 """Seconds that a run may take before it counts as failed."""
 CLUSTER = {"address": "local", "engines": 2, "learners": 2, "rollout_workers": 2}
-FASTER = {"engine_timeout": 10.0, "learner_timeout": 120.0}
 
 
 class Verdict(NamedTuple):
@@ -46,7 +45,7 @@ def one(folder: Path, base: Path, steps: int, chance: random.Random, faults: Seq
     """A run with one fault, resumed until it has finished."""
     started = time.perf_counter()
     run = folder / "run"
-    fresh = new_run(base, run, steps, "-k", str(K), "--set=engine=transformers", *on_cluster(CLUSTER | FASTER))
+    fresh = new_run(base, run, steps, "-k", str(K), "--set=engine=transformers", *on_cluster(CLUSTER))
     process = launch(fresh, run)
     moment = chaos.random_moment(chance, steps - 1, 3.0)
     injected, family = None, []

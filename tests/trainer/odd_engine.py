@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from cotune.integrations.cluster.router.router import RoutedSampler
+from cotune.integrations.models.engines import EngineConfig
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, Sampler, SamplerInfo, SamplingParams, Weights
+from cotune.trainer.config.cluster import ClusterConfig
+from cotune.trainer.run.engines import start_engine
 
 WELL = 12
 """Requests that are answered as they should be."""
@@ -27,6 +32,12 @@ async def open(model: str, markers: str) -> Sampler:
             (Path(markers) / fault).touch(exist_ok=False)
             return OddSampler(sampler, fault)
     return sampler
+
+
+async def open_router(cluster: ClusterConfig, engine: EngineConfig, vocabulary: int) -> RoutedSampler:
+    """The router of a run, which finds an engine that hangs sooner than usual."""
+    make = functools.partial(start_engine, cluster, engine)
+    return await RoutedSampler.open([make] * cluster.engines, health_timeout=8.0, vocabulary=vocabulary)
 
 
 class OddSampler:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from cotune.errors import ConfigError, check_bounds
-
-Placement = Literal["pack", "spread"]
 
 CPUS = 1.0
 """CPUs that Ray counts for an engine, an FSDP worker or a rollout worker."""
@@ -46,14 +44,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     quarter of the GPUs, or as many as the model needs."""
     gpus_per_learner: float = 0
     """GPUs of each FSDP worker, at most 1. 0.5: it shares a GPU with the engine. 0: none on the CPU, else 1."""
-    engine_timeout: float = 60.0
-    """Seconds that an engine may take to answer a health check; then it is restarted, and others do its work."""
-    learner_timeout: float = 1800.0
-    """Seconds that one update, checkpoint or start of a learner may take; then it counts as lost."""
     rollout_workers: int = 1
     """Processes that run the application; one that crashes costs its episodes only."""
-    placement: Placement = "pack"
-    """pack: learners on as few machines as possible | spread: on as many."""
     env: dict[str, str] = {}
     """[cluster.env] Environment variables of the actors, such as keys that the application needs."""
     runtime_env: dict[str, Any] = {}
@@ -62,7 +54,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         check_bounds(self, "rollout_workers", least=1, table="cluster.")
         check_bounds(self, "engines", "learners", "gpus_per_engine", "gpus_per_learner", least=0, table="cluster.")
-        check_bounds(self, "engine_timeout", "learner_timeout", table="cluster.")
         for name in ("gpus_per_engine", "gpus_per_learner"):
             value = getattr(self, name)
             if value != SHARED and value != int(value):

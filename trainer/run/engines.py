@@ -111,10 +111,8 @@ async def server_urls(config: TrainConfig) -> dict[str, str]:
 
 async def open_router(cluster: ClusterConfig, engine: EngineConfig, vocabulary: int) -> RoutedSampler:
     """Start all engines and route over them; runs in the router's actor."""
-    make = functools.partial(_engine, cluster, engine)
-    return await RoutedSampler.open(
-        [make] * cluster.engines, health_timeout=cluster.engine_timeout, vocabulary=vocabulary
-    )
+    make = functools.partial(start_engine, cluster, engine)
+    return await RoutedSampler.open([make] * cluster.engines, vocabulary=vocabulary)
 
 
 def engine_config(config: TrainConfig, one: EngineSet, url: str = "") -> EngineConfig:
@@ -185,7 +183,8 @@ def _vocabulary(model: str) -> int:
     return count_token_ids(read_tokenizer(model), config.get_text_config().vocab_size)
 
 
-async def _engine(cluster: ClusterConfig, engine: EngineConfig) -> Sampler:
+async def start_engine(cluster: ClusterConfig, engine: EngineConfig) -> Sampler:
+    """Start one engine in an actor of its own."""
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
     return await start_sampler(
         _OPEN,

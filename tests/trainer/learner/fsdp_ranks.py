@@ -73,7 +73,7 @@ def open_learner(*arguments, **cluster) -> FsdpLearner:
     """A learner on such ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cotune.trainer.learner.fsdp.learner.RANK", RANK)
-        settings = ClusterConfig(address="local", **{"learner_timeout": TIMEOUT, **cluster})
+        settings = ClusterConfig(address="local", **{"learners": 1, **cluster})
         return FsdpLearner.open(*arguments, settings)
 
 
@@ -81,7 +81,7 @@ class OpenRanks:
     """Workers for learners one after the other."""
 
     def __init__(self, workers: int) -> None:
-        self.cluster = ClusterConfig(address="local", learners=workers, learner_timeout=TIMEOUT)
+        self.cluster = ClusterConfig(address="local", learners=workers)
 
     def __enter__(self) -> Self:
         with pytest.MonkeyPatch.context() as patch:

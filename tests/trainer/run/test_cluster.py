@@ -104,8 +104,11 @@ def test_a_lost_learner_goes_on_from_the_last_checkpoint_and_one_lost_too_often_
     assert audit(run, 3) == (0, 0, 0)
 
 
-def test_engines_that_break_are_replaced_and_the_run_does_not_notice(ray_runtime: str, trainer: Trainer) -> None:
-    cluster = {"address": "local", "engines": 3, "engine_timeout": 8.0}
+def test_engines_that_break_are_replaced_and_the_run_does_not_notice(
+    ray_runtime: str, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotune.trainer.run.engines._ROUTER", "tests.trainer.odd_engine:open_router")
+    cluster = {"address": "local", "engines": 3}
     engine = {"engine": "tests.trainer.odd_engine:open", "engine_args": {"markers": str(trainer.folder)}}
     summary = trainer(worker_app.solve, steps=5, cluster=cluster, **{**SETTINGS, **engine})
     lines = trainer.metrics()

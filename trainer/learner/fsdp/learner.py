@@ -27,10 +27,17 @@ from cotune.trainer.learner.fsdp.worker import pack_rows
 RANK = "cotune.trainer.learner.fsdp.worker:FsdpWorker"
 
 
+HANG_SECONDS = 1800.0
+"""How long a start may take, and how long ranks wait for each other in one exchange; longer means that one hangs. The
+first exchange waits for the slowest rank to load its weights."""
+CALL_SECONDS = 4 * 3600.0
+"""How long one call, such as the update of a whole step, may take. A rank that hangs shows after `HANG_SECONDS`."""
+
+
 class Ranks:
     """The actors that train together; a call of them takes `timeout` seconds at most."""
 
-    def __init__(self, workers: WorkerGroup, timeout: float) -> None:
+    def __init__(self, workers: WorkerGroup, timeout: float = CALL_SECONDS) -> None:
         self.workers = workers
         self._timeout = timeout
 
@@ -45,13 +52,13 @@ class Ranks:
                 setting="cluster.learners",
                 cpus=CPUS,
                 gpus=cluster.gpus_per_learner,
-                placement=cluster.placement.upper(),
-                timeout=cluster.learner_timeout,
+                placement="PACK",  # exchanges within a machine are the fastest
+                timeout=HANG_SECONDS,
             )
-        ranks = cls(workers, cluster.learner_timeout)
+        ranks = cls(workers)
         try:
-            port = ranks.call("listen", workers.host, cluster.learner_timeout)
-            ranks.call("join", workers.host, port, device, cluster.learner_timeout)
+            port = ranks.call("listen", workers.host, HANG_SECONDS)
+            ranks.call("join", workers.host, port, device, HANG_SECONDS)
         except BaseException:
             workers.close()
             raise
