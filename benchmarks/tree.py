@@ -34,11 +34,11 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.batching import micro_batches, pass_tokens, tokens_of
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprobs import token_logprobs
 from cotune.trainer.learner.token_tree import attention_blocks, token_tree
+from tests.trainer.learner.forced import ForcedSettings
 
 LAYERS, ALL_LAYERS, WORDS = 4, 28, 151_936
 
@@ -86,7 +86,7 @@ def episode(args: argparse.Namespace, vocabulary: int) -> list[TrainRow]:
 
 
 def open_learner(folder: str, tree: bool, budget: int, rows: int, threads: int) -> LocalLearner:
-    settings = LearnerSettings(
+    settings = ForcedSettings(
         lr=1e-4,
         mini_batch=rows,
         device="cpu",

@@ -21,8 +21,8 @@ from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import Completion, SamplingParams
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.forced import ForcedSettings
 
 LOSS = msgspec.structs.replace(recipe("at_grpo").loss, tis_cap=None)
 """Rows of random tokens have no log-probabilities of a sampler to correct for."""
@@ -53,7 +53,7 @@ def open_learner(
     name: str, bench: Bench, *, kind: Any = "lora", names: Sequence[str] = ("agent",), **settings: Any
 ) -> LocalLearner:
     """A learner of a model with random weights, the same each time on one device in one precision."""
-    chosen = LearnerSettings(**{"device": bench.device, "dtype": bench.dtype, "lr": 1e-4, **settings})
+    chosen = ForcedSettings(**{"device": bench.device, "dtype": bench.dtype, "lr": 1e-4, **settings})
     with tempfile.TemporaryDirectory() as folder, made_on_the_device(Path(folder), name) as model:
         return LocalLearner.open(model, policies_for(kind, list(names), LORA), chosen, LOSS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, check_bounds
@@ -55,20 +55,19 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
     device: str = "auto"
     """torch device; "auto" takes the first GPU, or the CPU where there is none."""
 
-    activation_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute each layer in the backward pass: a fraction of the memory, about a third more time, same gradients.
-    "auto": in optimizer steps with a row that would not fit without."""
-
-    shared_prompts: bool = True
-    """Compute what rows have in common once: a prompt for its candidates, earlier turns for later ones (same gradients,
-    less time and memory). Models whose layers are not all full attention compute each row whole."""
-
-    tree_attention: Literal["blocks", "flex"] = "blocks"
-    """How rows with `shared_prompts` attend. blocks: a few calls of SDPA with masks. flex: FlexAttention, compiled on
-    the first pass, on a GPU."""
-
     threads: int | None = None
     """CPU threads of torch; None leaves torch's own setting."""
+
+    # Not settings: a learner decides these by itself. Tests and benchmarks force them in a subclass.
+
+    shared_prompts: ClassVar[bool] = True
+    """Compute what rows have in common once: gradients are the same, and it takes less time and memory. Models whose
+    layers are not all full attention compute each row whole."""
+    activation_checkpointing: ClassVar[bool | Literal["auto"]] = "auto"
+    """Recompute each layer in the backward pass, in optimizer steps with a row that would not fit otherwise, or where
+    small passes would compute a third more. It takes a fraction of the memory and a third more time."""
+    tree_attention: ClassVar[Literal["blocks", "flex"]] = "blocks"
+    """A few calls of SDPA with masks. FlexAttention, which computes the same on a GPU, waits for a measurement."""
 
     def __post_init__(self) -> None:
         counts = ("mini_batch", "epochs", "micro_batch_tokens", "threads")
@@ -97,7 +96,7 @@ class Method(NamedTuple):
     loss: LossSpec
 
 
-_WITHOUT_GPU = {"optimizer": "adamw", "quantize": "none", "tree_attention": "blocks"}
+_WITHOUT_GPU = {"optimizer": "adamw", "quantize": "none"}
 """Settings whose other values need a GPU."""
 
 

@@ -72,7 +72,7 @@ def open_policy_models(
         kinds = {name: spec.kind for name, spec in policies.specs.items()}
         raise ConfigError("policies", kinds, "has nothing to train", "Add a policy of kind lora or full.")
     for policy in {id(p.network): p for p in opened.values()}.values():
-        _prepare(policy, settings)
+        _check_head(policy.network)
     if settings.shared_prompts:
         for kind in sorted({type(p.network).__name__ for p in opened.values() if not p.logprob_model.shares}):
             why = "not every layer is full attention, or it sees images"
@@ -195,15 +195,6 @@ def _wrap(network: Any, spec: PolicySpec, adapter: str) -> Any:
             return get_peft_model(network, _lora_config(spec, network), adapter_name=adapter)
     except ValueError as error:
         raise ConfigError("lora.targets", spec.lora.targets, f"names no linear layers of the model ({error})") from None
-
-
-def _prepare(policy: PolicyModel, settings: LearnerSettings) -> None:
-    """Check that activation checkpointing is possible where asked for, and the output embedding."""
-    network = policy.network
-    if settings.activation_checkpointing is True and not policy.logprob_model.checkpointing.possible:
-        fault = f"cannot be used: {type(network).__name__} does not name its layers"
-        raise ConfigError("learner.activation_checkpointing", True, fault, "Leave it out.")
-    _check_head(network)
 
 
 def _check_head(network: Any) -> None:

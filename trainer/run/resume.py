@@ -22,7 +22,7 @@ MAY_CHANGE = (
     "model", "roles", "steps", "tasks_per_step", "concurrency", "checkpoint_every", "probe_bound",
     "sampling.timeout", "sampling.threads", "sampling.prefix_cache", "learner.threads", "learner.device",
     "learner.dtype", "learner.micro_batch_tokens",
-    "learner.memory", "learner.activation_checkpointing", "learner.shared_prompts", "learner.tree_attention",
+    "learner.memory",
     "evaluation", "guard", "engine", "engine_url", "engine_args", "cluster",
     "records.path", "distill.teacher",
     "prices", "loggers", "project",

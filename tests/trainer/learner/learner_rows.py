@@ -9,10 +9,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cotune.algorithms.samples import TrainRow
 from cotune.records.policies import LoraSpec
-from cotune.trainer.config.learner import LearnerSettings
+from tests.trainer.learner.forced import ForcedSettings
 
 SMALL = LoraSpec(rank=4, alpha=8.0)
-FAST = LearnerSettings(lr=1e-2, device="cpu")
+FAST = ForcedSettings(lr=1e-2, device="cpu")
 VOCABULARY = 48
 
 

@@ -1,4 +1,4 @@
-"""What a CPU has of `learner.tree_attention = "flex"`: its masks and its forward pass, and torch's own formula for its
+"""What a CPU has of FlexAttention over trees: its masks and its forward pass, and torch's own formula for its
 gradient, which the kernels of GPUs compute."""
 
 from __future__ import annotations

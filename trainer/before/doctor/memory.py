@@ -368,7 +368,7 @@ def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
         if name.startswith("cache"):
             found.append("lower concurrency, plan.k or sampling.max_tokens")
         elif name.startswith("a pass") and "checkpointed" not in name:
-            found.append("set learner.activation_checkpointing = true")
+            found.append("shorten prompts or lower sampling.max_tokens")
         elif name == PAGES:
             found.append("set learner.memory, under which no pages are kept")
         elif name.startswith("earlier"):

@@ -21,8 +21,7 @@ def check_hardware(settings: LearnerSettings) -> None:
         field = f"learner.{name}"
         if settings.device == "cpu" or not torch.cuda.is_available():
             raise ConfigError(field, value, "needs a GPU", f"Use {usual}, or train on a GPU.")
-        if name != "tree_attention":
-            _bitsandbytes(field, value)
+        _bitsandbytes(field, value)
 
 
 def build_optimizer(model: PolicyModel, settings: LearnerSettings) -> torch.optim.Optimizer:

@@ -106,11 +106,10 @@ class PassSize:
         row = max(rows, key=lambda row: len(tokens_of(row)))
         length = len(tokens_of(row))
         if length > self._most:
-            how = "" if self._always or self._sizes[True] else ", or learner.activation_checkpointing = true"
             raise LearnerError(
                 f"Row {row.id} of role {row.role!r} has {length} tokens; a pass of one row fits up to "
                 f"{self._most:.0f} into {self._where}.",
-                f"Set learner.memory higher{how}, or shorten prompts or sampling.max_tokens.",
+                "Set learner.memory higher, or shorten prompts or sampling.max_tokens.",
             )
 
     def adapt(self, fits: Mapping[bool, int], asked: Mapping[bool, int], room: float, most: int, where: str) -> None:
@@ -143,7 +142,7 @@ class PassSize:
                 failed = self.tokens
                 if failed < 2 * LEAST or not self._alone:
                     cause = f"Memory ran out in a pass of {failed} tokens."
-                    remedy = "Set learner.micro_batch_tokens lower, or learner.activation_checkpointing = true."
+                    remedy = "Set learner.micro_batch_tokens lower, or shorten prompts or sampling.max_tokens."
                     raise LearnerError(cause, remedy) from error
             self._sizes[self.checkpointed] = failed // 2
             self._halved[self.checkpointed] = True

@@ -35,12 +35,12 @@ from cotune.trainer.before.doctor.memory import (
     shortages,
 )
 from cotune.trainer.before.doctor.model_size import ModelSize, measure, measure_folder
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory.pass_size import bytes_per_token
 from tests.integrations.seeing_models import build_seeing
 from tests.trainer.before.doctor.test_doctor import MACHINE
+from tests.trainer.learner.forced import ForcedSettings
 
 BILLION = ModelSize(
     parameters=10**9,
@@ -131,7 +131,6 @@ def test_a_sampler_in_numbers() -> None:
     ("learner", "expected"),
     [
         ({}, (686, False)),  # 2e9 / (1.3 * 2e6) = 769, so at most 704 of 50 * 96, in even passes
-        ({"activation_checkpointing": True}, (4800, True)),
         ({"micro_batch_tokens": 100}, (100, False)),
         ({"micro_batch_tokens": 5000}, (4800, False)),  # no more than a mini-batch has
         ({"micro_batch_tokens": 5000, "memory": "5GB"}, (686, False)),
@@ -152,7 +151,7 @@ def test_passes_on_a_gpu_are_larger_than_on_a_cpu() -> None:
 @pytest.mark.parametrize("layout", ["lora", "full"])
 def test_what_a_token_keeps_is_what_the_learner_measures(base: str, layout: Any) -> None:
     lora = LoraSpec(rank=4, alpha=8.0)
-    settings = LearnerSettings(device="cpu", shared_prompts=False)
+    settings = ForcedSettings(device="cpu", shared_prompts=False)
     model = LocalLearner.open(base, policies_for(layout, ["a"], lora), settings, LossSpec())._policies["a"]
     size = measure_folder(Path(base), lora if layout == "lora" else None, "float32")
     trained = sum(p.numel() for p in model.parameters().values())

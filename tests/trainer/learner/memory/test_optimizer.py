@@ -20,7 +20,7 @@ from tests.trainer.learner.learner_rows import FAST, SMALL, change
 
 @pytest.mark.parametrize(
     ("field", "value", "usual"),
-    [("optimizer", "adamw8bit", "adamw"), ("quantize", "4bit", "none"), ("tree_attention", "flex", "blocks")],
+    [("optimizer", "adamw8bit", "adamw"), ("quantize", "4bit", "none")],
 )
 def test_a_machine_without_a_gpu_is_told_before_work_starts(
     base: str, tmp_path: Path, field: str, value: str, usual: str
@@ -43,13 +43,6 @@ def test_what_bitsandbytes_does_is_of_one_process(field: str, value: str, usual:
         ConfigError, match=rf"learner\.{field} = '{value}' cannot be used on a cluster.* set it to {usual}"
     ):
         convert({"model": "m", "learner": {field: value}, "cluster": {"address": "local"}})
-
-
-def test_a_driver_without_gpus_starts_learners_that_have_some(base: str, tmp_path: Path) -> None:
-    cluster = {"address": "10.255.255.1:1", "gpus_per_learner": 1}
-    config = {"model": base, "learner": {"tree_attention": "flex"}, "cluster": cluster, "init": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"init = .*a run with a checkpoint"):  # which is looked at after the hardware
-        cotune.train(cotune.workflow(lambda task: 0.0), [{"q": 1}], config, out=tmp_path / "run")
 
 
 def test_four_bits_are_of_weights_that_are_not_trained() -> None:

@@ -1,0 +1,15 @@
+"""Learner settings that force what a learner decides by itself: for tests and benchmarks that compare both ways."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from cotune.trainer.config.learner import LearnerSettings
+
+
+class ForcedSettings(LearnerSettings, frozen=True, kw_only=True):
+    """The constants of `LearnerSettings` as fields."""
+
+    shared_prompts: bool = LearnerSettings.shared_prompts
+    activation_checkpointing: bool | Literal["auto"] = LearnerSettings.activation_checkpointing
+    tree_attention: Literal["blocks", "flex"] = LearnerSettings.tree_attention
