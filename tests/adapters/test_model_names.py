@@ -148,7 +148,7 @@ def test_edited_prompts_need_to_know_the_role() -> None:
         assert answered(endpoint, "writer") == "shared@8"
 
 
-def test_a_plain_model_has_no_policies_to_choose_from(base: Path) -> None:
+def test_a_plain_model_has_no_policies_to_choose_from(base: Path, in_thread: None) -> None:
     with pytest.raises(ConfigError, match=r"default = 'base' .* --role NAME"):
         serve(base, default="base", say=lambda line: None)
 

@@ -57,6 +57,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(base: Path, in_thread: None) -> Iterator[tuple[RunSummary, SqliteStore]]:
     settings = {"model": str(base), "policies": "lora", "steps": 2, "tasks_per_step": 8, "plan": {"k": 4}}
+    settings["evaluation"] = {"tasks": "none"}
     learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
     summary = train(
         load_workflow("examples.tool_agent.train:solve"),
@@ -244,6 +245,7 @@ def test_the_provider_serves_most_customers() -> None:
     assert 180 <= right < 200
 
 
+@pytest.mark.long  # `test_sft.py` learns from recorded tool calls, the tests above train this model through its tools
 def test_recorded_answers_with_tools_make_the_clerk_better(base: Path, in_thread: None, tmp_path: Path) -> None:
     """Recorded through a real address, learned in the model's own form of tool calls."""
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in shop.make_tasks(96, 5)))

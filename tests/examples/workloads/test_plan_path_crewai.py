@@ -25,10 +25,12 @@ TASK = next(t for t in grid.make_tasks(30, 5) if grid.grid_of(t).distance(grid.c
 BOARD = grid.grid_of(TASK)
 
 
-def trained(folder: Path, steps: int, *, seen: int, tasks: int) -> Path:
+def trained(folder: Path, steps: int, *, seen: int, tasks: int, k: int = 8) -> Path:
     """A training on a base that has seen the game for so many steps."""
     base.build(folder / "base", steps=seen, count=30 * seen)
     settings = {"model": str(folder / "base"), "steps": steps, "tasks_per_step": tasks, "concurrency": tasks}
+    settings["plan"] = {"kind": "tree", "k": k}
+    settings["evaluation"] = {"tasks": "none"}  # walks of hundreds of calls
     config = load_config(ROOT / "examples" / "plan_path" / "train.toml", {**settings, "schedule": {"kind": "constant"}})
     run_training(train.solve, list(grid.make_tasks(6, 0)), config, out=folder / "run")
     return folder / "run"
@@ -86,7 +88,7 @@ def test_it_learns(tmp_path: Path) -> None:
 
 
 def test_it_takes_the_trained_policies_back(in_thread: None, tmp_path: Path) -> None:
-    export_run(trained(tmp_path, 1, seen=6, tasks=2), tmp_path / "export")
+    export_run(trained(tmp_path, 1, seen=2, tasks=1, k=2), tmp_path / "export")
     with cotune.deployed(tmp_path / "export") as deployment:
         walk = asyncio.run(app.walk(TASK))
     assert 1 <= walk.rounds <= grid.ROUNDS

@@ -90,7 +90,13 @@ HOOKS = {
 """By integration: one of the things it hooks into."""
 
 
-@pytest.mark.parametrize("name", HOOKS)
+LONG = ("crewai.hooks", "openai.agents_sdk")
+"""One look for missing hooks serves all integrations. These frameworks take longest to import."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in HOOKS]
+)
 def test_a_framework_without_a_hook_is_refused_and_the_application_goes_on(name: str):
     """In a process of its own, since an integration is installed once."""
     module, owner, hook = HOOKS[name]
