@@ -19,7 +19,7 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import Workflow, WorkflowSource, workflow_of
 from cotune.errors import ConfigError, CotuneError
 from cotune.integrations.exchange.trackers.tracker import check_tools
-from cotune.integrations.models.devices import unused_gpu
+from cotune.integrations.models.devices import untried_gpu, unused_gpu
 from cotune.integrations.models.folder.folder import locate_base, locate_model, of_policy
 from cotune.prompts.file import write_prompts
 from cotune.records.structs import Task
@@ -292,7 +292,7 @@ async def _train(
         check_bases(folder, await base)
         if config.init and run.committed < 0:
             check_same_bases(config.init, run.state.policies, base.result())
-        if gpu := unused_gpu():
+        if gpu := unused_gpu() or untried_gpu():
             progress.say(f"warning: {gpu}")
         progress.say(where_it_runs(run.config))
         progress.loggers = Loggers(config, folder, run.state.steps, progress.say)

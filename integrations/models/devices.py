@@ -50,6 +50,15 @@ def unused_gpu() -> str:
     return ""
 
 
+def untried_gpu() -> str:
+    """What to know of an AMD GPU that torch uses; empty for other GPUs, and if there is none."""
+    import torch
+
+    if torch.version.hip is None or not torch.cuda.is_available():
+        return ""
+    return "AMD's GPUs run everything through torch's and vLLM's builds for ROCm, but nobody has tried it."
+
+
 def _why_unseen() -> str:
     """Why torch does not see a GPU of NVIDIA."""
     import torch

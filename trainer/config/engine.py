@@ -14,7 +14,7 @@ def check_engine(engine: str, engine_url: str, cluster: ClusterConfig) -> None:
     """Raises ConfigError for an engine that does not exist, and for a server's address that is missing or unused."""
     if engine != AUTO and engine not in ENGINES and ":" not in engine:
         known = ", ".join([AUTO, *sorted(ENGINES)])
-        raise ConfigError("engine", engine, f"is not one of {known}, nor module:function")
+        raise ConfigError("engine", engine, f"is not one of {known}, or module:function")
     if not engine_of(engine).by_url:
         if engine_url:
             raise ConfigError("engine_url", engine_url, 'needs engine = "vllm-url"')

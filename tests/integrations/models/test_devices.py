@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cotune.integrations.models import devices
-from cotune.integrations.models.devices import device_name, unused_gpu
+from cotune.integrations.models.devices import device_name, untried_gpu, unused_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,15 @@ def test_gpus_of_amd_and_apple_have_a_sentence_each(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert "Apple's GPU is not used" in unused_gpu()
+
+
+def test_a_gpu_of_amd_that_torch_uses_is_said_to_be_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert untried_gpu() == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "ROCm, but nobody has tried it" in untried_gpu()
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert untried_gpu() == ""
 
 
 def test_devices_have_names(monkeypatch: pytest.MonkeyPatch) -> None:

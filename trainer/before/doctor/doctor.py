@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cotune.errors import ConfigError, CotuneError, error_line, install_extra
 from cotune.integrations import versions
-from cotune.integrations.models.devices import unused_gpu
+from cotune.integrations.models.devices import untried_gpu, unused_gpu
 from cotune.integrations.models.folder.folder import folder_sees_images, locate_model
 from cotune.integrations.models.vllm.installed import build_of
 from cotune.tables import cells, grid, plural
@@ -128,6 +128,8 @@ def judge_machine(machine: Machine, cluster: ClusterConfig, extra: str = "") -> 
     if machine.gpus:
         for index, gpu in enumerate(machine.gpus):
             yield Finding("ok", f"GPU {index}", f"{gpu.name}, {gpu.free_gb:.1f} of {gpu.memory_gb:.1f} GB free")
+        if untried := untried_gpu() if "torch" in machine.versions else "":
+            yield Finding("warns", "ROCm", untried, "Compare sampler_gap_mean with that of a run on a CPU.")
     else:
         unused = unused_gpu() if "torch" in machine.versions else ""
         text = "none that torch can use: everything runs on the CPU"
