@@ -16,13 +16,13 @@ FAST = ForcedSettings(lr=1e-2, device="cpu")
 VOCABULARY = 48
 
 
-def build_learner_base(folder):
+def build_learner_base(folder, layers=2):
     """Save an untrained Qwen3 with tied embeddings; returns its folder."""
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
