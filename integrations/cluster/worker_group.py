@@ -94,19 +94,18 @@ class WorkerGroup:
         setting: str,
         cpus: float,
         gpus: float,
-        placement: str,
         timeout: float,
     ) -> WorkerGroup:
         """Reserve room for all actors at once and start them; `factory` is "module:Class", called with rank and size.
 
         `name` is what errors call the group ("the learners"), `setting` the field of the configuration that gave its
-        size. `placement` is one of Ray's strategies (PACK, SPREAD, STRICT_PACK, STRICT_SPREAD). Raises ConfigError when
-        the cluster has no room for them, WorkersLost when they do not start.
+        size. They are placed on as few machines as possible, as exchanges within one are the fastest. Raises ConfigError
+        when the cluster has no room for them, WorkersLost when they do not start.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        group = _reserve(size, cpus, gpus, placement, timeout, setting)
+        group = _reserve(size, cpus, gpus, timeout, setting)
         remote: Any = ray.remote
         actor = remote(concurrency_groups={WATCH: 1})(Worker)
         workers = [
@@ -229,7 +228,7 @@ class WorkerGroup:
         return self.name[:1].upper() + self.name[1:]
 
 
-def _reserve(size: int, cpus: float, gpus: float, placement: str, timeout: float, setting: str) -> Any:
+def _reserve(size: int, cpus: float, gpus: float, timeout: float, setting: str) -> Any:
     import ray
 
     wanted = {"CPU": float(cpus), **({"GPU": float(gpus)} if gpus else {})}
@@ -237,7 +236,7 @@ def _reserve(size: int, cpus: float, gpus: float, placement: str, timeout: float
     short = {kind: total.get(kind, 0.0) for kind, each in wanted.items() if each * size > total.get(kind, 0.0)}
     if short:
         raise _no_room(setting, size, wanted, f"it has {short}")
-    group = ray.util.placement_group([{k: v for k, v in wanted.items() if v}] * size, strategy=placement)
+    group = ray.util.placement_group([{k: v for k, v in wanted.items() if v}] * size, strategy="PACK")
     if not group.wait(timeout):
         ray.util.remove_placement_group(group)
         raise _no_room(setting, size, wanted, f"{ray.available_resources()} were free after {timeout:.0f} s")

@@ -27,6 +27,7 @@ from cotune.integrations.models.vllm.installed import Build, unknown_architectur
 from cotune.tables import plural
 from cotune.trainer.config.cluster import NO_RAY, SHARED, ClusterConfig
 from cotune.trainer.config.engine import AUTO
+from cotune.trainer.config.teachers import is_address, teachers_of
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.run.engines import POLICIES, first_sets
 
@@ -212,6 +213,8 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
         return "learner.optimizer needs a learner in one process"
     if "token_loss" in config.overrides:
         return "overrides.token_loss needs a learner in one process"
+    if local := [name for name in teachers_of(config, config.model) if not is_address(name)]:
+        return f"the teacher {local[0]} is loaded in this process, on the first GPU. Serve it by vLLM for the others"
     if not resources.importable:
         return "other processes cannot import the application. Put it into a module"
     if config.from_records or config.engine_kind.by_url:

@@ -25,7 +25,6 @@ def start(size=2, factory=RANK):
         setting="cluster.size",
         cpus=1,
         gpus=0,
-        placement="PACK",
         timeout=TIMEOUT,
     )
 

@@ -93,6 +93,7 @@ LOCAL = {"cluster": {"address": "local"}}
         (but(EIGHT, unknown_to_vllm=("OddModel",)), LOCAL, ("transformers", "local", 6, 1, 2, 1), "OddModel"),
         (but(EIGHT, importable=False), {}, SHARED, "cannot import the application"),
         (EIGHT, {"learner": {"quantize": "4bit"}}, SHARED, "learner.quantize needs a learner in one process"),
+        (EIGHT, {"recipe": "distill", "distill": {"teacher": "large"}}, SHARED, "the teacher large is loaded in this"),
         (EIGHT, {"learner": {"device": "cuda:1"}}, ("vllm", "none", 1, 1, 1, 1), ""),
         (EIGHT, {"engine": "transformers"}, SHARED_IN_PROCESS, "engine is transformers"),
         (

@@ -52,7 +52,6 @@ class Ranks:
                 setting="cluster.learners",
                 cpus=CPUS,
                 gpus=cluster.gpus_per_learner,
-                placement="PACK",  # exchanges within a machine are the fastest
                 timeout=HANG_SECONDS,
             )
         ranks = cls(workers)
