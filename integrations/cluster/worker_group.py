@@ -99,8 +99,9 @@ class WorkerGroup:
         """Reserve room for all actors at once and start them; `factory` is "module:Class", called with rank and size.
 
         `name` is what errors call the group ("the learners"), `setting` the field of the configuration that gave its
-        size. They are placed on as few machines as possible, as exchanges within one are the fastest. Raises ConfigError
-        when the cluster has no room for them, WorkersLost when they do not start.
+        size. They are placed on as few machines as possible, as exchanges within one are the fastest.
+
+        Raises ConfigError when the cluster has no room for them, WorkersLost when they do not start.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
