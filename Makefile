@@ -87,8 +87,9 @@ test-fast: lint browser bubblewrap postgresql
 	$(BIN)/python -m pytest -p xdist -n 2 --dist loadgroup --no-loadscope-reorder -m "not long and not slow"
 
 # What `make test` does in a small form, with 10,000 cases each: answers, requests, records, manifests, metrics, stress;
-# more random faults for the router, two examples that learn, MLflow as a backend of the export, and llama.cpp, which is
-# built for it.
+# further workloads, recipes and frameworks in tests that hold for all of them; more random faults for the router, and
+# engines, workers and head nodes of a Ray that are lost; examples that learn, MLflow as a backend of the export, and
+# llama.cpp, which is built for it.
 test-long: $(STAMP)
 	$(BIN)/python -m pip install -q -r requirements/llama-cpp.txt
 	$(BIN)/python -m pytest -m long

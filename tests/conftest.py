@@ -1,6 +1,7 @@
-"""Order of the whole run: quick folders first; those of many short files last, so that all workers end together. Among
-several workers the tests of a file stay together, and all tests that use this process's Ray or a vLLM, so that each of
-these starts once; those whose own processes start a Ray are with the rest, or one worker would have the most to do."""
+"""Order of the whole run: quick folders first. Among several workers the tests of a file stay together, and all tests
+that use this process's Ray or a vLLM, so that each of these starts once; tests whose own processes start a Ray are with
+the rest, or one worker would have the most to do. There the files with slow tests come first and short files last, so
+that all workers end together."""
 
 from __future__ import annotations
 
@@ -103,9 +104,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     items.sort(key=_rank)
     if config.getoption("loadgroup", False):
-        # The largest group starts first, on one worker. Started late, it would keep that worker busy after the others
-        # have run out of tests.
-        items.sort(key=lambda item: not _uses_engines(item))
+        # The largest group starts first, on one worker, and files with slow tests before others. Started late, they
+        # would keep one worker busy after the others have run out of tests. Whole files move, as tests of a file share
+        # fixtures.
+        slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (not _uses_engines(item), item.path not in slow_files))
 
 
 def pytest_fixture_setup(request: pytest.FixtureRequest) -> None:

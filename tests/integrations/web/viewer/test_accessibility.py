@@ -92,6 +92,7 @@ def test_every_colour_can_be_read_on_every_ground(driver: Chrome, site: str, sch
     assert (found := faults(driver)) == [], "\n".join(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
 def test_no_page_has_a_fault(driver: Chrome, run: Path, hostile: Path, tmp_path: Path, scheme: str) -> None:
     """A scheme changes colours only. `make test` looks at the dark one by the samples above alone."""
