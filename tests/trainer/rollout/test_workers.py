@@ -54,7 +54,7 @@ RESPONDER = ResponderConfig(
 APP = "tests.trainer.worker_app:solve"
 STEP = {"phase": "train", "training_step": 3}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-QUICK = WorkerLimits(heartbeat=4.0, start=200.0)
+QUICK = WorkerLimits(heartbeat=6.0, start=200.0)
 
 
 class Driver:
@@ -363,9 +363,9 @@ def test_an_episode_that_loses_its_worker_once_is_run_again(troubled: Driver) ->
 
 
 def test_code_that_blocks_its_worker_is_a_timeout_of_its_episode(troubled: Driver) -> None:
-    episodes, _ = troubled.trouble({"id": "hung", "do": "block"}, *nothings(3, 0.5), timeout=4.0)
+    episodes, _ = troubled.trouble({"id": "hung", "do": "block"}, *nothings(3, 0.5), timeout=8.0)
     assert {task for task, episode in episodes.items() if episode.status != "ok"} == {"hung"}
-    assert "in block: time.sleep(60), by the episode hung/0, which has a time-out of 4.0 s" in episodes["hung"].error
+    assert "in block: time.sleep(60), by the episode hung/0, which has a time-out of 8.0 s" in episodes["hung"].error
     assert len(troubled.ran("hung")) == 1
     assert ["failed: hung/0" in lost for lost in troubled.lost] == [True]
 
@@ -373,7 +373,7 @@ def test_code_that_blocks_its_worker_is_a_timeout_of_its_episode(troubled: Drive
 def test_a_process_that_does_not_answer_is_replaced(troubled: Driver) -> None:
     episodes, _ = troubled.trouble({"id": "still", "do": "stop"}, *nothings(1))
     assert episodes["still"].status == "error"
-    assert "did not answer for 4 s" in episodes["still"].error
+    assert "did not answer for 6 s" in episodes["still"].error
     assert (episodes["n0"].status, episodes["n0"].error) == ("ok", None)
     assert not any(map(is_alive, troubled.ran("still")))
 
