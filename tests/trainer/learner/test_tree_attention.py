@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.records.policies import policies_for
+from cotune.trainer.learner import tree_attention
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import plain_states, tree_states
 from cotune.trainer.learner.memory.pass_size import PassSize
@@ -136,6 +137,26 @@ def test_known_architectures_attend_over_trees(architecture, flex):
     with torch.no_grad():
         states = tree_states(network, rows, flex=flex)
         torch.testing.assert_close(states, plain_states(network, rows), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("difference", "same"), [(0.07, True), (0.25, False)])
+def test_rounding_in_bfloat16_is_told_from_another_attention(monkeypatch, difference, same):
+    network = AutoModelForCausalLM.from_config(tiny_models.config("qwen3", 64), dtype=torch.bfloat16).eval()
+    states_over = tree_attention.states_over
+
+    def inexact(*arguments):
+        states = states_over(*arguments)
+        noise = torch.randn_like(states)
+        return states + difference * noise * states.norm() / noise.norm()
+
+    monkeypatch.setattr(tree_attention, "states_over", inexact)
+    assert attends_over_trees(network) is same
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "qwen3-sliding", "gemma3", "mamba"])
+def test_models_with_other_attention_have_no_trees_in_bfloat16(architecture):
+    network = AutoModelForCausalLM.from_config(tiny_models.config(architecture, 64), dtype=torch.bfloat16).eval()
+    assert not attends_over_trees(network)
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "qwen3-sliding", "gemma3", "mamba"])
