@@ -24,7 +24,7 @@ ifneq ($(LINKS),)
 export UV_FIND_LINKS ?= $(LINKS)
 endif
 
-.PHONY: install browser bubblewrap postgresql demo demo-cluster demo-smollm docs test test-fast test-long test-versions gpu lint style lock clean
+.PHONY: install browser bubblewrap postgresql demo demo-cluster demo-smollm docs test test-fast test-long test-versions gpu gpu-vllm lint style lock clean
 
 install: $(STAMP) browser bubblewrap postgresql
 
@@ -103,6 +103,10 @@ test-versions: $(STAMP)
 GPU_PYTHON ?= python3
 gpu:
 	benchmarks/gpu/from_source.sh $(GPU_PYTHON) -m benchmarks.gpu --out build/gpu.jsonl
+
+# The same for vLLM beside a learner, in eleven minutes: the machine has vLLM, too.
+gpu-vllm:
+	benchmarks/gpu/from_source.sh $(GPU_PYTHON) -m benchmarks.gpu --vllm --out build/gpu-vllm.jsonl
 
 lint: style
 	$(BIN)/mypy

@@ -2,6 +2,8 @@
 
     make gpu
     python -m benchmarks.gpu --minutes 7 --out build/gpu.jsonl --parts device,correctness,updates
+    make gpu-vllm
+    python -m benchmarks.gpu --vllm --minutes 11 --out build/gpu-vllm.jsonl
 
 The weights are random and made on the device, in the shapes of Qwen3-0.6B, 1.7B and 4B; prompts are token ids. Each
 part runs in a process of its own and has its share of the minutes; what does not fit in is named as left out. Every
@@ -24,6 +26,7 @@ import torch
 
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.tools import Bench
+from benchmarks.gpu.vllm_parts import VLLM_PARTS
 
 PATIENCE = 60.0
 """Seconds that a part may take beyond its share before it is stopped: the figure that it is at, and its imports."""
@@ -39,7 +42,7 @@ def run_part(name: str, seconds: float, tiny: bool, out: Path) -> None:
         tiny=tiny,
     )
     try:
-        for figures in PARTS[name][1](bench):
+        for figures in {**PARTS, **VLLM_PARTS}[name][1](bench):
             write(out, name, figures)
     except Exception as error:  # noqa: BLE001
         write(out, name, {"failed": f"{type(error).__name__}: {error}", "where": traceback.format_exc()[-2000:]})
@@ -55,9 +58,10 @@ def write(out: Path, part: str, figures: dict[str, Any]) -> None:
 
 def run_all(args: argparse.Namespace, parts: list[str]) -> None:
     """Run the parts one after the other, each in a process that is stopped when it takes too long."""
-    share = 60.0 * args.minutes / sum(PARTS[name][0] for name in PARTS)
+    table = VLLM_PARTS if parts[0] in VLLM_PARTS else PARTS
+    share = 60.0 * args.minutes / sum(seconds for seconds, _ in table.values())
     for name in parts:
-        seconds = PARTS[name][0] * share
+        seconds = table[name][0] * share
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--seconds", str(seconds)]
         command += ["--out", str(args.out), *(["--tiny"] if args.tiny else [])]
         try:
@@ -82,16 +86,19 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=7.0, help="for all parts together (default: %(default)s)")
+    parser.add_argument("--vllm", action="store_true", help="measure vLLM, which must be installed")
+    parser.add_argument("--minutes", type=float, help="for all parts together (default: 7, with --vllm 11)")
     parser.add_argument("--out", type=Path, default=Path("build/gpu.jsonl"), help="file (default: %(default)s)")
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
+    parser.add_argument("--parts", help=f"some of {','.join(PARTS)}; with --vllm of {','.join(VLLM_PARTS)}")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the parts themselves; on any device")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    parts = args.parts.split(",")
-    if unknown := [name for name in parts if name not in PARTS]:
-        parser.error(f"--parts: {', '.join(unknown)} is none of {', '.join(PARTS)}")
+    table = VLLM_PARTS if args.vllm else PARTS
+    args.minutes = args.minutes or (11.0 if args.vllm else 7.0)
+    parts = args.parts.split(",") if args.parts else list(table)
+    if unknown := [name for name in parts if name not in table]:
+        parser.error(f"--parts: {', '.join(unknown)} is none of {', '.join(table)}")
     if not args.tiny and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --tiny tries the parts with small shapes")
     if args.part:

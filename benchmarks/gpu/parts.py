@@ -16,11 +16,11 @@ from benchmarks.gpu.models import build, config_of, episode_rows, made_on_the_de
 from benchmarks.gpu.tools import (
     LORA,
     Bench,
-    Engine,
     Figures,
     free_memory,
     gap,
     near,
+    open_engine,
     open_learner,
     peak_gb,
     same,
@@ -119,7 +119,7 @@ def agreement(bench: Bench) -> Iterator[Figures]:
     name = small(bench)
     prompts = [row.prompt_ids for row in plain_rows(8, bench.size(256, 16), 1, config_of(name).vocab_size)]
     tokens = bench.size(64, 8)
-    learner, engine = open_learner(name, bench), Engine(name, bench)
+    learner, engine = open_learner(name, bench), open_engine(name, bench)
     try:
         yield gap(engine, learner, "engine against learner, untrained", prompts, tokens)
         learner.update("agent", engine.last)
@@ -141,7 +141,7 @@ def out_of_memory(bench: Bench) -> Iterator[Figures]:
     halved, norm = figures["halved_passes"], figures["grad_norm"]
     yield {"check": "learner out of memory", "ok": bool(halved > 0 and np.isfinite(norm)), "halved_passes": halved}
 
-    engine = Engine(name, bench)
+    engine = open_engine(name, bench)
     try:
         ballast = take_all_but(2 << 30)
         answers = engine.draw([tuple(range(2, 1026))] * 128, n=8, tokens=64)
@@ -238,7 +238,7 @@ def rollouts(bench: Bench) -> Iterator[Figures]:
     prompt, tokens, n = bench.size(512, 16), bench.size(128, 8), bench.size(8, 2)
     vocabulary = config_of(name).vocab_size
     names = ("first", "second")
-    engine, learner = Engine(name, bench), open_learner(name, bench, names=names)
+    engine, learner = open_engine(name, bench), open_learner(name, bench, names=names)
     try:
         for adapters in range(3):
             if adapters:
@@ -292,7 +292,7 @@ def step(bench: Bench) -> Iterator[Figures]:
     name = "tiny" if bench.tiny else MIDDLE
     roles = ("planner", "writer")
     prompt, answer, tasks = bench.size(512, 16), bench.size(128, 8), bench.size(32, 2)
-    engine, learner = Engine(name, bench), open_learner(name, bench, names=roles)
+    engine, learner = open_engine(name, bench), open_learner(name, bench, names=roles)
     try:
         for number in range(bench.size(3, 1)):
             if bench.time_is_up and number:

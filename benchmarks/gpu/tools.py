@@ -6,7 +6,7 @@ import asyncio
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import Completion, SamplingParams
+from cotune.sampling.protocol import Completion, Sampler, SamplingParams
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.forced import ForcedSettings
 
@@ -58,14 +58,20 @@ def open_learner(
         return LocalLearner.open(model, policies_for(kind, list(names), LORA), chosen, LOSS)
 
 
-class Engine:
-    """The engine in this process, with the base that `open_learner` has; `last` are the rows that it has drawn."""
+def open_engine(name: str, bench: Bench) -> Engine:
+    """The engine in this process, with the base that `open_learner` has."""
+    network = build(name, getattr(torch, bench.dtype), bench.device)
+    return Engine(TransformersSampler.open(network, host="thread", end_token_ids=()))
 
-    def __init__(self, name: str, bench: Bench) -> None:
+
+class Engine:
+    """An engine that is called from ordinary functions; `last` are the rows that it has drawn."""
+
+    def __init__(self, opening: Awaitable[Sampler], lora: LoraSpec | None = LORA) -> None:
+        """`lora` of the adapters that are published, None for full weights."""
+        self._lora = lora
         self._loop = asyncio.new_event_loop()
-        network = build(name, getattr(torch, bench.dtype), bench.device)
-        opening = TransformersSampler.open(network, host="thread", end_token_ids=())
-        self._sampler = self._loop.run_until_complete(opening)
+        self._sampler: Any = self._loop.run_until_complete(opening)
         self._versions: dict[str, int] = {}
         self.last: list[TrainRow] = []
 
@@ -107,12 +113,18 @@ class Engine:
                 )
         return self.last
 
+    def sleep(self) -> None:
+        self._loop.run_until_complete(self._sampler.sleep())
+
+    def wake(self) -> None:
+        self._loop.run_until_complete(self._sampler.wake())
+
     def publish(self, learner: LocalLearner, policy: str = "agent") -> None:
         """Serve the policy of the learner from now on."""
         before = self._versions.get(policy, 0)
         self._versions[policy] = before + 1
         ref = PolicyRef(policy, before + 1)
-        self._loop.run_until_complete(self._sampler.publish(ref, learner.weights(policy), LORA))
+        self._loop.run_until_complete(self._sampler.publish(ref, learner.weights(policy), self._lora))
         if before:
             self._loop.run_until_complete(self._sampler.retire(PolicyRef(policy, before)))
 

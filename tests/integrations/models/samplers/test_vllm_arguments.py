@@ -46,7 +46,17 @@ def planned(folder: Path, size: EngineSize, user: dict[str, Any], *, on_gpu: boo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gib", "name", "tokens"), [(22, "NVIDIA L4", 8192), (80, "NVIDIA H100", 16384)])
+@pytest.mark.parametrize(
+    ("gib", "name", "tokens"),
+    [
+        (8, "NVIDIA GeForce RTX 4060", 8192),
+        (22, "NVIDIA L4", 8192),
+        (48, "NVIDIA L40S", 8192),
+        (80, "NVIDIA A100-SXM4-80GB", 8192),
+        (80, "NVIDIA H100 80GB HBM3", 16384),
+        (141, "NVIDIA H200", 16384),
+    ],
+)
 def test_vllm_plans_for_the_candidates_in_flight(qwen3: Path, gpu: Any, gib: int, name: str, tokens: int) -> None:
     import torch
 
