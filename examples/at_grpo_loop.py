@@ -90,7 +90,7 @@ async def train(options: Options) -> list[StepResult]:
             served,
             plan=plan,
             scorers=workflow.scorers,
-            attribution=METHOD.terms[0].attribution,
+            attribution=METHOD.attribution,
             defaults=SamplingParams(max_tokens=8),
             seed=step if plan else 0,
         )

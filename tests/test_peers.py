@@ -333,7 +333,7 @@ def test_a_reward_given_by_return_value_and_by_an_explicit_call_counts_once_by_n
     assert store.rewards([call.episode])[call.episode] == {"team": 1.0, "style": 0.5, "judge": 0.25}
     (sample,) = collect(store, store.episodes(), plan="independent").samples
     assert sample.outcome == {"team": 1.0, "style": 0.5, "judge": 0.25}
-    only_team = recipe("dr_mas", baseline="none", scale="none", weights={"team": 1.0, "style": 0.0, "judge": 0.0})
+    only_team = recipe("cory", weights={"team": 1.0, "style": 0.0, "judge": 0.0})
     assert prepare([sample], only_team).advantages.tolist() == [1.0]
     with cotune.trace() as t:
         t.reward(1.0)

@@ -120,7 +120,7 @@ def misses_outcomes(run: RolloutRun, batch: Batch) -> bool:
 def learns_from_outcomes(run: RolloutRun) -> bool:
     """Whether the outcomes of episodes are part of what some policy is trained on."""
     recipes = [recipe for recipe in run.recipes_of_training if recipe.takes_rewards]
-    return any(term.attribution.takes_outcome for recipe in recipes for term in recipe.terms)
+    return any(recipe.attribution.outcome for recipe in recipes)
 
 
 def _require_soundness(run: RolloutRun, batch: Batch) -> None:

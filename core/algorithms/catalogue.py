@@ -1,112 +1,162 @@
-"""The recipes by name, and one with single settings replaced."""
+"""The recipes by name, and one with single settings replaced. To add a recipe, add its class to `RECIPES`."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from cotune.algorithms.published import METHODS, PUBLISHED
-from cotune.algorithms.recipes import PROMPT_KEY, USUAL, Attribution, Filters, LossSpec, Recipe, Shaping
+from cotune.algorithms.method import Method
+from cotune.algorithms.methods.advantage_alignment import AdvantageAlignment
+from cotune.algorithms.methods.afm_rl import AfmRl
+from cotune.algorithms.methods.any_plan import AnyPlan
+from cotune.algorithms.methods.at_grpo import AtGrpo
+from cotune.algorithms.methods.c3 import C3
+from cotune.algorithms.methods.c3_branches import C3Branches
+from cotune.algorithms.methods.cispo import Cispo
+from cotune.algorithms.methods.comas import CoMas
+from cotune.algorithms.methods.cory import Cory
+from cotune.algorithms.methods.cpmobius import CpMobius
+from cotune.algorithms.methods.dapo import Dapo
+from cotune.algorithms.methods.dart import Dart
+from cotune.algorithms.methods.distill import Distill
+from cotune.algorithms.methods.dr_grpo import DrGrpo
+from cotune.algorithms.methods.dr_mas import DrMas
+from cotune.algorithms.methods.gigpo import GiGpo
+from cotune.algorithms.methods.grpo import Grpo
+from cotune.algorithms.methods.gspo import Gspo
+from cotune.algorithms.methods.m_grpo import MGrpo
+from cotune.algorithms.methods.magrpo import MaGrpo
+from cotune.algorithms.methods.maporl import MaPoRl
+from cotune.algorithms.methods.marshal import Marshal
+from cotune.algorithms.methods.mmedagent_rl import MMedAgentRl
+from cotune.algorithms.methods.reinforce_pp import ReinforcePp
+from cotune.algorithms.methods.reinforce_pp_baseline import ReinforcePpBaseline
+from cotune.algorithms.methods.rloo import Rloo
+from cotune.algorithms.methods.self_distill import SelfDistill
+from cotune.algorithms.methods.self_redteam import SelfRedTeam
+from cotune.algorithms.methods.spiral import Spiral
+from cotune.algorithms.methods.sweet_rl import SweetRl
+from cotune.algorithms.recipes import USUAL
 from cotune.errors import ConfigError, expected, field_and_fault
 from cotune.near_names import did_you_mean, near_names
+from cotune.user_objects import load_object
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-_REPLACE = msgspec.structs.replace
+GENERAL: tuple[type[Method], ...] = (AtGrpo, DrMas, Grpo, DrGrpo, Rloo, Gspo, Dapo, Cispo)
+"""Methods for any application."""
+PUBLISHED: tuple[type[Method], ...] = (
+    AdvantageAlignment, AfmRl, C3, C3Branches, CoMas, Cory, CpMobius, Dart, Distill, GiGpo, MGrpo, MaGrpo, MaPoRl,
+    Marshal, MMedAgentRl, ReinforcePp, ReinforcePpBaseline, SelfDistill, SelfRedTeam, Spiral, SweetRl,
+)  # fmt: skip
+"""Published systems: a method with the application that it was made for."""
+RECIPES: Mapping[str, type[Method]] = {method.name: method for method in (*GENERAL, *PUBLISHED)}
+ANY_PLAN = tuple(name for name, method in RECIPES.items() if issubclass(method, AnyPlan))
+"""Recipes that are a loss for any plan."""
 
-RECIPES: Mapping[str, Recipe] = {r.name: r for r in (*METHODS, *PUBLISHED)}
+SETTINGS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("team_weight", "weights", "other", "absent", "overlong_buffer", "overlong_penalty", "timeout_penalty"),
+        "attribution",
+    ),
+    **dict.fromkeys(("zero_variance", "mean_range", "drop_truncated", "drop_timed_out"), "filters"),
+    **dict.fromkeys(
+        ("ratio", "clip_low", "clip_high", "dual_clip", "tis_cap", "mask", "mask_low", "mask_high", "kl", "kl_in",
+         "kl_to", "teacher_sees", "entropy", "critic_lr", "aggregation", "constant_length", "token_loss"),
+        "loss",
+    ),
+}  # fmt: skip
+"""The settings that a run may replace, each with the attribute of a method that holds it."""
 
-ANY_PLAN = ("gspo", "dapo", "cispo")
-"""Recipes that are a loss for any grouping: under a tree plan they take the groups of at_grpo, under a replay plan
-those of c3."""
-
-_PARTS: dict[str, type[msgspec.Struct]] = {
-    "loss": LossSpec,
-    "filters": Filters,
-    "shaping": Shaping,
-    "attribution": Attribution,
+_METHOD = "Choose a recipe that does this, or write a method of your own; see docs/reference/recipes.md."
+_SIMILAR = ("key", "baseline", "scale", "scale_key", "ddof", "eps", "unit", "decay", "horizon", "outcome", "gamma")
+REMOVED: Mapping[str, str] = {
+    **dict.fromkeys((*_SIMILAR, "scope", "seats", "gates", "opponent", "opponent_gamma", "style"), _METHOD),
+    **dict.fromkeys(("ties", "mean_range_roles", "zero_advantage", "top_entropy", "align_to", "entropy_by"), _METHOD),
+    **dict.fromkeys(("critic", "gae_gamma", "gae_lambda"), "Use recipe cory, maporl or sweet_rl, or derive from one."),
+    "critic_sees": "Use recipe sweet_rl, whose critic reads the task's `reference`, or derive from it.",
+    "advantage": 'Write a class with advantages(step, rewards), and set recipe = "my_method.py:Ranked".',
 }
-_OWNER = {name: part for part, struct in _PARTS.items() for name in struct.__struct_fields__}
-_TERM = ("key", "baseline", "scale", "scale_key", "ddof", "eps", "unit", "decay", "advantage")
-SETTINGS = frozenset((*_OWNER, *_TERM))
-"""What `recipe` takes, beside `plan`."""
+"""Settings that recipes had, and what to use instead."""
 
 
-def recipe(name: str, **overrides: Any) -> Recipe:
-    """The recipe `name` with single settings replaced; each setting is named as in its struct.
+def recipe(name: str, **settings: Any) -> Method:
+    """The recipe `name`, or the class of a user's that it names as `file.py:Class`, with single settings replaced.
 
-    `team_weight`, `weights`, `horizon`, ... and `baseline`, `scale`, ... apply to every term. `weights` without `other`
-    leaves unlisted components out, `critic` baseline and scale, and the filters `zero_variance` and `zero_advantage`.
-    `plan` takes the groups with it: gspo, dapo and cispo compare siblings under a tree or replay plan, and own-turn
-    rewards take in the outcome where each episode has one of its own. Raises ConfigError for an unknown name, setting
-    or value.
+    `weights` without `other` leaves unlisted components out. `plan` takes the groups with it: gspo, dapo and cispo
+    compare siblings under a tree or replay plan, and a method for trees takes in the outcome where each episode has one
+    of its own. Raises ConfigError for an unknown name, setting or value.
     """
-    if name not in RECIPES:
-        raise ConfigError("recipe", name, f"is not one of {', '.join(sorted(RECIPES))}")
-    chosen = RECIPES[name]
-    if "plan" in overrides:
-        chosen = _under(chosen, overrides.pop("plan"))
-    if overrides.get("critic"):
-        overrides = {"baseline": "none", "scale": "none", "zero_variance": False, "zero_advantage": False, **overrides}
-    if "weights" in overrides:
-        overrides.setdefault("other", 0.0)
-    changes: dict[str, dict[str, Any]] = {"loss": {}, "filters": {}, "shaping": {}, "attribution": {}, "term": {}}
-    for field, value in overrides.items():
-        part = "term" if field in _TERM else _OWNER.get(field)
-        if part is None:
+    method = recipe_class(name)()
+    method.name = name
+    if "plan" in settings:
+        plan = settings.pop("plan")
+        if plan not in USUAL:
+            raise ConfigError("plan", plan, f"is not one of {', '.join(USUAL)}")
+        method = method.under(plan)
+    if "weights" in settings:
+        settings.setdefault("other", 0.0)
+    changes: dict[str, dict[str, Any]] = {"attribution": {}, "filters": {}, "loss": {}}
+    for field, value in settings.items():
+        if field in REMOVED:
+            raise ConfigError(field, value, "was removed from the settings of recipes", REMOVED[field])
+        if field not in SETTINGS:
             known = sorted([*SETTINGS, "plan"])
             raise ConfigError(
                 field, value, f"is not a setting of recipes: {', '.join(known)}", did_you_mean(near_names(field, known))
             )
-        changes[part][field] = value
-    terms = tuple(
-        _convert(term, {**changes["term"], "attribution": _convert(term.attribution, changes["attribution"])})
-        for term in chosen.terms
+        changes[SETTINGS[field]][field] = value
+    method = method.replaced(
+        attribution=_convert(method.attribution, changes["attribution"]),
+        filters=_convert(method.filters, changes["filters"]),
+        loss=_convert(method.loss, changes["loss"]),
     )
-    return _REPLACE(
-        chosen,
-        terms=terms,
-        loss=_convert(chosen.loss, changes["loss"]),
-        filters=_convert(chosen.filters, changes["filters"]),
-        shaping=_convert(chosen.shaping, changes["shaping"]),
-    )
+    method.check()
+    return method
+
+
+def recipe_class(name: str) -> type[Method]:
+    """The class of a recipe; a user's own is loaded from its file or module. Raises ConfigError."""
+    if name in RECIPES:
+        return RECIPES[name]
+    if not is_own(name):
+        raise ConfigError(
+            "recipe",
+            name,
+            f"is not one of {', '.join(sorted(RECIPES))}",
+            " ".join([did_you_mean(near_names(name, RECIPES)), "A class of your own: my_method.py:Ranked."]).strip(),
+        )
+    found = load_object("recipe", name, "my_method.py:Ranked", kind="methods", is_one=_is_own_method)
+    if not _is_method(found):
+        raise ConfigError("recipe", name, "is not a class that derives from cotune.methods.Method")
+    own: type[Method] = found
+    return own
+
+
+def is_own(name: str) -> bool:
+    """Whether a recipe's name is that of a class of the user's own."""
+    return ":" in name
 
 
 def takes_a_tree(name: str) -> bool:
     """Whether the recipe can compare the candidates of one call. Raises ConfigError for an unknown name."""
-    return name in ANY_PLAN or recipe(name).plan == "tree"
+    return name in ANY_PLAN or recipe_class(name).plan == "tree"
 
 
-def _under(chosen: Recipe, plan: Any) -> Recipe:
-    if plan not in USUAL:
-        raise ConfigError("plan", plan, f"is not one of {', '.join(USUAL)}")
-    if chosen.plan == "replay" and plan != "replay":
-        raise ConfigError(
-            "plan.kind",
-            plan,
-            f"cannot be used with recipe {chosen.name}, which needs replay",
-            f"Use --plan replay, or recipe {USUAL[plan]}.",
-        )
-    terms, loss = chosen.terms, chosen.loss
-    if plan != "independent" and chosen.name in ANY_PLAN:
-        terms = RECIPES[USUAL[plan]].terms
-        if loss.aggregation == "trajectory_mean":
-            loss = _REPLACE(loss, aggregation="sequence_mean")
-    if plan != "independent" and not chosen.takes_rewards:  # nothing is compared
-        terms = tuple(_REPLACE(t, key=PROMPT_KEY, attribution=Attribution()) for t in terms)
-    if plan != "tree" and chosen.plan == "tree":
-        terms = tuple(_REPLACE(t, attribution=_REPLACE(t.attribution, outcome=True)) for t in terms)
-    return _REPLACE(chosen, plan=plan, terms=terms, loss=loss)
+def _is_method(value: Any) -> bool:
+    return inspect.isclass(value) and issubclass(value, Method) and value is not Method
+
+
+def _is_own_method(value: Any) -> bool:
+    return _is_method(value) and not value.__module__.startswith("cotune.")
 
 
 def _convert(struct: S, changes: Mapping[str, Any]) -> S:
     fields = {**msgspec.structs.asdict(struct), **changes}
-    for field, value in changes.items():
-        if isinstance(value, msgspec.Struct):
-            fields[field] = msgspec.to_builtins(value)
     try:
         return msgspec.convert(fields, type(struct), strict=False)
     except msgspec.ValidationError as error:

@@ -18,9 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from cotune.algorithms.attribution import attribute
-from cotune.algorithms.recipes import Attribution
-from cotune.algorithms.samples import Failure, Floats, Sample
+from cotune.algorithms.samples import Failure, Sample
 from cotune.errors import RecordError
 from cotune.records.ids import candidate_id
 from cotune.records.images import prompt_id
@@ -196,12 +194,6 @@ def collect(
         images=images,
         outcomes={episode.id: rewards[episode.id] for episode in episodes if rewards.get(episode.id)},
     )
-
-
-def attributed(collected: Collected, attribution: Attribution, key: tuple[str, ...]) -> Floats:
-    """[n] reward of each sample (`attribute`), with those of other calls that have a part in it."""
-    every = [*collected.samples, *collected.others]
-    return attribute(every, attribution, key)[: len(collected.samples)]
 
 
 def temperature(call: CallRecord) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
-from cotune.algorithms.baselines import Spread
+from cotune.algorithms.comparing import Spread
 from cotune.algorithms.groups import Group
 from cotune.algorithms.recipes import Filters
 from cotune.algorithms.samples import Bools, Floats, Sample, codes

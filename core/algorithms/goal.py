@@ -9,11 +9,14 @@ from statistics import fmean
 
 import msgspec
 
-from cotune.algorithms.attribution import attribute, weight_of, without_outcome
+from cotune.algorithms.attribution import weight_of
 from cotune.algorithms.collect import failure_of
+from cotune.algorithms.method import Method, Outcome
+from cotune.algorithms.own import rewards_of
 from cotune.algorithms.policy_recipes import Recipes, by_equal
-from cotune.algorithms.recipes import PROMPT_KEY, Attribution, Recipe
+from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Sample
+from cotune.algorithms.step import Step
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Episode, PolicyRef
 from cotune.storage.outcomes import OnFailure, failure_reward
@@ -33,14 +36,17 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     `bounds` are those that the scorers of roles declare.
     """
 
-    attribution: Attribution = Attribution(horizon="terminal")
-    key: tuple[str, ...] = PROMPT_KEY
+    method: Method = Outcome()
     on_failure: OnFailure = "lowest"
     roles: Collection[str] | None = None
     by_seat: bool = False
     others: tuple[Goal, ...] = ()
     taught: tuple[str, ...] = ()
     bounds: Mapping[str, tuple[float, float]] = {}
+
+    @property
+    def attribution(self) -> Attribution:
+        return self.method.attribution
 
     def of_role(self, role: str) -> Goal:
         """The goal of one role alone; of a taught role, the goal of all."""
@@ -79,7 +85,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
     opposed: tuple[str, ...] = ()
 
 
-def goal_of(recipe: Recipe | None, on_failure: str, roles: Collection[str] | None = None) -> Goal:
+def goal_of(recipe: Method | None, on_failure: str, roles: Collection[str] | None = None) -> Goal:
     """What a run with this recipe goes by.
 
     It is the plain sum of the outcome without a recipe, and the outcome by the recipe's weights if the recipe learns
@@ -89,15 +95,15 @@ def goal_of(recipe: Recipe | None, on_failure: str, roles: Collection[str] | Non
     if recipe is None:
         return Goal(on_failure=failed)
     if not recipe.takes_rewards:
-        return Goal(attribution=_weighted_outcome(recipe), on_failure=failed)
-    how = recipe.attribution
-    return Goal(attribution=how, key=recipe.key, on_failure=failed, roles=roles, by_seat=recipe.by_seat)
+        return Goal(method=_weighted_outcome(recipe), on_failure=failed)
+    return Goal(method=recipe, on_failure=failed, roles=roles, by_seat=recipe.by_seat)
 
 
-def _weighted_outcome(recipe: Recipe) -> Attribution:
+def _weighted_outcome(recipe: Method) -> Method:
     """The outcome of whole episodes by a recipe's weights."""
     how = recipe.attribution
-    return Attribution(horizon="terminal", weights=how.weights, other=how.other, team_weight=how.team_weight)
+    outcome = Attribution(own=False, outcome=True, weights=how.weights, other=how.other, team_weight=how.team_weight)
+    return Outcome().replaced(attribution=outcome)
 
 
 def goal_of_policies(
@@ -113,7 +119,7 @@ def goal_of_policies(
     taught = tuple(role for role, policy in players.items() if not recipes.of(policy).takes_rewards)
     parts = by_equal((recipes.of(policy), role) for role, policy in players.items() if role not in taught)
     if not parts and taught:
-        return Goal(attribution=_weighted_outcome(recipes.run), on_failure=failure_reward(on_failure))
+        return Goal(method=_weighted_outcome(recipes.run), on_failure=failure_reward(on_failure))
     if not parts:
         return goal_of(recipes.run, on_failure, [])
     goals = [goal_of(recipe, on_failure, roles) for recipe, roles in parts]
@@ -154,10 +160,11 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
         goals = [msgspec.structs.replace(goal, others=()), *goal.others]
         return _together(played, goals, [worth(played, one) for one in goals])
     samples = [sample for one in played if _counts(one.episode, goal) for sample in _samples(one, goal)]
-    found = _by_role(samples, goal)
+    step = goal.method.step(samples)
+    found = _by_role(step, goal)
     sound = [found[one.episode.id] for one in played if one.episode.status == "ok" and one.episode.id in found]
     floor = min([0.0, *(fmean(by_role.values()) for by_role in sound)])
-    lacking = without_outcome(samples, goal.attribution, goal.key)
+    lacking = step.outcome_missing(later_turns=goal.method.to_go).tolist()
     told = {
         s.rollout for s, lacks in zip(samples, lacking, strict=True) if not lacks and s.role in found.get(s.rollout, ())
     }
@@ -171,7 +178,7 @@ def worth(played: Sequence[Played], goal: Goal) -> Worth:
         by_role=[found.get(id, {}) for id in ids],
         failed=[id in failed for id in ids],
         floor=floor,
-        opposed=_opposed(sound, dict.fromkeys(_names(sound), goal.attribution), _components(played)),
+        opposed=_opposed(sound, dict.fromkeys(_names(sound), goal.method), _components(played)),
     )
 
 
@@ -193,8 +200,8 @@ def _together(played: Sequence[Played], goals: Sequence[Goal], parts: Sequence[W
     sound = [own for one, own in zip(played, by_role, strict=True) if one.episode.status == "ok" and own]
     opposed = tuple(role for part in parts for role in part.opposed)
     if not opposed:  # players of one game may differ in a setting of their recipe, and so be in different parts
-        attributions = {role: goal.attribution for goal in goals for role in goal.roles or ()}
-        opposed = _opposed(sound, attributions, _components(played))
+        methods = {role: goal.method for goal in goals for role in goal.roles or ()}
+        opposed = _opposed(sound, methods, _components(played))
     return Worth(
         reward=[fmean(own.values()) if own else None for own in by_role],
         by_role=by_role,
@@ -204,13 +211,13 @@ def _together(played: Sequence[Played], goals: Sequence[Goal], parts: Sequence[W
     )
 
 
-def _by_role(samples: Sequence[Sample], goal: Goal) -> dict[str, dict[str, float]]:
+def _by_role(step: Step, goal: Goal) -> dict[str, dict[str, float]]:
     """The reward of each role that counts, by episode."""
     values: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
-    for sample, value in zip(samples, attribute(samples, goal.attribution, goal.key).tolist(), strict=True):
+    for sample, value in zip(step.samples, rewards_of(goal.method, step).tolist(), strict=True):
         if math.isfinite(value) and (goal.roles is None or sample.role in (*goal.roles, NO_ROLE)):
             values[sample.rollout][sample.role].append((sample.turn, value))
-    whole = goal.attribution.horizon in ("reward_to_go", "mean_to_go")
+    whole = goal.method.to_go
     return {
         id: {role: min(of)[1] if whole else fmean(value for _, value in of) for role, of in by_role.items()}
         for id, by_role in values.items()
@@ -252,19 +259,19 @@ def _components(played: Sequence[Played]) -> list[str]:
 
 
 def _opposed(
-    sound: Sequence[Mapping[str, float]], attributions: Mapping[str, Attribution], components: Sequence[str]
+    sound: Sequence[Mapping[str, float]], methods: Mapping[str, Method], components: Sequence[str]
 ) -> tuple[str, ...]:
     """The roles whose rewards always add up to the same, although the outcome weighs differently for each.
 
-    `attributions` are those of the roles; without one of a role (that of an episode without calls) nobody is opposed.
+    `methods` are those of the roles; without one of a role (that of an episode without calls) nobody is opposed.
     """
     roles = _names(sound)
     weights = set()
     for role in roles:
-        how = attributions.get(role)
-        if how is None or not how.takes_outcome or how.scope != "own":
+        method = methods.get(role)
+        if method is None or not method.attribution.outcome or method.joins_roles:
             return ()
-        weights.add(tuple(weight_of(name, role, how, outcome=True) for name in components))
+        weights.add(tuple(weight_of(name, role, method.attribution, outcome=True) for name in components))
     if len(weights) < 2:
         return ()
     totals = [sum(by_role.values()) for by_role in sound]

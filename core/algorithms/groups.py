@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import msgspec
 
-from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.method import Method
 from cotune.algorithms.samples import Sample, codes, keys
 from cotune.errors import GroupError
 
@@ -31,18 +31,18 @@ class Groups(msgspec.Struct, frozen=True, kw_only=True):
     left_out: Mapping[str, int]
 
 
-def build_groups(samples: Sequence[Sample], recipe: Recipe, part: str = "") -> Groups:
+def build_groups(samples: Sequence[Sample], recipe: Method, part: str = "") -> Groups:
     """Put samples into groups by the recipe's key; samples alone in theirs are counted as `group_of_one`.
 
     What a group holds depends on the key. (task, role, turn, branch): candidates of one prompt, which is asserted.
     (task, role), as in dr_mas: all calls of one role in the episodes of a task, whatever their prompts.
     (task,), as in grpo: all calls of all roles in the episodes of a task. For the latter two, a group of one is a
-    group of one episode. Recipes that compare nothing (baseline `ema` or `none`) keep groups of one. Groups of another
+    group of one episode. Recipes that compare nothing keep groups of one. Groups of another
     `part` have other ids (`prepare`).
 
     Raises GroupError when candidates of different prompts meet in a group that must share one.
     """
-    numbers, distinct = codes(keys(samples, recipe.key))
+    numbers, distinct = codes(keys(samples, recipe.group_by))
     members: list[list[Sample]] = [[] for _ in distinct]
     for sample, number in zip(samples, numbers.tolist(), strict=True):
         members[number].append(sample)
@@ -52,19 +52,19 @@ def build_groups(samples: Sequence[Sample], recipe: Recipe, part: str = "") -> G
         assert isinstance(key, tuple)
         if one_prompt(recipe):
             _assert_one_prompt(key, group, recipe)
-        if recipe.terms[0].compares and _size(group, recipe) < 2:
+        if recipe.compares and _size(group, recipe) < 2:
             alone += len(group)
         else:
             groups.append(Group(id=_group_id(key, group, recipe, part), key=key, samples=tuple(group)))
     return Groups(groups=tuple(groups), left_out={"group_of_one": alone} if alone else {})
 
 
-def one_prompt(recipe: Recipe) -> bool:
+def one_prompt(recipe: Method) -> bool:
     """Whether all members of a group of this recipe must have identical prompt token ids."""
-    return recipe.plan != "independent" or "branch" in recipe.key or "prompt" in recipe.key
+    return recipe.plan != "independent" or "branch" in recipe.group_by or "prompt" in recipe.group_by
 
 
-def explain_alone(recipe: Recipe, alone: int, total: int) -> str:
+def explain_alone(recipe: Method, alone: int, total: int) -> str:
     """A sentence that says how many samples stood alone, why, and what to do."""
     share = f"{alone} of {total} candidates ({alone / total:.0%}) stood alone in their group."
     if recipe.plan != "independent":
@@ -80,11 +80,11 @@ def explain_alone(recipe: Recipe, alone: int, total: int) -> str:
     )
 
 
-def _size(group: Sequence[Sample], recipe: Recipe) -> int:
+def _size(group: Sequence[Sample], recipe: Method) -> int:
     return len(group) if one_prompt(recipe) else len({s.rollout for s in group})
 
 
-def _assert_one_prompt(key: Hashable, group: Sequence[Sample], recipe: Recipe) -> None:
+def _assert_one_prompt(key: Hashable, group: Sequence[Sample], recipe: Method) -> None:
     prompts = {s.prompt for s in group}
     if len(prompts) > 1:
         raise GroupError(
@@ -94,10 +94,10 @@ def _assert_one_prompt(key: Hashable, group: Sequence[Sample], recipe: Recipe) -
         )
 
 
-def _group_id(key: tuple[Hashable, ...], group: Sequence[Sample], recipe: Recipe, part: str) -> str:
+def _group_id(key: tuple[Hashable, ...], group: Sequence[Sample], recipe: Method, part: str) -> str:
     if recipe.plan == "tree":
         return group[0].call
     if recipe.plan == "replay":
         return group[0].branch
-    content = [group[0].training_step, list(recipe.key), [str(value) for value in key], *filter(None, [part])]
+    content = [group[0].training_step, list(recipe.group_by), [str(value) for value in key], *filter(None, [part])]
     return hashlib.blake2b(msgspec.json.encode(content), digest_size=16).hexdigest()

@@ -9,18 +9,20 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from cotune.algorithms.advantages import AdvantageState
-from cotune.algorithms.collect import Collected, attributed
+from cotune.algorithms.collect import Collected
+from cotune.algorithms.method import Method
+from cotune.algorithms.own import rewards_of
 from cotune.algorithms.prepare import Prepared, prepare
-from cotune.algorithms.recipes import Attribution, Recipe
+from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Floats, Sample
+from cotune.algorithms.step import AdvantageState
 from cotune.errors import ConfigError
 
 
-def by_equal(recipes: Iterable[tuple[Recipe, str]]) -> list[tuple[Recipe, list[str]]]:
+def by_equal(recipes: Iterable[tuple[Method, str]]) -> list[tuple[Method, list[str]]]:
     """The different ones of named recipes in order of first appearance, each with the names that it has; an empty name
     is none."""
-    found: list[tuple[Recipe, list[str]]] = []
+    found: list[tuple[Method, list[str]]] = []
     for recipe, name in recipes:
         names = next((names for other, names in found if other == recipe), None)
         if names is None:
@@ -33,20 +35,20 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
     """`run` is the recipe of all policies but those in `own`; `roles` names the policy of each role of the [[policy]]
     tables."""
 
-    run: Recipe
-    own: Mapping[str, Recipe] = {}
+    run: Method
+    own: Mapping[str, Method] = {}
     roles: Mapping[str, str] = {}
 
-    def of(self, policy: str) -> Recipe:
+    def of(self, policy: str) -> Method:
         """The recipe that a policy is trained by."""
         return self.own.get(policy, self.run)
 
-    def of_role(self, role: str) -> Recipe:
+    def of_role(self, role: str) -> Method:
         """The recipe of the policy that plays a role, as the configuration has it."""
         return self.of(self.roles.get(role, ""))
 
     @property
-    def every(self) -> list[Recipe]:
+    def every(self) -> list[Method]:
         """The different recipes, that of the run first."""
         return [recipe for recipe, _ in self.parts]
 
@@ -66,7 +68,7 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         role."""
         return {role: self.own[name].attribution for role, name in players.items() if name in self.own}
 
-    def by_recipe(self, roles: Iterable[str]) -> list[tuple[Recipe, list[str]]]:
+    def by_recipe(self, roles: Iterable[str]) -> list[tuple[Method, list[str]]]:
         """The different recipes of `roles`, each with those that have it."""
         return by_equal((self.of_role(role), role) for role in roles)
 
@@ -78,11 +80,11 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         return list(dict.fromkeys([*scorers, *(role for role in self.roles if not self.of_role(role).takes_rewards)]))
 
     @property
-    def parts(self) -> list[tuple[Recipe, list[str]]]:
+    def parts(self) -> list[tuple[Method, list[str]]]:
         """Each recipe with the policies that name it; that of the run has all others too."""
         return by_equal([(self.run, ""), *((recipe, name) for name, recipe in self.own.items())])
 
-    def split(self, samples: Sequence[Sample]) -> list[tuple[str, Recipe, list[int]]]:
+    def split(self, samples: Sequence[Sample]) -> list[tuple[str, Method, list[int]]]:
         """Samples by recipe: a name of the part ("" for that of the run), the recipe, and places in `samples`."""
         parts = self.parts
         number = {name: i for i, (_, policies) in enumerate(parts) for name in policies}
@@ -96,7 +98,7 @@ def check_together(recipes: Recipes) -> None:
     """Raises ConfigError for a recipe that needs the advantages of the other roles, where these have another one."""
     if len(recipes.every) > 1:
         for recipe, policies in recipes.parts:
-            if recipe.shaping.opponent:
+            if recipe.needs_all_roles:
                 of = f"of policy {', '.join(policies)} " if policies else ""
                 fault = f"{of}needs the advantages of the other roles, whose policies have another recipe"
                 raise ConfigError("policy.recipe", recipe.name, fault, "Give it to all policies: set `recipe` alone.")
@@ -108,8 +110,7 @@ def attributed_each(collected: Collected, recipes: Recipes) -> Floats:
     for _, recipe, places in recipes.split(collected.samples):
         own = [collected.samples[i] for i in places]
         around = list(_around(collected.samples, own, recipe, collected.others))
-        part = msgspec.structs.replace(collected, samples=own, others=around)
-        reward[places] = attributed(part, recipe.attribution, recipe.key)
+        reward[places] = rewards_of(recipe, recipe.step([*own, *around]))[: len(own)]
     return reward
 
 
@@ -167,7 +168,7 @@ def prepare_each(
 
 
 def _around(
-    samples: Sequence[Sample], own: Sequence[Sample], recipe: Recipe, others: Sequence[Sample]
+    samples: Sequence[Sample], own: Sequence[Sample], recipe: Method, others: Sequence[Sample]
 ) -> Sequence[Sample]:
     """The chosen answers of other calls of the episodes of `own`, where the recipe takes their rewards in."""
     if not recipe.joins_calls:

@@ -1,9 +1,9 @@
 """From the samples of a step to the rows of an update: rewards, groups, filters, advantages.
 
-samples [n]  ── attribute ──>  returns [terms][n]     a reward lacks or ties: left out
+samples [n]  ── rewards ──>  rewards [n]              a reward lacks or ties: left out
              ── build_groups ──>  groups, members [m]  alone in its group: left out
              ── group_reasons ──>  order [k]           places in `samples` of the members that stay
-             ── advantages, shape ──>  values [k]      later calls of a branch join here
+             ── advantages ──>  values [k]             later calls of a branch join here
              ── sample_reason ──>  gone [k]            why each is left out, "" where it stays
              ── align ──>  rows                        places in [k], some of them twice
 """
@@ -18,14 +18,16 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from cotune.algorithms.advantages import AdvantageState, advantages, shape
-from cotune.algorithms.attribution import attribute, lacking, overlong
-from cotune.algorithms.baselines import Spread, spread, units
+from cotune.algorithms.attribution import overlong
 from cotune.algorithms.collect import Collected, temperature
+from cotune.algorithms.comparing import Spread, spread, units
 from cotune.algorithms.filters import align, group_reasons, high_entropy, sample_reason, tied
 from cotune.algorithms.groups import Group, build_groups, explain_alone, one_prompt
-from cotune.algorithms.recipes import Attribution, Recipe
+from cotune.algorithms.method import Method
+from cotune.algorithms.own import advantages_of, rewards_of
+from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Bools, Codes, Floats, Sample, TrainRow, codes
+from cotune.algorithms.step import AdvantageState, Step
 from cotune.errors import GroupError
 from cotune.records.structs import LARGEST_REWARD
 from cotune.storage.protocol import Store
@@ -81,7 +83,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 def prepare(
     samples: Sequence[Sample],
-    recipe: Recipe,
+    recipe: Method,
     state: AdvantageState | None = None,
     *,
     consumed: Container[str] = (),
@@ -105,15 +107,17 @@ def prepare(
     filters, every = recipe.filters, [*samples, *others]
     left_out: Counter[str] = Counter()
 
-    # Rewards: one number per sample and term. A sample that lacks one, or that ties, is in no group.
-    returns = [attribute(every, term.attribution, term.key)[: len(samples)] for term in recipe.terms]
-    shown = _shown(samples, every, returns[0])
-    for rewards in returns:
-        _require_small(samples, rewards)
+    # Rewards: one number per sample. A sample without a reward, or that ties, is in no group.
+    step = recipe.step(every, state, part)
+    all_rewards = rewards_of(recipe, step)
+    rewards = all_rewards[: len(samples)]
+    shown = _shown(samples, every, rewards)
+    _require_small(samples, rewards)
+    complete = ~np.isnan(rewards) & ~step.unknown[: len(samples)]
     if not recipe.takes_rewards:
-        returns = [np.nan_to_num(values) for values in returns]
-    complete = ~np.isnan(np.sum(returns, axis=0)) if samples else np.zeros(0, np.bool_)
-    ties = complete & tied(samples, returns[0]) if filters.ties else np.zeros(len(samples), np.bool_)
+        all_rewards = np.nan_to_num(all_rewards)
+        rewards, complete = all_rewards[: len(samples)], np.ones(len(samples), np.bool_)
+    ties = complete & tied(samples, rewards) if filters.ties else np.zeros(len(samples), np.bool_)
     left_out.update(missing_reward=int((~complete).sum()), tie=int(ties.sum()))
 
     # Groups. Calls after the fork of a branch are in none; they join their branch's candidate below.
@@ -123,7 +127,7 @@ def prepare(
     left_out.update(built.left_out)
     warnings = [
         *_missing(samples, complete),
-        *(_lacking(every, recipe) if recipe.takes_rewards else ()),
+        *(_lacking(step) if recipe.takes_rewards else ()),
         *_alone(recipe, left_out["group_of_one"], len(usable) - len(continuing)),
     ]
     place = {sample.id: i for i, sample in enumerate(samples)}
@@ -132,16 +136,18 @@ def prepare(
     number = np.repeat(np.arange(len(built.groups)), [len(group.samples) for group in built.groups])
 
     # Filters of whole groups, before the advantages.
-    stats = group_spread(members, returns[0][order], number, recipe, len(built.groups))
+    stats = group_spread(members, rewards[order], number, recipe, len(built.groups))
     reasons = group_reasons(built.groups, stats, filters, consumed)
     groups = [group for group, reason in zip(built.groups, reasons, strict=True) if reason is None]
     left_out.update(reasons[group] for group in number if reasons[group])
-    order = order[np.array([reason is None for reason in reasons], np.bool_)[number]]
+    ends = np.cumsum([len(group.samples) for group in built.groups])
+    places = np.split(order, ends[:-1]) if built.groups else []
+    step.groups = [own for own, reason in zip(places, reasons, strict=True) if reason is None]
+    order = np.concatenate([order[:0], *step.groups])
 
     # Advantages of the groups that stay; each later call of a branch has that of the candidate at its fork.
     kept = [samples[i] for i in order]
-    values, state = advantages(kept, recipe.terms, state, [rewards[order] for rewards in returns], part)
-    values = shape(kept, values, recipe.shaping)
+    values = advantages_of(recipe, step, all_rewards)[order]
     of_branch = {sample.rollout: value for sample, value in zip(kept, values.tolist(), strict=True)}
     joined = [sample for sample in continuing if sample.rollout in of_branch]
     left_out["continuation"] = len(continuing) - len(joined)
@@ -184,7 +190,7 @@ def prepare(
         rewarded=int((~np.isnan(shown)).sum()),
         reached=_reached(samples, complete, ties, members, stats.flat[number]),
         warnings=tuple(warnings),
-        state=state,
+        state=step.state,
     )
 
 
@@ -265,17 +271,16 @@ def _reached(
     return found
 
 
-def _lacking(samples: Sequence[Sample], recipe: Recipe) -> Iterable[str]:
+def _lacking(step: Step) -> Iterable[str]:
     """Names the components for lack of which samples are left out while others of their group carry them."""
-    found = {pair for term in recipe.terms for pair in lacking(samples, term.attribution, term.key)}
-    for role, name in sorted(found):
+    for role, name in sorted(step.lacking):
         yield (
             f"Candidates of role {role!r} are left out as missing_reward: they lack {name!r}, which others that they "
             "are compared with carry. If it is optional, set absent = 0 under [overrides]."
         )
 
 
-def _alone(recipe: Recipe, alone: int, total: int) -> Iterable[str]:
+def _alone(recipe: Method, alone: int, total: int) -> Iterable[str]:
     if not alone:
         return
     text = explain_alone(recipe, alone, total)
@@ -284,9 +289,9 @@ def _alone(recipe: Recipe, alone: int, total: int) -> Iterable[str]:
     yield text
 
 
-def group_spread(samples: Sequence[Sample], reward: Floats, number: Codes, recipe: Recipe, count: int) -> Spread:
+def group_spread(samples: Sequence[Sample], reward: Floats, number: Codes, recipe: Method, count: int) -> Spread:
     """Spread of the rewards [n] of samples in each of `count` groups; `number` [n] is the group of each."""
-    return spread(units(samples, reward, number, recipe.terms[0].unit), count)
+    return spread(units(samples, reward, number, recipe.unit), count)
 
 
 def _shown(samples: Sequence[Sample], every: Sequence[Sample], rewards: Floats) -> Floats:

@@ -42,7 +42,7 @@ def reward_bounds(played: Sequence[Played], goal: Goal) -> Bounds | None:
 
 def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds | None:
     how = goal.attribution
-    adds_up = how.horizon not in ("own_turn", "terminal") or how.scope != "own"
+    adds_up = goal.method.to_go or goal.method.joins_roles
     penalties = how.overlong_penalty or how.timeout_penalty
     if adds_up or penalties or how.gates or how.absent is not None:
         return None
@@ -50,13 +50,13 @@ def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds |
     # 1. The components of its own answers.
     answers = [sample.rewards for one in played for sample in one.samples if sample.role == role]
     own: Bounds | None = (0.0, 0.0)
-    if how.horizon != "terminal":
+    if how.own:
         own = _bounds_of_sum(answers, role, how, goal.bounds.get(role), outcome=False)
-    if own is None or not how.takes_outcome:
+    if own is None or not how.outcome:
         return own
 
     # 2. The outcome of its episodes. A component that its answers have too counts once, with them.
-    in_answers = {name for components in answers for name in components} if how.horizon != "terminal" else set()
+    in_answers = {name for components in answers for name in components} if how.own else set()
     if any(name not in components for components in answers for name in in_answers):
         return None
     outcomes = [{name: one.outcome[name] for name in one.outcome.keys() - in_answers} for one in played]
@@ -72,7 +72,7 @@ def _bounds_of_role(role: str, goal: Goal, played: Sequence[Played]) -> Bounds |
 def _failure(goal: Goal) -> float | None:
     """What a failed episode has as its outcome at most; None if outcomes or failed episodes do not count. "lowest" is
     at most 0, and no less than the lowest outcome of the others."""
-    if goal.on_failure == "exclude" or not goal.attribution.takes_outcome:
+    if goal.on_failure == "exclude" or not goal.attribution.outcome:
         return None
     return 0.0 if goal.on_failure == "lowest" else goal.on_failure
 

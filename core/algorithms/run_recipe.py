@@ -12,12 +12,13 @@ from typing import Any, TypeGuard
 import msgspec
 import numpy as np
 
-from cotune.algorithms.catalogue import RECIPES, recipe
+from cotune.algorithms.catalogue import RECIPES, is_own, recipe
 from cotune.algorithms.collect import Collected, collect
 from cotune.algorithms.groups import Group, build_groups
+from cotune.algorithms.method import Method, Unread
 from cotune.algorithms.policy_recipes import Recipes, attributed_each, prepare_each
 from cotune.algorithms.prepare import Prepared
-from cotune.algorithms.recipes import USUAL, KlTo, Recipe
+from cotune.algorithms.recipes import USUAL, KlTo
 from cotune.algorithms.samples import Floats
 from cotune.errors import ConfigError, GroupError, RunError
 from cotune.records.plans import PlanKind
@@ -55,7 +56,7 @@ def regroup(
 ) -> Regrouped:
     """Group and weigh recorded episodes as training did in `step`; `roles` as `trained_roles` gives them."""
 
-    def of(role: str) -> Recipe:
+    def of(role: str) -> Method:
         return chosen.of_role(role) if roles is None else chosen.of(roles.get(role, ""))
 
     collected = collect(
@@ -71,12 +72,12 @@ def regroup(
     )
     samples, left_out = collected.samples, Counter(collected.left_out)
     candidates = len(samples) + left_out.total()
-    own = [term.advantage for recipe in chosen.every for term in recipe.terms if term.advantage]
+    unread = [recipe.name for recipe in chosen.every if recipe.unread]
     names = {sample.policy.name for sample in samples}
     try:
         prepared = prepare_each(
             samples,
-            _without_own(chosen),
+            chosen,
             decays={name for name in names if config.decay_of(name) > 0},
             frozen={name for name in names if step is not None and not config.trains(name, step)},
             others=collected.others,
@@ -91,14 +92,14 @@ def regroup(
             problems=(str(error),),
         )
     problems = prepared.warnings
-    if own:  # a run that somebody looks at runs no code
-        prepared = msgspec.structs.replace(
-            prepared,
-            advantages=np.full(len(prepared.samples), np.nan),
-            trained=prepared.samples,
-            left_out={reason: n for reason, n in prepared.left_out.items() if reason != "zero_advantage"},
+    if unread:  # looking at a run runs no code of the user's
+        of_unread = np.array([chosen.of(sample.policy.name).unread for sample in prepared.samples], np.bool_)
+        prepared = msgspec.structs.replace(prepared, advantages=np.where(of_unread, np.nan, prepared.advantages))
+        text = (
+            f"Rewards and advantages are those of {', '.join(unread)}, which is not run here: the advantages are not "
+            "shown, and rewards are plain sums in groups as the plan has them."
         )
-        problems = (*problems, f"Advantages are those of {', '.join(own)}, which is not run here: they are not shown.")
+        problems = (*problems, text)
     left_out.update(prepared.left_out)
     rewards = attributed_each(collected, chosen).tolist()
     reward = dict(zip((s.id for s in samples), rewards, strict=True))
@@ -115,33 +116,29 @@ def regroup(
     )
 
 
-def _without_own(chosen: Recipes) -> Recipes:
-    def without(recipe: Recipe) -> Recipe:
-        terms = tuple(msgspec.structs.replace(term, advantage="") for term in recipe.terms)
-        return msgspec.structs.replace(recipe, terms=terms)
-
-    own = {name: without(recipe) for name, recipe in chosen.own.items()}
-    return msgspec.structs.replace(chosen, run=without(chosen.run), own=own)
-
-
 def recipes_of(store: Store) -> tuple[Recipes, str]:
     """The run's recipes as its run.json tells, else the default one for the plan that the records look like."""
     config = config_of(store)
     plan = config.plan.kind or _plan_of(store)
-    found = policy_recipes(config, plan)
+    found = policy_recipes(config, plan, run_code=False)
     source = "as the run was configured" if _is_of_run(store.folder) else "as the records suggest"
     return found, f"plan {plan}, {found.names}, {source}"
 
 
-def policy_recipes(config: RunConfig, plan: PlanKind) -> Recipes:
-    """The recipe of a run, and those of its policies that have one of their own. Raises ConfigError that names a field
-    as it is in the configuration."""
+def policy_recipes(config: RunConfig, plan: PlanKind, *, run_code: bool = True) -> Recipes:
+    """The recipe of a run, and those of its policies that have one of their own.
 
-    def resolved(name: str, overrides: Mapping[str, Any], policy: str = "") -> Recipe:
+    Without `run_code`, `Unread` stands for classes of the user's. Raises ConfigError that names a field as it is in
+    the configuration.
+    """
+
+    def resolved(name: str, overrides: Mapping[str, Any], policy: str = "") -> Method:
         if "plan" in overrides:
             field = f"{'policy.' if policy else ''}overrides.plan"
             fault = "is no setting of a recipe: all policies of a run have its plan"
             raise ConfigError(field, overrides["plan"], fault, "Leave it out, and set plan.kind (--plan).")
+        if is_own(name) and not run_code:
+            return Unread(name, plan)
         try:
             return recipe(name, **{"plan": plan, "team_weight": config.team_weight, **overrides})
         except ConfigError as error:
@@ -156,7 +153,7 @@ def policy_recipes(config: RunConfig, plan: PlanKind) -> Recipes:
             raise ConfigError(f"{table}overrides.{error.field}", error.value, fault, error.remedy) from None
 
     usual = config.recipe or USUAL[plan]
-    own: dict[str, Recipe] = {}
+    own: dict[str, Method] = {}
     for one in config.policy:
         if one.recipe or one.overrides:
             name, overrides = _named(config, one)

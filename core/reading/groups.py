@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cotune.algorithms.baselines import FLAT
+from cotune.algorithms.comparing import FLAT
 from cotune.algorithms.filters import group_reasons
 from cotune.algorithms.groups import Group
+from cotune.algorithms.method import Method
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.prepare import Prepared, group_spread
-from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.run_recipe import Regrouped, config_of, recipes_of, regroup, trained_roles
 from cotune.algorithms.samples import Floats, Sample
 from cotune.reading.run import OpenedRun
@@ -96,7 +96,7 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
     weighed = zip(prepared.samples, prepared.advantages.tolist(), strict=True) if prepared else ()
     return StepGroups(
         recipe=why,
-        key=recipes.run.key,
+        key=recipes.run.group_by,
         groups=groups,
         advantages={sample.id: value for sample, value in weighed if value == value},
         group_of={sample.id: group.id for group in groups for sample in group.samples},
@@ -105,7 +105,7 @@ def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
         candidates=found.candidates,
         trained=len(prepared.trained) if prepared else 0,
         problems=found.problems,
-        running=any(term.baseline == "ema" for recipe in recipes.every for term in recipe.terms),
+        running=any(recipe.remembers for recipe in recipes.every),
         capped=training_step is None and len(episodes) >= MOST_EPISODES,
     )
 
@@ -141,7 +141,7 @@ def _groups(found: Regrouped, recipes: Recipes) -> Iterable[ShownGroup]:
             flat = "zero_advantage" if any(s.id in weighed for s in group.samples) else ""
             yield ShownGroup(
                 id=group.id,
-                key=dict(zip(recipe.key, group.key, strict=True)),
+                key=dict(zip(recipe.group_by, group.key, strict=True)),
                 samples=group.samples,
                 rewards=tuple(values.tolist()),
                 mean=float(values.mean()),
@@ -154,7 +154,7 @@ def _weighed(prepared: Prepared) -> frozenset[str]:
     return frozenset(sample.id for sample in prepared.samples)
 
 
-def _reasons(groups: Sequence[tuple[Group, Floats]], recipe: Recipe) -> list[str | None]:
+def _reasons(groups: Sequence[tuple[Group, Floats]], recipe: Method) -> list[str | None]:
     if not groups:
         return []
     members = [sample for group, _ in groups for sample in group.samples]

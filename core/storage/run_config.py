@@ -114,9 +114,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the model writes tool calls: auto (as its chat template does) | hermes | qwen3_coder | mistral |
     mistral_v11 | llama3_json | vllm:NAME (a tool parser of vLLM)."""
     recipe: str | None = None
-    """at_grpo | dr_mas | c3 | c3_branches | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system, see
-    docs/reference/recipes.md; without a value: at_grpo under a tree plan, dr_mas under independent rollouts,
-    c3_branches under a replay plan. sft | dpo learn from records, see docs/how-to/distillation.md."""
+    """at_grpo | dr_mas | c3 | c3_branches | grpo | dr_grpo | rloo | gspo | dapo | cispo | a published system | a class
+    of your own, as my_method.py:Ranked; see docs/reference/recipes.md. Without a value: at_grpo under a tree plan,
+    dr_mas under independent rollouts, c3_branches under a replay plan. sft | dpo learn from records, see
+    docs/how-to/distillation.md."""
     overrides: dict[str, Any] = {}
     """[overrides] Single settings of the recipe, such as clip_high or entropy."""
     team_weight: float = 1.0

@@ -38,8 +38,8 @@ EARLIER = "cotune 0.1.0 at commit 953ea891"
 """The last cotune that reads checkpoints without the id of their run, and that upgrades records files of versions 3 to
 5."""
 _RUN = "run.json"
-FUNCTIONS = ("redact", "roles_by", "advantage", "token_loss", "teacher_sees")
-"""Settings that may name a function, wherever in a configuration."""
+FUNCTIONS = ("redact", "roles_by", "recipe", "token_loss", "teacher_sees")
+"""Settings that may name a function or class of the user's, wherever in a configuration."""
 
 
 class Held(msgspec.Struct, frozen=True):

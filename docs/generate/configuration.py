@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from wording import entry, prose, small
 
-from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Shaping, Term
+from cotune.algorithms.catalogue import SETTINGS
+from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.cli.command import documentation
 from cotune.errors import ConfigError
 from cotune.trainer.config.policy import PolicyConfig
@@ -38,11 +39,11 @@ def search_fields() -> str:
 
 
 def overrides() -> str:
-    """The settings that recipes are made of, each with its default before a recipe sets it."""
+    """The settings of recipes that a run may replace, each with its default before a recipe sets it."""
     parts = []
-    for table in (Attribution, Term, Filters, Shaping, LossSpec):
+    for table in (Attribution, Filters, LossSpec):
         said = "\n\n".join(prose(part) for part in (table.__doc__ or "").split("\n\n"))
-        settings = [field for field in msgspec.structs.fields(table) if not _is_table(field.type)]
+        settings = [field for field in msgspec.structs.fields(table) if field.encode_name in SETTINGS]
         rows = [f"- `{field.encode_name}`: {small(_typed(field))}" for field in settings]
         parts += [f"### {table.__name__}", said, "\n".join(rows)]
     return "\n\n".join(parts)

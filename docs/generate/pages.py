@@ -20,7 +20,7 @@ from figures import TABLES
 from metrics import figures as metrics
 from metrics import reasons
 from public_names import function_table, type_table
-from recipes import formulas, recipes
+from recipes import methods, published, recipes
 
 DOCS = Path(__file__).parents[1]
 MARKED = re.compile(r"^<!-- generated: ([^\n]+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
@@ -36,7 +36,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     **{f"metrics of {of}": functools.partial(metrics, of) for of in ("candidates", "update", "records", "policies")},
     "errors": lambda: "`make docs` writes the list.",
     "recipes": recipes,
-    "formulas": formulas,
+    "methods": methods,
+    "published systems": published,
     "tested versions": (Path(__file__).parent / "tested_versions.txt").read_text,
     **{f"figures {name}": table for name, table in TABLES.items()},
 }

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from cotune.algorithms.catalogue import RECIPES, recipe, takes_a_tree
+from cotune.algorithms.catalogue import RECIPES, is_own, recipe_class, takes_a_tree
 from cotune.algorithms.from_records import FROM_RECORDS
-from cotune.algorithms.own import check_own
 from cotune.algorithms.policy_recipes import Recipes, check_together
 from cotune.algorithms.run_recipe import policy_recipes
+from cotune.algorithms.trial import check_own
 from cotune.errors import ConfigError, check_bounds
 from cotune.integrations.exchange.trackers.tracker import Tool
 from cotune.integrations.models.chat.tool_formats import AUTO, check_tool_format
@@ -261,7 +261,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         branches = bool(scorers) and (self.recipe is None or takes_a_tree(self.recipe))
         usual: PlanKind = "tree" if branches else "independent"
-        if self.recipe is not None and recipe(self.recipe).plan == "replay":
+        if self.recipe is not None and recipe_class(self.recipe).plan == "replay":
             usual = "replay"
         kind = self.plan.kind or usual
         plan = Plan(kind=kind, k=self.plan.k, select=self.plan.select)
@@ -399,8 +399,10 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
         if isinstance(name, Mapping):
             remedy = "Its settings are overrides, such as overrides.clip_high."
             raise ConfigError(field, dict(name), f"{of}is not the name of a recipe", remedy)
-        if isinstance(name, str) and name not in (known := {*RECIPES, *FROM_RECORDS}):
-            raise ConfigError(field, name, f"{of}is not one of {', '.join(sorted(known))}")
+        known = {*RECIPES, *FROM_RECORDS}
+        if isinstance(name, str) and name not in known and not is_own(name):
+            remedy = "For a class of your own, name its file too: my_method.py:Ranked."
+            raise ConfigError(field, name, f"{of}is not one of {', '.join(sorted(known))}", remedy)
     try:
         return msgspec.convert(table, TrainConfig)
     except msgspec.ValidationError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from cotune.adapters.fingerprint import checkpoint_fault, write_hashes
-from cotune.algorithms.advantages import AdvantageState
+from cotune.algorithms.step import AdvantageState
 from cotune.algorithms.task_signals import TaskFacts
 from cotune.errors import RunError
 from cotune.records.policies import Policies

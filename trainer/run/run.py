@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cotune.algorithms.collect import Collected
+from cotune.algorithms.method import Method
 from cotune.algorithms.policy_recipes import Recipes, by_equal
 from cotune.algorithms.prepare import Prepared
-from cotune.algorithms.recipes import Recipe
 from cotune.algorithms.task_signals import with_step
 from cotune.episodes.workflows import Workflow
 from cotune.records.plans import Plan
@@ -185,7 +185,7 @@ class RolloutRun(Run):
         return [name for name in self.state.policies.trained if not self.config.trains(name, step)]
 
     @property
-    def recipes_of_training(self) -> list[Recipe]:
+    def recipes_of_training(self) -> list[Method]:
         """The different recipes of the trained policies."""
         return [recipe for recipe, _ in by_equal((self.recipes.of(name), name) for name in self.state.policies.trained)]
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from cotune.algorithms.recipes import Recipe
+from cotune.algorithms.method import Method
 from cotune.algorithms.task_signals import GroupSignal
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError
@@ -105,16 +105,16 @@ class Refill:
         return sorted((task for task in self._own if task not in having), key=lambda task: self.times[task])
 
 
-def why_no_refill(recipe: Recipe) -> str:
+def why_no_refill(recipe: Method) -> str:
     """Why a refill does nothing for the roles of this recipe; empty if it does something."""
-    if not recipe.takes_rewards or not recipe.terms[0].compares or recipe.loss.critic:
+    if not recipe.takes_rewards or not recipe.compares:
         return f"has no effect with recipe {recipe.name}, which does not compare the rewards of a group"
-    if not {"task", "branch", "prompt", "rollout"} & set(recipe.key):
+    if not {"task", "branch", "prompt", "rollout"} & set(recipe.group_by):
         return f"has no effect with recipe {recipe.name}, which compares episodes of different tasks"
     return ""
 
 
-def check_refill(config: TrainConfig, plan: Plan, recipes: Sequence[Recipe], workflow: Workflow) -> None:
+def check_refill(config: TrainConfig, plan: Plan, recipes: Sequence[Method], workflow: Workflow) -> None:
     """Raises ConfigError for a refill that the plan, the workflow or all of the policies' recipes have no use for."""
     budget, again, judged = config.refill.budget, config.refill.draw == "again", workflow.episode_judge is not None
     if not budget:

@@ -259,8 +259,24 @@ def test_siblings_are_chosen_and_signals_named_as_in_the_frozen_code(name: str) 
         new, old = recipe(name, plan=plan), old_catalogue.recipe(name, plan=plan)
         own, outcome = {"main": ["local", "format"], "sub": []}, ["team", "main", "correct"]
         assert learns_from(own, outcome, new) == old_learning_signal.learns_from(own, outcome, old)
-        facts = [(one.takes_rewards, one.by_seat, one.joins_calls, one.key, one.plan) for one in (new, old)]
-        assert facts[0] == facts[1]
+        facts = (
+            new.takes_rewards,
+            new.by_seat,
+            new.joins_calls,
+            new.group_by,
+            new.plan,
+            new.compares,
+            new.filters.align_to,
+        )
+        assert facts == (
+            old.takes_rewards,
+            old.by_seat,
+            old.joins_calls,
+            old.key,
+            old.plan,
+            old.terms[0].compares,
+            old.filters.align_to,
+        )
         for seed in range(3):
             components = [dict(sample.rewards) for sample in random_samples("tree", seed)[0]]
             lengths = [old_attribution.Length(7, 10, False)] * len(components)

@@ -6,10 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from cotune.algorithms.attribution import Length, attribute, attribute_siblings, lacking, overlong
-from cotune.algorithms.recipes import Attribution
+from cotune.algorithms.attribution import Length, attribute_siblings, overlong
+from cotune.algorithms.recipes import OUTCOME, Attribution
 from cotune.algorithms.samples import Sample
 from cotune.records.structs import PolicyRef
+from tests.core.algorithms.small_methods import attribute, lacking
 
 
 def sample(
@@ -52,7 +53,7 @@ def test_unlisted_components_weigh_other():
 
 def test_terminal_takes_only_the_outcome():
     one = sample(rewards={"local": 5.0}, outcome={"team": 1.0})
-    assert attribute([one], Attribution(horizon="terminal")).tolist() == [1.0]
+    assert attribute([one], OUTCOME).tolist() == [1.0]
 
 
 def test_own_turn_with_outcome_adds_only_what_the_role_lacks():
@@ -69,8 +70,7 @@ def test_reward_to_go_discounts_by_turn_and_ends_with_the_outcome():
         sample("c1.1", turn=1, rewards={"local": 0.0}, outcome={"team": 8.0}, chosen=False),
         sample("c2.0", turn=2, rewards={"local": 3.0}, outcome={"team": 8.0}),
     ]
-    reward = Attribution(horizon="reward_to_go", gamma=0.5)
-    assert attribute(path, reward).tolist() == [4.75, 7.5, 5.5, 11.0]
+    assert attribute(path, Attribution(), to_go=0.5).tolist() == [4.75, 7.5, 5.5, 11.0]
 
 
 def test_reward_to_go_keeps_roles_and_rollouts_apart():
@@ -80,7 +80,7 @@ def test_reward_to_go_keeps_roles_and_rollouts_apart():
         sample("d0.0", role="b", turn=0, rewards={"local": 100.0}),
         sample("e1.0", rollout="f", turn=1, rewards={"local": 1000.0}),
     ]
-    assert attribute(path, Attribution(horizon="reward_to_go")).tolist() == [11.0, 10.0, 100.0, 1000.0]
+    assert attribute(path, Attribution(), to_go=1.0).tolist() == [11.0, 10.0, 100.0, 1000.0]
 
 
 @pytest.mark.parametrize(("scope", "expected"), [("sum", [11.0, 12.0, 11.0, 5.0]), ("mean", [5.5, 6.0, 5.5, 5.0])])
@@ -91,7 +91,7 @@ def test_scope_joins_the_roles_of_a_turn_as_chosen(scope, expected):
         sample("d.0", role="b", rewards={"local": 10.0}),
         sample("g.0", role="b", turn=1, rewards={"local": 5.0}),
     ]
-    assert attribute(step, Attribution(scope=scope)).tolist() == expected
+    assert attribute(step, Attribution(), scope=scope).tolist() == expected
 
 
 def test_a_component_that_siblings_carry_is_missed():
@@ -105,7 +105,7 @@ def test_what_another_task_or_group_carries_is_not_missed():
     """Two kinds of tasks with outcomes of their own names; a scorer that gives a bonus in one call only."""
     solved = [sample(f"c{i}.0", rollout=f"e{i}", task="q", outcome={"solved": i}) for i in (0.0, 1.0)]
     correct = [sample(f"d{i}.0", rollout=f"f{i}", task="r", outcome={"correct": i}) for i in (0.0, 1.0)]
-    assert attribute(solved + correct, Attribution(horizon="terminal")).tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert attribute(solved + correct, OUTCOME).tolist() == [0.0, 1.0, 0.0, 1.0]
     plain, bonus = sample("c.0", rewards={"local": 1.0}), sample("d.0", turn=1, rewards={"local": 1.0, "bonus": 2.0})
     assert attribute([plain, bonus], Attribution()).tolist() == [1.0, 3.0]
 
@@ -129,7 +129,7 @@ def test_a_component_of_weight_zero_is_never_missed():
 
 def test_no_reward_at_all_is_not_zero():
     assert np.isnan(attribute([sample(outcome={"team": 1.0})], Attribution())).all()
-    assert np.isnan(attribute([sample(rewards={"local": 1.0})], Attribution(horizon="terminal"))).all()
+    assert np.isnan(attribute([sample(rewards={"local": 1.0})], OUTCOME)).all()
 
 
 def test_a_missing_later_reward_reaches_every_earlier_return():
@@ -138,13 +138,13 @@ def test_a_missing_later_reward_reaches_every_earlier_return():
         sample("c1.0", turn=1, rewards={}),
         sample("c2.0", turn=2, rewards={"local": 1.0}),
     ]
-    reward = attribute(path, Attribution(horizon="reward_to_go"))
+    reward = attribute(path, Attribution(), to_go=1.0)
     np.testing.assert_array_equal(np.isnan(reward), [True, True, False])
 
 
 def test_nothing_gives_nothing():
-    for horizon in ("own_turn", "terminal", "reward_to_go"):
-        assert attribute([], Attribution(horizon=horizon, scope="sum")).shape == (0,)
+    for to_go in (None, 1.0):
+        assert attribute([], Attribution(outcome=True), to_go=to_go, scope="sum").shape == (0,)
 
 
 def test_overlong_answers_lose_reward_as_in_dapo():
@@ -173,5 +173,5 @@ def test_overlong_answers_lose_reward_as_in_dapo():
 def test_a_timed_out_call_lowers_the_outcome_of_its_episode():
     fine, late = sample("c.0", rollout="e", outcome={"team": 1.0}), sample("d.0", rollout="f", outcome={"team": 1.0})
     late = msgspec.structs.replace(late, timed_out=True)
-    assert attribute([fine, late], Attribution(horizon="terminal", timeout_penalty=0.25)).tolist() == [1.0, 0.75]
-    assert attribute([fine, late], Attribution(horizon="terminal")).tolist() == [1.0, 1.0]
+    assert attribute([fine, late], Attribution(own=False, outcome=True, timeout_penalty=0.25)).tolist() == [1.0, 0.75]
+    assert attribute([fine, late], OUTCOME).tolist() == [1.0, 1.0]

@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from cotune.algorithms.attribution import attribute
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.collect import attributed, collect, temperature
+from cotune.algorithms.collect import collect, temperature
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.prepare import prepare
-from cotune.algorithms.recipes import PROMPT_KEY, Attribution
+from cotune.algorithms.recipes import OUTCOME, Attribution
 from cotune.records.ids import segment_id
 from cotune.records.structs import Fork, PolicyRef, RewardRecord
 from cotune.storage.outcomes import failure_reward
+from tests.core.algorithms.small_methods import attribute
 
 
 def left_out(book, **options):
@@ -200,7 +200,7 @@ def test_a_failed_episode_is_never_better_than_the_lowest_mixed_reward(book, on_
     book.episode("e5", status="error", blame="infrastructure")
     for name in ("e1", "e2", "e3", "e4", "e5"):
         book.call(f"c{name}", name)
-    weighed = Attribution(horizon="terminal", weights={"minutes": -0.5})
+    weighed = Attribution(own=False, outcome=True, weights={"minutes": -0.5})
     assert rewards_of(book, weighed, on_failure) == {"e1": -1.0, "e2": -1.5, "e3": 0.5, "e4": failed}
 
 
@@ -212,7 +212,7 @@ def test_the_lowest_mixed_reward_is_one_of_the_step_and_of_the_role_after_gates_
     for name in ("e1", "e2", "e3"):
         book.call(f"a{name}", name)
         book.call(f"b{name}", name, role="b", turn=1)
-    how = Attribution(horizon="terminal", team_weight=2.0, gates=("format",), weights={"b/team": -1.0})
+    how = Attribution(own=False, outcome=True, team_weight=2.0, gates=("format",), weights={"b/team": -1.0})
     samples = collect(book.store, book.store.episodes(), plan="independent").samples
     values = dict(zip((s.call for s in samples), attribute(samples, how).tolist(), strict=True))
     assert values == {"ae1": 6.0, "be1": -6.0, "ae2": -1.0, "be2": 1.0, "ae3": -1.0, "be3": -6.0}
@@ -224,10 +224,10 @@ def test_by_default_failures_count_zero_where_no_episode_is_worse_or_has_an_outc
     book.episode("e3", status="error", outcome={"right": 0.25})
     for name in ("e1", "e2", "e3"):
         book.call(f"c{name}", name)
-    assert rewards_of(book, Attribution(horizon="terminal")) == {"e1": 0.5, "e2": 0.0, "e3": 0.25}
+    assert rewards_of(book, OUTCOME) == {"e1": 0.5, "e2": 0.0, "e3": 0.25}
     book.episode("e1", status="error")
     book.store._rewards.clear()
-    assert rewards_of(book, Attribution(horizon="terminal")) == {"e1": 0.0, "e2": 0.0, "e3": 0.0}
+    assert rewards_of(book, OUTCOME) == {"e1": 0.0, "e2": 0.0, "e3": 0.0}
 
 
 def test_a_failure_leaves_what_a_scorer_gave_and_no_gain_where_a_gate_is_missing(book):
@@ -265,10 +265,11 @@ def test_what_on_failure_cannot_be(text):
         failure_reward(text)
 
 
-def joined(book, attribution, **options):
+def joined(book, attribution, scope="own", to_go=None, **options):
     """The reward of each sample by its id, where those of all calls count."""
     collected = collect(book.store, book.store.episodes(), others=True, **options)
-    rewards = attributed(collected, attribution, PROMPT_KEY)
+    every = [*collected.samples, *collected.others]
+    rewards = attribute(every, attribution, scope=scope, to_go=to_go)[: len(collected.samples)]
     return dict(zip((s.id for s in collected.samples), rewards.tolist(), strict=True)), dict(collected.left_out)
 
 
@@ -282,7 +283,7 @@ def test_roles_that_are_not_trained_count_in_the_sum_and_mean_of_the_roles(book,
     book.call("d", "e", role="d", policy=None, candidates=[book.candidate(0, token_ids=(), logprobs=())])
     book.call("later", "e", role="b", turn=1, rewards=[1000.0])
     book.call("failed", "e", role="b", status="error", candidates=[])
-    found, left_out = joined(book, Attribution(scope=scope), roles={"a": "a", "b": "other"}, versions={"a": 3})
+    found, left_out = joined(book, Attribution(), scope, roles={"a": "a", "b": "other"}, versions={"a": 3})
     assert found == {"a.0": pytest.approx(reward)}
     assert left_out == {"untrained_role": 5, "failed_call": 1}
 
@@ -293,7 +294,7 @@ def test_the_leader_of_cory_answers_for_its_observer_too(book):
     book.call("p", "e", role="pioneer")
     book.call("o", "e", role="observer")
     how = recipe("cory").attribution
-    assert joined(book, how, plan="independent", roles=["pioneer"])[0] == {"p.0": 3.0}
+    assert joined(book, how, "sum", plan="independent", roles=["pioneer"])[0] == {"p.0": 3.0}
 
 
 def test_the_seat_whose_call_ended_last_failed_the_game_and_the_other_does_not_lose_for_it(book):
@@ -309,7 +310,7 @@ def test_the_seat_whose_call_ended_last_failed_the_game_and_the_other_does_not_l
         book.call(f"v{name}", name, role="white", turn=1, started=1.5, latency=2.0)
     spiral, redteam = recipe("spiral"), recipe("self_redteam")
     collected = collect(book.store, book.store.episodes(), plan="independent", seats=lambda role: spiral.by_seat)
-    found = attributed(collected, spiral.attribution, spiral.key).tolist()
+    found = attribute(collected.samples, spiral.attribution).tolist()
     rewards = dict(zip((s.call for s in collected.samples), found, strict=True))
     assert {call: reward for call, reward in rewards.items() if call[1:] == "e1"} == {"we1": -1.0, "ve1": -1.0}
     assert collected.left_out == {"opponent_failed": 1, "outage": 3}
@@ -348,10 +349,9 @@ def test_later_rewards_of_a_branch_count_from_its_fork_on(book):
     book.call("z0", "z", replayed="t0")
     book.call("z1", "z", turn=1, rewards=[0.25], prompt=(1, 3))
     book.call("z2", "z", turn=2, rewards=[2.0], prompt=(1, 5))
-    to_go = Attribution(horizon="reward_to_go")
-    found, left_out = joined(book, to_go, plan="replay")
+    found, left_out = joined(book, Attribution(), to_go=1.0, plan="replay")
     assert (found, left_out) == ({"z1.0": 5.25}, {"trunk": 3, "not_forked": 1})
-    found, left_out = joined(book, to_go, plan="replay", continuations=lambda role: role == "a")
+    found, left_out = joined(book, Attribution(), to_go=1.0, plan="replay", continuations=lambda role: role == "a")
     assert (found, left_out) == ({"z1.0": 5.25, "z2.0": 5.0}, {"trunk": 3})
 
 
@@ -375,4 +375,4 @@ def test_what_a_branch_repeats_counts_for_the_roles_of_its_turn(book):
     book.episode("z", fork=Fork(trunk="t", call="t1", at="z1"))
     book.call("again", "z", role="b", replayed="lead")
     book.call("z1", "z", rewards=[2.0], step=1)
-    assert joined(book, Attribution(scope="sum"), plan="replay", roles=["a"])[0] == {"z1.0": 12.0}
+    assert joined(book, Attribution(), "sum", plan="replay", roles=["a"])[0] == {"z1.0": 12.0}

@@ -10,8 +10,10 @@ import pytest
 
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.goal import Goal, Played, goal_of, worth
+from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Sample
 from cotune.records.structs import Episode, PolicyRef, Task
+from tests.core.algorithms.small_methods import ReturnsOfSiblings
 
 
 def played(number: int, outcome: Mapping[str, float], *calls: tuple[str, Mapping[str, float]], **ended: Any) -> Played:
@@ -40,7 +42,9 @@ def test_without_a_recipe_the_outcome_is_summed() -> None:
 
 
 def test_the_reward_is_the_recipes_mix() -> None:
-    chosen = recipe("dr_mas", weights={"correct": 1.0, "minutes": -0.5, "reviewer/minutes": 0.0}, gates=("format",))
+    weights = {"correct": 1.0, "minutes": -0.5, "reviewer/minutes": 0.0}
+    mix = Attribution(own=False, outcome=True, weights=weights, other=0.0, gates=("format",))
+    chosen = recipe("dr_mas").replaced(attribution=mix)
     episodes = [
         played(0, {"correct": 1.0, "minutes": 3.0, "format": 1.0}, WRITER, ("reviewer", {})),
         played(1, {"correct": 1.0, "minutes": 1.0, "format": 0.0}, WRITER),
@@ -59,7 +63,7 @@ def test_scorers_and_alpha_under_a_tree_plan() -> None:
 
 
 def test_rewards_to_go_are_the_whole_return() -> None:
-    chosen = recipe("at_grpo", plan="independent", horizon="reward_to_go", gamma=0.5)
+    chosen = ReturnsOfSiblings().replaced(gamma=0.5)
     calls = [("coder", {"local": 1.0}), ("coder", {"local": 2.0})]
     assert worth([played(0, {"team": 4.0}, *calls)], goal_of(chosen, "lowest")).reward == [1.0 + 0.5 * (2.0 + 4.0)]
 

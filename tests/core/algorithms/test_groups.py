@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cotune.algorithms.catalogue import RECIPES, recipe
+from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.groups import build_groups, one_prompt
 from cotune.algorithms.recipes import USUAL
 from cotune.algorithms.samples import Sample
 from cotune.errors import GroupError
 from cotune.records.structs import PolicyRef
 
-AT_GRPO = RECIPES["at_grpo"]
+AT_GRPO = recipe("at_grpo")
 ROOT = Path(__file__).parents[3]
 
 
@@ -62,22 +62,22 @@ def test_dr_mas_groups_a_role_over_the_episodes_of_a_task_whatever_the_prompts()
         sample("g.0", rollout="f", prompt="p1"),
         sample("y.0", rollout="f", role="b"),
     ]
-    assert ids(build_groups(steps, RECIPES["dr_mas"])) == [["c.0", "d.0", "g.0"], ["x.0", "y.0"]]
-    assert ids(build_groups(steps, RECIPES["grpo"])) == [["c.0", "d.0", "x.0", "g.0", "y.0"]]
+    assert ids(build_groups(steps, recipe("dr_mas"))) == [["c.0", "d.0", "g.0"], ["x.0", "y.0"]]
+    assert ids(build_groups(steps, recipe("grpo"))) == [["c.0", "d.0", "x.0", "g.0", "y.0"]]
 
 
 def test_one_episode_is_alone_however_many_calls_it_made():
     calls = [sample("c.0"), sample("d.0", turn=1), sample("f.0", turn=2)]
-    assert build_groups(calls, RECIPES["dr_mas"]).left_out == {"group_of_one": 3}
+    assert build_groups(calls, recipe("dr_mas")).left_out == {"group_of_one": 3}
 
 
 def test_recipes_that_compare_nothing_keep_groups_of_one():
-    alone = recipe("grpo", baseline="none", scale="none")
+    alone = recipe("distill")
     assert build_groups([sample("c.0")], alone).left_out == {}
 
 
 def test_ids_depend_on_key_and_step_not_on_members_or_order():
-    dr_mas = RECIPES["dr_mas"]
+    dr_mas = recipe("dr_mas")
     e, f, g = (sample(f"{r}.0", rollout=r) for r in "efg")
     (first,) = build_groups([e, f, g], dr_mas).groups
     (second,) = build_groups([g, e], dr_mas).groups
@@ -98,7 +98,7 @@ def test_the_pages_say_what_a_group_is_in_each_plan():
     """What the default recipes compare, by their keys, and the sentences that say so."""
     one_prompt_by_plan = {plan: one_prompt(recipe(name)) for plan, name in USUAL.items()}
     assert one_prompt_by_plan == {"tree": True, "independent": False, "replay": True}
-    assert recipe("dr_mas").key == ("task", "role")
+    assert recipe("dr_mas").group_by == ("task", "role")
     for page in ("README.md", "docs/explanation/update.md"):
         text = " ".join((ROOT / page).read_text().split())
         assert re.search(r"all calls of one role in the (K )?episodes of a task", text), page

@@ -1,18 +1,18 @@
-"""An advantage of the user's own in the place of baseline and scale."""
+"""A method of the user's own: a class in a file of theirs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.own import check_own
+from cotune.algorithms.catalogue import ANY_PLAN, RECIPES, recipe
 from cotune.algorithms.prepare import Prepared, prepare
 from cotune.algorithms.samples import Sample
+from cotune.algorithms.trial import check_own
 from cotune.errors import ConfigError, GroupError
+from cotune.records.plans import PlanKind
 from cotune.records.structs import PolicyRef
 
 Write = Callable[[str], str]
@@ -38,50 +38,80 @@ def siblings(call: str, rewards: Sequence[float]) -> list[Sample]:
     ]
 
 
-def made(named: str, *groups: Sequence[float], **settings: object) -> Prepared:
+METHOD = """
+import numpy as np
+
+from cotune.methods import AtGrpo
+
+
+class Own(AtGrpo):
+    def advantages(self, step, rewards):
+        advantages = np.zeros(len(rewards))
+        for group in step.groups:
+            {body}
+        return advantages
+"""
+
+
+def prepared(named: str, *groups: Sequence[float], **settings: object) -> Prepared:
     samples = [sample for number, rewards in enumerate(groups) for sample in siblings(f"c{number}", rewards)]
-    return prepare(samples, recipe("at_grpo", advantage=named, **settings))
+    return prepare(samples, recipe(named, plan="tree", **settings))
 
 
-def test_each_group_gets_what_the_function_says_of_it(written: Write) -> None:
-    named = written("def double(samples, rewards):\n    return 2 * rewards + len(samples)\n") + ":double"
-    found = made(named, [1.0, 0.0], [3.0, 1.0, 1.0])
+def test_each_group_gets_what_the_class_says_of_it(written: Write) -> None:
+    named = written(METHOD.format(body="advantages[group] = 2 * rewards[group] + len(group)")) + ":Own"
+    found = prepared(named, [1.0, 0.0], [3.0, 1.0, 1.0])
     assert found.advantages.tolist() == [4.0, 2.0, 9.0, 5.0, 5.0]
     assert [sample.id for sample in found.samples] == ["c0.0", "c0.1", "c1.0", "c1.1", "c1.2"]
+    method = recipe(named, clip_high=0.28)
+    assert (method.name, method.plan, method.loss.clip_high, method.is_own) == (named, "tree", 0.28, True)
+    check_own(method)
 
 
-def test_filters_before_the_advantages_hold_until_they_are_taken_away(written: Write) -> None:
-    named = written("def one(samples, rewards):\n    return [1.0] * len(samples)\n") + ":one"
-    assert made(named, [1.0, 1.0], [1.0, 0.0]).left_out == {"zero_variance": 2}
-    assert made(named, [1.0, 1.0], [1.0, 0.0], zero_variance=False).advantages.tolist() == [1.0] * 4
-    assert made(named, [1.0], [1.0, 0.0]).left_out == {"group_of_one": 1}
-    assert made(named, [1.0], zero_variance=False, baseline="none", scale="none").advantages.tolist() == [1.0]
+def test_its_filters_are_those_of_its_base_and_settings_change_them(written: Write) -> None:
+    named = written(METHOD.format(body="advantages[group] = 1.0")) + ":Own"
+    assert prepared(named, [1.0, 1.0], [1.0, 0.0]).left_out == {"zero_variance": 2}
+    assert prepared(named, [1.0, 1.0], [1.0, 0.0], zero_variance=False).advantages.tolist() == [1.0] * 4
+    assert prepared(named, [1.0], [1.0, 0.0]).left_out == {"group_of_one": 1}
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "text"),
     [
-        ("return rewards[:1]", r"returned \[1.0\] for the rewards \[1.0, 0.0\]"),
-        ("return rewards / 0 * 0", "returned .*nan"),
-        ("return 'good'", "raised ValueError"),
-        ("return rewards / samples[0].nothing", r"raised AttributeError.*method_\d+\.py:2 in bad"),
+        ("advantages = rewards[:1]", r"returned an array of shape \(1,\) for \d+ samples"),
+        ("advantages[group] = np.nan", "returned the advantages .*nan"),
+        ("advantages[group] = 'good'", "raised ValueError"),
+        ("advantages[group] = step.nothing", r"raised AttributeError.*method_\d+\.py:11 in advantages"),
     ],
 )
-def test_what_it_may_not_return_is_named_with_its_line(written: Write, body: str, said: str) -> None:
-    with pytest.raises(GroupError, match=said), np.errstate(all="ignore"):
-        made(written(f"def bad(samples, rewards):\n    {body}\n") + ":bad", [1.0, 0.0])
+def test_what_it_may_not_return_is_named_with_its_line_before_and_in_a_run(
+    written: Write, body: str, text: str
+) -> None:
+    named = written(METHOD.format(body=body)) + ":Own"
+    with pytest.raises(GroupError, match=text):
+        prepared(named, [1.0, 0.0])
+    with pytest.raises(ConfigError, match=f"recipe = .* fails on made-up samples: .*{text}"):
+        check_own(recipe(named, plan="tree"))
 
 
-def test_a_function_that_is_not_there_or_takes_something_else_is_refused_before_work_starts(written: Write) -> None:
-    path = written("def few(samples):\n    return samples\n\n\ndef many(tokens, more):\n    return tokens\n")
-    with pytest.raises(ConfigError, match=r"overrides.advantage.*functions there: few, many"):
-        check_own(recipe("at_grpo", advantage=f"{path}:ranked"))
-    with pytest.raises(ConfigError, match=r"a function that takes \(samples, rewards\)"):
-        check_own(recipe("at_grpo", advantage=f"{path}:few"))
+@pytest.mark.parametrize("plan", ["tree", "independent", "replay"])
+def test_every_published_method_passes_the_trial_of_a_users_own(plan: PlanKind) -> None:
+    tried = 0
+    for name, method in RECIPES.items():
+        if method.plan == plan or name in ANY_PLAN:
+            own = type("Own", (method,), {"__module__": "my_method"})()
+            check_own(own.under(plan))
+            tried += 1
+    assert tried >= 4
+
+
+def test_a_class_or_function_that_is_not_there_is_refused_before_work_starts(written: Write) -> None:
+    path = written("import cotune.methods\n\nclass Other:\n    pass\n\n\ndef many(tokens, more):\n    return tokens\n")
+    with pytest.raises(ConfigError, match=r"recipe = .*Ranked.* must be a name in .*; methods there: none"):
+        recipe(f"{path}:Ranked")
+    with pytest.raises(ConfigError, match=r"is not a class that derives from cotune.methods.Method"):
+        recipe(f"{path}:Other")
     with pytest.raises(ConfigError, match=r"a function that takes \(tokens\)"):
         check_own(recipe("at_grpo", token_loss=f"{path}:many"))
-
-
-def test_it_is_refused_beside_a_critic() -> None:
-    with pytest.raises(ConfigError, match="advantage = 'm:f' cannot be used with a critic"):
-        recipe("dr_mas", critic=True, advantage="m:f")
+    with pytest.raises(ConfigError, match=r"No file is at .*nowhere.py"):
+        recipe("nowhere.py:Ranked")

@@ -11,11 +11,13 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.goal import goal_of, goal_of_policies, worth
 from cotune.algorithms.policy_recipes import Recipes, check_together, prepare_each
 from cotune.algorithms.prepare import prepare
+from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.run_recipe import policy_recipes
 from cotune.algorithms.samples import Sample
 from cotune.errors import ConfigError
 from cotune.records.structs import PolicyRef
 from cotune.storage.run_config import RunConfig, RunPolicy
+from tests.core.algorithms.small_methods import AverageOfRoles
 from tests.core.algorithms.test_goal import played
 from tests.core.algorithms.test_prepare import sample
 
@@ -48,6 +50,15 @@ def test_each_policy_has_the_advantages_of_a_run_that_trains_it_alone() -> None:
     assert len({group.id for group in found.groups}) == 2
 
 
+class AverageOfTasks(AverageOfRoles):
+    group_by = ("task",)
+    decay = 0.95
+
+
+class FasterAverage(AverageOfTasks):
+    decay = 0.5
+
+
 def test_policies_of_one_recipe_stay_together_and_others_have_groups_of_their_own() -> None:
     """grpo compares all roles of a task; the ids of groups and moving averages never meet across recipes."""
     grpo, dapo = recipe("grpo"), recipe("dapo")
@@ -55,14 +66,14 @@ def test_policies_of_one_recipe_stay_together_and_others_have_groups_of_their_ow
     found = prepare_each(every, Recipes(run=grpo, own={"b": grpo, "c": dapo}))
     assert [{one.role for one in group.samples} for group in found.groups] == [{"a", "b"}, {"c"}]
     assert len({group.id for group in found.groups}) == 2
-    spiral = [recipe("spiral", key=["task"], seats=False), recipe("spiral", key=["task"], seats=False, decay=0.5)]
+    spiral = [AverageOfTasks(), FasterAverage()]
     state = prepare_each(every, Recipes(run=spiral[0], own={"c": spiral[1]})).state
-    assert state.ema == {"0 q": pytest.approx(0.05 * 0.5), "c 0 q": pytest.approx(0.5 * 0.5)}
+    assert state.ema == {"q": pytest.approx(0.05 * 0.5), "c q": pytest.approx(0.5 * 0.5)}
 
 
 def test_a_frozen_policy_is_compared_and_not_trained_on() -> None:
     a, b = of_role("a", [0.0, 1.0, 2.0]), of_role("b", [0.0, 0.0, 3.0])
-    chosen = recipe("rloo", key=["task", "role"])
+    chosen = recipe("rloo").replaced(group_by=("task", "role"))
     found = prepare_each([*a, *b], Recipes(run=chosen), frozen=["b"])
     assert {one.role for one in found.samples} == {"a"} and found.left_out == {"frozen_step": 3, "zero_advantage": 1}
     assert found.roles["b"].kept == 0 and found.roles["b"].reward == 1.0, "its figures are still told"
@@ -76,7 +87,9 @@ def test_a_recipe_that_joins_calls_takes_the_rewards_of_other_policies_in() -> N
     own = {"e0": 1.0, "e1": 3.0}
     a = [sample(f"a{e}.0", r, rollout=e, role="a", policy=PolicyRef("a", 1)) for e, r in own.items()]
     b = [sample(f"b{e}.0", 10 * r, rollout=e, role="b", policy=PolicyRef("b", 1)) for e, r in own.items()]
-    mixed = prepare_each([*a, *b], Recipes(run=recipe("dr_mas", horizon="own_turn"), own={"a": recipe("magrpo")}))
+    mixed = prepare_each(
+        [*a, *b], Recipes(run=recipe("dr_mas").replaced(attribution=Attribution()), own={"a": recipe("magrpo")})
+    )
     alone = prepare(a, recipe("magrpo"), others=b)
     assert [by_id(mixed)[one.id] for one in a] == [by_id(alone)[one.id] for one in a] == [-5.5, 5.5]
 

@@ -13,10 +13,11 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.prepare import RoleStats, prepare, train_rows
-from cotune.algorithms.recipes import Filters
+from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.algorithms.samples import Sample, TrainRow
 from cotune.errors import GroupError
 from cotune.records.structs import PolicyRef
+from tests.core.algorithms.small_methods import AverageOfRoles, CentredSiblings, ReturnsOfSiblings
 
 AT_GRPO = recipe("at_grpo")
 
@@ -92,7 +93,7 @@ def by_id(prepared) -> dict[str, float]:
 
 def test_samples_of_a_group_stay_aligned_with_their_advantages():
     one, two = group("c", 1.0, 0.0), group("d", 0.0, 4.0)
-    prepared = prepare([one[0], two[0], one[1], two[1]], recipe("at_grpo", scale="none"))
+    prepared = prepare([one[0], two[0], one[1], two[1]], CentredSiblings())
     assert by_id(prepared) == {
         "c.0": 0.5,
         "c.1": -0.5,
@@ -116,7 +117,9 @@ def test_groups_too_easy_or_too_hard_are_left_out():
 
 
 def test_samples_of_zero_advantage_are_left_out_when_asked():
-    drops = prepare(group("c", 1.0, 0.0, 0.5), recipe("at_grpo", zero_advantage=True))
+    drops = prepare(
+        group("c", 1.0, 0.0, 0.5), AT_GRPO.replaced(filters=Filters(zero_variance=True, zero_advantage=True))
+    )
     assert [s.id for s in drops.samples] == ["c.0", "c.1"]
     assert [[s.id for s in g.samples] for g in drops.groups] == [["c.0", "c.1"]]
     assert drops.advantages.shape == (2,)
@@ -166,8 +169,7 @@ def test_a_policy_without_a_signal_is_left_out_unless_something_else_moves_it(na
 def test_returns_see_turns_whose_group_is_dropped():
     # turn 1 has zero variance and is dropped; its chosen reward still counts for turn 0: 1 + 5 and 0 + 5
     samples = [*group("c", 1.0, 0.0), *group("d", 5.0, 5.0, turn=1)]
-    forward = recipe("at_grpo", plan="independent", horizon="reward_to_go", scale="none")
-    prepared = prepare(samples, forward)
+    prepared = prepare(samples, ReturnsOfSiblings())
     assert prepared.advantages.tolist() == [0.5, -0.5]
     assert prepared.roles["a"].reward == (6.0 + 5.0 + 5.0 + 5.0) / 4
 
@@ -203,7 +205,7 @@ def test_different_prompts_in_a_group_stop_the_step():
 
 
 def test_ema_state_goes_on_from_step_to_step():
-    spiral = recipe("grpo", key=["role"], baseline="ema", scale="none", unit="sample", decay=0.5)
+    spiral = AverageOfRoles()
     first = prepare([sample("e.0", team=4.0)], spiral)
     second = prepare([sample("f.0", team=4.0)], spiral, first.state)
     assert (first.advantages.tolist(), second.advantages.tolist()) == ([2.0], [1.0])
@@ -214,7 +216,7 @@ def test_rows_carry_how_much_their_episode_is_to_be_explored(book):
         book.episode(name, outcome=outcome)
         book.call(f"c{name}", name)
     collected = collect(book.store, book.store.episodes(), plan="independent")
-    chosen = recipe("dr_mas", weights={"team": 1.0}, entropy_by="exploration")
+    chosen = recipe("dr_mas", weights={"team": 1.0}).replaced(loss=LossSpec(entropy_by="exploration"))
     rows = train_rows(prepare(collected.samples, chosen), collected, book.store, lambda policy: chosen.loss.entropy_by)
     assert [row.exploration for row in rows["a"]] == [2.0, 1.0]
 
@@ -228,7 +230,7 @@ def test_rows_carry_tokens_and_logprobs_as_recorded(book):
     book.call("c", "e", rewards=[1.0, 0.0], prompt=(1, 2, 3), candidates=candidates, sampling={"temperature": 0.8})
     book.call("x", "e", role="b", rewards=[0.0, 1.0], prompt=(4,))
     collected = collect(book.store, book.store.episodes())
-    rows = train_rows(prepare(collected.samples, recipe("at_grpo", scale="none")), collected, book.store)
+    rows = train_rows(prepare(collected.samples, CentredSiblings()), collected, book.store)
     assert rows["a"] == [
         TrainRow(
             id="c.0",
@@ -302,14 +304,17 @@ def _seconds(work) -> float:
 def test_truncated_and_timed_out_samples_are_in_the_baseline_but_not_trained_on_when_asked():
     """Rewards 1, 0, 0, 0, the second cut: mean 1/4 with it, 1/3 without."""
     samples = [sample(f"c.{i}", float(i == 0), truncated=i == 1, timed_out=i == 2) for i in range(4)]
-    plain = prepare(samples, recipe("at_grpo", scale="none"))
+    plain = prepare(samples, CentredSiblings())
     assert plain.advantages.tolist() == [0.75, -0.25, -0.25, -0.25]
     assert plain.roles["a"].truncated == 0.25
-    dropped = prepare(samples, recipe("at_grpo", scale="none", drop_truncated=True, drop_timed_out=True))
+    dropped = prepare(
+        samples,
+        CentredSiblings().replaced(filters=Filters(zero_variance=True, drop_truncated=True, drop_timed_out=True)),
+    )
     assert [s.id for s in dropped.samples] == ["c.0", "c.3"]
     assert dropped.advantages.tolist() == [0.75, -0.25]
     assert dropped.left_out == {"truncated": 1, "timed_out_episode": 1}
-    shaped = prepare(samples, recipe("at_grpo", scale="none", overlong_penalty=1.0))
+    shaped = prepare(samples, CentredSiblings().replaced(attribution=Attribution(overlong_penalty=1.0)))
     assert shaped.advantages.tolist() == [1.0, -1.0, 0.0, 0.0]  # rewards 1, -1, 0, 0
     assert (shaped.roles["a"].reward, shaped.roles["a"].overlong) == (0.0, 0.25)
 

@@ -7,17 +7,19 @@ from collections.abc import Mapping
 
 import pytest
 
-from cotune.algorithms.advantages import AdvantageState
 from cotune.algorithms.attribution import attribute_siblings
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.filters import align
 from cotune.algorithms.learning_signal import learns_from
+from cotune.algorithms.method import Method
 from cotune.algorithms.prepare import prepare
-from cotune.algorithms.recipes import Attribution
+from cotune.algorithms.recipes import Attribution, Filters
 from cotune.algorithms.samples import Sample
+from cotune.algorithms.step import AdvantageState
 from cotune.algorithms.tree_values import tree_values
 from cotune.errors import ConfigError
 from cotune.records.structs import PolicyRef
+from tests.core.algorithms.small_methods import CentredRoles
 
 
 def step(
@@ -53,15 +55,15 @@ def step(
     )
 
 
-def weighed(name: str, samples: list[Sample], state: AdvantageState | None = None, **overrides):
+def weighed(name: str | Method, samples: list[Sample], state: AdvantageState | None = None):
     """What is trained on, in the order of `samples`: the advantage of each sample, None where it is left out."""
-    made = prepare(samples, recipe(name, **overrides), state)
+    made = prepare(samples, recipe(name) if isinstance(name, str) else name, state)
     found = dict(zip((s.id for s in made.samples), made.advantages.tolist(), strict=True))
     return [None if s.id not in found else pytest.approx(found[s.id], abs=1e-4) for s in samples], made
 
 
-def values(name: str, samples: list[Sample], **overrides) -> list[object]:
-    return weighed(name, samples, **overrides)[0]
+def values(name: str | Method, samples: list[Sample]) -> list[object]:
+    return weighed(name, samples)[0]
 
 
 def test_magrpo_discounts_the_joint_reward_and_compares_turn_by_turn():
@@ -101,7 +103,7 @@ def test_m_grpo_gives_every_episode_as_many_calls():
     assert Counter(s.id for s in made.samples) == {
         "emain00.0": 1, "fmain00.0": 1, "esub00.0": 1, "esub10.0": 1, "esub20.0": 1, "fsub00.0": 3
     }  # fmt: skip
-    _, made = weighed("m_grpo", m_grpo_episodes(), align_to=2)
+    _, made = weighed(recipe("m_grpo").replaced(filters=Filters(align_to=2)), m_grpo_episodes())
     assert Counter((s.rollout, s.role) for s in made.samples) == {
         ("e", "main"): 1, ("f", "main"): 1, ("e", "sub"): 2, ("f", "sub"): 2
     }  # fmt: skip
@@ -193,7 +195,16 @@ def test_advantage_alignment_adds_ones_own_past_times_the_others_present():
     earned = {("e", "x"): (1.0, 1.0), ("e", "y"): (0.0, 1.0), ("f", "x"): (0.0, 0.0), ("f", "y"): (0.0, 0.0)}
     samples = [step(r, a, t, {"pay": w}) for (r, a), pay in earned.items() for t, w in enumerate(pay)]
     assert values("advantage_alignment", samples) == [1.96, 4.7632, 0.96, 2.8432, -1.96, 2.7632, -0.96, 0.8432]
-    assert values("advantage_alignment", samples, opponent=0.0) == [1.96, 1.0, 0.96, 1.0, -1.96, -1.0, -0.96, -1.0]
+    assert values(recipe("advantage_alignment").replaced(beta=0.0), samples) == [
+        1.96,
+        1.0,
+        0.96,
+        1.0,
+        -1.96,
+        -1.0,
+        -0.96,
+        -1.0,
+    ]
 
 
 def test_self_redteam_leaves_ties_out_and_normalises_by_role():
@@ -256,7 +267,8 @@ def test_a_weight_may_be_for_one_role_alone():
     # opposite rewards of one outcome: white gets it, black its negative
     ends = ({"score": 1.0}, {"score": 0.0})
     samples = [step(r, seat, ends=end) for r, end in zip("ef", ends, strict=True) for seat in ("white", "black")]
-    found = values("dr_mas", samples, weights={"score": 1.0, "black/score": -1.0}, scale="none")
+    by_seat = Attribution(own=False, outcome=True, weights={"score": 1.0, "black/score": -1.0})
+    found = values(CentredRoles().replaced(attribution=by_seat), samples)
     assert found == [0.5, -0.5, -0.5, 0.5]
 
 
@@ -271,7 +283,7 @@ def test_a_run_says_which_seat_learns_from_what():
 def test_a_missing_gate_is_a_missing_reward_and_one_that_nobody_has_is_open():
     samples = [step("e", "a", 0, {"right": 1.0, "format": 1.0}), step("f", "a", 0, {"right": 1.0})]
     samples += [step("e", "b", 0, {"right": 1.0}), step("f", "b", 0, {"right": 0.0})]
-    found, made = weighed("dr_mas", samples, horizon="own_turn", gates=["format"])
+    found, made = weighed(recipe("dr_mas").replaced(attribution=Attribution(gates=("format",))), samples)
     assert found == [None, None, 1.0, -1.0]
     assert made.left_out == {"missing_reward": 1, "group_of_one": 1}
 
@@ -286,10 +298,8 @@ def test_the_candidate_that_goes_on_is_chosen_behind_the_gate():
 @pytest.mark.parametrize(
     ("name", "overrides", "message"),
     [
-        ("dart", {"top_entropy": 0.0}, "top_entropy = 0.0 must be a share above 0 and up to 1"),
-        ("m_grpo", {"align_to": 0}, "align_to = 0 must be 1 or more."),
-        ("advantage_alignment", {"opponent_gamma": 2}, "opponent_gamma = 2.0 must be between 0 and 1"),
-        ("reinforce_pp_baseline", {"scale_key": ["batch"]}, "key = 'batch' is not one of task, "),
+        ("dart", {"top_entropy": 0.5}, "top_entropy = 0.5 was removed from the settings of recipes"),
+        ("reinforce_pp_baseline", {"scale_key": ["batch"]}, r"scale_key = .* write a method of your own; see docs/"),
         ("spiral", {"plan": "tree"}, "compares whole rollouts"),
     ],
 )

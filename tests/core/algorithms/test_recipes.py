@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from cotune.algorithms.advantages import advantages
 from cotune.algorithms.attribution import weight_of
-from cotune.algorithms.catalogue import RECIPES, recipe
-from cotune.algorithms.published import PUBLISHED
-from cotune.algorithms.recipes import Attribution, Filters, LossSpec, Recipe, Term
+from cotune.algorithms.catalogue import GENERAL, RECIPES, REMOVED, SETTINGS, recipe
+from cotune.algorithms.recipes import OWN_AND_OUTCOME, Attribution, Filters, LossSpec
 from cotune.algorithms.samples import Sample
 from cotune.errors import ConfigError
 from cotune.records.structs import PolicyRef
+from tests.core.algorithms.small_methods import advantages
 
-BASIC = {name: known for name, known in RECIPES.items() if known not in PUBLISHED}
+BASIC = {method.name: method for method in GENERAL}
 
 # Two episodes of one task. Episode e: role a calls twice, b once, outcome 1. Episode f: a once, b once, outcome 0.
 # Episode g: a once, b twice, outcome 0.
@@ -70,7 +69,7 @@ def siblings(components: list[dict[str, float]]) -> list[Sample]:
 
 def of(name: str, samples: list[Sample], **overrides):
     """Advantages, to be compared with four decimals."""
-    return pytest.approx(advantages(samples, recipe(name, **overrides).terms)[0].tolist(), abs=1e-4)
+    return pytest.approx(advantages(samples, recipe(name, **overrides))[0].tolist(), abs=1e-4)
 
 
 def test_at_grpo():
@@ -136,10 +135,8 @@ def forks() -> list[Sample]:
 
 def test_replay():
     assert recipe("c3").filters == Filters(zero_variance=True) and recipe("c3").loss == LossSpec()
-    # leave one out: 1 - 0.25, 0.5 - 0.5, 0 - 0.75; mean: 1 - 0.5, 0, -0.5; std of 1, .5, 0 is 0.5
+    # leave one out: 1 - 0.25, 0.5 - 0.5, 0 - 0.75
     assert of("c3", forks()) == [0.75, 0.0, -0.75]
-    assert of("c3", forks(), baseline="mean") == [0.5, 0.0, -0.5]
-    assert of("c3", forks(), baseline="mean", scale="std") == [1.0, 0.0, -1.0]
     assert of("gspo", forks(), plan="replay") == [0.75, 0.0, -0.75]
     # at_grpo adds the outcome's components to the candidate's own: 10, 9.5, 9 around 9.5 with std 0.5
     assert of("at_grpo", forks(), plan="replay") == [1.0, 0.0, -1.0]
@@ -176,7 +173,7 @@ def test_loss_settings():
 
 
 def test_plans_keys_and_filters():
-    assert {name: (r.plan, r.key, r.filters.zero_variance) for name, r in BASIC.items()} == {
+    assert {name: (r.plan, r.group_by, r.filters.zero_variance) for name, r in BASIC.items()} == {
         "at_grpo": ("tree", ("task", "role", "turn", "branch"), True),
         "grpo": ("independent", ("task",), False),
         "dr_grpo": ("independent", ("task",), False),
@@ -188,17 +185,21 @@ def test_plans_keys_and_filters():
     }
 
 
-def test_overrides_go_where_the_setting_lives():
-    changed = recipe("at_grpo", team_weight=0.5, eps=1e-4, clip_high="0.28", entropy=0.01, mean_range=[0.2, 0.8])
-    assert changed == Recipe(
-        name="at_grpo",
-        plan="tree",
-        terms=(Term(attribution=Attribution(team_weight=0.5), eps=1e-4),),
-        filters=Filters(zero_variance=True, mean_range=(0.2, 0.8)),
-        loss=LossSpec(clip_high=0.28, entropy=0.01),
-        about=RECIPES["at_grpo"].about,
-    )
-    assert RECIPES["at_grpo"].loss.clip_high == 0.2
+def test_settings_go_where_they_live():
+    changed = recipe("at_grpo", team_weight=0.5, clip_high="0.28", entropy=0.01, mean_range=[0.2, 0.8])
+    assert changed.attribution == Attribution(team_weight=0.5)
+    assert changed.filters == Filters(zero_variance=True, mean_range=(0.2, 0.8))
+    assert changed.loss == LossSpec(clip_high=0.28, entropy=0.01)
+    assert RECIPES["at_grpo"].loss.clip_high == 0.2 and recipe("at_grpo") == recipe("at_grpo") != changed
+    for name, attribute in SETTINGS.items():
+        assert hasattr(getattr(changed, attribute), name), name
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_a_removed_setting_says_what_to_use_instead(name):
+    with pytest.raises(ConfigError, match=f"{name} = 1 was removed from the settings of recipes") as caught:
+        recipe("grpo", **{name: 1})
+    assert caught.value.remedy == REMOVED[name] and name not in SETTINGS
 
 
 def test_a_tree_has_no_trajectories_to_take_a_mean_over():
@@ -214,7 +215,7 @@ def test_naming_weights_leaves_the_rest_out_unless_told():
 
 
 def test_at_grpo_over_independent_rollouts_takes_in_the_outcome():
-    assert recipe("at_grpo", plan="independent").attribution == Attribution(outcome=True)
+    assert recipe("at_grpo", plan="independent").attribution == OWN_AND_OUTCOME
 
 
 @pytest.mark.parametrize(
@@ -225,17 +226,14 @@ def test_at_grpo_over_independent_rollouts_takes_in_the_outcome():
             {},
             "recipe = 'at_grop' is not one of advantage_alignment, afm_rl, at_grpo, c3, c3_branches, cispo, ",
         ),
-        ("grpo", {"clip": 0.2}, r"clip = 0.2 is not a setting of recipes: absent, advantage, aggregation, "),
+        ("grpo", {"clip": 0.2}, r"clip = 0.2 is not a setting of recipes: absent, aggregation, clip_high, "),
         ("grpo", {"plan": "tree"}, "compares whole rollouts"),
         ("grpo", {"plan": "forest"}, "plan = 'forest' is not one of tree, independent, replay"),
         ("grpo", {"plan": "replay"}, "use c3_branches, gspo, dapo or cispo under a replay plan."),
         ("c3", {"plan": "tree"}, "plan.kind = 'tree' cannot be used with recipe c3"),
-        ("grpo", {"baseline": "median"}, "baseline = 'median' is not one of none, mean, leave_one_out"),
-        ("grpo", {"key": ["task", "rolle"]}, "key = 'rolle' is not one of task, rollout, role"),
         ("grpo", {"clip_low": 1.5}, "clip_low = 1.5 must be between 0 and 1"),
         ("grpo", {"clip_high": float("nan")}, "clip_high = nan"),
         ("grpo", {"kl": -1}, "kl = -1.0 must be 0 or more"),
-        ("grpo", {"ddof": 2}, "ddof = 2"),
         ("grpo", {"overlong_penalty": -1}, "overlong_penalty = -1.0 must be 0 or more"),
         (
             "at_grpo",
@@ -243,7 +241,6 @@ def test_at_grpo_over_independent_rollouts_takes_in_the_outcome():
             "timeout_penalty = 1.0 is taken from outcomes, and these candidates answer for their own",
         ),
         ("grpo", {"overlong_buffer": 8}, "overlong_buffer = 8 has no effect, as overlong_penalty is 0"),
-        ("grpo", {"eps": -1.0}, "eps = -1.0"),
         ("grpo", {"tis_cap": 0}, "tis_cap = 0.0"),
         ("grpo", {"dual_clip": 1.0}, "dual_clip = 1.0"),
         ("grpo", {"constant_length": 0}, "constant_length = 0"),
@@ -255,6 +252,8 @@ def test_wrong_settings_are_named_with_what_is_allowed(name, overrides, message)
         recipe(name, **overrides)
 
 
-def test_key_of_a_tree_must_hold_the_call():
+def test_groups_of_a_tree_must_hold_the_call():
     with pytest.raises(ConfigError, match="compares whole rollouts"):
-        recipe("at_grpo", key=["task", "role"])
+        recipe("at_grpo").replaced(group_by=("task", "role")).check()
+    with pytest.raises(ConfigError, match="groups by 'rolle', not one of task, rollout, role"):
+        recipe("grpo").replaced(group_by=("task", "rolle")).check()

@@ -49,9 +49,7 @@ def test_components_add_up() -> None:
 
 
 def test_outcomes_count_as_shares_and_failures_as_they_do_in_training() -> None:
-    settings: dict[str, Any] = {"horizon": "own_turn", "outcome": True}
-    goal = goal_of(recipe("at_grpo"), "lowest")
-    goal = replace(goal, attribution=replace(goal.attribution, **settings), bounds={"coder": (1.0, 10.0)})
+    goal = replace(goal_of(recipe("at_grpo", plan="independent"), "lowest"), bounds={"coder": (1.0, 10.0)})
     alone = [played(0, {"team": 1.0}, ("coder", {"local": 4.0})), played(1, {"team": 0.5}, ("coder", {"local": 1.0}))]
     failed = [*alone, played(2, {}, ("coder", {"local": 1.0}), **FAILED), played(3, {}, **FAILED)]
     for on_failure, expected in (("lowest", (0.0, 11.0)), ("exclude", (1.0, 11.0)), (-2.0, (-2.0, 11.0))):
@@ -70,7 +68,7 @@ def test_outcomes_count_as_shares_and_failures_as_they_do_in_training() -> None:
         ({"declared": {}}, "no scorer declares bounds"),
         ({"declared": {"user": (-1.0, 0.0)}}, "the coder's scorer declares none, and gives more than 1"),
         ({"declared": {"coder": (0.0, 3.0), "user": (-1.0, 0.0)}}, "feedback gave more than the scorer may"),
-        ({"gates": ("format",)}, "gates multiply"),
+        ({"name": "afm_rl"}, "gates multiply"),
         ({"overlong_penalty": 1.0, "overlong_buffer": 2}, "penalties are taken from the reward"),
         ({"name": "magrpo"}, "the rewards of turns add up"),
     ],

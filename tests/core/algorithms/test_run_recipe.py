@@ -10,7 +10,7 @@ def test_groups_are_shown_as_they_were_trained_on_under_a_key_of_ones_own(book):
     for number, own in enumerate([{"local": 1.0}, {"local": 0.0}, None]):
         book.episode(f"e{number}", outcome={"team": 1.0})
         book.call(f"c{number}", f"e{number}", prompt=(1, number), rewards=[own])
-    chosen = recipe("at_grpo", plan="independent", key=["task", "role"])
+    chosen = recipe("at_grpo", plan="independent").replaced(group_by=("task", "role"))
     found = regroup(book.store, book.store.episodes(), Recipes(run=chosen), RunConfig())
     assert found.prepared is not None and [s.id for s in found.prepared.samples] == ["c0.0", "c1.0"]
     assert [[s.id for s in group.samples] for group, _ in found.groups] == [["c0.0", "c1.0"]]

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from cotune.algorithms.attribution import attribute
 from cotune.algorithms.collect import collect
-from cotune.algorithms.recipes import Attribution
+from cotune.algorithms.recipes import OUTCOME
 from cotune.judging.episodes import Ranking, judge_episodes
+from tests.core.algorithms.small_methods import attribute
 
 
 class Shortest(Ranking):
@@ -44,7 +44,7 @@ def test_failures_rank_last_below_every_survivor(book, states, ranks):
     episodes = list(book.store.episodes())
     assert asyncio.run(judge_episodes(Shortest(), book.store, episodes)) == {}
     samples = collect(book.store, episodes, plan="independent").samples
-    found = attribute(samples, Attribution(horizon="terminal")).tolist()
+    found = attribute(samples, OUTCOME).tolist()
     rewards = dict(zip((s.rollout for s in samples), found, strict=True))
     assert [rewards.get(f"e{i}") for i in range(4)] == ranks
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cotune.algorithms.advantages import advantages
 from cotune.algorithms.catalogue import RECIPES, recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.groups import build_groups
 from cotune.algorithms.prepare import prepare, train_rows
-from cotune.algorithms.recipes import Term
+from cotune.algorithms.recipes import Attribution
 from cotune.errors import GroupError
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.records.structs import PolicyRef, RewardRecord
+from tests.core.algorithms.small_methods import AverageOfRoles, CentredRoles, CentredSiblings, advantages
 
 AT_GRPO = recipe("at_grpo")
 
@@ -35,9 +35,8 @@ def test_trap_1_alone_or_all_equal_is_zero_or_dropped_never_the_raw_reward(book)
     kept = prepare(samples, recipe("at_grpo", zero_variance=False), decays={"a", "b"})
     assert advantages_of(kept) == {"d.0": 0.0, "d.1": 0.0, "d.2": 0.0}
     for name in ("grpo", "dr_grpo", "rloo", "dr_mas"):
-        term = RECIPES[name].terms[0]
-        alone = Term(key=term.key, baseline=term.baseline, scale=term.scale, unit=term.unit)
-        assert advantages(samples[:1], [alone])[0].tolist() == [0.0]
+        alone = recipe(name).replaced(attribution=Attribution())
+        assert advantages(samples[:1], alone)[0].tolist() == [0.0]
 
 
 def test_trap_2_a_tree_group_has_identical_prompt_token_ids(book):
@@ -64,14 +63,12 @@ def test_trap_4_dr_mas_with_one_role_differs_from_grpo_when_step_counts_differ(b
         for turn in range(steps):
             book.call(f"{episode}{turn}", episode, turn=turn, prompt=(turn,))
     samples = collect(book.store, book.store.episodes(), plan="independent").samples
-    by_step = prepare(samples, recipe("dr_mas", scale="none"))
-    by_rollout = prepare(samples, recipe("grpo", scale="none"))
+    by_step = prepare(samples, CentredRoles())
+    by_rollout = prepare(samples, recipe("dr_grpo"))
     assert by_step.advantages.tolist() == [0.25, 0.25, 0.25, -0.75]
     assert by_rollout.advantages.tolist() == [0.5, 0.5, 0.5, -0.5]
     even = [s for s in samples if s.turn == 0]
-    np.testing.assert_array_equal(
-        prepare(even, recipe("dr_mas", scale="none")).advantages, prepare(even, recipe("grpo", scale="none")).advantages
-    )
+    np.testing.assert_array_equal(prepare(even, CentredRoles()).advantages, prepare(even, recipe("dr_grpo")).advantages)
 
 
 def independent(book, turns: int):
@@ -102,8 +99,7 @@ def test_trap_6_the_moving_average_is_updated_before_it_is_subtracted(book):
     book.episode("e", outcome={"team": 1.0})
     book.call("c", "e")
     samples = collect(book.store, book.store.episodes(), plan="independent").samples
-    spiral = recipe("grpo", key=["role"], baseline="ema", scale="none", decay=0.75)
-    assert prepare(samples, spiral).advantages.tolist() == [0.75]
+    assert prepare(samples, AverageOfRoles().replaced(decay=0.75)).advantages.tolist() == [0.75]
 
 
 def test_trap_7_a_reward_may_come_late_twice_or_never(book):
@@ -112,7 +108,7 @@ def test_trap_7_a_reward_may_come_late_twice_or_never(book):
         "c", "e", rewards=[{"local": 0.0, "judge": 1.0}, {"local": 0.0, "judge": 0.0}, {"local": 0.0}, {"local": 0.0}]
     )
     book.store.write([RewardRecord("c.2", "judge", 9.0), RewardRecord("c.2", "judge", 0.5)])
-    prepared = prepare(collect(book.store, book.store.episodes()).samples, recipe("at_grpo", scale="none"))
+    prepared = prepare(collect(book.store, book.store.episodes()).samples, CentredSiblings())
     assert advantages_of(prepared) == {"c.0": 0.5, "c.1": -0.5, "c.2": 0.0}
     assert prepared.left_out == {"missing_reward": 1, "zero_advantage": 1}
 
@@ -154,7 +150,7 @@ def test_rewards_follow_the_task_of_their_candidate(book):
         book.episode(task, task=task)
     book.call("c", "q", rewards=[1.0, 0.0])
     book.call("d", "r", rewards=[1000.0, 1001.0])
-    prepared = prepare(collect(book.store, book.store.episodes()).samples, recipe("at_grpo", scale="none"))
+    prepared = prepare(collect(book.store, book.store.episodes()).samples, CentredSiblings())
     assert advantages_of(prepared) == {"c.0": 0.5, "c.1": -0.5, "d.0": -0.5, "d.1": 0.5}
 
 

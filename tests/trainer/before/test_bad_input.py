@@ -139,7 +139,7 @@ def test_a_wrong_setting_is_named_as_it_was_written(settings, field, allowed, re
         ("clip_hi", 0.3, "is not a setting of recipes: absent, "),
         ("clip_high", "much", "must be a number, not text"),
         ("clip_high", -1.0, "must be 0 or more"),
-        ("scale", "median", "is not one of none, std"),
+        ("ratio", "median", "is not one of none, token, sequence"),
         ("zero_variance", "x", "must be true or false, not text"),
     ],
 )

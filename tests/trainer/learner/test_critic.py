@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from cotune.algorithms.advantages import gae, whitened
-from cotune.algorithms.catalogue import RECIPES, recipe
+from cotune.algorithms.catalogue import recipe
+from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, RunError
 from cotune.records.policies import LoraSpec, policies_for
@@ -146,19 +147,14 @@ def test_a_run_shows_the_critic_the_reference_of_each_task(trainer, monkeypatch)
 
 
 def test_a_critic_takes_the_reward_as_it_is():
-    chosen = recipe("grpo", critic=True)
-    assert [(term.baseline, term.scale) for term in chosen.terms] == [("none", "none")]
-    with pytest.raises(ConfigError, match="baseline = 'mean' cannot be used with a critic"):
-        recipe("grpo", critic=True, baseline="mean")
-    for name in RECIPES:  # a critic learns from groups without spread too
-        if recipe(name).plan == "independent":
-            filters = recipe(name, critic=True).filters
-            assert not (filters.zero_variance or filters.zero_advantage)
-    for name in ("zero_variance", "zero_advantage"):
-        with pytest.raises(ConfigError, match=f"{name} = True cannot be used with a critic"):
-            recipe("cory", **{name: True})
-    with pytest.raises(ConfigError, match=r"gae_lambda = 2.0 must be between 0 and 1"):
-        recipe("cory", gae_lambda=2)
+    with pytest.raises(ConfigError, match=r"critic = True was removed .* Use recipe cory, maporl or sweet_rl"):
+        recipe("grpo", critic=True)
+    for name in ("cory", "maporl", "sweet_rl"):
+        assert recipe(name).loss.critic and not recipe(name).compares
+        with pytest.raises(ConfigError, match="has a critic, which makes the advantages and learns from every reward"):
+            recipe(name, zero_variance=True)
+    with pytest.raises(ConfigError, match=r"gae_lambda = 2 must be between 0 and 1"):
+        LossSpec(critic=True, gae_lambda=2)
 
 
 @pytest.mark.slow

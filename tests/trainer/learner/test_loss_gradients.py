@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from cotune.algorithms.catalogue import RECIPES, recipe
-from cotune.algorithms.published import PUBLISHED
+from cotune.algorithms.catalogue import GENERAL, recipe
 from cotune.records.policies import policies_for
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
@@ -127,7 +126,7 @@ def nudge(model):
 
 
 def losses():
-    for name in (*(name for name, known in RECIPES.items() if known not in PUBLISHED), "spiral"):
+    for name in (*(method.name for method in GENERAL), "spiral"):
         for mask, fields in MASKS.items():
             # One recipe by tokens and one by sequences have every mask.
             marks = pytest.mark.long if fields and name not in ("at_grpo", "gspo") else ()

@@ -19,20 +19,22 @@ from tests.trainer.tiny_app import application, letters
 
 @pytest.fixture
 def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The overrides of the page, its file being in the current folder."""
+    """The settings of the page, its file being in the current folder."""
     page = (ROOT / "docs/reference/recipes.md").read_text()
     (code,) = re.findall(r"```python\n(# my_method.py\n.*?)```", page, re.DOTALL)
     (tmp_path / "my_method.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    return dict(re.findall(r'^(advantage|token_loss) = "(my_method.py:\w+)"$', page, re.MULTILINE))
+    return dict(re.findall(r'^(recipe|token_loss) = "(my_method.py:\w+)"$', page, re.MULTILINE))
 
 
 def test_the_page_s_method_trains_and_is_not_run_by_whoever_looks(
     trainer: Trainer, named: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = trainer(application(first=letters, second=letters), steps=2, overrides=named)
-    assert named.keys() == {"advantage", "token_loss"} and done.finished and done.versions
+    settings = {"recipe": named["recipe"], "overrides": {"token_loss": named["token_loss"]}}
+    done = trainer(application(first=letters, second=letters), steps=2, **settings)
+    assert named.keys() == {"recipe", "token_loss"} and done.finished and done.versions
+    assert "my_method.py:Ranked: scorers for first, second" in trainer.said
     assert all(line["policies"] for line in trainer.metrics())
     assert all(f["clip_share"] == 0.0 for line in trainer.metrics() for f in line["policies"].values())
     Path("my_method.py").write_text("raise SystemExit")
@@ -40,7 +42,7 @@ def test_the_page_s_method_trains_and_is_not_run_by_whoever_looks(
     (opened,) = open_runs([run])
     found = step_groups(opened, 1)
     assert (
-        found.groups and found.advantages == {} and "my_method.py:ranked, which is not run here" in found.problems[-1]
+        found.groups and found.advantages == {} and "my_method.py:Ranked, which is not run here" in found.problems[-1]
     )
     assert main(["show", str(run), "--groups"]) == 0
     assert "is not run here" in " ".join(capsys.readouterr().out.split())

@@ -159,7 +159,7 @@ def test_recipes_that_do_not_fit_are_named_before_work_starts() -> None:
     able = config.resolve_plan(["a"])[1].able(["a"])
     with pytest.raises(ConfigError, match=r"policy.kind = 'lora for q' cannot be trained under the tree plan: none"):
         config.resolve_policies(["a", "b"], scored=able)
-    with pytest.raises(ConfigError, match=r"policy.overrides.critic_sees = 'x' of policy p needs a critic"):
+    with pytest.raises(ConfigError, match=r"policy.overrides.critic_sees = 'x' of policy p was removed"):
         resolved([], policy("p", "a", overrides={"critic_sees": "x"}))
     with pytest.raises(ConfigError, match=r"policy.recipe = 'rloo' cannot be used with recipe sft"):
         convert({"model": "m", "recipe": "sft", "records": "r", "policy": [policy("p", "a", recipe="rloo")]})

@@ -27,28 +27,29 @@ def test_tasks_with_outcomes_of_other_names_are_all_trained_on(trainer):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "field", "value", "remedy"),
+    ("settings", "text", "remedy"),
     [
-        ({"entropy_by": "tean"}, "entropy_by", "tean", "Did you mean team?"),
-        ({"gates": ["formt"]}, "gates", "formt", "Did you mean format?"),
-        ({"weights": {"first/formt": 2.0}}, "weights", "formt", "Did you mean format?"),
-        ({"mean_range": [0, 1], "mean_range_roles": ["frist"]}, "mean_range_roles", "frist", "Did you mean first?"),
-        ({"mean_range": [0, 1], "mean_range_roles": ["x"]}, "mean_range_roles", "x", "Correct the name, or list it"),
+        (
+            {"overrides": {"weights": {"first/formt": 2.0}}},
+            "overrides.weights = 'formt' is not a reward",
+            "Did you mean format?",
+        ),
+        ({"recipe": "afm_rl"}, "recipe = 'afm_rl' has 'format' in `gates`, which is not a", "Did you mean formatt?"),
+        ({"recipe": "cpmobius"}, "recipe = 'cpmobius' has 'player' in `mean_range_roles`", "Name the role so, or list"),
     ],
 )
-def test_names_of_no_reward_or_role_are_refused_before_the_first_step(trainer, overrides, field, value, remedy):
+def test_names_of_no_reward_or_role_are_refused_before_the_first_step(trainer, settings, text, remedy):
     async def run(task):
-        return {**await converse(task), "format": 1.0}
+        return {**await converse(task), "format" if "overrides" in settings else "formatt": 1.0}
 
-    with pytest.raises(ConfigError) as caught:
-        trainer(application(run), overrides=overrides)
-    assert (caught.value.field, caught.value.value) == (f"overrides.{field}", value)
+    with pytest.raises(ConfigError, match=text) as caught:
+        trainer(application(run), **settings)
     assert caught.value.remedy.startswith(remedy)
 
 
 def test_a_gate_that_nothing_carries_is_told(trainer):
-    trainer(application(converse), steps=1, overrides={"gates": ["legal"]})
-    assert "gates names 'legal', which nothing carried that was looked at" in " ".join(trainer.said.split())
+    trainer(application(converse), steps=1, recipe="afm_rl")
+    assert "gates names 'format', which nothing carried that was looked at" in " ".join(trainer.said.split())
 
 
 def test_a_weight_of_success_is_told_as_one_of_a_metric(trainer):

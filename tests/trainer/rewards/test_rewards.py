@@ -131,12 +131,20 @@ def test_held_out_tasks_that_are_trained_on_are_said(trainer: Trainer) -> None:
         trainer(application(first=letters), to="other", evaluation={"tasks": "nowhere.jsonl"})
 
 
-@pytest.mark.parametrize("setting", [{"horizon": "terminal"}, {"horizon": "reward_to_go"}, {"outcome": True}])
-def test_outcome_horizons_are_refused_under_a_tree(trainer: Trainer, setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="cannot be used under a tree plan") as caught:
-        trainer(application(first=letters), overrides=setting)
+def test_a_method_that_takes_outcomes_is_refused_under_a_tree(trainer: Trainer) -> None:
+    (trainer.folder / "outcomes.py").write_text(OUTCOMES)
+    with pytest.raises(ConfigError, match="takes the outcome of the episode: all candidates of a call") as caught:
+        trainer(application(first=letters), recipe=f"{trainer.folder}/outcomes.py:Outcomes", plan={"kind": "tree"})
     assert caught.value.remedy == "Return the team reward from a scorer as `team`, or use --plan independent."
     assert not (trainer.folder / "run").exists()
+
+
+OUTCOMES = """
+from cotune.methods import AtGrpo, Attribution
+
+class Outcomes(AtGrpo):
+    attribution = Attribution(outcome=True)
+"""
 
 
 def test_check_says_what_is_learned_from_and_what_becomes_of_seeds(

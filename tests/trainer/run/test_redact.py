@@ -23,9 +23,14 @@ solve = application(first=letters, second=lambda candidate, call, task: cotune.F
 """
 PRIVACY = """
 import cotune
+from cotune.methods import C3Branches, centred
 
-def centred(samples, rewards):
-    return rewards - rewards.mean()
+class Centred(C3Branches):
+    def advantages(self, step, rewards):
+        advantages = 0.0 * rewards
+        for group in step.groups:
+            advantages[group] = centred(rewards[group])
+        return advantages
 
 
 hide = cotune.recording.redaction.each_text(lambda text: text.replace("say", "[hidden]").replace("after", "[hidden]"))
@@ -43,7 +48,7 @@ def started(module_trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
         settings = {"redact": "privacy.py:hide", "keep_token_ids": True, "plan": {"kind": "replay", "k": 2}}
-        settings["overrides"] = {"advantage": "privacy.py:centred"}
+        settings["recipe"] = "privacy.py:Centred"
         module_trainer("app.py:solve", "tasks.jsonl", steps=1, to=str(project / "redacted"), **settings)
     moved = project.rename(project.with_name("moved"))
     elsewhere = moved.parent / "elsewhere"

@@ -73,7 +73,7 @@ def trap(run: Path, tmp_path: Path) -> Path:
     described = json.loads((folder / "run.json").read_text())
     described |= {"folder": str(folder), "run": str(folder), "workflow": "application:solve"}
     own = {"redact": "redactors:hide", "roles_by": "roles:name"}
-    described["config"] |= {**own, "overrides": {"advantage": "methods:advantage"}}
+    described["config"] |= {**own, "recipe": "methods:Ranked"}
     (folder / "run.json").write_text(json.dumps(described))
     (folder / "out").mkdir()
     proof = folder / PROOF

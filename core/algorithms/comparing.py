@@ -1,32 +1,67 @@
-"""Baselines: what the reward of a sample is compared with. To add one, write its function and enter it in `BASELINES`.
-
-Arrays have these sizes: n samples, u units (what counts once in the statistics), g groups.
-"""
+"""How rewards are compared: the building blocks of advantages, and the statistics of groups that figures show."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from cotune.algorithms.samples import Bools, Codes, Floats, Sample, codes
 
-Baseline = Literal["none", "mean", "leave_one_out", "max", "ema"]
 Unit = Literal["sample", "trajectory", "token"]
 
-COMPARING: tuple[Baseline, ...] = ("mean", "leave_one_out", "max")
-"""Baselines made of the other members of a group, so that one sample alone has no advantage."""
 FLAT = 1e-12
 """Rewards whose range is within this share of their size count as equal, and so do a reward and its baseline: sums of
 floats differ by less."""
+EPS = 1e-6
+"""Added to a standard deviation before it divides."""
+
+
+def all_equal(rewards: Floats) -> bool:
+    """Whether rewards do not differ, so that a comparison of them teaches nothing. One reward alone is equal."""
+    return len(rewards) < 2 or bool(np.ptp(rewards) <= FLAT * np.max(np.abs(rewards)))
+
+
+def above(rewards: Floats, baseline: Floats | float) -> Floats:
+    """How far each reward is above its baseline; 0 where only rounding is left of the difference."""
+    difference = np.asarray(rewards - baseline, np.float64)
+    largest = np.max(np.abs(rewards), initial=0.0)
+    difference[np.abs(difference) <= FLAT * largest] = 0.0
+    return difference
+
+
+def centred(rewards: Floats) -> Floats:
+    """r - mean(r); 0 if all rewards are equal."""
+    return np.zeros(len(rewards)) if all_equal(rewards) else above(rewards, float(rewards.mean()))
+
+
+def standardized(rewards: Floats, *, ddof: int, weights: Floats | None = None) -> Floats:
+    """(r - mean(r)) / (std(r) + 1e-6); 0 if all rewards are equal.
+
+    `ddof` is subtracted from the number of rewards under the variance: 0 for the population's, 1 for the sample's.
+    `weights` count each reward so many times, such as the number of tokens of its answer.
+    """
+    if all_equal(rewards):
+        return np.zeros(len(rewards))
+    if weights is None:
+        weights = np.ones(len(rewards))
+    total = weights.sum()
+    mean = (weights * rewards).sum() / max(total, 1e-300)
+    variance = (weights * (rewards - mean) ** 2).sum() / (total - ddof if total > ddof else 1.0)
+    return above(rewards, mean) / (np.sqrt(variance) + EPS)
+
+
+def leave_one_out(rewards: Floats) -> Floats:
+    """r_i minus the mean of the other rewards; 0 if all are equal."""
+    if all_equal(rewards):
+        return np.zeros(len(rewards))
+    return above(rewards, (rewards.sum() - rewards) / (len(rewards) - 1))
 
 
 class Units(NamedTuple):
-    """What counts once in a term's statistics.
-
-    A trajectory's reward is the mean of its samples; a sample counted by its tokens weighs as many.
-    """
+    """What counts once in the statistics of a group: each sample, each trajectory (with the mean reward of its
+    samples), or each sample as often as it has tokens. There are n samples, u units and g groups."""
 
     of_sample: Codes
     """[n] the unit of each sample."""
@@ -47,16 +82,6 @@ class Spread(NamedTuple):
     variance: Floats
     maximum: Floats
     flat: Bools
-
-
-class Compared(NamedTuple):
-    """What a baseline is made of. `average` [g] are the moving averages after this step, for `ema` alone."""
-
-    group: Codes
-    """[n] the group of each sample."""
-    units: Units
-    stats: Spread
-    average: Floats
 
 
 def units(samples: Sequence[Sample], reward: Floats, group: Codes, unit: Unit) -> Units:
@@ -85,22 +110,3 @@ def spread(units: Units, count: int, ddof: int = 0) -> Spread:
     largest = np.maximum(np.abs(high), np.abs(low))
     flat = (size < 2) | (high - low <= FLAT * largest)
     return Spread(size, total, mean, variance, high, flat)
-
-
-def _leave_one_out(compared: Compared) -> Floats:
-    """Mean over the other units of the group."""
-    of_sample, group, reward, weight = compared.units
-    stats = compared.stats
-    others = stats.weight[group] - weight
-    rest = (stats.weight * stats.mean)[group] - weight * reward
-    return np.asarray((rest / np.where(others > 0, others, 1.0))[of_sample])
-
-
-BASELINES: Mapping[Baseline, Callable[[Compared], Floats]] = {
-    "none": lambda compared: np.zeros(len(compared.group)),
-    "mean": lambda compared: compared.stats.mean[compared.group],
-    "max": lambda compared: compared.stats.maximum[compared.group],
-    "leave_one_out": _leave_one_out,
-    "ema": lambda compared: compared.average[compared.group],
-}
-"""By name: [n] what is subtracted from the reward of each sample."""

@@ -1,0 +1,118 @@
+"""The samples of a step as a method sees them: their rewards, their groups, and what earlier steps have left."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from cotune.algorithms.attribution import Weighed, over_roles, reward_to_go, weigh
+from cotune.algorithms.recipes import Attribution
+from cotune.algorithms.samples import Bools, Codes, Floats, Sample, codes, keys
+
+
+class AdvantageState(msgspec.Struct, frozen=True):
+    """What advantages remember from step to step: the moving averages, by group key."""
+
+    ema: Mapping[str, float] = {}
+
+
+class Step:
+    """All samples of a step, [n], and the groups that are compared.
+
+    `samples` holds the candidates that are trained on and the other chosen answers of their episodes, whose rewards may
+    be part of a candidate's. `groups` are arrays of places in `samples`; there are none until rewards are known.
+    `tokens` are the numbers of response tokens, [n]. `Method.step` makes a step.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        attribution: Attribution,
+        key: tuple[str, ...],
+        state: AdvantageState | None = None,
+        part: str = "",
+    ) -> None:
+        self.samples = samples
+        self.groups: Sequence[Codes] = ()
+        self.tokens: Floats = np.array([sample.tokens for sample in samples], np.float64)
+        self.unknown: Bools = np.zeros(len(samples), np.bool_)
+        self.lacking: frozenset[tuple[str, str]] = frozenset()
+        self.state = state or AdvantageState()
+        self._attribution = attribution
+        self._key = key
+        self._part = part
+        self._weighed: dict[tuple[bool, bool, bool], Weighed] = {}
+        self._counts: Bools = np.zeros(len(samples), np.bool_)  # which rewards that were asked for last count
+
+    # Rewards: one number for each sample, NaN where a component that it needs never arrived.
+
+    def rewards(self) -> Floats:
+        """The weighted sum of the components that count by the method's `attribution`: the candidate's own, those of
+        the episode's outcome, or both. Returns [n]."""
+        how = self._attribution
+        return self._weigh(own=how.own, outcome=how.outcome).total()
+
+    def rewards_to_go(self, gamma: float = 1.0) -> Floats:
+        """R_t = r_t + gamma R_(t+1) over the turns of a role in an episode; the last turn adds the outcome. [n]"""
+        weighed = self._weigh(own=True, outcome=True, later_turns=True)
+        returns = reward_to_go(self.samples, weighed.own, weighed.outcome, gamma)
+        return np.where(weighed.counts, returns, np.nan)
+
+    def mean_rewards_to_go(self, gamma: float = 1.0) -> Floats:
+        """`rewards_to_go` divided by the sum of the discounts. [n]"""
+        ones, zeros = np.ones(len(self.samples)), np.zeros(len(self.samples))
+        return self.rewards_to_go(gamma) / reward_to_go(self.samples, ones, zeros, gamma)
+
+    def sum_over_roles(self, rewards: Floats) -> Floats:
+        """The rewards of all roles in a turn of an episode, added up. [n]"""
+        return over_roles(self.samples, rewards, self._counts, mean=False)
+
+    def mean_over_roles(self, rewards: Floats) -> Floats:
+        """The mean reward of all roles in a turn of an episode. [n]"""
+        return over_roles(self.samples, rewards, self._counts, mean=True)
+
+    def require(self, values: Floats) -> None:
+        """Leave out samples for which these values are not known (NaN), as `missing_reward`."""
+        self.unknown = self.unknown | np.isnan(values)
+
+    def outcome_missing(self, *, later_turns: bool) -> Bools:
+        """Whether the episode of each sample failed without a whole outcome of its own. [n]"""
+        how = self._attribution
+        return self._weigh(own=how.own, outcome=how.outcome, later_turns=later_turns).outcome_missing
+
+    def _weigh(self, *, own: bool, outcome: bool, later_turns: bool = False) -> Weighed:
+        asked = own, outcome, later_turns
+        if asked not in self._weighed:
+            weighed = weigh(
+                self.samples, self._attribution, self._key, own=own, outcome=outcome, later_turns=later_turns
+            )
+            self._weighed[asked] = weighed
+            self.lacking |= weighed.lacking
+        self._counts = self._weighed[asked].counts
+        return self._weighed[asked]
+
+    # Comparisons.
+
+    def group_by(self, *fields: str) -> list[Codes]:
+        """Places of the samples in `groups`, grouped by other fields of a sample than the method's `group_by`."""
+        compared = [int(place) for group in self.groups for place in group]
+        members: dict[Hashable, list[int]] = {}
+        for place, key in zip(compared, keys([self.samples[place] for place in compared], fields), strict=True):
+            members.setdefault(key, []).append(place)
+        return [np.array(places, np.int64) for places in members.values()]
+
+    def by_episode(self, rewards: Floats, group: Codes) -> tuple[Floats, Codes]:
+        """The mean reward of each episode in a group, [episodes], and the episode of each of its samples, [samples]."""
+        episode, _ = codes([self.samples[i].rollout for i in group])
+        return np.bincount(episode, rewards[group]) / np.bincount(episode), episode
+
+    def moving_average(self, group: Codes, mean: float, decay: float) -> float:
+        """Update the moving average of a group, b <- decay b + (1 - decay) mean, from 0, and return the new b."""
+        (key,) = keys([self.samples[group[0]]], self._key)
+        assert isinstance(key, tuple)
+        name = f"{self._part} {'/'.join(map(str, key))}".strip()
+        average = decay * self.state.ema.get(name, 0.0) + (1.0 - decay) * mean
+        self.state = AdvantageState({**self.state.ema, name: average})
+        return average

@@ -1,0 +1,60 @@
+"""Methods and functions of the user's own are tried on made-up samples before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cotune.algorithms.method import Method
+from cotune.algorithms.own import own_function
+from cotune.algorithms.prepare import prepare
+from cotune.algorithms.samples import Sample
+from cotune.errors import ConfigError, CotuneError
+from cotune.records.structs import PolicyRef
+
+
+def check_own(method: Method) -> None:
+    """Load what a method names of the user's own, and try a class of theirs. Raises ConfigError."""
+    if method.loss.token_loss:
+        own_function("token_loss", method.loss.token_loss)
+    if ":" in method.loss.teacher_sees:
+        own_function("teacher_sees", method.loss.teacher_sees)
+    if not method.is_own:
+        return
+    try:
+        prepare(list(_made_up(method)), method)
+    except CotuneError as error:
+        fault = f"fails on made-up samples: {error.cause.rstrip('.')}"
+        raise ConfigError("recipe", method.name, fault, error.remedy) from error
+
+
+def _made_up(method: Method) -> Iterator[Sample]:
+    """Samples of two tasks with three episodes each, in which two roles act twice, grouped as the plan has them."""
+    components = [name.rpartition("/")[2] for name in method.attribution.weights] or ["local"]
+    reward = 0.0
+    for task in range(2):
+        for episode in range(3):
+            rollout = f"e{task}{episode}"
+            for role in ("first", "second"):
+                for turn in range(2):
+                    call = f"{rollout}{role}{turn}"
+                    shared = f"{task}{role}{turn}"  # what the calls of other episodes have in common with it
+                    of_episode = method.plan == "tree"
+                    for index in range(3 if of_episode else 1):
+                        reward = (reward + 0.375) % 1.0
+                        yield Sample(
+                            id=f"{call}.{index}",
+                            task=f"t{task}",
+                            rollout=rollout,
+                            role=role,
+                            turn=turn,
+                            step=turn,
+                            branch=rollout if of_episode else shared,
+                            prompt=call if of_episode else shared,
+                            policy=PolicyRef(role),
+                            tokens=1 + index,
+                            observation=shared,
+                            rewards=dict.fromkeys(components, reward),
+                            outcome={"team": reward, **dict.fromkeys(components, reward)},
+                            chosen=index == 0,
+                            training_step=1,
+                        )
