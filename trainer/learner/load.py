@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Container, Mapping
@@ -12,7 +13,7 @@ import torch
 from cotune.algorithms.recipes import LossSpec
 from cotune.errors import ConfigError, LearnerError
 from cotune.integrations.models.devices import usual_device
-from cotune.integrations.models.folder.folder import loading, loading_weights, reading
+from cotune.integrations.models.folder.folder import count_parameters, loading, loading_weights, locate_model, reading
 from cotune.integrations.models.folder.kinds import auto_class, beside_language, language_prefix
 from cotune.integrations.models.memory import machine_memory
 from cotune.records.policies import ALL_LINEAR, Policies, PolicySpec
@@ -37,14 +38,17 @@ def open_policy_models(
     *,
     reference: Container[str],
     seed: int = 0,
+    empty: bool = False,
 ) -> dict[str, PolicyModel]:
     """The trained policies by name; frozen and provider policies are left out.
+
+    With `empty` they have all modules and no weights: these are on torch's meta device, and take no memory.
 
     A `full` model in `reference` keeps a frozen copy (an adapter's reference is its base). The initial weights of a
     policy's adapter follow from `seed` and its place among the trained policies, whatever else is opened with it.
     Raises ConfigError for a model that cannot be trained this way.
     """
-    device = _device(settings.device)
+    device = torch.device("meta") if empty else _device(settings.device)
     trained = [spec for spec in policies.specs.values() if spec.trained]
     opened: dict[str, PolicyModel] = {}
     shared: dict[str, tuple[Any, LogprobModel]] = {}
@@ -62,9 +66,12 @@ def open_policy_models(
             else:
                 adapter = f"policy{index}"
                 if path in shared:
-                    shared[path][0].add_adapter(adapter, _lora_config(spec, shared[path][1].network))
+                    with _built_on(device):
+                        shared[path][0].add_adapter(adapter, _lora_config(spec, shared[path][1].network))
                 else:
-                    base = _wrap(_load(path, settings.precision, device, settings), spec, adapter)
+                    base = _load(path, settings.precision, device, settings)
+                    with _built_on(device):
+                        base = _wrap(base, spec, adapter)
                     shared[path] = (base, LogprobModel(base.get_base_model(), settings))
                 base, network = shared[path]
                 opened[spec.name] = PolicyModel(spec, index, network, peft=base, adapter=adapter)
@@ -72,7 +79,8 @@ def open_policy_models(
         kinds = {name: spec.kind for name, spec in policies.specs.items()}
         raise ConfigError("policies", kinds, "has nothing to train", "Add a policy of kind lora or full.")
     for policy in {id(p.network): p for p in opened.values()}.values():
-        _check_head(policy.network)
+        if not empty:
+            _check_head(policy.network)
     if settings.shared_prompts:
         for kind in sorted({type(p.network).__name__ for p in opened.values() if not p.logprob_model.shares}):
             why = "not every layer is full attention, or it sees images"
@@ -101,24 +109,40 @@ def _load(path: str, dtype: str, device: torch.device, settings: LearnerSettings
     disable_progress_bar()
     more = quantization(settings)
     allow_tf32(device)
-    network: Any = None
     try:
         with reading(path):
-            kind = auto_class(AutoConfig.from_pretrained(path, **loading()))
+            config = AutoConfig.from_pretrained(path, **loading())
+            kind = auto_class(config)
+            if device.type == "meta":
+                with device:
+                    return kind.from_config(config, dtype=getattr(torch, dtype), **loading()).eval()
+            # A system that runs out of memory kills the process instead of refusing the memory.
+            if not more and weight_bytes(path, dtype) > machine_memory()[0]:
+                raise _does_not_fit(path, dtype, torch.device("cpu"), settings)
             network = kind.from_pretrained(path, dtype=getattr(torch, dtype), **loading_weights(), **more)
         return (network if more else network.to(device)).eval()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise _does_not_fit(path, network, dtype, device, settings) from error
+        raise _does_not_fit(path, dtype, device, settings) from error
 
 
-def _does_not_fit(path: str, network: Any, dtype: str, device: torch.device, settings: LearnerSettings) -> LearnerError:
-    """The error for a model whose weights find no memory; `network` is None if it was not read to its end."""
+def _built_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Inside, modules are made without weights if `device` is the meta device."""
+    return device if device.type == "meta" else contextlib.nullcontext()
+
+
+def weight_bytes(path: str, dtype: str) -> int:
+    """Bytes that the weights of a model take; 0 for a file of another form than safetensors."""
+    itemsize: int = getattr(torch, dtype).itemsize
+    return count_parameters(locate_model(path)) * itemsize
+
+
+def _does_not_fit(path: str, dtype: str, device: torch.device, settings: LearnerSettings) -> LearnerError:
+    """The error for a model whose weights find no memory."""
     size = ""
-    if network is not None and settings.quantize == "none":
-        parameters = sum(parameter.numel() for parameter in network.parameters())
-        size = f" Its weights take {parameters * getattr(torch, dtype).itemsize / 1e9:.1f} GB in {dtype}."
+    if settings.quantize == "none":
+        size = f" Its weights take {weight_bytes(path, dtype) / 1e9:.1f} GB in {dtype}."
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else machine_memory()
     remedies = []
     if device.type == "cuda":

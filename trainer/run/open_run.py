@@ -38,6 +38,7 @@ from cotune.trainer.run.precision import (
     with_dtype,
     without_sampler,
 )
+from cotune.trainer.run.publication_time import publication_notes
 from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import RolloutRun
@@ -92,6 +93,7 @@ async def open_run(
         own = own_methods(config, recipes)
         loading = f"loading the weights to train: {', '.join(policies.trained)} ..."
         engine_sets(config, policies)  # refuses what engines cannot serve
+        notes += await asyncio.to_thread(publication_notes, config, policies)
         runner: EpisodeRunner
         learner: Learner
         if cluster is None:

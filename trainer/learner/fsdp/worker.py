@@ -27,6 +27,7 @@ from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.records.policies import Policies
 from cotune.trainer.config.learner import LearnerSettings, Method
+from cotune.trainer.learner.fsdp.loading import open_divided
 from cotune.trainer.learner.load import allow_tf32, needing_untrained, open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import LogprobModel
@@ -130,10 +131,15 @@ class FsdpWorker:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         allow_tf32(torch.device(self._device))
-        # Whole models stay in the memory of the CPU; only this rank's part goes to the device.
+        # Rank 0 has whole models, in the memory of the CPU. The others get their part of the weights from it.
         whole = msgspec.structs.replace(settings, device="cpu")
-        opened = open_policy_models(model, policies, whole, reference=needing_untrained(policies, loss, own), seed=seed)
-        shard(opened.values(), init_device_mesh(self._device, (self._size,)), settings.precision)
+        reference = needing_untrained(policies, loss, own)
+
+        def load(empty: bool) -> dict[str, PolicyModel]:
+            return open_policy_models(model, policies, whole, reference=reference, seed=seed, empty=empty)
+
+        mesh = init_device_mesh(self._device, (self._size,))
+        opened = open_divided(load, lambda models: shard(models, mesh, settings.precision), self._device)
         self._learner = LocalLearner(opened, settings, loss, TorchProcessGroup(), own, seed)
 
     def update(self, policy: str, rows: bytes, lr_scale: float) -> dict[str, float]:

@@ -274,3 +274,14 @@ def test_a_model_that_does_not_fit_is_an_error_with_figures(
     )
     assert advice in text
     assert text.endswith("`cotune doctor` forecasts the memory of a run.")
+
+
+def test_a_model_that_the_machine_has_no_memory_for_is_not_read(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system would kill the process in the middle."""
+    needed = load.weight_bytes(base, "float32")
+    assert needed == 2 * load.weight_bytes(base, "bfloat16") > 0
+    monkeypatch.setattr(load, "machine_memory", lambda: (needed - 1, 2 * needed))
+    with pytest.raises(LearnerError, match=r"are free on cpu\. Its weights take .* GB in float32"):
+        load._load(base, "float32", torch.device("cpu"), FAST)
+    monkeypatch.setattr(load, "machine_memory", lambda: (needed, 2 * needed))
+    load._load(base, "float32", torch.device("cpu"), FAST)

@@ -1,0 +1,119 @@
+"""Loading models that several ranks divide: one rank reads the weights, so that a host holds them once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cotune.errors import CotuneError
+from cotune.trainer.learner.dist import copy_whole
+from cotune.trainer.learner.logprob_model import LogprobModel
+from cotune.trainer.learner.policy_model import PolicyModel
+
+Models = dict[str, PolicyModel]
+
+
+Divide = Callable[[Iterable[PolicyModel]], None]
+
+
+def open_divided(load: Callable[[bool], Models], divide: Divide, device: str) -> Models:
+    """Open models on all ranks of the default process group, each with its part of the weights on `device`.
+
+    `load` opens them on the CPU, or with True without weights. `divide` shards their modules. Rank 0 alone loads the
+    weights, and sends them one tensor after the other. Raises on every rank what `load` raised on any of them.
+    """
+    is_source = dist.get_rank() == 0
+    models = _together(lambda: load(not is_source))
+    layouts: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(layouts, _layout(models))
+    if any(layout != layouts[0] for layout in layouts):
+        # Some models keep a few layers in another precision than asked for, which only shows when they are read.
+        models = _together(lambda: models if is_source else load(False))
+
+    _share_attention(models)
+    weights = _take_tensors(models)
+    divide(models.values())
+    for module in _modules(models):
+        module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+    with torch.no_grad():
+        for name, target in _tensors(models):
+            if is_source:
+                whole = weights.pop(name).to(device)
+            else:
+                whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+            dist.broadcast(whole, 0)
+            copy_whole(target, whole)
+    return models
+
+
+def _together(work: Callable[[], Models]) -> Models:
+    """What `work` returns on this rank. If it fails on any rank, all raise its error: none waits for the others."""
+    models: Models = {}
+    fault: CotuneError | None = None
+    try:
+        models = work()
+    except CotuneError as error:
+        fault = error
+    faults: list[CotuneError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, fault)
+    for one in faults:
+        if one is not None:
+            raise one
+    return models
+
+
+def _share_attention(models: Models) -> None:
+    """Give all ranks the attention that rank 0 has tried with real weights."""
+    modules = _modules(models)
+    tried: list[Any] = [(m.shares, m._flex, m.network.config._attn_implementation) for m in modules]
+    dist.broadcast_object_list(tried, 0)
+    for module, (shares, flex, attention) in zip(modules, tried, strict=True):
+        module.shares, module._flex = shares, flex
+        if module.network.config._attn_implementation != attention:
+            module.network.set_attn_implementation(attention)
+
+
+def _modules(models: Mapping[str, PolicyModel]) -> list[LogprobModel]:
+    """The networks of all policies, each once."""
+    modules: dict[int, LogprobModel] = {}
+    for policy in models.values():
+        for module in (policy.logprob_model, policy.frozen_copy):
+            if module is not None:
+                modules[id(module)] = module
+    return list(modules.values())
+
+
+def _tensors(models: Mapping[str, PolicyModel]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by name, in the same order on all ranks; one that several modules share once."""
+    for number, module in enumerate(_modules(models)):
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            yield f"{number}.{name}", tensor
+
+
+def _layout(models: Mapping[str, PolicyModel]) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in _tensors(models)]
+
+
+def _take_tensors(models: Mapping[str, PolicyModel]) -> dict[str, Tensor]:
+    """Take parameters and buffers out of the models, which keep empty ones on the meta device, shared as before."""
+    taken = {name: tensor.detach() for name, tensor in _tensors(models)}
+    empty: dict[int, Tensor] = {}
+
+    def emptied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in empty:
+            meta = torch.empty_like(tensor, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            empty[id(tensor)] = nn.Parameter(meta, requires_grad=tensor.requires_grad) if is_parameter else meta
+        return empty[id(tensor)]
+
+    for module in _modules(models):
+        for part in module.modules():
+            for tensors in (part._parameters, part._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = emptied(tensor)
+    return taken
