@@ -33,7 +33,6 @@ from cotune.trainer.learner.batching import (
     check_rows,
     lengths_of,
     mini_batches,
-    pass_tokens,
     passes,
     tokens_of,
 )
@@ -48,6 +47,7 @@ from cotune.trainer.learner.memory.pass_size import PassSizes, giving_back
 from cotune.trainer.learner.memory.products import open_joined
 from cotune.trainer.learner.metric_sums import MetricSums
 from cotune.trainer.learner.mfu import model_utilization
+from cotune.trainer.learner.pass_inputs import PassInputs, prepared_ahead
 from cotune.trainer.learner.policy_model import PolicyModel
 from cotune.trainer.learner.update_tokens import Update, UpdateTokens
 
@@ -345,13 +345,14 @@ class LocalLearner:
         model: PolicyModel,
         rows: Sequence[TrainRow],
         batches: Batches,
-        compute: Callable[[Sequence[TrainRow]], Tensor],
+        compute: Callable[[PassInputs], Tensor],
     ) -> Iterator[tuple[int, Tensor]]:
         """What `compute` makes of the response tokens of each row that is this rank's part, with the row's number."""
-        for micro in [micro for batch in batches for micro in self._micro_batches(model, rows, batch)]:
-            own = [rows[i] for i in micro]
-            values = compute(own)
-            yield from zip(micro, values.split(lengths_of(own)) if micro else (), strict=True)
+        micros = [micro for batch in batches for micro in self._micro_batches(model, rows, batch)]
+        ahead = prepared_ahead(lambda micro: model.logprob_model.prepare([rows[i] for i in micro]), micros)
+        for micro, inputs in zip(micros, ahead, strict=True):
+            values = compute(inputs)
+            yield from zip(micro, values.split(lengths_of(inputs.rows)) if micro else (), strict=True)
 
     def _skip(self, update: Update, batch: Sequence[int]) -> None:
         """Count the rows of a mini-batch that no pass computes."""
@@ -370,23 +371,26 @@ class LocalLearner:
         total, done = torch.zeros((), dtype=torch.float64, device=model.device), []
         passed = [i for i in batch if update.passed[i]]
         micros = self._micro_batches(model, tokens.rows, passed) if passed else [[]]
-        for number, micro in enumerate(micros):
+
+        def prepare(micro: Sequence[int]) -> PassInputs:
+            return model.logprob_model.prepare([tokens.rows[i] for i in micro])
+
+        ahead = prepared_ahead(prepare, micros)
+        for number, (micro, inputs) in enumerate(zip(micros, ahead, strict=True)):
             model.logprob_model.reduce_next(number == len(micros) - 1)
             if not micro:  # no rows are left here, but FSDP's exchanges need every rank
                 if loss.needs_untrained:
                     model.reference_logprobs([])
                 (model.token_logprobs([])[0].sum() * 0.0).backward()
                 continue
-            rows = [tokens.rows[i] for i in micro]
-            untrained = model.reference_logprobs(rows) if loss.needs_untrained else None
-            new, entropy = model.token_logprobs(rows)
+            untrained = model.reference_logprobs(inputs) if loss.needs_untrained else None
+            new, entropy = model.token_logprobs(inputs)
             own = tokens.of_pass(micro, weight, new=new, entropy=entropy, untrained=untrained)
             parts = policy_loss(loss, own)
             parts.loss.backward()
             total += parts.loss.detach()
-            done.append((micro, own.detached(), parts._replace(loss=parts.loss.detach())))
-        for micro, own, parts in done:
-            computed = pass_tokens([tokens.rows[i] for i in micro], model.logprob_model.shares)
+            done.append((micro, own.detached(), parts._replace(loss=parts.loss.detach()), inputs.computed))
+        for micro, own, parts, computed in done:
             update.sums.add(micro, own, parts, computed=computed)
             if noting:
                 tokens.note(micro, own)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,14 @@ from cotune.errors import LearnerError
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.integrations.models.folder.vision import ImageInputs
 from cotune.trainer.config.learner import LearnerSettings
-from cotune.trainer.learner.batching import lengths_of, tokens_of
+from cotune.trainer.learner.batching import tokens_of
 from cotune.trainer.learner.device import to_device
+from cotune.trainer.learner.fused_layers import fuse_layers
 from cotune.trainer.learner.logprobs import Head, token_logprobs
+from cotune.trainer.learner.memory.adapter_copies import AdapterCopies
 from cotune.trainer.learner.memory.checkpointing import Checkpointing
+from cotune.trainer.learner.pass_inputs import PassInputs, prepare_pass
 from cotune.trainer.learner.sampled_distribution import SampledDistribution
-from cotune.trainer.learner.token_tree import token_tree
 from cotune.trainer.learner.tree_attention import TreePass, attends_over_trees, flex_problem, states_over
 
 log = logging.getLogger("cotune")
@@ -59,14 +61,13 @@ def plain_states(network: Any, rows: Sequence[TrainRow], images: ImageInputs | N
     return torch.cat([found[number] for number in range(len(rows))])
 
 
-def tree_states(network: Any, rows: Sequence[TrainRow], *, flex: bool = False) -> Tensor:
+def tree_states(network: Any, inputs: PassInputs, *, flex: bool = False) -> Tensor:
     """The same states with each distinct token computed once, however the rows' beginnings are shared; `flex`: by
     FlexAttention."""
-    tree = token_tree([tokens_of(row) for row in rows])
+    assert inputs.tree is not None and inputs.places is not None
     device = network.get_input_embeddings().weight.device
-    states = states_over(network, TreePass(tree, device, flex=flex))
-    at = np.concatenate([path[len(row.prompt_ids) - 1 :] for path, row in zip(tree.paths, rows, strict=True)])
-    return states.index_select(0, to_device(at, device))
+    states = states_over(network, TreePass(inputs.tree, device, flex=flex, blocks=inputs.blocks))
+    return states.index_select(0, to_device(inputs.places, device))
 
 
 def _padded(sequences: Sequence[Sequence[int]]) -> Tensor:
@@ -98,6 +99,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
             log.warning("FlexAttention cannot train this model here (%s): rows attend in blocks instead", problem)
             self._flex = False
         self.network = network
+        self.fuse_layers(network.get_input_embeddings().weight.device)
         self.checkpointing = Checkpointing(network)
         self.images = ImageInputs(network.config.name_or_path) if sees_images(network.config) else None
         possible = self.images is None and attends_over_trees(network, flex=self._flex)
@@ -106,37 +108,63 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         logits = network.get_output_embeddings().weight.shape[0]
         self.sampled_distribution = SampledDistribution(network.config.name_or_path, logits)
         self._head: Head | None = None
+        self._copies: AdapterCopies | None = None
+        self._autocast = self._needs_autocast(network.parameters())
+
+    def fuse_layers(self, device: torch.device) -> None:
+        """Compute by fused kernels from now on, if `device` is a GPU that they work on."""
+        fuse_layers(self.network, device, getattr(torch, self._dtype))
+
+    def _needs_autocast(self, computing: Iterable[Tensor]) -> bool:
+        """Whether some weights that passes compute with are in another precision than the passes. Networks that see
+        images are given them in float32."""
+        dtype = getattr(torch, self._dtype)
+        return self._dtype != "float32" and (self.images is not None or any(p.dtype != dtype for p in computing))
 
     def take_products(self, dtype: str) -> None:
-        """The layers compute in `dtype` by themselves (`products.join_layers`); so do the logits from now on."""
+        """Products are rounded to `dtype` on a CPU (`products.join_layers`); so are those of the logits from now on."""
         self._head = Head(self.network.get_output_embeddings().weight) if dtype == "bfloat16" else None
 
-    def forward(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+    def compute_by_itself(self, copies: AdapterCopies) -> None:
+        """Layers compute with their adapters in one step (`products.join_layers`), by `copies`, which begin a pass.
+        Autocast has nothing left to do, unless other weights are in another precision."""
+        self._copies = copies
+        joined = set()
+        for layer in copies.layers:
+            joined.update(id(p) for part in (layer.lora_A, layer.lora_B) for p in part.parameters())
+        self._autocast = self._needs_autocast(p for p in self.network.parameters() if id(p) not in joined)
+
+    def prepare(self, rows: Sequence[TrainRow]) -> PassInputs:
+        """All that the host computes of the rows before the network is asked. Any thread may call it."""
+        return prepare_pass(rows or [FILLER], shared=self.shares, flex=self._flex)
+
+    def forward(self, rows: Sequence[TrainRow] | PassInputs) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
-        rows = rows or [FILLER]
+        inputs = rows if isinstance(rows, PassInputs) else self.prepare(rows)
         distribution = self.sampled_distribution
         head = self.network.get_output_embeddings()
         device = head.weight.device
-        targets = np.concatenate([np.asarray(row.response_ids, np.int64) for row in rows])  # [tokens]
-        temperatures = np.repeat([np.float32(row.temperature) for row in rows], lengths_of(rows))  # [tokens]
-        hidden = self.states(rows)
+        hidden = self.states(inputs)
         return token_logprobs(
             hidden,
             self._head or head.weight,
             head.bias,
-            to_device(targets, device),
-            to_device(temperatures, device),
-            distribution.of(rows, device),
+            to_device(inputs.targets, device),
+            to_device(inputs.temperatures, device),
+            distribution.of(inputs.rows, device),
             token_ids=distribution.token_ids,
         )
 
-    def states(self, rows: Sequence[TrainRow]) -> Tensor:
+    def states(self, rows: Sequence[TrainRow] | PassInputs) -> Tensor:
         """[tokens, hidden] the last hidden states that predict the response tokens, rows in order."""
-        rows, device = rows or [FILLER], self.network.get_output_embeddings().weight.device
-        with torch.autocast(device.type, dtype=getattr(torch, self._dtype), enabled=self._dtype != "float32"):
-            if self.shares:
-                return tree_states(self.network, rows, flex=self._flex)
-            return plain_states(self.network, rows, self.images)
+        inputs = rows if isinstance(rows, PassInputs) else self.prepare(rows)
+        device = self.network.get_output_embeddings().weight.device
+        if self._copies is not None:
+            self._copies.refresh()
+        with torch.autocast(device.type, dtype=getattr(torch, self._dtype), enabled=self._autocast):
+            if inputs.tree is not None:
+                return tree_states(self.network, inputs, flex=self._flex)
+            return plain_states(self.network, inputs.rows, self.images)
 
     def reduce_next(self, on: bool) -> None:
         """Whether the next backward pass exchanges gradients between ranks, or only adds to this rank's own."""

@@ -14,6 +14,7 @@ from cotune.records.policies import PolicySpec
 from cotune.sampling.protocol import Weights
 from cotune.trainer.learner.dist import copy_whole, gather
 from cotune.trainer.learner.logprob_model import LogprobModel
+from cotune.trainer.learner.pass_inputs import PassInputs
 
 COPY = {"dtype": torch.float32, "device": "cpu", "copy": True}
 
@@ -58,18 +59,18 @@ class PolicyModel:
         if self.adapter is not None and self.peft.active_adapter != self.adapter:
             self.peft.set_adapter(self.adapter)
 
-    def token_logprobs(self, rows: Sequence[TrainRow]) -> tuple[Tensor, Tensor]:
+    def token_logprobs(self, rows: Sequence[TrainRow] | PassInputs) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each response token, rows in order; both [tokens], float32, in nats."""
         self.activate()
         logprobs, entropy = self.logprob_model(rows)
         return logprobs, entropy
 
-    def logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
+    def logprobs(self, rows: Sequence[TrainRow] | PassInputs) -> Tensor:
         """The log-probabilities of `token_logprobs` without gradients."""
         self.activate()
         return _without_gradients(self.logprob_model, rows)
 
-    def states(self, rows: Sequence[TrainRow]) -> Tensor:
+    def states(self, rows: Sequence[TrainRow] | PassInputs) -> Tensor:
         """[tokens, hidden] what the policy's last layer makes of all before each response token, without gradients."""
         self.activate()
         with torch.no_grad():
@@ -77,7 +78,7 @@ class PolicyModel:
         self.logprob_model.release()
         return found
 
-    def reference_logprobs(self, rows: Sequence[TrainRow]) -> Tensor:
+    def reference_logprobs(self, rows: Sequence[TrainRow] | PassInputs) -> Tensor:
         """Log-probabilities of the same tokens under the untrained model, without gradients."""
         if self.frozen_copy is not None:
             return _without_gradients(self.frozen_copy, rows)
@@ -120,7 +121,7 @@ class PolicyModel:
                 copy_whole(own[name], tensor)
 
 
-def _without_gradients(model: LogprobModel, rows: Sequence[TrainRow]) -> Tensor:
+def _without_gradients(model: LogprobModel, rows: Sequence[TrainRow] | PassInputs) -> Tensor:
     with torch.no_grad():
         logprobs: Tensor = model(rows)[0]
     model.release()

@@ -29,12 +29,17 @@ MASK_ROWS = 8
 
 
 class TreePass:
-    """What a network needs to know of a tree: `tokens`, `depths` [T] on `device`, and the attention of its layers."""
+    """What a network needs to know of a tree: `tokens`, `depths` [T] on `device`, and the attention of its layers.
 
-    def __init__(self, tree: TokenTree, device: torch.device, *, flex: bool = False) -> None:
+    `blocks` are the tree's, if they are known already.
+    """
+
+    def __init__(
+        self, tree: TokenTree, device: torch.device, *, flex: bool = False, blocks: Sequence[Block] = ()
+    ) -> None:
         self.tokens = to_device(tree.tokens, device)
         self.depths = to_device(tree.depths, device)
-        self.attend = FlexAttention(tree, device) if flex else BlockedAttention(tree, device)
+        self.attend = FlexAttention(tree, device) if flex else BlockedAttention(tree, device, blocks)
 
 
 class _Call(NamedTuple):
@@ -89,12 +94,12 @@ class _Call(NamedTuple):
 class BlockedAttention:
     """Attention over a tree by a few calls of SDPA, each over queries that see much the same."""
 
-    def __init__(self, tree: TokenTree, device: torch.device) -> None:
-        self._calls = [_call(block, device) for block in attention_blocks(tree)]
+    def __init__(self, tree: TokenTree, device: torch.device, blocks: Sequence[Block] = ()) -> None:
+        self._calls = [_call(block, device) for block in blocks or attention_blocks(tree)]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """query [1, heads, T, width], key and value [1, groups, T, width]; returns [T, heads, width]."""
-        states = (part[0].transpose(0, 1) for part in (query, key, value))
+        states = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))  # [0] has a kernel in its gradient
         output: Tensor = _OverCalls.apply(*states, self._calls, scaling)
         return output
 

@@ -17,6 +17,7 @@ from cotune.trainer.learner import tree_attention
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.logprob_model import plain_states, tree_states
 from cotune.trainer.learner.memory.pass_size import PassSize
+from cotune.trainer.learner.pass_inputs import prepare_pass
 from cotune.trainer.learner.tree_attention import attends_over_trees
 from tests.integrations import tiny_models
 from tests.trainer.learner.learner_rows import FAST, SMALL, VOCABULARY, change
@@ -135,7 +136,7 @@ def test_known_architectures_attend_over_trees(architecture, flex):
         for n, ids in enumerate([(4, 5, 6), (4, 7), (8,), (4, 5, 6)])
     ]
     with torch.no_grad():
-        states = tree_states(network, rows, flex=flex)
+        states = tree_states(network, prepare_pass(rows, shared=True, flex=flex), flex=flex)
         torch.testing.assert_close(states, plain_states(network, rows), atol=1e-5, rtol=1e-5)
 
 

@@ -69,6 +69,7 @@ def _shard(model: LogprobModel, mesh: DeviceMesh, dtype: str) -> None:
     precision = MixedPrecisionPolicy()
     if dtype != "float32":
         precision = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
+    model.fuse_layers(torch.device(mesh.device_type))
     for layer in _layers(model.network):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)

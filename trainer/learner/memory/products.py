@@ -1,7 +1,8 @@
-"""The products of a network whose base is frozen, on the CPU: those of a layer and its adapter in one step, in bfloat16
-where the processor has it.
+"""The products of a network whose base is frozen: those of a layer and its adapter in one step, and in few operators.
 
-Tensors between layers, trained weights and their gradients are float32; only what is multiplied is rounded.
+On a GPU in bfloat16 all tensors between layers are bfloat16, and nothing is left for autocast to do: PEFT's own layers
+under autocast need about twice as many kernels, half of them casts. On a CPU with bfloat16 only what is multiplied is
+rounded; tensors between layers stay float32. Trained weights and their gradients are float32 on both.
 """
 
 from __future__ import annotations
@@ -23,37 +24,44 @@ from cotune.integrations.models.float32 import product
 from cotune.records.policies import Policies
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.load import open_policy_models
+from cotune.trainer.learner.memory.adapter_copies import AdapterCopies, active_adapter
 from cotune.trainer.learner.policy_model import PolicyModel
 
 
 def open_joined(
     model: str, policies: Policies, settings: LearnerSettings, reference: Container[str], seed: int = 0
 ) -> dict[str, PolicyModel]:
-    """The policies of a learner of one process (`open_policy_models`). On the CPU each frozen layer and its adapters
-    are one step."""
+    """The policies of a learner of one process (`open_policy_models`), in which each frozen layer and its adapters are
+    one step."""
     frozen = all(spec.kind != "full" for spec in policies.specs.values() if spec.trained)
     device = usual_device() if settings.device == "auto" else settings.device
     loaded = replace(settings, dtype="float32") if frozen and rounds_products(settings.precision, device) else settings
     opened = open_policy_models(model, policies, loaded, reference=reference, seed=seed)
-    if device == "cpu" and loaded.precision == "float32" and frozen:
-        for policy in {id(policy.network): policy for policy in opened.values()}.values():
-            join_layers(policy.network, getattr(torch, settings.precision))
-            policy.logprob_model.take_products(settings.precision)
+    if device == "cpu" and loaded.precision != "float32":
+        return opened  # a processor without bfloat16: autocast emulates it
+    for policy in {id(policy.network): policy for policy in opened.values()}.values():
+        if policy.adapter is not None and (device != "cpu" or frozen):
+            copies = join_layers(policy.network, getattr(torch, settings.precision))
+            policy.logprob_model.compute_by_itself(copies)
+            if device == "cpu":
+                policy.logprob_model.take_products(settings.precision)
     return opened
 
 
-def join_layers(network: Any, dtype: torch.dtype) -> None:
+def join_layers(network: Any, dtype: torch.dtype) -> AdapterCopies:
     """Compute the frozen linear layers of a network, but for its head, in `dtype`, in which their weights are held
     then, and with them the adapters that they have."""
     rounded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
     head = network.get_output_embeddings()
     adapted = [layer for layer in network.modules() if _is_adapted(layer)]
+    copies = AdapterCopies(adapted, dtype)
     bases = {id(layer.base_layer) for layer in adapted}
     bare = [layer for layer in network.modules() if type(layer) is nn.Linear and id(layer) not in bases]
     for layer, base in [*((one, one.base_layer) for one in adapted), *((one, one) for one in bare)]:
         if base is not head and not base.weight.requires_grad:
             base.weight.data = base.weight.data.to(dtype)
-            layer.forward = partial(_forward, layer, base, rounded)
+            layer.forward = partial(_forward, layer, base, rounded, copies)
+    return copies
 
 
 def _is_adapted(layer: nn.Module) -> bool:
@@ -63,35 +71,46 @@ def _is_adapted(layer: nn.Module) -> bool:
     return type(layer) is Linear and not layer.lora_variant and type(layer.base_layer) is nn.Linear
 
 
-def _forward(layer: Any, base: nn.Linear, rounded: WeakTensorKeyDictionary, x: Tensor) -> Tensor:
+def _forward(layer: Any, base: nn.Linear, rounded: WeakTensorKeyDictionary, copies: AdapterCopies, x: Tensor) -> Tensor:
     """What a layer makes of `x` [..., in], with its adapter if one is on. Of `rounded` a later layer takes it too."""
-    if x not in rounded:
-        rounded[x] = x.detach().flatten(0, -2).to(base.weight.dtype)
-    names = [] if layer is base or layer.disable_adapters else layer.active_adapters
-    factors: list[tuple[Tensor, Tensor, float]] = [
-        (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
-        for name in names
-        if name in layer.lora_A
-    ]
-    down, up, scale = factors[0] if factors else (None, None, 1.0)
-    y: Tensor = _Product.apply(x, rounded[x], base.weight, down, up, scale)
-    return y if base.bias is None else y + base.bias
+    if x.dtype == base.weight.dtype:
+        low_x = x.detach().flatten(0, -2)
+    else:
+        if x not in rounded:
+            rounded[x] = x.detach().flatten(0, -2).to(base.weight.dtype)
+        low_x = rounded[x]
+    name = None if layer is base else active_adapter(layer)
+    if name is None:
+        y: Tensor = _Product.apply(x, low_x, base.weight, None, None, None, None, 1.0)
+    else:
+        down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
+        y = _Product.apply(x, low_x, base.weight, down, up, copies.of(down), copies.of(up), layer.scaling[name])
+    return y if base.bias is None else y + base.bias.to(y.dtype)
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]
-    """x W^T + scale (x A^T) B^T. `rounded` is x [tokens, in] in the precision of W, A [rank, in] and B [out, rank] are
-    float32."""
+    """x W^T + scale (x A^T) B^T. A [rank, in] and B [out, rank] are float32.
+
+    `rounded` is x [tokens, in] in the precision of W; `low` and `high` are A and B in it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rounded: Tensor, weight: Tensor, down: Tensor | None, up: Tensor | None, scale: float
+        ctx: Any,
+        x: Tensor,
+        rounded: Tensor,
+        weight: Tensor,
+        down: Tensor | None,
+        up: Tensor | None,
+        low: Tensor | None,
+        high: Tensor | None,
+        scale: float,
     ) -> Tensor:
         ctx.weight, ctx.scale = weight, scale
         y = product(rounded, weight)
-        if down is None or up is None:
+        if low is None or high is None:
             ctx.save_for_backward()
         else:
-            low, high = down.to(weight.dtype), up.to(weight.dtype)
             inner = linear(rounded, low)
             y.addmm_(inner, high.t(), alpha=scale)
             ctx.save_for_backward(rounded, inner, low, high)
@@ -105,11 +124,21 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         of_down = of_up = None
         if saved := ctx.saved_tensors:
             rounded, inner, low, high = saved
-            of_inner = (above @ high).mul_(ctx.scale)
-            of_down = (of_inner.t() @ rounded).float() if ctx.needs_input_grad[3] else None
-            of_up = (above.t() @ inner).float().mul_(ctx.scale) if ctx.needs_input_grad[4] else None
+            of_inner = above @ high
+            if ctx.needs_input_grad[3]:
+                of_down = _summed(of_inner, rounded).mul_(ctx.scale)
+            if ctx.needs_input_grad[4]:
+                of_up = _summed(above, inner).mul_(ctx.scale)
             if of_x is not None:
-                of_x.addmm_(of_inner, low)
+                of_x.addmm_(of_inner, low, alpha=ctx.scale)
         if of_x is not None:
             of_x = of_x.to(gradient.dtype).view(*gradient.shape[:-1], -1)
-        return of_x, None, None, of_down, of_up, None
+        return of_x, None, None, of_down, of_up, None, None, None
+
+
+def _summed(left: Tensor, right: Tensor) -> Tensor:
+    """left [tokens, a] and right [tokens, b] multiplied and summed over tokens: [a, b] in float32."""
+    if left.is_cuda and left.dtype != torch.float32 and torch.version.hip is None:
+        found: Tensor = torch.mm(left.t(), right, out_dtype=torch.float32)
+        return found
+    return (left.t() @ right).float()

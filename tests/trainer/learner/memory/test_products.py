@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cotune.algorithms.recipes import LossSpec
+from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models import bfloat16
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.integrations.models.transformers.engine import load
@@ -22,9 +23,12 @@ from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams
 from cotune.trainer.before.doctor.model_size import measure_folder
 from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory import products
+from cotune.trainer.learner.memory.adapter_copies import AdapterCopies
 from cotune.trainer.learner.memory.pass_size import bytes_per_token
+from cotune.trainer.learner.policy_model import PolicyModel
 from cotune.trainer.publish import Probe, sampled_gaps
 from tests.trainer.learner.fsdp_ranks import with_eps
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, snapshot
@@ -44,7 +48,7 @@ def moved(learner: LocalLearner) -> tuple[Mapping[str, float], Mapping[str, Any]
 
 def test_gradients_are_those_of_peft(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     joined, weights = moved(with_eps(opened(base), 1e-2))
-    monkeypatch.setattr(products, "join_layers", lambda network, dtype: None)
+    monkeypatch.setattr(products, "join_layers", lambda network, dtype: AdapterCopies([], dtype))
     apart, expected = moved(with_eps(opened(base), 1e-2))
     assert joined["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-5)
     for name, array in expected.items():
@@ -126,3 +130,69 @@ def test_the_forecast_of_memory_knows_rounded_layers(base: str) -> None:
     assert size.rounded_bytes(2) == pytest.approx(held + 4 * size.head, rel=0.02)
     assert size.token_bytes == pytest.approx(bytes_per_token(model, checkpointed=False), rel=0.1)
     assert not measure_folder(Path(base), SMALL, "float32", joined=True).rounded
+
+
+def state_gradients(policy: PolicyModel, rows: Sequence[TrainRow]) -> torch.Tensor:
+    """The gradients of an adapter, one after the other, of states that are weighted by fixed numbers."""
+    policy.activate()
+    states = policy.logprob_model.states(rows)
+    factors = torch.randn(states.shape, generator=torch.Generator().manual_seed(5)).to(states.dtype)
+    found = torch.autograd.grad((states * factors).sum(), list(policy.parameters().values()))
+    return torch.cat([gradient.detach().double().flatten() for gradient in found])
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_without_autocast_gradients_are_as_exact_as_with_it(base: str, shared: bool, checkpointed: bool) -> None:
+    """As a GPU computes in bfloat16, against PEFT's layers under autocast, and against float64."""
+    found: dict[str, torch.Tensor] = {}
+    for kind in ("float64", "autocast", "joined"):
+        dtype = "float32" if kind == "float64" else "bfloat16"
+        settings = change(FAST, dtype=dtype, shared_prompts=shared)
+        policy = open_policy_models(base, policies_for("lora", ["a"], SMALL), settings, reference=())["a"]
+        generator = torch.Generator().manual_seed(3)
+        for parameter in policy.parameters().values():  # one of the two factors is 0 at first
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        model = policy.logprob_model
+        if kind == "float64":
+            model.network.bfloat16().double()
+        if kind == "joined":
+            model.compute_by_itself(products.join_layers(model.network, torch.bfloat16))
+            assert not model._autocast
+        model.checkpointing.on = checkpointed
+        found[kind] = state_gradients(policy, make_rows())
+    exact = found["float64"]
+    errors = {kind: float((found[kind] - exact).norm() / exact.norm()) for kind in ("autocast", "joined")}
+    assert 0 < errors["joined"] < 1.2 * errors["autocast"] < 0.1, errors
+
+
+def test_copies_of_an_adapter_are_those_of_its_latest_weights(base: str) -> None:
+    policy = open_policy_models(base, policies_for("lora", ["a"], SMALL), change(FAST, dtype="bfloat16"), reference=())[
+        "a"
+    ]
+    copies = products.join_layers(policy.network, torch.bfloat16)
+    copies.refresh()
+    matrix = next(iter(policy.parameters().values()))
+    first = copies.of(matrix)
+    assert first.dtype == torch.bfloat16 and copies.of(matrix) is first
+    with torch.no_grad():
+        matrix.mul_(3.0)
+    assert torch.equal(copies.of(matrix), matrix.bfloat16())  # changed since
+    copies.refresh()
+    assert torch.equal(copies.of(matrix), matrix.bfloat16()) and copies.of(matrix) is not first
+
+
+def test_weights_in_another_precision_keep_autocast(base: str) -> None:
+    policy = open_policy_models(base, policies_for("lora", ["a"], SMALL), change(FAST, dtype="bfloat16"), reference=())[
+        "a"
+    ]
+    model = policy.logprob_model
+    assert model._autocast  # adapters of PEFT
+    copies = products.join_layers(policy.network, torch.bfloat16)
+    policy.network.model.norm.float()
+    model.compute_by_itself(copies)
+    assert model._autocast
+    full = open_policy_models(base, policies_for("full", ["a"], SMALL), change(FAST, dtype="bfloat16"), reference=())[
+        "a"
+    ]
+    assert full.logprob_model._autocast

@@ -1,0 +1,1 @@
+"""Liger-Kernel: norms, rotary embeddings and SwiGLU as one Triton kernel each."""

@@ -1,0 +1,183 @@
+"""Norms, rotary embeddings and SwiGLU of a network in one kernel each, instead of the 2 to 9 operators of transformers.
+
+A pass of a small model on a fast GPU otherwise waits for the host to launch them. The kernels are Liger's. Layers are
+recognised by their form, as Llama, Mistral, Qwen2 and Qwen3 have it, and each form is tried before it is replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cotune.errors import error_text
+from cotune.integrations.models.liger.kernels import Kernels, load_kernels
+
+log = logging.getLogger("cotune")
+
+ROTARY = "apply_rotary_pos_emb"
+"""What transformers' attentions call the function that rotates queries and keys."""
+SILU = ("SiLU", "SiLUActivation")
+"""What torch and transformers call this function."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""How far output and gradients may be from those of transformers, as a share of their norm."""
+
+
+class _DoesNotFit(Exception):
+    """Why a kernel is not used."""
+
+
+def fuse_layers(network: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Let a network that is trained in `dtype` on a GPU compute by fused kernels. If they are missing or fail a trial,
+    forward and backward, on that GPU, the network stays as it is, and the log says why."""
+    if device.type != "cuda":
+        return
+    try:
+        replaced = _replacements(network, load_kernels(), device, dtype)
+    except ImportError as error:
+        log.info("No fused kernels (%s): updates of small models launch more kernels than they need", error)
+        return
+    except Exception as error:  # noqa: BLE001 - compilers fail in ways of their own
+        log.warning(
+            "Fused kernels cannot be used here (%s): updates launch more kernels than they need", error_text(error)
+        )
+        return
+    for module, forward in replaced:
+        module.forward = forward
+
+
+def _replacements(
+    network: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype
+) -> list[tuple[Any, Callable[..., Any]]]:
+    """Modules of the network and the `forward` that each should have. Raises what a trial raises."""
+    found: list[tuple[Any, Callable[..., Any]]] = []
+    tried: set[tuple[Any, ...]] = set()
+    for module in network.modules():
+        if _is_norm(module):
+            form: tuple[Any, ...] = (type(module), module.weight.shape, module.weight.dtype)
+            if form not in tried:
+                _try_norm(module, kernels, device, dtype)
+            found.append((module, partial(_norm, kernels, module)))
+        elif _is_gated(module):
+            form = (type(module), module.gate_proj.out_features)
+            if form not in tried:
+                _try_gated(module, kernels, device, dtype)
+            found.append((module, partial(_gated, kernels, module)))
+        elif (forward := _rotating(module)) is not None:
+            form = (type(module), module.head_dim)
+            if form not in tried:
+                _try_rotary(forward.__globals__[ROTARY], module, kernels, device, dtype)
+            found.append((module, MethodType(_with_rotary(forward, kernels), module)))
+        else:
+            continue
+        tried.add(form)
+    return found
+
+
+def _is_norm(module: Any) -> bool:
+    return (
+        type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and hasattr(module, "weight")
+    )
+
+
+def _is_gated(module: Any) -> bool:
+    """Whether it is a feed-forward layer of the form down(silu(gate(x)) * up(x))."""
+    parts = dict(module.named_children())
+    return set(parts) == {"gate_proj", "up_proj", "down_proj", "act_fn"} and type(parts["act_fn"]).__name__ in SILU
+
+
+def _rotating(module: Any) -> FunctionType | None:
+    """The `forward` of an attention that rotates its queries and keys by the usual function, else None."""
+    forward = type(module).forward
+    rotates = isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names
+    return forward if rotates and ROTARY in forward.__globals__ and hasattr(module, "head_dim") else None
+
+
+def _norm(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
+    return kernels.norm(x, module.weight, module.variance_epsilon)
+
+
+def _gated(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
+    found: Tensor = module.down_proj(kernels.silu_product(module.gate_proj(x), module.up_proj(x)))
+    return found
+
+
+def _with_rotary(forward: FunctionType, kernels: Kernels) -> FunctionType:
+    """The same function with another rotation. That of its module stays, as samplers in this process use it."""
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return kernels.rotate(query, key, cos, sin)
+
+    names = {**forward.__globals__, ROTARY: rotate}
+    changed = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return changed
+
+
+def _try_norm(module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
+    alone = copy.deepcopy(module).to(device).requires_grad_(True)
+    alone.weight.data = alone.weight.data + 0.5  # as weights of 1 or 0 hide what they are added to
+    x = _random((1, 24, alone.weight.shape[-1]), device, dtype)
+    _compare(alone, partial(_norm, kernels, alone), [x], [alone.weight], type(module).__name__)
+
+
+def _try_gated(module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
+    """With small layers around the kernel, but at the width of the network."""
+    width = module.gate_proj.out_features
+    alone = copy.copy(module)
+    alone._modules = {"act_fn": module.act_fn}
+    for name, sizes in {"gate_proj": (16, width), "up_proj": (16, width), "down_proj": (width, 16)}.items():
+        alone._modules[name] = nn.Linear(*sizes, bias=False, device=device, dtype=dtype)
+    weights = [alone.gate_proj.weight, alone.up_proj.weight, alone.down_proj.weight]
+    x = _random((1, 24, 16), device, dtype)
+    _compare(partial(type(module).forward, alone), partial(_gated, kernels, alone), [x], weights, type(module).__name__)
+
+
+def _try_rotary(
+    rotation: Callable[..., Any], module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype
+) -> None:
+    config = module.config
+    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    states = []
+    for heads in (config.num_attention_heads, groups):
+        states.append(_random((1, 24, heads, module.head_dim), device, dtype))
+    angles = _random((1, 24, module.head_dim // 2), device, torch.float32).detach()
+    cos, sin = (torch.cat([part, part], -1).to(dtype) for part in (angles.cos(), angles.sin()))
+
+    def turned(rotate: Callable[..., Any], query: Tensor, key: Tensor) -> Tensor:
+        # Times 1: the kernel changes what it is given.
+        found = rotate((query * 1).transpose(1, 2), (key * 1).transpose(1, 2), cos, sin)
+        return torch.cat([part.flatten() for part in found])
+
+    _compare(partial(turned, rotation), partial(turned, kernels.rotate), states, [], "the rotary embedding")
+
+
+def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+
+def _compare(
+    plain: Callable[..., Tensor],
+    fused: Callable[..., Tensor],
+    inputs: list[Tensor],
+    weights: list[Tensor],
+    name: str,
+) -> None:
+    """Raises _DoesNotFit if outputs or gradients of the two differ."""
+    results: list[list[Tensor]] = []
+    for function in (plain, fused):
+        output = function(*inputs)
+        factors = _random(tuple(output.shape), output.device, output.dtype).detach()
+        gradients = torch.autograd.grad((output * factors).sum(), [*inputs, *weights])
+        results.append([output.detach().float(), *(gradient.float() for gradient in gradients)])
+    tolerance = TOLERANCE.get(inputs[0].dtype, 2e-2)
+    for expected, found in zip(*results, strict=True):
+        if not (found - expected).norm() <= tolerance * expected.norm():
+            raise _DoesNotFit(f"the kernel for {name} computes other values")

@@ -1,0 +1,66 @@
+"""What the host computes of the rows of a pass before the network is asked: the tree of their tokens, and the blocks in
+which it attends. The next pass is prepared while the GPU computes the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from cotune.algorithms.samples import TrainRow
+from cotune.trainer.learner.batching import lengths_of, pass_tokens, tokens_of
+from cotune.trainer.learner.token_tree import Block, TokenTree, attention_blocks, token_tree
+
+Item = TypeVar("Item")
+Prepared = TypeVar("Prepared")
+
+
+@dataclass(frozen=True)
+class PassInputs:
+    """Rows, and arrays of the machine's memory for their N response tokens, rows in order.
+
+    `places` [N] are the tokens of the tree whose states predict them. Without a tree rows are padded.
+    """
+
+    rows: Sequence[TrainRow]
+    targets: npt.NDArray[np.int64]
+    temperatures: npt.NDArray[np.float32]
+    tree: TokenTree | None = None
+    blocks: Sequence[Block] = ()
+    """Empty for FlexAttention, which needs none."""
+    places: npt.NDArray[np.int64] | None = None
+
+    @property
+    def computed(self) -> int:
+        """How many tokens go through the network."""
+        return pass_tokens(self.rows, shared=False) if self.tree is None else len(self.tree.tokens)
+
+
+def prepare_pass(rows: Sequence[TrainRow], *, shared: bool, flex: bool) -> PassInputs:
+    """`shared`: what rows have in common is computed once, in a tree. `flex`: by FlexAttention."""
+    targets = np.concatenate([np.asarray(row.response_ids, np.int64) for row in rows])
+    temperatures = np.repeat([np.float32(row.temperature) for row in rows], lengths_of(rows))
+    if not shared:
+        return PassInputs(rows, targets, temperatures)
+    tree = token_tree([tokens_of(row) for row in rows])
+    blocks: list[Block] = [] if flex else attention_blocks(tree)
+    places = [path[len(row.prompt_ids) - 1 :] for path, row in zip(tree.paths, rows, strict=True)]
+    return PassInputs(rows, targets, temperatures, tree, blocks, np.concatenate(places))
+
+
+def prepared_ahead(prepare: Callable[[Item], Prepared], items: Sequence[Item]) -> Iterator[Prepared]:
+    """What `prepare` makes of each item, in order; the next one is made in a thread while the caller uses the current
+    one."""
+    if not items:
+        return
+    with ThreadPoolExecutor(1, "prepare-pass") as pool:
+        pending: Any = pool.submit(prepare, items[0])
+        for item in items[1:]:
+            prepared = pending.result()
+            pending = pool.submit(prepare, item)
+            yield prepared
+        yield pending.result()
