@@ -115,7 +115,7 @@ def _models_asked(run: Path) -> dict[str, tuple[str, ...]]:
     address, app = (learned_from.path, learned_from.app) if learned_from.path else (run, "")
     try:
         with open_store(address, read_only=True) as store:
-            asked = store.models_asked(app)
+            asked = store.figures().models_asked(app)
     except CotuneError as error:
         log.warning("The export has no model names of roles, as the records cannot be read: %s", error)
         return {}

@@ -88,7 +88,7 @@ def throughput(folder: Path, calls: int, rounds: int, prompts: Callable[..., Any
             record(store, calls, made, k)
             store.flush()
             found.append(calls / (time.perf_counter() - started))
-            lost = store.lost
+            lost = store.health.lost
             store.close()
             if lost:
                 raise SystemExit(f"{lost} records were lost")
@@ -116,7 +116,13 @@ def memory(folder: Path, calls: int) -> dict[str, float]:
         rate = calls / (time.perf_counter() - started)
         store.close()
         size = (Path(name) / "records.db").stat().st_size / 2**20
-        return {"growth": max(seen) - before, "end": seen[-1] - before, "file": size, "rate": rate, "lost": store.lost}
+        return {
+            "growth": max(seen) - before,
+            "end": seen[-1] - before,
+            "file": size,
+            "rate": rate,
+            "lost": store.health.lost,
+        }
 
 
 def main() -> None:

@@ -80,7 +80,7 @@ def recorded(app: Any, folder: str) -> Run:
     async def run(episodes: int) -> None:
         for number in range(episodes):
             outcome = await run_episode(flow, Task(id=f"t{number}", input=number), sink=store)
-            if outcome.error or outcome.episode.calls != CALLS_PER_EPISODE or store.lost:
+            if outcome.error or outcome.episode.calls != CALLS_PER_EPISODE or store.health.lost:
                 raise SystemExit(f"not recorded: {outcome.error}")
         store.flush()
 

@@ -45,6 +45,7 @@ from cotune.records.plans import Plan
 from cotune.records.structs import PolicyRef, Task
 from cotune.sampling.protocol import Completion
 from cotune.sampling.responder import PolicyResponder
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.learner.batching import micro_batches, mini_batches, tokens_of
 from cotune.trainer.learner.token_tree import attention_blocks, token_tree
@@ -154,11 +155,13 @@ def read_step(folder: Path, calls: int) -> float:
     """CPU seconds to read one step's calls from a store with so many, which is made where it is not there."""
     file = folder / f"{calls}.db"
     with SqliteStore.open(file) as store:
-        if not store.counts()[1]:
+        if not store.figures().counts()[1]:
             fill(store, calls, lambda _: None, lambda number: number // EPISODES)
             store.flush()
         step = calls // 3 // EPISODES // 2
-        return seconds(lambda: [list(store.calls(episode.id)) for episode in store.episodes(training_step=step)])
+        return seconds(
+            lambda: [list(store.calls(episode.id)) for episode in store.episodes(EpisodeFilters(training_step=step))]
+        )
 
 
 def _one(candidate: Any, call: Any, task: Any) -> float:

@@ -43,6 +43,7 @@ from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.ids import canonical
 from cotune.records.structs import Candidate, Usage
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.trainer.prompting.evaluations import answering_in_search
 from cotune.trainer.prompting.improve import improve
@@ -250,7 +251,7 @@ def by_task(out: Path, line: Mapping[str, Any]) -> list[float]:
     """Of each held-out task, the outcome with the best prompts less that with those before."""
     outcomes: dict[bool, dict[str, float]] = {False: {}, True: {}}
     with open_store(out, read_only=True) as store:
-        for episode in store.episodes(phase="prompts-held-out"):
+        for episode in store.episodes(EpisodeFilters(phase="prompts-held-out")):
             rewards = store.rewards([episode.id]).get(episode.id) or {}
             outcomes[bool(episode.prompts)][episode.task.id] = sum(rewards.values())
     before, after = outcomes[False], outcomes[True]

@@ -37,6 +37,7 @@ from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.schema import WIDTHS, encode
 from cotune.storage.sql.store import SqlStore
+from cotune.storage.sql.upkeep import load
 from tests.postgres import server
 
 DAYS, PAGE, STEPS = 60, 1000, 3
@@ -90,7 +91,7 @@ def fill(
             of_table = [row for name, row in rows if name == table]
             if table == "messages":  # used when their calls were made, and the shared one still today
                 of_table = [of_table[0], *((*row[:2], began + first * gap) for row in of_table[1:])]
-            if of_table and store.load(table, of_table):
+            if of_table and load(store, table, of_table):
                 raise RuntimeError(f"rows of {table} were lost")
         if first // PAGE % 20 == 0:
             told(f"{first * STEPS:,} calls")
@@ -108,15 +109,15 @@ def vacuum(address: str) -> None:
 def readings(store: Store, where: str, viewer: str) -> dict[str, Callable[[], object]]:
     """What is timed, by name. `viewer` is the address of the store's pages."""
     newest = EpisodeFilters()
-    last = store.episode_ids(newest, 1)[0]
+    last = store.figures().episode_ids(newest, 1)[0]
     middle = EpisodeFilters(before=ulid(int((time.time() - DAYS * 43200) * 1000) << 80))
-    episodes, rewards = store.marks()
+    episodes, rewards = store.figures().marks()
     night = EpisodeFilters(
         app="desk", new=((int(episodes * (1 - 1 / DAYS)), int(rewards * (1 - 1 / DAYS))), (episodes, rewards))
     )
 
     def learned(filters: EpisodeFilters) -> int:
-        return sum(1 for _ in recorded_answers(store, store.episodes(filters=filters), Counter()))
+        return sum(1 for _ in recorded_answers(store, store.episodes(filters), Counter()))
 
     def page(path: str) -> Callable[[], object]:
         return lambda: httpx.get(f"{viewer}{path}", timeout=600, follow_redirects=True).raise_for_status()
@@ -126,18 +127,18 @@ def readings(store: Store, where: str, viewer: str) -> dict[str, Callable[[], ob
         **{f"viewer: {name}": page(path) for name, path in pages.items()},
         "show": lambda: show_run(where),
         "show, one episode": lambda: show_run(where, episode=last),
-        "list: newest page": lambda: store.episode_lines(newest, 50),
-        "list: page in the middle": lambda: store.episode_lines(middle, 50),
-        "list: rewarded low": lambda: store.episode_lines(EpisodeFilters(low=0.9), 50),
-        "list: count of all": lambda: store.episode_count(newest),
-        "list: a role": lambda: store.episode_lines(EpisodeFilters(role="critic"), 50),
-        "search of a page": lambda: store.holding("tester", store.episode_ids(newest, 500), {}),
-        "tokens by role": lambda: store.use(0),
-        "tasks": lambda: store.outcomes_by_task("trace", "lowest"),
-        "records list": store.apps,
-        "records list --by role,day": store.tally,
-        "key to episodes": lambda: store.episodes_with_key("desk", "order-77777"),
-        "since last: find the episodes": lambda: sum(1 for _ in store.episodes(filters=night)),
+        "list: newest page": lambda: store.figures().episode_lines(newest, 50),
+        "list: page in the middle": lambda: store.figures().episode_lines(middle, 50),
+        "list: rewarded low": lambda: store.figures().episode_lines(EpisodeFilters(low=0.9), 50),
+        "list: count of all": lambda: store.figures().episode_count(newest),
+        "list: a role": lambda: store.figures().episode_lines(EpisodeFilters(role="critic"), 50),
+        "search of a page": lambda: store.figures().holding("tester", store.figures().episode_ids(newest, 500), {}),
+        "tokens by role": lambda: store.figures().use(0),
+        "tasks": lambda: store.figures().outcomes_by_task("trace", "lowest"),
+        "records list": store.figures().apps,
+        "records list --by role,day": store.figures().by_day,
+        "key to episodes": lambda: store.figures().episodes_with_key("desk", "order-77777"),
+        "since last: find the episodes": lambda: sum(1 for _ in store.episodes(night)),
         "since last: read the answers": lambda: learned(night),
     }
 
@@ -161,14 +162,14 @@ def measure(address: str, calls: int, prune: bool, console: Console) -> dict[str
     found["load"] = [round(os.getloadavg()[0], 1)]
     with open_store(address) as opened:
         store = cast(SqlStore[Any], opened)
-        if not store.counts()[1]:
+        if not store.figures().counts()[1]:
             began = time.perf_counter()
             found["fill_cpu_s"] = round(fill(store, calls, console.print), 1)
             found["fill_s"] = round(time.perf_counter() - began, 1)
             if "://" in address:
                 vacuum(address)
         store.flush()
-        table = Table("reading", "first, s", "again, s", title=f"{store.counts()[1]:,} calls")
+        table = Table("reading", "first, s", "again, s", title=f"{store.figures().counts()[1]:,} calls")
         with viewing([address]) as pages:
             viewer = f"{pages.url}/run/{quote(pages.opened[0].name, safe='')}"
             for name, read in readings(store, address, viewer).items():
@@ -183,7 +184,7 @@ def measure(address: str, calls: int, prune: bool, console: Console) -> dict[str
         if prune:
             began = time.perf_counter()
             counts: Counter[str] = Counter()
-            for part in store.prune(time.time() - DAYS * 43200):
+            for part in prune(store, time.time() - DAYS * 43200):
                 counts.update(part)
             found["prune_s"] = round(time.perf_counter() - began, 1)
             console.print(f"pruned {dict(counts)} in {found['prune_s']} s")

@@ -388,8 +388,8 @@ async def stress(calls: int, store: SqliteStore, *, seed: int = 0, on_call: Call
     store.flush()
     for name, (episode, got) in received.items():
         check.compare(name, store.calls(episode), got)
-    if store.lost:
-        check.fault("lost", f"{store.lost} records")
+    if store.health.lost:
+        check.fault("lost", f"{store.health.lost} records")
     return check
 
 

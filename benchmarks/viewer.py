@@ -85,7 +85,7 @@ def build(folder: Path, calls: int, tokens: int = 60) -> Path:
     with SqliteStore.open(folder) as store:
         store.write(list(_step(random.Random(0), tokens)))
         store.flush()
-        assert store.lost == 0
+        assert store.health.lost == 0
     db = sqlite3.connect(folder / "records.db")
 
     def columns(table: str, **changed: str) -> str:

@@ -24,6 +24,7 @@ from cotune.algorithms.run_recipe import recipes_of, regroup, trained_roles
 from cotune.algorithms.samples import TrainRow
 from cotune.records.policies import policies_for
 from cotune.storage.checkpoints import newest_checkpoint, read_policies
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.run_layout import RunLayout, read_run, read_run_json
 from cotune.storage.sqlite_store import SqliteStore
@@ -37,7 +38,13 @@ def rows_of(run: Path, step: int) -> dict[str, list[TrainRow]]:
     try:
         chosen, _ = recipes_of(store)
         roles = trained_roles(store, step)
-        found = regroup(store, store.episodes(phase="train", training_step=step), chosen, read_run(run).config, roles)
+        found = regroup(
+            store,
+            store.episodes(EpisodeFilters(phase="train", training_step=step)),
+            chosen,
+            read_run(run).config,
+            roles,
+        )
         assert found.prepared is not None, found.problems
         return train_rows(found.prepared, found.collected, store)
     finally:

@@ -40,7 +40,7 @@ LARGEST = 200_000
 def rewarded_call(run: Path) -> str:
     """The page of a call of the last training step whose candidates got different rewards."""
     with open_store(run, read_only=True) as store:
-        for episode in store.episode_ids(EpisodeFilters(phase="train"), 50):
+        for episode in store.figures().episode_ids(EpisodeFilters(phase="train"), 50):
             for call in store.calls(episode):
                 rewards = store.rewards([candidate_id(call.id, one.index) for one in call.candidates])
                 if len({tuple(sorted(named.items())) for named in rewards.values()}) > 1:
@@ -51,7 +51,8 @@ def rewarded_call(run: Path) -> str:
 def widest_group(run: Path) -> str:
     """The page of the group of training whose rewards differ most."""
     with OpenedRun(run) as opened:
-        found = [(step, group) for step in opened.store.steps("train") for group in step_groups(opened, step).groups]
+        steps = opened.figures.steps("train")
+        found = [(step, group) for step in steps for group in step_groups(opened, step).groups]
     step, group = max(found, key=lambda one: one[1].spread)
     return f"run/{run.name}/group/{group.id}?step={step + 1}"
 

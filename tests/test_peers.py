@@ -36,6 +36,7 @@ from cotune.records.plans import Plan
 from cotune.records.structs import CallRecord, PolicyRef, Record, RewardRecord, Segment, Task
 from cotune.sampling.protocol import Completion, SamplingParams, fingerprint
 from cotune.sampling.responder import PolicyResponder
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations import tiny_models
 from tests.integrations.recorded import Recorded, answer
@@ -308,12 +309,12 @@ def test_failed_and_timed_out_calls_and_failed_episodes_are_recorded_never_train
     assert summary.left_out["timed_out_call"] == 2
     assert line["rows"] <= 2 * 2 * 8
     with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
-        for episode in store.episodes(phase="train"):
+        for episode in store.episodes(EpisodeFilters(phase="train")):
             assert [(c.role, c.status) for c in store.calls(episode.id)] == [
                 ("first", "ok"), ("second", "ok"), ("second", "error"), ("third", "timeout"),
             ]  # fmt: skip
             assert episode.status == ("error" if episode.task.id == "b" else "ok")
-        failed = {c.id for e in store.episodes(task="b") for c in store.calls(e.id)}
+        failed = {c.id for e in store.episodes(EpisodeFilters(task="b")) for c in store.calls(e.id)}
         bad = {c.id for e in store.episodes() for c in store.calls(e.id) if c.status != "ok"}
         assert not (failed | bad) & store.consumed().keys()
 

@@ -328,13 +328,13 @@ async def _train(
             if (run.profile_step or 0) > run.state.steps:
                 progress.say(f"step {run.profile_step} has no profile: it was not reached")
         run.store.flush()
-        if run.store.lost:
-            progress.say(f"{run.store.lost} records could not be stored and are lost")
+        if run.store.health.lost:
+            progress.say(f"{run.store.health.lost} records could not be stored and are lost")
         return sum_up(
             folder.path,
             run.state,
             finished=run.finished,
-            lost_records=run.store.lost,
+            lost_records=run.store.health.lost,
             seconds=time.perf_counter() - started,
             held_out=held_out_file,
             ended=ended,

@@ -49,7 +49,8 @@ def standardized(rewards: Floats, *, ddof: int, weights: Floats | None = None) -
     total = weights.sum()
     mean = (weights * rewards).sum() / max(total, 1e-300)
     variance = (weights * (rewards - mean) ** 2).sum() / (total - ddof if total > ddof else 1.0)
-    return above(rewards, mean) / (np.sqrt(variance) + EPS)
+    scaled: Floats = above(rewards, mean) / (np.sqrt(variance) + EPS)
+    return scaled
 
 
 def leave_one_out(rewards: Floats) -> Floats:

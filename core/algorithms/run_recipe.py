@@ -187,7 +187,7 @@ def all_taught(config: RunConfig) -> bool:
 
 def _plan_of(store: Store) -> PlanKind:
     """Only under a tree plan are the candidates of a call scored; an application may ask for several all the same."""
-    return "tree" if store.has_scored_candidates() else "independent"
+    return "tree" if store.figures().has_scored_candidates() else "independent"
 
 
 def trained_roles(store: Store, step: int | None) -> dict[str, str] | None:

@@ -75,7 +75,7 @@ def _import(a: argparse.Namespace) -> int:
                 )
             tell_left_out(imported.left_out)
         store.flush()
-        lost = store.lost
+        lost = store.health.lost
     if lost:
         tell(f"{plural(lost, 'record')} could not be stored")
     return 1 if lost else 0

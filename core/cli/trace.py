@@ -109,9 +109,9 @@ def trace(
             )
             episodes = run_sync(rollout(flow, batch))
         store.flush()
-        lost = store.lost
+        lost = store.health.lost
         # Where records were lost, the share of those that remain would mislead.
-        solved = () if lost else store.success_counts(episode.id for episode in episodes)
+        solved = () if lost else store.figures().success_counts(episode.id for episode in episodes)
     finally:
         if live is not None:
             live.close()

@@ -85,14 +85,14 @@ def first_episodes(
     """The first episode of each of these tasks in a mode; tasks without one are left out."""
     if not tasks:
         return {}
-    return records.store.first_episodes(*_recorded_under(evaluation, mode), tasks)
+    return records.store.figures().first_episodes(*_recorded_under(evaluation, mode), tasks)
 
 
 def failed_episode(records: OpenedRun, evaluation: StoredEvaluation, mode: str, task: str) -> str:
     """The first episode of a task in a mode that failed or did not solve it; empty where there is none."""
     phase, step = _recorded_under(evaluation, mode)
-    filters = EpisodeFilters(phase=phase, task=task, solved="no", step=None if step is None else step + 1)
-    lines = records.store.episode_lines(filters, 1, "oldest")
+    filters = EpisodeFilters(phase=phase, task=task, solved="no", training_step=step)
+    lines = records.store.figures().episode_lines(filters, 1, "oldest")
     return str(lines[0][0]) if lines else ""
 
 

@@ -46,7 +46,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
 def exchanges(store: Store, episodes: Iterable[str]) -> dict[str, Exchange]:
     """The exchanges of these episodes, by id. Only their own texts are read."""
     found = {}
-    for id, (value, message) in store.inputs_and_answers(episodes).items():
+    for id, (value, message) in store.figures().inputs_and_answers(episodes).items():
         found[id] = Exchange(question=question_of(value), answer=answer_of(message), expected=expected_of(value))
     return found
 

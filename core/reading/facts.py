@@ -50,13 +50,13 @@ def further_bases(run: OpenedRun) -> dict[str, str]:
 def facts(run: OpenedRun) -> Facts:
     """A run by its configuration, its metrics and its records."""
     config, lines, about = run.config, run.metrics, run.description
-    episodes, calls = run.store.counts()
+    episodes, calls = run.figures.counts()
     plan: str = (config.plan.kind or "") if run.samples else ""
     if run.samples and not plan and lines and "path" in lines[-1]:
         # none was configured, and only under `tree` is a path chosen among candidates
         plan = "independent" if lines[-1]["path"] == SINGLE else "tree"
     # Records by themselves are told by their latest episode.
-    latest = [] if run.is_run else run.store.episode_ids(EVERYTHING, 1)
+    latest = [] if run.is_run else run.figures.episode_ids(EVERYTHING, 1)
     last = run.store.episode(latest[0]) if latest else None
     usual: dict[str, str] = {str(kind): recipe for kind, recipe in USUAL.items()}
     return Facts(
@@ -133,7 +133,7 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
     the last step. With `of_calls`, which takes seconds in a long run, also failed calls and roles without a
     policy."""
     store, last = run.store, next(iter(run.metrics[-1:]), {})
-    shown, others = shortened(causes(store.failed_episodes()), most)
+    shown, others = shortened(causes(store.figures().failed_episodes()), most)
     found = [
         Trouble(
             "episodes",
@@ -149,7 +149,7 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
     wrongs = (("lost", "records were lost"), ("refused", "late rewards were refused"))
     for name, text in (*wrongs, ("dropped", "records were dropped by applications before they reached the store")):
         found += [Trouble("records", f"{n:,} {text}", n)] if (n := counters[name]) else []
-    if cut := store.cut_feedback():
+    if cut := store.figures().cut_feedback():
         ends = "was too long, and its middle is cut" if cut == 1 else "were too long, and their middles are cut"
         found.append(Trouble("cut", f"{plural(cut, 'text')} beside rewards {ends}"))
     if (precision := run.about.precision) and precision.fell_back:
@@ -157,9 +157,9 @@ def troubles(run: OpenedRun, most: int = MOST_CAUSES, *, of_calls: bool = True) 
         if not precision.noise:
             text = f"in float32, as sampler and learner differed in bfloat16 by {precision.gap:.2g} nats a token"
         found.append(Trouble("precision", text, 1))
-    for role, status, n in store.failed_calls() if of_calls else ():
+    for role, status, n in store.figures().failed_calls() if of_calls else ():
         found.append(Trouble("calls", f"{plural(n, 'call')} of {role}: {status}", n))
-    for role, n in store.answered_by(UNTRAINED.name) if of_calls else ():
+    for role, n in store.figures().answered_by(UNTRAINED.name) if of_calls else ():
         answered = f"{UNTRAINED}, the untrained model, answered {plural(n, 'call')}"
         found.append(Trouble("untrained", f"role {role} has no policy: {answered}", 0, {"role": role}))
     notes = [*(last.get("notes") or ())]

@@ -79,18 +79,18 @@ def failed_tasks(run: OpenedRun, headline: Headline, most: int) -> FailedTasks |
         return _of_evaluation(run, evaluation, most)
 
     store = run.store
-    if any(phase.startswith(PHASES) for phase in store.phases()):
+    if any(phase.startswith(PHASES) for phase in store.figures().phases()):
         best = best_prompts(run.folder)
         ended = []
         if best is not None:
-            ids = {one.id for one in store.episodes(phase=HELD_OUT_PHASE) if one.prompts == best}
+            ids = {one.id for one in store.episodes(EpisodeFilters(phase=HELD_OUT_PHASE)) if one.prompts == best}
             ended = [one for one in _latest(store, EpisodeFilters(phase=HELD_OUT_PHASE)) if one.id in ids]
         source = "the best prompts on held-out tasks"
         if not ended:
             ended = _latest(store, EpisodeFilters(phase=PHASES))
             source = "the latest episodes of the search"
-    elif run.is_run and (steps := store.steps("train")):
-        ended = _latest(store, EpisodeFilters(phase="train", step=steps[-1] + 1))
+    elif run.is_run and (steps := store.figures().steps("train")):
+        ended = _latest(store, EpisodeFilters(phase="train", training_step=steps[-1]))
         source = f"training tasks of step {steps[-1] + 1}"
     else:
         ended = _latest(store, EpisodeFilters())
@@ -138,7 +138,7 @@ def _of_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> F
 
 def _latest(store: Store, filters: EpisodeFilters) -> list[EndedEpisode]:
     """The latest episodes that fit, without those that are no run of the application on a task."""
-    lines = store.episode_lines(filters, MOST_EPISODES)
+    lines = store.figures().episode_lines(filters, MOST_EPISODES)
     rewards = store.rewards([line[0] for line in lines])
     ended = []
     for id, task, phase, _, status, _, _, error, success in lines:

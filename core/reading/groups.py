@@ -19,7 +19,7 @@ from cotune.algorithms.prepare import Prepared, group_spread
 from cotune.algorithms.run_recipe import Regrouped, config_of, recipes_of, regroup, trained_roles
 from cotune.algorithms.samples import Floats, Sample
 from cotune.reading.run import OpenedRun
-from cotune.storage.episode_filters import EVERYTHING
+from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 
 MOST_EPISODES = 200
 """Episodes that are grouped where they belong to no training step, the latest ones."""
@@ -80,13 +80,13 @@ class GroupCell(msgspec.Struct, frozen=True, kw_only=True):
 def step_groups(run: OpenedRun, training_step: int | None) -> StepGroups:
     """Groups and advantages of a training step; with None, of the latest episodes, whatever they were run for."""
     store = run.store
-    if not any(store.newest()):
+    if not any(store.figures().newest()):
         return StepGroups(problems=("This run recorded no episodes.",))
     recipes, why = recipes_of(store)
     if training_step is None:
-        episodes = [store.episode(id) for id in reversed(store.episode_ids(EVERYTHING, MOST_EPISODES))]
+        episodes = [store.episode(id) for id in reversed(store.figures().episode_ids(EVERYTHING, MOST_EPISODES))]
     else:
-        episodes = list(store.episodes(phase="train", training_step=training_step))
+        episodes = list(store.episodes(EpisodeFilters(phase="train", training_step=training_step)))
     # Grouping needs neither texts nor token ids: a step of many calls stays small in memory.
     lean: Any = SimpleNamespace(calls=functools.partial(store.calls, lean=True), rewards=store.rewards)
     roles = trained_roles(store, training_step)

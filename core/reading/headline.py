@@ -240,8 +240,8 @@ def _change(
 
 def _recorded(store: Store, on_failure: str) -> Iterator[Change]:
     """Success and rewards of recorded episodes, each phase by itself; failed ones count."""
-    solved = [counts for counts in store.success_counts() if counts[0] != "check"]
-    means = store.outcome_means(on_failure)
+    solved = [counts for counts in store.figures().success_counts() if counts[0] != "check"]
+    means = store.figures().outcome_means(on_failure)
     rewards = [(phase, name, value, n) for phase, name, value, n in means if value is not None and phase != "check"]
     several = len({phase for phase, *_ in (*solved, *rewards)}) > 1
     for phase, good, n, squares in solved:

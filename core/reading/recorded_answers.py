@@ -68,8 +68,8 @@ def recorded_answers(
             else:
                 given.add(call.replayed or call.id)
                 yield found
-    if store.unreadable:
-        left_out["unreadable"] += store.unreadable
+    if store.health.unreadable:
+        left_out["unreadable"] += store.health.unreadable
 
 
 def answer_fault(candidate: Candidate) -> str | None:

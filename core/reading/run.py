@@ -37,6 +37,7 @@ from cotune.storage.run_layout import (
     read_run_json,
     without_values,
 )
+from cotune.storage.sql.figures import Figures
 
 log = logging.getLogger("cotune")
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class OpenedRun:
         self._records_stat: os.stat_result | None = None
         if not self.is_run and self._file is not None and not self._file.is_file():
             raise RunError(f"{path} is neither a run nor a records file.", "Name a folder that cotune wrote.")
-        self.store  # noqa: B018
+        self.figures  # noqa: B018
         self.description  # noqa: B018
 
     @property
@@ -92,6 +93,11 @@ class OpenedRun:
                 self._store = open_store(self._records, read_only=True)
                 self._records_stat = self._file.stat() if self._file else None
             return self._store
+
+    @property
+    def figures(self) -> Figures:
+        """What pages ask of the records. Raises RunError for a store without SQL."""
+        return self.store.figures()
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -151,7 +157,7 @@ class OpenedRun:
 
     def headline_with(self, evaluations: list[StoredEvaluation], until: int | None = None) -> Headline:
         """The figures of the run, or of its first `until` steps, with other evaluations than its own."""
-        if not self.is_run and any(phase.startswith(SEARCH_PHASES) for phase in self.store.phases()):
+        if not self.is_run and any(phase.startswith(SEARCH_PHASES) for phase in self.figures.phases()):
             return search_headline(self.folder)
         lines = [line for line in self.metrics if until is None or line["step"] < until]
         return headline(
@@ -229,7 +235,7 @@ class OpenedRun:
     @property
     def stamp(self) -> str:
         """Changes when a step or a record is added."""
-        return "-".join(map(str, (*self.store.newest(), *(_stamp(RunLayout(self.path).metrics) or ()))))
+        return "-".join(map(str, (*self.figures.newest(), *(_stamp(RunLayout(self.path).metrics) or ()))))
 
     def _cached(self, name: str, stamp: Any, read: Callable[[], T]) -> T:
         if name not in self._read or self._read[name][0] != stamp:

@@ -110,55 +110,58 @@ def _draws(run: OpenedRun, tasks: Iterable[str]) -> tuple[dict[str, float], bool
 def tasks(run: OpenedRun, phase: str, kind: str = "", after: str = "", order: str = "") -> TaskPage:
     """A page of tasks, those after the task `after`, in the order of their ids or of ORDERS. `kind` is one of KINDS, or
     empty for all."""
-    store, on_failure = run.store, run.config.on_failure
-    measure, every = store.outcomes_by_task(phase, on_failure)
-    known = [(low, high) for *_, low, high in every if low is not None]
-    counts = {name: sum(fits(low, high) for low, high in known) for name, fits in KINDS.items()}
+    figures, on_failure = run.figures, run.config.on_failure
+    measure, every = figures.outcomes_by_task(phase, on_failure)
+    bounds: dict[str, tuple[float, float]] = {}
+    for row in every:
+        if row.lowest is not None and row.highest is not None:
+            bounds[row.task] = (row.lowest, row.highest)
+    counts = {name: sum(fits(low, high) for low, high in bounds.values()) for name, fits in KINDS.items()}
     fits = KINDS.get(kind)
-    chosen = [row for row in every if fits is None or (row[3] is not None and fits(row[3], row[4]))]
-    draws, adaptive = _draws(run, [str(task) for task, *_ in every]) if phase == "train" else ({}, False)
+    chosen = [row for row in every if fits is None or (row.task in bounds and fits(*bounds[row.task]))]
+    draws, adaptive = _draws(run, [str(row.task) for row in every]) if phase == "train" else ({}, False)
     if order == "hardest":
-        chosen.sort(key=lambda row: (row[2] is None, row[2]))
+        chosen.sort(key=lambda row: (row.mean is None, row.mean))
     elif order == "most":
-        chosen.sort(key=lambda row: -draws.get(str(row[0]), 0.0))
-    ids = [str(row[0]) for row in chosen]
+        chosen.sort(key=lambda row: -draws.get(str(row.task), 0.0))
+    ids = [str(row.task) for row in chosen]
     if after in ids:
         rest = chosen[ids.index(after) + 1 :]
     else:  # it has left this kind since
-        rest = [row for row in chosen if order in ORDERS or str(row[0]) > after]
+        rest = [row for row in chosen if order in ORDERS or str(row.task) > after]
     page = rest[:PAGE]
 
-    made = [step + 1 for step in store.steps(phase)]
+    made = [step + 1 for step in figures.steps(phase)]
     width = max(1, -(-len(made) // COLUMNS))
     columns = tuple((made[i], made[min(i + width, len(made)) - 1]) for i in range(0, len(made), width))
     place = {step: at for at, (first, last) in enumerate(columns) for step in range(first, last + 1)}
-    sums: dict[str, list[tuple[int, float]]] = {str(task): [(0, 0.0)] * len(columns) for task, *_ in page}
-    for task, step, n, total in store.outcomes_by_step(phase, on_failure, sums):
+    sums: dict[str, list[tuple[int, float]]] = {str(row.task): [(0, 0.0)] * len(columns) for row in page}
+    for task, step, n, total in figures.outcomes_by_step(phase, on_failure, sums):
         count, sum_ = sums[str(task)][place[step + 1]]
         sums[str(task)][place[step + 1]] = (count + n, sum_ + (total or 0.0))
     tried = [sum(count > 0 for count, _ in cells) for cells in sums.values()]
     return TaskPage(
         rows=tuple(
             TaskRow(
-                id=str(task),
-                episodes=n,
-                value=mean,
-                draws=draws.get(str(task)),
+                id=str(row.task),
+                episodes=row.episodes,
+                value=row.mean,
+                draws=draws.get(str(row.task)),
                 cells=tuple(
                     Cell(total / count if count else None, count, *steps)
-                    for (count, total), steps in zip(sums[str(task)], columns, strict=True)
+                    for (count, total), steps in zip(sums[str(row.task)], columns, strict=True)
                 ),
             )
-            for task, n, mean, *_ in page
+            for row in page
         ),
         measure=measure,
         counts={"all": len(every), **counts},
         steps=columns,
-        low=min([0.0, *(low for low, _ in known)]),
-        high=max([1.0, *(high for _, high in known)]),
-        after=page[-1][0] if len(rest) > PAGE else "",
+        low=min([0.0, *(low for low, _ in bounds.values())]),
+        high=max([1.0, *(high for _, high in bounds.values())]),
+        after=page[-1].task if len(rest) > PAGE else "",
         adaptive=adaptive,
-        grid=tuple(GridCell(str(task), mean, n) for task, n, mean, *_ in chosen[:MOST_CELLS]),
+        grid=tuple(GridCell(str(row.task), row.mean, row.episodes) for row in chosen[:MOST_CELLS]),
         total=len(chosen),
         sparse=bool(tried) and sum(tried) < 2 * len(tried),
     )

@@ -55,7 +55,7 @@ class Totals:
         return found
 
     def _read(self) -> None:
-        self._until, rows = self._run.store.use(self._until)
+        self._until, rows = self._run.figures.use(self._until)
         for role, model, *values in rows:
             fields: dict[str, Any] = dict(zip(_SUMMED, (value or 0 for value in values), strict=True))
             _add(self._sums.setdefault((str(role), str(model)), Use()), Use(**fields))

@@ -11,6 +11,7 @@ import msgspec
 
 from cotune.errors import ConfigError
 from cotune.storage.outcomes import REPORTED
+from cotune.storage.schema import AMONG, NameList
 
 COUNTED = "status != 'cancelled'"
 """The condition of SQL that an episode counts in figures: it came to an end."""
@@ -38,20 +39,21 @@ ORDERS = {
 class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that are empty or None do not matter. `status` may be `counted`, for all but cancelled episodes.
 
-    `role` had a call in the episode; `low` and `high` bound the sum of its rewards; `step` is its number as people see
-    it, from 1; ids are below `before`. `app` is the application, and `version` that of the policy in one of its calls;
-    `since` and `until` bound the start, in seconds since the epoch. `new` are two marks of a store (`Store.marks`): the
-    episode, or a reward of it, was stored between them. `solved` is `yes` or `no`, as the episode reports it; one with
-    an error counts as not solved.
+    `role` had a call in the episode; `low` and `high` bound the sum of its rewards; `training_step` counts from 0; ids
+    are among `ids` and below `before`. `app` is the application, and `version` that of the policy in one of its calls;
+    `since` and `until` bound the start, in seconds since the epoch. `new` are two marks of a store (`Figures.marks`):
+    the episode, or a reward of it, was stored between them. `solved` is `yes` or `no`, as the episode reports it; one
+    with an error counts as not solved.
     """
 
     phase: str = ""
     status: str = ""
     role: str = ""
     task: str = ""
-    step: int | None = None
+    training_step: int | None = None
     low: float | None = None
     high: float | None = None
+    ids: tuple[str, ...] | None = None
     before: str = ""
     app: str = ""
     version: int | None = None
@@ -66,11 +68,12 @@ class EpisodeFilters(msgspec.Struct, frozen=True, kw_only=True):
             "phase = ?": self.phase,
             f"({COUNTED}) = (? = 'counted')" if self.status == "counted" else "status = ?": self.status,
             "task = ?": self.task,
-            "training_step = ? - 1": self.step,
+            "training_step = ?": self.training_step,
             "EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND role = ?)": self.role,
             f"{_REWARDS} >= ?": self.low,
             f"{_REWARDS} <= ?": self.high,
             f"coalesce({REPORTED}, CASE WHEN status = 'error' THEN 0 END) = ?": {"yes": 1, "no": 0}.get(self.solved),
+            f"id {AMONG}": None if self.ids is None else NameList.of(self.ids),
             "id < ?": self.before,
             "app = ?": self.app,
             "EXISTS (SELECT 1 FROM calls WHERE calls.episode = episodes.id AND version = ?)": self.version,

@@ -339,6 +339,10 @@ def in_parts(names: Iterable[str]) -> Iterator[list[str]]:
     return (items[i : i + 500] for i in range(0, len(items), 500))
 
 
+AMONG = "IN (SELECT value FROM json_each(?))"
+"""The condition that a column is one of a `NameList`."""
+
+
 class NameList(str):
     """Names as one parameter of a query, of which `json_each` makes rows."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from cotune.runtime.last_flush import flush_at_signals, forget
 from cotune.storage.open_store import is_path, open_store, records_file
 from cotune.storage.protocol import Store
+from cotune.storage.sql.store import SqlStore
 
 log = logging.getLogger("cotune.store")
 
@@ -62,7 +63,7 @@ def _open_or_resume(address: str) -> Store:
     if unused is not None:
         resumed = False
         try:
-            resumed = unused.store.resume()
+            resumed = isinstance(unused.store, SqlStore) and unused.store.resume()
         finally:
             if not resumed:
                 unused.store.close()
@@ -83,7 +84,7 @@ def release_store(address: str) -> None:
             return
         forget(store.flush)
         del _shared[address]
-        if not store.pause():
+        if not isinstance(store, SqlStore) or not store.pause():
             store.close()
             return
         shared.unused_since = time.monotonic()

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import cotune
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 from examples.judged.products import make_tasks
 from examples.judged.rule_judge import ease, judging
@@ -44,7 +45,7 @@ def build_base(folder: Path) -> Path:
 def names_of(run: Path, step: int) -> list[str]:
     """All candidates of a step."""
     with open_store(run, read_only=True) as store:
-        episodes = list(store.episodes(phase="train", training_step=step))
+        episodes = list(store.episodes(EpisodeFilters(phase="train", training_step=step)))
         return [c.text for episode in episodes for call in store.calls(episode.id) for c in call.candidates]
 
 

@@ -20,6 +20,8 @@ from cotune.records.structs import (
     Segment,
     Task,
 )
+from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
+from cotune.storage.protocol import Store, StoreHealth
 from tests.core.installed import build_wheel, install
 
 
@@ -35,10 +37,12 @@ def base_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return install(wheel, tmp_path_factory.mktemp("base") / "venv")
 
 
-class MemoryStore:
-    """The store protocol over dicts; counts reads."""
+class MemoryStore(Store):
+    """A store over dicts, without SQL; counts reads."""
 
-    lost = unreadable = 0
+    address = "memory"
+    folder = None
+    health = StoreHealth()
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -64,29 +68,36 @@ class MemoryStore:
             else:
                 self._messages[record.id] = record.body
 
+    def commit(
+        self, records: Sequence[Record], counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, Sequence[Record]]:
+        self.write(records)
+        return {}
+
     def flush(self) -> None: ...
 
-    def episodes(
-        self, *, phase: str | None = None, training_step: int | None = None, task: str | None = None
-    ) -> Iterator[Episode]:
+    def episodes(self, filters: EpisodeFilters = EVERYTHING) -> Iterator[Episode]:
         for episode in sorted(self._episodes.values(), key=lambda e: e.id):
-            wanted = (phase, episode.phase), (training_step, episode.training_step), (task, episode.task.id)
-            if all(asked is None or asked == value for asked, value in wanted):
+            fits = (
+                filters.phase in ("", episode.phase)
+                and filters.training_step in (None, episode.training_step)
+                and filters.task in ("", episode.task.id)
+                and (filters.ids is None or episode.id in filters.ids)
+            )
+            if fits:
                 yield episode
 
-    def episode(self, episode_id: str) -> Episode:
-        return self._episodes[episode_id]
-
-    def calls(self, episode_id: str) -> list[CallRecord]:
+    def calls(
+        self, episode_id: str, *, start: int = 0, limit: int | None = None, lean: bool = False
+    ) -> list[CallRecord]:
         self.reads += 1
-        return sorted(self._calls.get(episode_id, []), key=lambda c: c.step)
+        calls = sorted(self._calls.get(episode_id, []), key=lambda c: c.step)
+        return calls[start:][:limit]
 
-    def message(self, message_id: str) -> Any:
-        return self._messages[message_id]
-
-    def image(self, image_id: str) -> bytes:
+    def bodies(self, ids: Iterable[str]) -> Mapping[str, Any]:
         self.reads += 1
-        return self.images[image_id]
+        stored = {**self._messages, **self.images}
+        return {id: stored[id] for id in ids if id in stored}
 
     def token_ids(self, segment_id: str) -> tuple[int, ...]:
         self.reads += 1
@@ -97,10 +108,13 @@ class MemoryStore:
         self.reads += 1
         return {target: self._rewards[target] for target in targets if target in self._rewards}
 
-    def unfinished(self) -> Iterator[str]:
-        return iter(self._calls.keys() - self._episodes.keys())
+    def feedback(self, targets: Iterable[str]) -> Mapping[str, Mapping[str, str]]:
+        return {target: {} for target in targets}
 
-    def consume(self, groups: Iterable[str], training_step: int) -> None:
+    def counters(self) -> Mapping[str, int]:
+        return {}
+
+    def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
         self._consumed.update(dict.fromkeys(groups, training_step))
 
     def release(self, training_step: int) -> None:

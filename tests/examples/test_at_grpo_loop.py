@@ -13,6 +13,7 @@ import pytest
 from cotune.algorithms.collect import collect
 from cotune.algorithms.prepare import prepare, train_rows
 from cotune.algorithms.samples import TrainRow
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.learner.local import LocalLearner
 from examples import at_grpo_loop as example
@@ -45,12 +46,12 @@ def test_two_steps_train_both_policies(in_thread: None, tmp_path: Path, monkeypa
     store = SqliteStore.open(tmp_path / "records.db", read_only=True)
     wanted: dict[str, float] = {}
     for step in range(2):
-        episodes = list(store.episodes(phase="train", training_step=step))
+        episodes = list(store.episodes(EpisodeFilters(phase="train", training_step=step)))
         collected = collect(store, episodes, plan="tree", roles=example.ROLES)
         rows = train_rows(prepare(collected.samples, example.METHOD), collected, store)
         wanted |= {row.id: row.advantage for role_rows in rows.values() for row in role_rows}
         versions = {call.policy.version for episode in episodes for call in store.calls(episode.id)}
         assert versions == {step}
     assert {row.id: row.advantage for row in trained} == pytest.approx(wanted)
-    evaluated = [e for e in store.episodes(phase="eval", training_step=1) for e in store.calls(e.id)]
+    evaluated = [e for e in store.episodes(EpisodeFilters(phase="eval", training_step=1)) for e in store.calls(e.id)]
     assert {(call.policy.version, len(call.candidates)) for call in evaluated} == {(2, 1)}

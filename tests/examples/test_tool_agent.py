@@ -20,6 +20,7 @@ from rich.console import Console
 from cotune.episodes.workflows import load_workflow
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.records.structs import CallRecord
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.reporting.summary import RunSummary
@@ -72,7 +73,7 @@ def trained(base: Path, in_thread: None) -> Iterator[tuple[RunSummary, SqliteSto
 
 
 def answered(store: SqliteStore) -> list[CallRecord]:
-    return [call for episode in store.episodes(phase="train") for call in store.calls(episode.id)]
+    return [call for episode in store.episodes(EpisodeFilters(phase="train")) for call in store.calls(episode.id)]
 
 
 def next_of(call: CallRecord, store: SqliteStore) -> CallRecord | None:

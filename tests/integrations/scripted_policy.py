@@ -92,6 +92,6 @@ def run_scripted(
     asyncio.run(run_episode(workflow.cotune, task, sink=store, responder=responder, options=options))
     store.flush()
     [episode] = store.episodes()
-    result = ScriptedEpisode(episode, list(store.calls(episode.id)), store.lost, sampler.asked)
+    result = ScriptedEpisode(episode, list(store.calls(episode.id)), store.health.lost, sampler.asked)
     store.close()
     return result

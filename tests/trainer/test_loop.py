@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from cotune.errors import GroupError, WorkflowError
 from cotune.reading.metrics import columns
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.learner.local import LocalLearner
@@ -81,7 +82,7 @@ def test_all_files_of_a_run_have_one_mode(learned):
 def test_the_records_are_whole_in_the_one_file(learned):
     summary, trainer = learned
     with copied(trainer.folder / "learned") as store:
-        assert sum(episode.calls for episode in store.episodes(phase="train")) == summary.calls == 48
+        assert sum(episode.calls for episode in store.episodes(EpisodeFilters(phase="train"))) == summary.calls == 48
         assert store.rows("SELECT count(*) FROM candidates JOIN calls ON calls.id = call") > [(8 * 48 - 1,)]
 
 
@@ -278,7 +279,7 @@ def test_failures_are_recorded_kept_out_and_counted(trainer):
     assert "scorer failed on 8 candidates, not trained on: The scorer of role 'second' ret" in trainer.said
     assert "failed episodes 1 of 3" in trainer.said
     store = SqliteStore.open(trainer.folder / "run", read_only=True)
-    episodes = list(store.episodes(phase="train"))
+    episodes = list(store.episodes(EpisodeFilters(phase="train")))
     assert Counter(episode.status for episode in episodes) == {"ok": 2, "error": 1}
     (failed,) = (episode for episode in episodes if episode.status == "error")
     assert "RuntimeError: broken tool" in failed.error

@@ -17,6 +17,7 @@ from cotune.records.policies import UNTRAINED, Policies
 from cotune.records.structs import PolicyRef, Task
 from cotune.sampling.protocol import ChatFormats, Sampler, SamplingParams
 from cotune.sampling.responder import PolicyResponder
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.tables import plural
 from cotune.trainer.before.findings import (
@@ -43,7 +44,7 @@ MOST_SECONDS = 60.0
 
 def max_calls(config: TrainConfig, store: Store) -> int:
     """Calls that an episode of a run may make: more than any that looked at the application needed by far."""
-    most = max((episode.calls for episode in store.episodes(phase="check")), default=0)
+    most = max((episode.calls for episode in store.episodes(EpisodeFilters(phase="check"))), default=0)
     return config.max_calls or max(FEWEST_CALLS, 4 * most)
 
 

@@ -31,8 +31,8 @@ class _Chosen:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def episodes(self, **asked: Any) -> Iterator[Episode]:
-        return self._store.episodes(**asked, filters=self._filters)
+    def episodes(self) -> Iterator[Episode]:
+        return self._store.episodes(self._filters)
 
 
 def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[Store, str]:
@@ -46,7 +46,7 @@ def choose(folder: RunFolder, settings: RecordsConfig, store: Store) -> tuple[St
         store_place = store_identity(settings.path)
         before = _last(folder, settings, store_place) if settings.since == "last" else None
         since, name = before if before else ((0, 0), "")
-        held |= {"since": since, "until": store.marks(), "after": name, "store": store_place}
+        held |= {"since": since, "until": store.figures().marks(), "after": name, "store": store_place}
         folder.describe_as({**folder.described, "held": held})
     since, until = tuple(held["since"]), tuple(held["until"])
     filters = EpisodeFilters(app=settings.app, version=settings.version)

@@ -51,7 +51,7 @@ class _Given(NamedTuple):
 
     @classmethod
     def read(cls, store: Store, answer: _Answer) -> _Given:
-        call = store.call(answer.call)
+        call = next(call for call in store.calls(answer.episode) if call.id == answer.call)
         return cls(call, next(one for one in call.candidates if one.index == answer.index))
 
 

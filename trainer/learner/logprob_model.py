@@ -129,7 +129,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         """Layers compute with their adapters in one step (`products.join_layers`), by `copies`, which begin a pass.
         Autocast has nothing left to do, unless other weights are in another precision."""
         self._copies = copies
-        joined = set()
+        joined: set[int] = set()
         for layer in copies.layers:
             joined.update(id(p) for part in (layer.lora_A, layer.lora_B) for p in part.parameters())
         self._autocast = self._needs_autocast(p for p in self.network.parameters() if id(p) not in joined)

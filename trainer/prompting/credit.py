@@ -11,6 +11,7 @@ from cotune.prompts.edits import PromptPart, Prompts
 from cotune.records.structs import CallRecord, Episode, Task
 from cotune.replay.forks import repeatable
 from cotune.replay.script import read_script
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.trainer.prompting.evaluations import FORKS, Evaluations
 from cotune.trainer.prompting.showing import said_by
 from cotune.trainer.prompting.tried import read_tried
@@ -72,7 +73,7 @@ async def _measured(
 ) -> Credit:
     store = evaluations.store
     before: dict[tuple[str, int], Episode] = {}
-    for episode in store.episodes(phase=FORKS):
+    for episode in store.episodes(EpisodeFilters(phase=FORKS)):
         if episode.fork is not None and episode.is_outcome:  # one that was interrupted is forked anew
             before.setdefault((episode.fork.call, episode.rollout), episode)
 

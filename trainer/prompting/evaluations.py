@@ -25,6 +25,7 @@ from cotune.records.structs import CallRecord, Episode, Task
 from cotune.replay.forks import repeatable
 from cotune.replay.script import Replay, Script, read_script
 from cotune.sampling.scoring import Scored
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.trainer.evaluation.policies import answering
 from cotune.trainer.prompting.options import ImproveOptions
@@ -74,11 +75,11 @@ class Evaluations:
         self._gate = asyncio.Semaphore(self.options.concurrency)
         self._down: RunError | None = None
         for phase in (SEARCH, HELD_OUT, FORKS):
-            for episode in self.store.episodes(phase=phase):
+            for episode in self.store.episodes(EpisodeFilters(phase=phase)):
                 self.spending.count(_asked(episode, self.store.calls(episode.id, lean=True)))
                 if episode.is_outcome and phase != FORKS:
                     self._seen.setdefault((phase, episode.prompts, episode.task.id), episode)
-        for id in self.store.unfinished():  # a killed process had asked them, and they were paid
+        for id in self.store.figures().unfinished():  # a killed process had asked them, and they were paid
             self.spending.add(self.store.calls(id, lean=True))
 
     async def run(

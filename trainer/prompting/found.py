@@ -13,6 +13,7 @@ from cotune.prompts.file import read_prompts
 from cotune.prompts.guards import Known, refusals
 from cotune.prompts.parts import FoundParts, find_parts, patterns
 from cotune.prompts.wording import Wording
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.tables import plural
 from cotune.trainer.prompting.evaluations import SEARCH, Evaluations
@@ -29,7 +30,7 @@ def find_base(evaluations: Evaluations, options: ImproveOptions) -> tuple[Prompt
     """All parts of the application's prompts, as it has them, and what is to be said of them. Its provenance names the
     parts that are to be improved."""
     keep = patterns(options.keep, "keep")
-    found = find_parts(evaluations.store, evaluations.store.episodes(phase=SEARCH), keep=keep)
+    found = find_parts(evaluations.store, evaluations.store.episodes(EpisodeFilters(phase=SEARCH)), keep=keep)
     wanted = [
         one.part.name
         for one in found.editable

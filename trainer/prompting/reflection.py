@@ -19,6 +19,7 @@ from cotune.recording.recorder import Responder
 from cotune.recording.role import role
 from cotune.records.ids import canonical
 from cotune.records.structs import REFLECTING, Task
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.trainer.prompting.options import ImproveOptions
 from cotune.trainer.prompting.showing import Fence
@@ -107,7 +108,7 @@ class Reflection:
     _kept: dict[str, deque[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for episode in self.store.episodes(phase=REFLECTING):
+        for episode in self.store.episodes(EpisodeFilters(phase=REFLECTING)):
             calls = self.store.calls(episode.id)
             self.spending.count(calls, reflection=True)
             if episode.status == "ok":

@@ -227,7 +227,7 @@ def _workflow(run: Path, options: ReplayOptions) -> Workflow:
 def _episodes(store: Store, options: ReplayOptions) -> list[Episode]:
     """The episodes to run again: with `all`, those of the application itself that came to an outcome."""
     if options.episode is not None:
-        return [store.episode(store.episode_named(options.episode))]
+        return [store.episode(store.figures().episode_named(options.episode))]
     own = [e for e in store.episodes() if e.fork is None and e.phase not in ("check", JUDGING)]
     found = [episode for episode in own if episode.is_outcome and episode.calls]
     if not found:

@@ -153,7 +153,7 @@ class RolloutReport(StepReport):
         now |= {f"judge.{name}": count for name, count in totals_of(run.folder.path).items()}
         taught = sum((Counter(teacher.counters) for teacher in run.teachers.values()), Counter[str]())
         now |= {f"teacher.{name}": count for name, count in taught.items()}
-        now["late_rewards_refused"] = run.store.refused
+        now["late_rewards_refused"] = run.store.health.refused
         self._counters = now
         return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}
 

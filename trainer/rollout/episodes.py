@@ -15,6 +15,7 @@ from cotune.records.plans import Plan
 from cotune.records.policies import stand_in
 from cotune.records.structs import Episode, PolicyRef
 from cotune.sampling.protocol import SamplingParams, at_temperature
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.trainer.batch import ended_well, learns_from_outcomes
 from cotune.trainer.rollout.protocol import ResponderConfig
@@ -70,7 +71,7 @@ def finished_episodes(run: RolloutRun, step: int, tasks: Container[str]) -> tupl
     """
     done: dict[tuple[str, int], Episode] = {}
     cut = []
-    for episode in run.store.episodes(phase="train", training_step=step):
+    for episode in run.store.episodes(EpisodeFilters(phase="train", training_step=step)):
         if not episode.is_outcome or episode.task.id not in tasks:
             continue
         if _is_complete(run.store, episode):

@@ -15,6 +15,7 @@ from cotune.records.plans import seed_of
 from cotune.records.structs import CallRecord, Episode, PolicyRef
 from cotune.replay.forks import Budget, budget, choose_forks, fork_rule, repeatable
 from cotune.replay.script import Replay, read_script
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.episodes import run_episodes
@@ -105,7 +106,7 @@ def expected_budget(config: TrainConfig, store: Store, trained: Collection[str],
         raise ConfigError(
             "replay.forks", config.replay.forks, f"names no trained role; trained roles: {', '.join(sorted(trained))}"
         )
-    for episode in store.episodes(phase="check"):
+    for episode in store.episodes(EpisodeFilters(phase="check")):
         calls = store.calls(episode.id)
         able = [call for call in calls if call.role in trained and call.status == "ok" and repeatable(calls, call)]
         forks = choose_forks(able, rule, config.replay.forks_per_episode, 0)

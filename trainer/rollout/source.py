@@ -16,6 +16,7 @@ from cotune.errors import RunError
 from cotune.recording.recorder import Responder
 from cotune.records.policies import unlisted_said
 from cotune.records.structs import Episode
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.metrics_file import StepMetrics
 from cotune.trainer.batch import Batch, collect_samples, group_and_weigh
 from cotune.trainer.evaluation.held_out import evaluate_base, evaluate_held_out
@@ -173,9 +174,9 @@ async def roll_out(run: RolloutRun, progress: Progress, step: int, needed: async
         progress.scorer_errors(run.runner.scorer_errors)
         for role in run.runner.unlisted:
             progress.say_once(unlisted_said(role, run.config.other_roles))
-        if run.store.lost:
+        if run.store.health.lost:
             raise RunError(
-                f"{run.store.lost} records could not be stored, so step {step + 1} is not trained on.",
+                f"{run.store.health.lost} records could not be stored, so step {step + 1} is not trained on.",
                 f"See the log; free some space, then {run.folder.way_on}",
             )
         for text, count in (await judged.finish()).items():
@@ -214,7 +215,7 @@ async def _refilled(
     added, late = await run_refill(refill, own, draw, signals, at_once, needed)
     run.store.flush()
     ids = {episode.id for episode in (*own, *added)}
-    begun = run.store.episodes(phase="train", training_step=step) if late else ()
+    begun = run.store.episodes(EpisodeFilters(phase="train", training_step=step)) if late else ()
     return RolledOut(
         episodes=[*own, *added],
         refill=refill,

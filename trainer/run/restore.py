@@ -12,6 +12,7 @@ import msgspec
 
 from cotune.errors import GapError, LearnerLost
 from cotune.records.structs import PolicyRef
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.tables import plural
 from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import RolloutPipeline
@@ -110,7 +111,7 @@ def _cancel_answers_of_lost_versions(run: RolloutRun) -> int:
     """
     versions = run.state.versions
     cancelled = []
-    for episode in run.store.episodes(phase="train"):
+    for episode in run.store.episodes(EpisodeFilters(phase="train")):
         if episode.status == "cancelled" or (episode.training_step or 0) < run.state.steps:
             continue
         calls = run.store.calls(episode.id, lean=True)

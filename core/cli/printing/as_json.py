@@ -21,7 +21,7 @@ def line(value: Any) -> str:
 
 def episodes_as_json(store: Store, filters: EpisodeFilters, limit: int) -> Iterator[str]:
     """The latest episodes, the newest last, each with its rewards."""
-    ids = store.episode_ids(filters, limit)[::-1]
+    ids = store.figures().episode_ids(filters, limit)[::-1]
     rewards, feedback = store.rewards(ids), store.feedback(ids)
     for id in ids:
         given = {"rewards": rewards[id], "feedback": feedback[id]}
@@ -33,7 +33,7 @@ def episodes_as_json(store: Store, filters: EpisodeFilters, limit: int) -> Itera
 
 def episode_as_json(store: Store, id: str) -> str:
     """An episode with its calls, their messages and candidates. Raises RecordError for an unknown one."""
-    id = store.episode_named(id)
+    id = store.figures().episode_named(id)
     calls = store.calls(id)
     try:
         about = msgspec.to_builtins(store.episode(id))

@@ -18,7 +18,7 @@ from cotune.tables import BAD, QUIET, grid, plural, warn
 
 def show_groups(run: OpenedRun, limit: int) -> Iterable[RenderableType]:
     """Groups of the latest `limit` training steps; of the recorded episodes where there was no training."""
-    steps = run.store.steps("train")
+    steps = run.figures.steps("train")
     shown = [step_groups(run, step) for step in steps[-limit:]] or [step_groups(run, None)]
     latest = f"the latest {MOST_EPISODES}" if shown[0].capped else "all"
     found = plural(len(shown), "training step") if steps else f"{latest} episodes, none of them training"

@@ -55,10 +55,10 @@ def show_run(
                 raise RunError(cause, f"Those are in {recorded.path}.")
             return Group(*_learned(run, recorded))
         if episode is not None:
-            return Group(*episode_parts(run.store, run.store.episode_named(episode), full))
+            return Group(*episode_parts(run.store, run.figures.episode_named(episode), full))
         if groups:
             return Group(*show_groups(run, limit))
-        still = run.store.open_episodes(MOST_OPEN)
+        still = run.figures.open_episodes(MOST_OPEN)
         head = Text.assemble(("records ", "bold"), run.store.address, "\n")
         page = first_page_parts(first_page(run, FAILED_TASKS))
         tables = _overview(run, len(still))
@@ -73,10 +73,10 @@ def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
     if told := [*bases, *_lines(wrong, "episodes", "untrained", "cut", "precision")]:
         yield Text.assemble(*told)
     means: dict[str, dict[str, float | None]] = {}
-    for phase, name, value, _ in store.outcome_means(run.config.on_failure):
+    for phase, name, value, _ in store.figures().outcome_means(run.config.on_failure):
         means.setdefault(phase, {})[name] = value
     counts = grid("phase", "episodes>", "ok>", "error>", "cancelled>", "tasks>", "steps>", "seconds>", "mean reward")
-    for phase, total, good, errors, cancelled, tasks, steps, seconds in store.episodes_by_phase():
+    for phase, total, good, errors, cancelled, tasks, steps, seconds in store.figures().episodes_by_phase():
         ended = (good, warn(errors), warn(cancelled))
         counts.add_row(
             *cells((phase, total, *ended, tasks, steps or "", f"{seconds:.2f}")), scores(means.get(phase, {}))
@@ -84,7 +84,7 @@ def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
     yield counts
     yield ""
     own: dict[str, dict[str, float]] = {}
-    for role, name, value in store.rewards_by_role():
+    for role, name, value in store.figures().rewards_by_role():
         own.setdefault(role, {})[name] = value
     calls = grid(
         *("role", "calls>", "failed>", "turns>", "candidates>", "prompt tokens>", "answer tokens>", "seconds a call>"),
@@ -121,8 +121,8 @@ def _episodes(
 ) -> Iterable[RenderableType]:
     """The latest episodes that fit, newest last, and then those that are `still` open, with their calls."""
     filtered = filters != EVERYTHING
-    total = store.episode_count(filters)
-    found = store.episode_ids(filters, limit)
+    total = store.figures().episode_count(filters)
+    found = store.figures().episode_ids(filters, limit)
     of_task = f" of task {filters.task}" if filters.task else ""
     left = f"the latest {len(found)} of " if len(found) < total else ""
     yield Text(f"{left}{plural(total, 'episode')}{of_task}\n", style="bold")

@@ -53,7 +53,7 @@ def run(a: argparse.Namespace) -> int:
     with open_store(a.run, read_only=not a.write) as store:
         rescored = run_sync(rescore(flow, store, role=a.role, write=a.write))
         store.flush()
-        refused, lost = store.refused, store.lost
+        refused, lost = store.health.refused, store.health.lost
     terminal().print(_table(rescored))
     if refused:
         tell(f"{plural(refused, 'reward')} of groups that were trained on stay as they were")

@@ -7,13 +7,16 @@ import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cotune.cli.command import RECORDS, Parser, described
 from cotune.errors import ConfigError
 from cotune.storage.episode_filters import moment
 from cotune.tables import cells, grid, plural
 from cotune.terminal import tell, terminal
+
+if TYPE_CHECKING:
+    from cotune.storage.sql.figures import AppCount, CallCount
 
 Forms: TypeAlias = "argparse._SubParsersAction[Parser]"
 _BY = ("app", "role", "version", "day")
@@ -73,25 +76,29 @@ def _list(a: argparse.Namespace) -> int:
     if unknown := [name for name in names if name not in _BY]:
         raise ConfigError("--by", unknown[0], f"is none of {', '.join(_BY)}", "For example: --by role,day")
     with open_store(a.store, read_only=True) as store:
-        terminal().print(_tally(store.tally(a.app), names) if names else _apps(store.apps(), a.app))
+        figures = store.figures()
+        terminal().print(_calls_by(figures.by_day(a.app), names) if names else _apps(figures.apps(), a.app))
     return 0
 
 
-def _apps(rows: Sequence[tuple[Any, ...]], app: str) -> Any:
+def _apps(rows: Sequence[AppCount], app: str) -> Any:
     table = grid("app", "episodes>", "ok>", "calls>", "rewarded>", "first", "last")
-    for name, episodes, good, calls, first, last, rewarded in rows:
-        if app in ("", name):
-            table.add_row(*cells((name or "-", episodes, good, calls, rewarded, _moment(first), _moment(last))))
+    for row in rows:
+        if app in ("", row.app):
+            times = (_moment(row.first), _moment(row.last))
+            table.add_row(*cells((row.app or "-", row.episodes, row.ok, row.calls, row.rewarded, *times)))
     return table
 
 
-def _tally(rows: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Any:
+def _calls_by(rows: Sequence[CallCount], names: Sequence[str]) -> Any:
     table = grid(*names, "calls>", "failed>", "prompt tokens>", "answer tokens>")
     sums: defaultdict[tuple[str, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    for app, role, policy, version, day, calls, failed, asked, answered in rows:
-        of = {"app": app or "-", "role": role, "day": day or "-", "version": f"{policy}@{version}" if policy else "-"}
-        have = sums[tuple(of[name] for name in names)]
-        have[:] = [n + m for n, m in zip(have, (calls, failed, asked, answered), strict=True)]
+    for row in rows:
+        version = f"{row.policy}@{row.version}" if row.policy else "-"
+        columns = {"app": row.app or "-", "role": row.role, "day": row.day or "-", "version": version}
+        total = sums[tuple(columns[name] for name in names)]
+        for i, count in enumerate((row.calls, row.failed, row.prompt_tokens, row.answer_tokens)):
+            total[i] += count
     for key in sorted(sums):
         table.add_row(*cells((*key, *sums[key])))
     return table
@@ -108,11 +115,12 @@ def _moment(seconds: float | None) -> str:
 
 def _prune(a: argparse.Namespace) -> int:
     from cotune.storage.open_store import open_store
+    from cotune.storage.sql.upkeep import prune
 
     before = moment("--older-than", a.older_than)
     counts: Counter[str] = Counter()
     with open_store(a.store) as store, _bar("episodes", None) as told:
-        for found in store.prune(before, app=a.app, keep_trained=a.keep_trained):
+        for found in prune(store, before, app=a.app, keep_trained=a.keep_trained):
             counts.update(found)
             told(count=found.get("episodes", 0))
     tell(f"deleted {_deleted(counts)}")
@@ -121,12 +129,13 @@ def _prune(a: argparse.Namespace) -> int:
 
 def _delete(a: argparse.Namespace) -> int:
     from cotune.storage.open_store import open_store
+    from cotune.storage.sql.upkeep import delete
 
     if a.app and a.key is None:
         raise ConfigError("--app", a.app, "has no effect without --key", "Name the key, or leave --app out.")
     with open_store(a.store) as store:
-        episodes = a.episode or store.episodes_with_key(a.app, a.key)
-        counts = store.delete(episodes, None if a.key is None else (a.app, a.key))
+        episodes = a.episode or store.figures().episodes_with_key(a.app, a.key)
+        counts = delete(store, episodes, None if a.key is None else (a.app, a.key))
     tell(f"deleted {_deleted(counts)}")
     return 0 if counts.get("episodes") or counts.get("calls") else 1
 
@@ -138,10 +147,10 @@ def _deleted(counts: Any) -> str:
 
 def _copy(a: argparse.Namespace) -> int:
     from cotune.storage.open_store import open_store
-    from cotune.storage.sql.upkeep import COPIED, copy
+    from cotune.storage.sql.upkeep import COPIED, copy, size
 
     with open_store(a.store, read_only=True) as source, open_store(a.target) as target:
-        total = sum(source.size(table) for table in COPIED)
+        total = sum(size(source, table) for table in COPIED)
         with _bar("records", total) as told:
             copied = copy(source, target, lambda _, rows: told(count=rows))
     left_out = copied.lost + copied.forged

@@ -1,28 +1,25 @@
-"""The queries that count, sum, list and search records, for every store that speaks SQL. `Store` documents each
-method."""
+"""What screens, reports and upkeep ask of records: counts, sums, lists and searches, over any store that speaks SQL."""
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from cotune.errors import RecordError
-from cotune.records.structs import JUDGING, REFLECTING, Task
+from cotune.records.structs import JUDGING, REFLECTING, CallRecord, Task
 from cotune.storage.episode_filters import COUNTED, ORDERS, CallFilters, EpisodeFilters
 from cotune.storage.outcomes import ALL_OWN, LOWEST_SUM, REPORTED, outcome_means, outcome_sum, solved, success_counts
-from cotune.storage.schema import FEEDBACK, NameList, Row, in_parts
+from cotune.storage.schema import AMONG, FEEDBACK, NameList, Row, in_parts
+from cotune.storage.sql.owners import episodes_with_keys
 
 T = TypeVar("T")
 Default = TypeVar("Default")
 _STEP = "CAST(training_step AS INTEGER)"
 _TIMES = "count(*) FILTER (WHERE status = '{}')"
 _LIKE = "LIKE ? ESCAPE '\\'"
-AMONG = "IN (SELECT value FROM json_each(?))"
-"""The condition that a column is one of a `NameList`."""
 NO_END = "NOT EXISTS (SELECT 1 FROM episodes WHERE id = found.episode)"
 """The condition that an episode among those `found` has no end."""
 _BESIDE = f"SELECT target FROM {FEEDBACK} AND text {_LIKE} AND target"
@@ -57,41 +54,196 @@ class _Answer(msgspec.Struct):
     message: dict[str, Any] = {}
 
 
-class Figures(ABC):
-    """The part of a store that counts, lists and searches."""
+class SuccessCount(NamedTuple):
+    """Episodes of a phase that report `success`."""
 
-    @abstractmethod
-    def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
-        """Rows of any SELECT."""
+    phase: str
+    solved: int
+    episodes: int
+    """Those that count: failed ones too, cancelled ones not."""
+    squares: int
+    """The sum over tasks of the square of their number of episodes."""
+
+
+class OutcomeMean(NamedTuple):
+    """A component of the outcomes of a phase."""
+
+    phase: str
+    name: str
+    mean: float | None
+    episodes: int
+
+
+class TaskOutcome(NamedTuple):
+    """The outcomes of a task's episodes; None where no episode has one."""
+
+    task: str
+    episodes: int
+    mean: float | None
+    lowest: float | None
+    highest: float | None
+
+
+class StepOutcome(NamedTuple):
+    """The outcomes of a task's episodes in one training step."""
+
+    task: str
+    step: int
+    episodes: int
+    total: float | None
+
+
+class PhaseCount(NamedTuple):
+    """Episodes of a phase."""
+
+    phase: str
+    episodes: int
+    ok: int
+    failed: int
+    cancelled: int
+    tasks: int
+    steps: int
+    mean_seconds: float | None
+
+
+class RoleUse(NamedTuple):
+    """The calls of a role to a model."""
+
+    role: str
+    model: str
+    calls: int
+    failed: int
+    turns: int
+    prompt_tokens: int
+    answer_tokens: int
+    seconds: float
+    candidates: int
+
+
+class EpisodeLine(NamedTuple):
+    """What a list shows of an episode."""
+
+    id: str
+    task: str
+    phase: str
+    training_step: int | None
+    status: str
+    calls: int
+    seconds: float
+    error: str | None
+    solved: int | None
+    """Whether it reports that it solved its task; None where it does not say."""
+
+
+class CallLine(NamedTuple):
+    """What a list shows of a call."""
+
+    id: str
+    episode: str
+    step: int
+    role: str
+    turn: int
+    status: str
+    task: str | None
+    phase: str | None
+    training_step: int | None
+    prompt_tokens: int
+    answer_tokens: int
+    seconds: float
+    answered_by: str
+    """Policy and version, or the model."""
+
+
+class CallTime(NamedTuple):
+    """When a call of an episode ran, and which calls came before it."""
+
+    id: str
+    step: int
+    role: str
+    turn: int
+    status: str
+    started: float
+    seconds: float
+    parents: tuple[str, ...]
+
+
+class CallCount(NamedTuple):
+    """The calls of one application, role, policy and day."""
+
+    app: str
+    role: str
+    policy: str
+    version: int | None
+    day: str
+    calls: int
+    failed: int
+    prompt_tokens: int
+    answer_tokens: int
+
+
+class AppCount(NamedTuple):
+    """The episodes of an application."""
+
+    app: str
+    episodes: int
+    ok: int
+    calls: int
+    first: float
+    last: float
+    rewarded: int
+
+
+class Figures:
+    """Counts, lists and searches. `Store.figures` returns it; it sees what is committed, as other reads do."""
+
+    def __init__(
+        self,
+        rows: Callable[..., list[Row]],
+        read_calls: Callable[[str, Sequence[Any]], list[CallRecord]],
+        address: str,
+    ) -> None:
+        """`rows` runs a SELECT with its parameters; `read_calls` reads the calls that a condition chooses."""
+        self.rows = rows
+        self._read_calls = read_calls
+        self._address = address
 
     # Outcomes
 
-    def success_counts(self, episodes: Iterable[str] | None = None) -> list[tuple[str, int, int, int]]:
+    def success_counts(self, episodes: Iterable[str] | None = None) -> list[SuccessCount]:
+        """The phases in which an episode reports `success`. With `episodes`, of these ids alone."""
         if episodes is None:
-            return self.rows(success_counts())
-        return self.rows(success_counts(f"id {AMONG}"), (NameList.of(episodes),))
+            found = self.rows(success_counts())
+        else:
+            found = self.rows(success_counts(f"id {AMONG}"), (NameList.of(episodes),))
+        return [SuccessCount(*row) for row in found]
 
-    def outcome_means(self, on_failure: str) -> list[tuple[str, str, float | None, int]]:
-        return self.rows(outcome_means(on_failure))
+    def outcome_means(self, on_failure: str) -> list[OutcomeMean]:
+        """Each component of outcomes, by phase."""
+        return [OutcomeMean(*row) for row in self.rows(outcome_means(on_failure))]
 
-    def outcomes_by_task(self, phase: str, on_failure: str) -> tuple[str, list[Row]]:
+    def outcomes_by_task(self, phase: str, on_failure: str) -> tuple[str, list[TaskOutcome]]:
+        """`success` where an episode of the phase reports it, else `reward`, the sum of the components; and this
+        outcome by task."""
         measure, value = self._measured(phase, on_failure, "own")
-        return measure, self.rows(
+        found = self.rows(
             f"""SELECT task, count(*), avg(v), min(v), max(v) FROM (
                 SELECT task, {value} AS v FROM episodes {ALL_OWN} WHERE phase = ? AND {COUNTED}) AS found
                 GROUP BY task ORDER BY task""",
             (phase,),
         )
+        return measure, [TaskOutcome(*row) for row in found]
 
-    def outcomes_by_step(self, phase: str, on_failure: str, tasks: Iterable[str]) -> list[Row]:
+    def outcomes_by_step(self, phase: str, on_failure: str, tasks: Iterable[str]) -> list[StepOutcome]:
+        """The outcomes of these tasks in each training step."""
         _, value = self._measured(phase, on_failure)
-        return self.rows(
+        found = self.rows(
             f"""SELECT task, step, count(v), sum(v) FROM (
                 SELECT task, {_STEP} AS step, {value} AS v FROM episodes WHERE phase = ? AND {COUNTED}
                 AND task {AMONG} AND training_step IS NOT NULL) AS found
                 GROUP BY task, step""",
             (phase, NameList.of(tasks)),
         )
+        return [StepOutcome(*row) for row in found]
 
     def _measured(self, phase: str, on_failure: str, *own: str) -> tuple[str, str]:
         """The name and the expression of an episode's outcome: success where an episode of the phase reports any. `own`
@@ -101,6 +253,7 @@ class Figures(ABC):
         return "reward", outcome_sum(on_failure, self.rows(LOWEST_SUM, (phase,))[0][0], *own)
 
     def has_scored_candidates(self) -> bool:
+        """Whether several candidates of one call have rewards of their own."""
         return bool(
             self.rows(
                 """SELECT 1 FROM calls WHERE drawn > 1 AND EXISTS
@@ -109,6 +262,7 @@ class Figures(ABC):
         )
 
     def rewards_by_role(self) -> list[tuple[str, str, float]]:
+        """Role, name and mean of the rewards of candidates."""
         return self.rows(
             """SELECT role, name, avg(value) FROM rewards
             JOIN calls ON calls.id = substr(target, 1, instr(target, '.') - 1)
@@ -117,33 +271,47 @@ class Figures(ABC):
 
     # Counts
 
+    def marks(self) -> tuple[int, int]:
+        """Numbers of the last episode and the last reward that are stored: what comes later has higher ones."""
+        episodes, rewards = (f"(SELECT coalesce(max(rowid), 0) FROM {table})" for table in ("episodes", "rewards"))
+        return self.rows(f"SELECT {episodes}, {rewards}")[0]
+
     def cut_feedback(self) -> int:
+        """Texts beside rewards that were too long and are not whole."""
         return int(self.rows(f"SELECT count(*) FROM {FEEDBACK} AND cut > 0")[0][0])
 
     def counts(self) -> tuple[int, int]:
+        """Episodes and calls."""
         return self.rows("SELECT (SELECT count(*) FROM episodes), (SELECT count(*) FROM calls)")[0]
 
     def newest(self) -> tuple[int, int]:
+        """Numbers that grow with each call and each episode."""
         calls, episodes = (f"(SELECT coalesce(max(rowid), 0) FROM {table})" for table in ("calls", "episodes"))
         return self.rows(f"SELECT {calls}, {episodes}")[0]
 
-    def episodes_by_phase(self) -> list[Row]:
-        return self.rows(
+    def episodes_by_phase(self) -> list[PhaseCount]:
+        """Phases in the order of their first episodes."""
+        found = self.rows(
             f"""SELECT phase, count(*), {_TIMES.format("ok")}, {_TIMES.format("error")}, {_TIMES.format("cancelled")},
                 count(DISTINCT task), count(DISTINCT training_step), avg(latency)
             FROM episodes GROUP BY phase ORDER BY min(id)"""
         )
+        return [PhaseCount(*row) for row in found]
 
-    def use(self, after: int) -> tuple[int, list[Row]]:
+    def use(self, after: int) -> tuple[int, list[RoleUse]]:
+        """Of calls above a number of `newest`, 0 for all: the highest number among them, or `after`; and their use by
+        role and model, in the order of first calls."""
         found = self.rows(
             f"""SELECT (SELECT max(rowid) FROM calls), role, model, count(*), count(*) FILTER (WHERE status != 'ok'),
                 max(turn) + 1, sum(prompt_tokens), sum(completion_tokens), sum(latency), sum(drawn)
             FROM calls {"WHERE rowid > ?" if after else ""} GROUP BY role, model ORDER BY min(started), role, model""",
             (after,) if after else (),
         )
-        return (found[0][0] if found else after), [row[1:] for row in found]
+        return (found[0][0] if found else after), [RoleUse(*row[1:]) for row in found]
 
     def models_asked(self, app: str = "") -> list[tuple[str, str]]:
+        """Role and model name of the application's calls, each pair once: not of judges, nor of calls that proposed
+        prompts. Of one application alone, or all."""
         of_app = "AND calls.app = ?" if app else ""
         return self.rows(
             f"""SELECT DISTINCT role, model FROM calls JOIN episodes ON episodes.id = calls.episode
@@ -152,15 +320,18 @@ class Figures(ABC):
         )
 
     def failed_episodes(self) -> list[tuple[str, str | None, int]]:
+        """Phase, error and number of failed episodes, the commonest first."""
         return self.rows(
             """SELECT phase, error, count(*) FROM episodes WHERE status = 'error' GROUP BY phase, error
             ORDER BY count(*) DESC, coalesce(error, ''), phase"""
         )
 
     def failed_calls(self) -> list[tuple[str, str, int]]:
+        """Role, status and number of failed calls."""
         return self.rows("SELECT role, status, count(*) FROM calls WHERE status != 'ok' GROUP BY 1, 2 ORDER BY 1, 2")
 
     def answered_by(self, policy: str) -> list[tuple[str, int]]:
+        """By role, how many calls this policy answered."""
         return self.rows(
             """SELECT role, count(*) FROM calls JOIN episodes ON episodes.id = calls.episode
             WHERE phase != 'check' AND policy = ?
@@ -168,9 +339,57 @@ class Figures(ABC):
             (policy,),
         )
 
+    def by_day(self, app: str = "") -> list[CallCount]:
+        """Calls by application, day, role and policy; of one application alone, or all."""
+        found = self.rows(
+            f"""SELECT app, role, coalesce(policy, ''), version, date(started, 'unixepoch') AS day, count(*),
+                count(*) FILTER (WHERE status != 'ok'), sum(prompt_tokens), sum(completion_tokens)
+            FROM calls {"WHERE app = ?" if app else ""} GROUP BY 1, 2, 3, 4, 5 ORDER BY 1, 5, 2, 3, 4""",
+            [app] if app else [],
+        )
+        return [CallCount(*row) for row in found]
+
+    def apps(self) -> list[AppCount]:
+        """Applications by name."""
+        found = self.rows(
+            """SELECT app, count(*), count(*) FILTER (WHERE status = 'ok'), sum(calls), min(started), max(started),
+                count(*) FILTER (WHERE EXISTS (SELECT 1 FROM rewards WHERE target = episodes.id))
+            FROM episodes GROUP BY app ORDER BY app"""
+        )
+        return [AppCount(*row) for row in found]
+
+    def episodes_with_key(self, app: str, key: str) -> list[str]:
+        """Ids of the finished episodes that an application calls `key`."""
+        return [id for (id,) in episodes_with_keys(self.rows, "id", app, [key], " ORDER BY id")]
+
+    def key_counts(self, app: str, keys: Collection[str]) -> Mapping[str, int]:
+        """How many finished episodes an application calls by each of these keys."""
+        counted = episodes_with_keys(self.rows, "key, count(*)", app, keys, " GROUP BY key")
+        return dict.fromkeys(keys, 0) | dict(counted)
+
     # Lists
 
+    def call(self, call_id: str) -> CallRecord:
+        """Raises RecordError when unknown."""
+        for call in self._read_calls("id = ?", (call_id,)):
+            return call
+        raise RecordError(f"No call {call_id!r} in {self._address} can be read.", "`cotune show RUN` lists episodes.")
+
+    def stored_segments(self, segment_ids: Iterable[str]) -> set[str]:
+        """Those of these segments that are stored."""
+        stored: set[str] = set()
+        for some in in_parts(segment_ids):
+            marks = ",".join("?" * len(some))
+            stored.update(id for (id,) in self.rows(f"SELECT id FROM segments WHERE id IN ({marks})", some))
+        return stored
+
+    def unfinished(self) -> list[str]:
+        """Ids of episodes that have calls but no end: interrupted by a crash."""
+        sql = f"SELECT episode FROM (SELECT DISTINCT episode FROM calls) AS found WHERE {NO_END} ORDER BY episode"
+        return [episode for (episode,) in self.rows(sql)]
+
     def open_episodes(self, limit: int) -> list[tuple[str, int]]:
+        """Episodes without an end, the newest first, each with its number of calls: under way, or interrupted."""
         found = self.rows(
             f"""SELECT episode, n FROM (SELECT episode, count(*) AS n FROM calls GROUP BY episode) AS found
             WHERE {NO_END} ORDER BY episode DESC LIMIT ?""",
@@ -179,6 +398,10 @@ class Figures(ABC):
         return [(str(id), calls) for id, calls in found]
 
     def episode_named(self, name: str) -> str:
+        """The id of the episode that `name` is, or is the end of; `name` itself where there is none.
+
+        Raises RecordError where several end so.
+        """
         if self.has_episode(name):
             return name
         end = f"%{_escaped(name)}"
@@ -193,21 +416,27 @@ class Figures(ABC):
         return ids[0] if len(ids) == 1 else name
 
     def has_episode(self, episode: str) -> bool:
+        """Whether this episode has ended."""
         return bool(self.rows("SELECT 1 FROM episodes WHERE id = ?", (episode,)))
 
     def episode_ids(self, filters: EpisodeFilters, limit: int) -> list[str]:
+        """Ids of the latest finished episodes that fit, the newest first."""
         where, asked = filters.where()
         return [id for (id,) in self.rows(f"SELECT id FROM episodes {where} ORDER BY id DESC LIMIT ?", (*asked, limit))]
 
-    def episode_lines(self, filters: EpisodeFilters, limit: int, order: str = "", start: int = 0) -> list[Row]:
+    def episode_lines(self, filters: EpisodeFilters, limit: int, order: str = "", start: int = 0) -> list[EpisodeLine]:
+        """The finished episodes that fit, in an order of `episode_filters.ORDERS`, from number `start` on."""
         where, asked = filters.where()
-        return self.rows(
+        found = self.rows(
             f"""SELECT id, task, phase, {_STEP}, status, calls, latency, error, {REPORTED}
             FROM episodes {where} ORDER BY {ORDERS[order][1]} LIMIT ? OFFSET ?""",
             (*asked, limit, start),
         )
+        return [EpisodeLine(*row) for row in found]
 
     def inputs_and_answers(self, episodes: Iterable[str]) -> dict[str, tuple[Any, dict[str, Any] | None]]:
+        """By episode, the input of its task and the message of its last answer, None without one: the chosen candidate
+        of its latest call that ended ok. Nothing of other episodes is read."""
         found: dict[str, tuple[Any, dict[str, Any] | None]] = {}
         sql = f"""SELECT episodes.id, episodes.body, calls.body, calls.candidates
             FROM episodes LEFT JOIN calls ON calls.id = (
@@ -226,41 +455,50 @@ class Figures(ABC):
         return found
 
     def call_ids(self, before: str, limit: int) -> list[str]:
+        """Ids of the latest calls below an id, empty for all; the newest first."""
         below, asked = ("WHERE id < ?", (before, limit)) if before else ("", (limit,))
         return [id for (id,) in self.rows(f"SELECT id FROM calls {below} ORDER BY id DESC LIMIT ?", asked)]
 
-    def call_lines(self, calls: Sequence[str], filters: CallFilters) -> list[Row]:
+    def call_lines(self, calls: Sequence[str], filters: CallFilters) -> list[CallLine]:
+        """Those of some calls that fit, the newest first."""
         where, asked = filters.where()
-        return self.rows(
+        found = self.rows(
             f"""SELECT calls.id, episode, step, role, turn, calls.status, task, phase, {_STEP},
                 prompt_tokens, completion_tokens, calls.latency, coalesce(policy || '@' || version, model)
             FROM calls LEFT JOIN episodes ON episodes.id = calls.episode
             {f"{where} AND" if where else "WHERE"} calls.id {AMONG} ORDER BY calls.id DESC""",
             (*asked, NameList.of(calls)),
         )
+        return [CallLine(*row) for row in found]
 
     def episode_count(self, filters: EpisodeFilters) -> int:
+        """How many finished episodes fit."""
         where, asked = filters.where()
         return int(self.rows(f"SELECT count(*) FROM episodes {where}", asked)[0][0])
 
     def neighbours(self, episode: str) -> tuple[str, str]:
+        """Ids of the episodes before and after one; empty at the ends."""
         asked = "(SELECT max(id) FROM episodes WHERE id < ?), (SELECT min(id) FROM episodes WHERE id > ?)"
         older, newer = self.rows(f"SELECT {asked}", (episode, episode))[0]
         return older or "", newer or ""
 
     def phases(self) -> list[str]:
+        """Phases that have episodes."""
         return [phase for (phase,) in self.rows("SELECT DISTINCT phase FROM episodes ORDER BY 1")]
 
     def steps(self, phase: str) -> list[int]:
+        """Training steps that have episodes of a phase."""
         sql = f"""SELECT DISTINCT {_STEP} FROM episodes
             WHERE phase = ? AND training_step IS NOT NULL AND {COUNTED} ORDER BY 1"""
         return [step for (step,) in self.rows(sql, (phase,))]
 
     def recent_roles(self) -> list[str]:
+        """Roles of the latest thousand calls."""
         sql = "SELECT DISTINCT role FROM (SELECT role FROM calls ORDER BY rowid DESC LIMIT 1000) AS latest ORDER BY 1"
         return [str(role) for (role,) in self.rows(sql)]
 
     def first_episodes(self, phase: str, step: int | None, tasks: Iterable[str]) -> dict[str, str]:
+        """The first episode of each of these tasks in a training step, by task."""
         found = self.rows(
             f"""SELECT task, min(id) FROM episodes
             WHERE phase = ? AND training_step {"IS NULL" if step is None else "= ?"} AND {COUNTED}
@@ -270,6 +508,7 @@ class Figures(ABC):
         return {str(task): str(id) for task, id in found}
 
     def repeated_tasks(self, phase: str, limit: int) -> list[tuple[str, int, int]]:
+        """Tasks with episodes in several steps, and the first and the last of these; the furthest apart first."""
         return self.rows(
             f"""SELECT task, earliest, latest FROM (
                 SELECT task, min(training_step) AS earliest, max(training_step) AS latest FROM episodes
@@ -278,12 +517,15 @@ class Figures(ABC):
             (phase, limit),
         )
 
-    def call_times(self, episode: str) -> list[Row]:
+    def call_times(self, episode: str) -> list[CallTime]:
+        """The calls of an episode in step order."""
         sql = """SELECT id, step, role, turn, status, started, latency, body
             FROM calls WHERE episode = ? ORDER BY step, id"""
-        return [(*row, tuple(map(str, _listed(body, "parents")))) for *row, body in self.rows(sql, (episode,))]
+        found = self.rows(sql, (episode,))
+        return [CallTime._make((*row[:-1], tuple(map(str, _listed(row[-1], "parents"))))) for row in found]
 
     def messages_of(self, episode: str, role: str, turn: int) -> list[str]:
+        """Ids of the messages of a role's prompt in a turn."""
         sql = "SELECT body FROM calls WHERE episode = ? AND role = ? AND turn = ?"
         found = self.rows(sql, (episode, role, turn))
         return _listed(found[0][0], "messages") if found else []
@@ -291,6 +533,9 @@ class Figures(ABC):
     # Search
 
     def holding(self, text: str, episodes: Sequence[str], verdicts: dict[str, bool]) -> dict[str, str]:
+        """Those of some episodes in which a message, an answer, an error, feedback or the task's input holds a text,
+        each with a call that does, empty where none needs to. `verdicts` remembers, from one search to the next for the
+        same text, which messages do."""
         asked, wanted, (as_json, plain) = NameList.of(episodes), _lower(text), _patterns(text)
         sql = f"SELECT id, body FROM episodes WHERE id {AMONG} AND body {_LIKE}"
         hits = {str(id): "" for id, body in self.rows(sql, (asked, as_json)) if _holds(body, wanted)}
@@ -300,6 +545,7 @@ class Figures(ABC):
         return hits
 
     def calls_holding(self, text: str, calls: Sequence[str], verdicts: dict[str, bool]) -> set[str]:
+        """Those of some calls in which a message, an answer, an error or feedback holds a text."""
         return {call for _, call in self._calls_holding(text, "id", calls, verdicts)}
 
     def _calls_holding(

@@ -9,8 +9,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -20,10 +19,10 @@ from cotune.records.structs import CallRecord, Episode, Record
 from cotune.runtime.forks import survives_fork
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.file_lock import FileLock
-from cotune.storage.schema import FEEDBACK, call_from, episode_from, in_parts, join_path
-from cotune.storage.sql.figures import NO_END, Figures
+from cotune.storage.protocol import Store, StoreHealth
+from cotune.storage.schema import FEEDBACK, Row, call_from, episode_from, in_parts, join_path
+from cotune.storage.sql.figures import Figures
 from cotune.storage.sql.transaction import Transactions
-from cotune.storage.sql.upkeep import Upkeep
 from cotune.storage.sql.writer import Act, Writer
 
 log = logging.getLogger("cotune.store")
@@ -61,16 +60,14 @@ class StoreFailure(RunError):
         self.reason = reason
 
 
-class SqlStore(Figures, Upkeep, Generic[Reader]):
-    """A `Store` over tables of SQL. Reads see what is committed: `flush` first to read your own latest writes."""
+class SqlStore(Store, Generic[Reader]):
+    """A `Store` over tables of SQL."""
 
     def __init__(
         self, address: str, connect: Callable[[], Reader], writer: Writer | None, lock: FileLock | None
     ) -> None:
         """`address` is for people; `connect` opens a connection that reads."""
         self.address = address
-        self.write: Callable[[Sequence[Record]], None] = writer.put if writer else self._refuse
-        self.commit: Callable[..., Mapping[str, Sequence[Record]]] = writer.commit if writer else self._refuse
         self._writer = writer
         self._lock = lock
         self._connect = connect
@@ -79,68 +76,52 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         self._shut = weakref.finalize(self, _shut, writer, self._readers, lock)
         survives_fork(self)
 
-    @property
     @abstractmethod
-    def folder(self) -> Path | None:
-        """The folder that holds, or would hold, the other files of the run."""
+    def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> list[Row]:
+        """Rows of any SELECT in SQLite's dialect, on a connection that cannot write."""
 
-    def _refuse(self, records: Sequence[Record] = (), counts: Mapping[str, int] | None = None) -> NoReturn:
-        raise RunError(f"{self.address} is open for reading only.", "Open it without read_only to write.")
+    def drop_months(self, before: float, app: str, keep_trained: bool) -> Iterator[Mapping[str, int]]:
+        """Delete months as wholes, where the store has them apart, that `prune` would delete row by row."""
+        yield from ()
+
+    def figures(self) -> Figures:
+        return Figures(self.rows, self._calls, self.address)
+
+    def write(self, records: Sequence[Record]) -> None:
+        self._the_writer().put(records)
+
+    def commit(
+        self, records: Sequence[Record], counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, Sequence[Record]]:
+        return self._the_writer().commit(records, counts)
+
+    def _the_writer(self) -> Writer:
+        if self._writer is None:
+            raise RunError(f"{self.address} is open for reading only.", "Open it without read_only to write.")
+        return self._writer
 
     def flush(self) -> None:
         if self._writer:
             self._writer.flush()
 
     @property
-    def failing(self) -> bool:
-        return self._writer is not None and self._writer.failing
+    def health(self) -> StoreHealth:
+        if self._writer is None:
+            return StoreHealth(unreadable=self._unreadable)
+        writer = self._writer
+        return StoreHealth(writer.failing, writer.lost, self._unreadable, writer.refused, writer.foreign)
 
-    @property
-    def lost(self) -> int:
-        return self._writer.lost if self._writer else 0
-
-    @property
-    def unreadable(self) -> int:
-        return self._unreadable
-
-    @property
-    def refused(self) -> int:
-        return self._writer.refused if self._writer else 0
-
-    @property
-    def foreign(self) -> int:
-        return self._writer.foreign if self._writer else 0
-
-    def episodes(
-        self,
-        *,
-        phase: str | None = None,
-        training_step: int | None = None,
-        task: str | None = None,
-        filters: EpisodeFilters = EVERYTHING,
-    ) -> Iterator[Episode]:
-        wanted = {"phase": phase, "training_step": training_step, "task": task}
-        equal = {name: value for name, value in wanted.items() if value is not None}
+    def episodes(self, filters: EpisodeFilters = EVERYTHING) -> Iterator[Episode]:
         chosen, asked = filters.where()
-        where = chosen.replace("WHERE", " AND", 1) + "".join(f" AND {name} = ?" for name in equal)
+        where = chosen.replace("WHERE", " AND", 1)
         last = ""
         while True:
             sql = f"SELECT id, body, metrics FROM episodes WHERE id > ?{where} ORDER BY id LIMIT {PAGE}"
-            page, before = self.rows(sql, (last, *asked, *equal.values())), last
+            page, before = self.rows(sql, (last, *asked)), last
             for last, *columns in page:  # noqa: B007
                 yield from self._read(episode_from, columns)
             if len(page) < PAGE or last <= before:  # an id that is no text does not lead on
                 return
-
-    def episode(self, episode_id: str) -> Episode:
-        found = self.rows("SELECT body, metrics FROM episodes WHERE id = ?", (episode_id,))
-        if not found:
-            raise RecordError(f"No finished episode {episode_id!r} in {self.address}.", "`cotune show RUN` lists them.")
-        for episode in self._read(episode_from, found[0]):
-            return episode
-        raise RecordError(
-            f"The episode {episode_id!r} in {self.address} cannot be read.", "Its row is broken: leave it."
-        )
 
     def calls(
         self, episode_id: str, *, start: int = 0, limit: int | None = None, lean: bool = False
@@ -148,46 +129,27 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         last = (1 << 62) if limit is None else limit
         return self._calls("episode = ? ORDER BY step, id LIMIT ? OFFSET ?", (episode_id, last, start), lean)
 
-    def call(self, call_id: str) -> CallRecord:
-        for call in self._calls("id = ?", (call_id,)):
-            return call
-        raise RecordError(f"No call {call_id!r} in {self.address} can be read.", "`cotune show RUN` lists episodes.")
-
     def _calls(self, where: str, parameters: Sequence[Any], lean: bool = False) -> list[CallRecord]:
         sql = f"SELECT body, candidates, {'NULL' if lean else 'token_ids'}, logprobs FROM calls WHERE {where}"
         return [call for row in self.rows(sql, parameters) for call in self._read(call_from, row)]
 
-    def message(self, message_id: str) -> Any:
-        found = self.rows("SELECT body FROM messages WHERE id = ?", (message_id,))
-        if not found:
-            raise RecordError(f"No message {message_id!r} in {self.address}.", "It may be among the `lost` records.")
-        for body in self._read(msgspec.json.decode, found[0]):
-            return join_images(body, self._image)
-        raise RecordError(
-            f"The message {message_id!r} in {self.address} cannot be read.", "Its row is broken: leave it."
-        )
-
-    def image(self, image_id: str) -> bytes:
-        data = self._image(image_id)
-        if data is None:
-            raise RecordError(
-                f"No image {image_id!r} in {self.address}.", "It was redacted, or is among the `lost` records."
-            )
-        return data
+    def bodies(self, ids: Iterable[str]) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        for some in in_parts(set(ids)):
+            sql = f"SELECT id, body FROM messages WHERE id IN ({','.join('?' * len(some))})"
+            for id, text in self.rows(sql, some):
+                for body in self._read(msgspec.json.decode, (text,)):
+                    found[id] = join_images(body, self._image)
+            for id in some:
+                if id not in found and (data := self._image(id)) is not None:
+                    found[id] = data
+        return found
 
     def _image(self, id: str) -> bytes | None:
         """The bytes whose hash it is; None where they are not there, or were changed."""
         found = self.rows("SELECT data FROM images WHERE id = ?", (id,))
         data = found[0][0] if found else None
         return data if isinstance(data, bytes) and image_id(data) == id else None
-
-    def stored_segments(self, segment_ids: Iterable[str]) -> set[str]:
-        stored: set[str] = set()
-        for some in in_parts(segment_ids):
-            stored.update(
-                id for (id,) in self.rows(f"SELECT id FROM segments WHERE id IN ({','.join('?' * len(some))})", some)
-            )
-        return stored
 
     def token_ids(self, segment_id: str) -> tuple[int, ...]:
         return join_path(segment_id, self.rows(_PATH, (segment_id,)))
@@ -210,14 +172,6 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
                     texts.setdefault(target, {})[name] = text
         return texts
 
-    def marks(self) -> tuple[int, int]:
-        episodes, rewards = (f"(SELECT coalesce(max(rowid), 0) FROM {table})" for table in ("episodes", "rewards"))
-        return self.rows(f"SELECT {episodes}, {rewards}")[0]
-
-    def unfinished(self) -> Iterator[str]:
-        sql = f"SELECT episode FROM (SELECT DISTINCT episode FROM calls) AS found WHERE {NO_END} ORDER BY episode"
-        return iter([episode for (episode,) in self.rows(sql)])
-
     def consume(self, groups: Iterable[str] | Mapping[str, Iterable[str]], training_step: int) -> None:
         members = groups if isinstance(groups, Mapping) else dict.fromkeys(groups, ())
         listed = [(group, [*names]) for group, names in members.items()]
@@ -228,18 +182,17 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
 
     def _write_ledger(self, do: Callable[[Transactions], None]) -> None:
         try:
-            self._act(do)
+            self.act(do)
         except StoreFailure as error:
             raise RecordError(
                 f"The ledger of consumed groups in {self.address} cannot be written ({error.reason}).",
                 "Free the disk and resume: a group that is not in the ledger could be trained twice.",
             ) from None
 
-    def _act(self, do: Callable[[Transactions], T]) -> T:
-        if self._writer is None:
-            self._refuse()
+    def act(self, do: Callable[[Transactions], T]) -> T:
+        """Do something in a transaction of the writer's. Raises StoreFailure."""
         act = Act(do)
-        if reason := self._writer.act(act):
+        if reason := self._the_writer().act(act):
             raise StoreFailure(self.address, reason)
         result: T = act.result
         return result
@@ -255,6 +208,8 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         return found
 
     def pause(self) -> bool:
+        """Flush, and let other processes write, without closing the store: until `resume` this one neither writes nor
+        is asked to. Return whether that was possible; if not, close the store."""
         if self._writer is None or not self._writer.pause():
             return False
         if self._lock:
@@ -262,6 +217,8 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         return True
 
     def resume(self) -> bool:
+        """Write again after `pause`. Return whether the store is as this process left it; if not, close it and open it
+        again. Raises RunError while another process writes."""
         # Before the lock is taken too: that would make a lock file where the records were removed.
         if self._writer is None or not self._writer.is_unchanged():
             return False
@@ -297,12 +254,6 @@ class SqlStore(Figures, Upkeep, Generic[Reader]):
         self._readers.clear()
         if self._writer:
             self._writer.abandon()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _read(self, make: Callable[..., Made], columns: Sequence[Any]) -> Iterator[Made]:
         """The record that `make` makes of a row; nothing, and it is counted, where the row is broken."""

@@ -120,8 +120,8 @@ def _export(store: Store, only: str | None, detail: Detail, write: Callable[[Seq
         made = episode_spans(store, episode, detail, left_out)
         write(made)
         episodes, spans = episodes + 1, spans + len(made)
-    if store.unreadable:
-        left_out["unreadable"] += store.unreadable
+    if store.health.unreadable:
+        left_out["unreadable"] += store.health.unreadable
     return Exported(episodes=episodes, spans=spans, left_out=dict(left_out))
 
 

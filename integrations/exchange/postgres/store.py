@@ -124,11 +124,11 @@ class PostgresStore(SqlStore[Connection]):
         except psycopg.Error as error:
             raise _unusable(self.address, error) from error
 
-    def _drop_months(self, before: float, app: str, keep_trained: bool) -> Iterator[Mapping[str, int]]:
-        for month in self._act(months):
+    def drop_months(self, before: float, app: str, keep_trained: bool) -> Iterator[Mapping[str, int]]:
+        for month in self.act(months):
             dropping = partial(drop_month, month=month, before=before, app=app, keep_trained=keep_trained)
             try:
-                if found := self._act(dropping):
+                if found := self.act(dropping):
                     yield found
             except StoreFailure as error:
                 log.warning("%s: %s is deleted row by row (%s)", self.address, month, error.reason)

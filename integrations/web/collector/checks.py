@@ -55,7 +55,9 @@ class KeyUse:
         self._names: dict[str, set[str]] = {}
         """The names of the rewards of a key, by reward target."""
         if rewarded:
-            for key, count in store.key_counts(app, [target.removeprefix(own) for target in rewarded]).items():
+            for key, count in (
+                store.figures().key_counts(app, [target.removeprefix(own) for target in rewarded]).items()
+            ):
                 self._episodes[own + key] += count
         if targets := rewarded | coming.keys():
             for stored in (store.rewards(targets), store.feedback(targets)):

@@ -188,7 +188,7 @@ class Collector:
         store does not take them."""
         refused: Counter[str] = Counter()
         parents = {record.parent for record in records if isinstance(record, Segment) and record.parent is not None}
-        stored = self.store.stored_segments(parents)
+        stored = self.store.figures().stored_segments(parents)
         keys = KeyUse(records, app, self.store)
         kept = admitted(records, app, lambda segment: self._path(segment) if segment in stored else None, keys, refused)
         begun = time.monotonic()
@@ -235,18 +235,19 @@ class Collector:
             status = "store_failed"
         elif seconds > SLOW_SECONDS:
             status = "store_slow"
-        return json_response({"status": status, "lost": self.store.lost, "waiting_bytes": self.room.bytes})
+        return json_response({"status": status, "lost": self.store.health.lost, "waiting_bytes": self.room.bytes})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
         if self.apps.check(request.scope) is not None:
             text = "The counts are those of all applications: read them with the collector's own --token."
             raise RequestError(403, text, code="wrong_app")
+        health = self.store.health
         gauges = {
             "waiting_bytes": ("Bytes of bodies that are being stored.", float(self.room.bytes)),
-            "foreign_records": ("Records not stored, as their episodes belong to others.", float(self.store.foreign)),
-            "late_rewards": ("Rewards of episodes that were trained on already.", float(self.store.refused)),
-            "lost_records": ("Records that no store can hold.", float(self.store.lost)),
+            "foreign_records": ("Records not stored, as their episodes belong to others.", float(health.foreign)),
+            "late_rewards": ("Rewards of episodes that were trained on already.", float(health.refused)),
+            "lost_records": ("Records that no store can hold.", float(health.lost)),
         }
         return PlainTextResponse(self.counts.text(gauges), media_type="text/plain; version=0.0.4")
 

@@ -234,8 +234,8 @@ def control_app(episodes: Episodes, proxy: Proxy, access: Access, store: Store |
 
     async def health(request: Request) -> Response:
         access.check_local(request.scope)
-        stored = {"lost": store.lost, "refused": store.refused} if store is not None else {}
-        status = "store_failed" if store is not None and store.failing else "ok"
+        stored = {"lost": store.health.lost, "refused": store.health.refused} if store is not None else {}
+        status = "store_failed" if store is not None and store.health.failing else "ok"
         counts = {"requests": proxy.counts, "in_flight": proxy.in_flight}
         return json_response({"status": status, **counts, **episodes.health(), **stored})
 
@@ -260,7 +260,7 @@ async def _check_target(target: str, episodes: Episodes, store: Store | None) ->
     def recorded(store: Store) -> bool:
         store.flush()
         id, _, index = target.partition(".")
-        return int(index) < len(store.call(id).candidates) if index else store.has_episode(id)
+        return int(index) < len(store.figures().call(id).candidates) if index else store.figures().has_episode(id)
 
     try:
         known = await asyncio.to_thread(recorded, store)

@@ -87,7 +87,7 @@ def calls_page(viewer: Viewer, request: Request) -> Response:
         q=text,
         query={name: value for name, value in fields.items() if value not in ("", None)},
         page=listed_calls(run, filters, text, asked.get("before", "")),
-        choices={"role": list(colours), "phase": run.store.phases()},
+        choices={"role": list(colours), "phase": run.figures.phases()},
         hues=colours,
     )
 
@@ -98,11 +98,13 @@ def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: s
     verdicts: dict[str, bool] = {}
     deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
     while True:
-        chunk = run.store.call_ids(last, CHUNK)
-        lines = run.store.call_lines(chunk, filters)
-        hits = run.store.calls_holding(text, [row[0] for row in lines], verdicts) if text else {row[0] for row in lines}
+        chunk = run.figures.call_ids(last, CHUNK)
+        lines = run.figures.call_lines(chunk, filters)
+        hits = {line.id for line in lines}
+        if text:
+            hits = run.figures.calls_holding(text, list(hits), verdicts)
         for line in lines:
-            if line[0] in hits:
+            if line.id in hits:
                 found.append(_row(run, line, text))
             if len(found) == PAGE:
                 return ListPage(rows=tuple(found), after=found[-1].id)
@@ -137,7 +139,7 @@ def _row(run: OpenedRun, line: Any, text: str) -> CallRow:
 def match_in_call(run: OpenedRun, id: str, text: str) -> Match | None:
     """Where a call holds a text: in an answer, its error, its feedback, or the latest message of its prompt."""
     try:
-        call = run.store.call(id)
+        call = run.figures.call(id)
     except RecordError:
         return None
     return _first(_texts_of_call(run, call), text, id)

@@ -71,7 +71,7 @@ def diff(first: str, second: str) -> tuple[list[Piece], list[Piece]]:
 
 def _call_of(run: OpenedRun, candidate: str) -> CallRecord:
     try:
-        return run.store.call(candidate.rpartition(".")[0])
+        return run.figures.call(candidate.rpartition(".")[0])
     except RecordError:
         raise HTTPException(404, f"There is no candidate {candidate[:100]} in {run.name}.") from None
 

@@ -64,7 +64,7 @@ class ShownCall(msgspec.Struct, frozen=True, kw_only=True):
 def episode_page(viewer: Viewer, request: Request) -> Response:
     """One episode, a page of its calls at a time."""
     run, id, first = viewer.run(request), request.path_params["id"], start(request)
-    timed = [TimedCall(*call) for call in run.store.call_times(id)]
+    timed = [TimedCall(*call) for call in run.figures.call_times(id)]
     episode = ended_episode(run, id)
     if episode is None and not timed:
         raise RecordError(f"There is no episode {id} in {run.name}.", "")
@@ -73,7 +73,7 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
     colouring = viewer.colouring(request, run, episode)
     shown = show_calls(run, calls, groups, found=_reads(run, calls, first, episode), colouring=colouring)
     timed = with_reads(timed, shown)
-    older, newer = run.store.neighbours(id)
+    older, newer = run.figures.neighbours(id)
     return viewer.page(
         request,
         "episode.html",
@@ -100,10 +100,10 @@ def episode_page(viewer: Viewer, request: Request) -> Response:
 def call_page(viewer: Viewer, request: Request) -> Response:
     """One call with its whole prompt."""
     run = viewer.run(request)
-    record = run.store.call(request.path_params["id"])
+    record = run.figures.call(request.path_params["id"])
     episode = ended_episode(run, record.episode)
     groups = viewer.groups_of(run, episode)
-    beside = [id for id, *_ in run.store.call_times(record.episode)]
+    beside = [id for id, *_ in run.figures.call_times(record.episode)]
     place = beside.index(record.id)
     colouring = viewer.colouring(request, run, episode, record.policy.name if record.policy else "")
     found = _reads(run, [record], place, episode)
@@ -126,7 +126,7 @@ def call_page(viewer: Viewer, request: Request) -> Response:
 
 def ended_episode(run: OpenedRun, id: str) -> Episode | None:
     """The episode; None where it has no end yet."""
-    return run.store.episode(id) if run.store.has_episode(id) else None
+    return run.store.episode(id) if run.figures.has_episode(id) else None
 
 
 def of_candidates(request: Request, run: OpenedRun, colouring: Colouring, groups: StepGroups | None) -> dict[str, Any]:
@@ -260,6 +260,6 @@ def _kept(run: OpenedRun, call: CallRecord) -> int:
     """How many messages at the beginning of the prompt the role's turn before had as well."""
     if call.turn == 0:
         return 0
-    before = run.store.messages_of(call.episode, call.role, call.turn - 1)
+    before = run.figures.messages_of(call.episode, call.role, call.turn - 1)
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, call.messages, strict=False))
     return min(len([*same]), len(call.messages) - 1)

@@ -31,10 +31,15 @@ class Filters(EpisodeFilters, frozen=True, kw_only=True):
     q: str = ""
     order: str = ""
 
+    @property
+    def step(self) -> int | None:
+        """The training step, from 1 as on every page."""
+        return None if self.training_step is None else self.training_step + 1
+
     def query(self, **changes: Any) -> dict[str, str]:
         """As parameters of an address."""
-        fields = {**msgspec.structs.asdict(self), **changes}
-        return {name: str(value) for name, value in fields.items() if value not in ("", None)}
+        fields = {**msgspec.structs.asdict(self), "training_step": self.step, **changes}
+        return {name.removeprefix("training_"): str(value) for name, value in fields.items() if value not in ("", None)}
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +64,7 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
 def episodes_page(viewer: Viewer, request: Request) -> Response:
     """The list of episodes, filtered and searched."""
     run, asked = viewer.run(request), request.query_params
-    order = asked.get("order", "")
+    order, step = asked.get("order", ""), whole(asked.get("step"))
     filters = Filters(
         q=asked.get("q", "").strip(),
         order=order if order in ORDERS else "",
@@ -68,7 +73,7 @@ def episodes_page(viewer: Viewer, request: Request) -> Response:
         role=asked.get("role", ""),
         task=asked.get("task", ""),
         solved=asked.get("solved", ""),
-        step=whole(asked.get("step")),
+        training_step=None if step is None else step - 1,
         low=_number(asked.get("low")),
         high=_number(asked.get("high")),
     )
@@ -81,8 +86,8 @@ def episodes_page(viewer: Viewer, request: Request) -> Response:
         before=before,
         page=listed(run, filters, before),
         orders={name: text for name, (text, _) in ORDERS.items()},
-        choices={"phase": run.store.phases(), "role": list(hues(run))},
-        open=run.store.open_episodes(20) if not before and not filters.query() else [],
+        choices={"phase": run.figures.phases(), "role": list(hues(run))},
+        open=run.figures.open_episodes(20) if not before and not filters.query() else [],
     )
 
 
@@ -96,13 +101,13 @@ def listed(run: OpenedRun, filters: Filters, before: str = "") -> ListPage[Episo
 
 def newest(run: OpenedRun, filters: EpisodeFilters, limit: int) -> tuple[EpisodeRow, ...]:
     """The newest episodes that fit."""
-    return _rows(run, run.store.episode_lines(filters, limit))
+    return _rows(run, run.figures.episode_lines(filters, limit))
 
 
 def _lines(run: OpenedRun, filters: Filters, before: str, limit: int) -> list[Any]:
     if filters.order:
-        return run.store.episode_lines(filters, limit, filters.order, whole(before) or 0)
-    return run.store.episode_lines(msgspec.structs.replace(filters, before=before), limit)
+        return run.figures.episode_lines(filters, limit, filters.order, whole(before) or 0)
+    return run.figures.episode_lines(msgspec.structs.replace(filters, before=before), limit)
 
 
 def _after(filters: Filters, before: str, shown: list[Any], more: list[Any]) -> str:
@@ -148,7 +153,7 @@ def _searched(run: OpenedRun, filters: Filters, before: str) -> ListPage[Episode
     deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
     while True:
         chunk = _lines(run, filters, last, CHUNK)
-        hits = run.store.holding(filters.q, [row[0] for row in chunk], verdicts)
+        hits = run.figures.holding(filters.q, [row[0] for row in chunk], verdicts)
         for place, row in enumerate(chunk):
             if call := hits.get(row[0]):
                 matches[row[0]] = match_in_call(run, call, filters.q)

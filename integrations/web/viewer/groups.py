@@ -21,7 +21,7 @@ MOST_SIBLINGS = 48
 def groups_page(viewer: Viewer, request: Request) -> Response:
     """The groups of a step by role and turn, and the candidates left out."""
     run, asked = viewer.run(request), request.query_params
-    steps = [step + 1 for step in run.store.steps("train") if step >= 0]
+    steps = [step + 1 for step in run.figures.steps("train") if step >= 0]
     step = whole(asked.get("step"))
     step = step if step in steps else steps[-1] if steps else None
     at = None if step is None else step - 1
@@ -67,7 +67,7 @@ def group_page(viewer: Viewer, request: Request) -> Response:
     if group is None:
         raise HTTPException(404, f"Step {step} has no group {id}: its candidates may have been left out one by one.")
     members = list(zip(group.samples, group.rewards, strict=True))[:MOST_SIBLINGS]
-    records = [run.store.call(id) for id in dict.fromkeys(sample.call for sample, _ in members)]
+    records = [run.figures.call(id) for id in dict.fromkeys(sample.call for sample, _ in members)]
     episode = ended_episode(run, records[0].episode) if records else None
     colouring = viewer.colouring(request, run, episode, records[0].policy.name if records and records[0].policy else "")
     shown = show_calls(run, records, found, whole=True, colouring=colouring)

@@ -76,9 +76,9 @@ def _noted(run: OpenedRun, id: str) -> tuple[CallRecord, Candidate] | str | None
     """A candidate with its call, or the id of an episode; None where there is neither."""
     call, dot, _ = id.rpartition(".")
     if not dot:
-        return id if run.store.has_episode(id) else None
+        return id if run.figures.has_episode(id) else None
     try:
-        found = run.store.call(call)
+        found = run.figures.call(call)
     except RecordError:
         return None
     return next(((found, one) for one in found.candidates if candidate_id(call, one.index) == id), None)

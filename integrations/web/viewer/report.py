@@ -104,10 +104,10 @@ def before_and_after(run: OpenedRun, evaluation: StoredEvaluation | None) -> tup
     if evaluation is not None and (pairs := _evaluated(run, evaluation)):
         return pairs, f"The same held-out tasks ({evaluation.name}), the first by their ids, whatever came of them."
     for phase, what in (("eval", "held-out"), ("train", "training")):
-        if found := run.store.repeated_tasks(phase, EPISODES):
+        if found := run.figures.repeated_tasks(phase, EPISODES):
             pairs = [_of_steps(run, phase, *row) for row in found]
             return pairs, f"The same {what} tasks in an early and a late step, whatever came of them."
-    latest = run.store.episode_ids(EpisodeFilters(status="counted"), EPISODES)
+    latest = run.figures.episode_ids(EpisodeFilters(status="counted"), EPISODES)
     pairs = [Pair(task="", before=None, after=_reported_episode(run, id, _of_one(run, id))) for id in latest]
     if not run.is_run or not latest:
         return pairs, "The latest episodes."
@@ -143,7 +143,7 @@ def _reported_episode(run: OpenedRun, id: str, title: str) -> ReportedEpisode:
 
 def _of_steps(run: OpenedRun, phase: str, task: str, first: int, last: int) -> Pair:
     before, after = (
-        _reported_episode(run, run.store.first_episodes(phase, step, [task])[str(task)], f"{when}: step {step + 1}")
+        _reported_episode(run, run.figures.first_episodes(phase, step, [task])[str(task)], f"{when}: step {step + 1}")
         for when, step in (("before", first), ("after", last))
     )
     return Pair(task=str(task), before=before, after=after)

@@ -12,7 +12,7 @@ from cotune.reading.tasks import selected_path, tasks
 def tasks_page(viewer: Viewer, request: Request) -> Response:
     """Success by task over steps."""
     run, asked = viewer.run(request), request.query_params
-    phases = run.store.phases()
+    phases = run.figures.phases()
     phase = asked.get("phase") or ("train" if "train" in phases else next(iter(phases), ""))
     kind, order = asked.get("kind", ""), asked.get("order", "")
     return viewer.page(

@@ -146,7 +146,7 @@ class Viewer:
 def hues(run: OpenedRun, *roles: str) -> dict[str, int]:
     """A colour for each role of a run, and for these, in the order of their names."""
     trained = {role for line in run.metrics[-1:] for role in line["roles"]}
-    return {role: place % HUES for place, role in enumerate(sorted({*run.store.recent_roles(), *trained, *roles}))}
+    return {role: place % HUES for place, role in enumerate(sorted({*run.figures.recent_roles(), *trained, *roles}))}
 
 
 def whole(text: str | None) -> int | None:

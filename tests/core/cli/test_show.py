@@ -311,10 +311,10 @@ def test_an_episode_is_named_by_the_end_of_its_id(tmp_path):
     with SqliteStore.open(tmp_path) as store:
         store.write([Episode(id=id, task=Task(id=id[-1:], input=None), workflow="w", phase="trace") for id in ids])
         store.flush()
-        assert store.episode_named("RNY9PNG") == store.episode_named(ids[0]) == ids[0]
-        assert store.episode_named("nowhere") == "nowhere"
+        assert store.figures().episode_named("RNY9PNG") == store.figures().episode_named(ids[0]) == ids[0]
+        assert store.figures().episode_named("nowhere") == "nowhere"
         with pytest.raises(RecordError, match="2 episodes end in '9PNH'"):
-            store.episode_named("9PNH")
+            store.figures().episode_named("9PNH")
     assert "task G" in "\n".join(shown(tmp_path, episode="NY9PNG"))
 
 

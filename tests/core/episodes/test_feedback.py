@@ -67,7 +67,7 @@ def test_the_outcome_of_a_workflow_may_have_a_text(store, value, rewards, texts)
     for flow in (solve, asynchronous):
         outcome = run(flow, store)
         id = outcome.episode.id
-        assert (outcome.error, dict(outcome.rewards), store.lost) == (None, rewards, 0)
+        assert (outcome.error, dict(outcome.rewards), store.health.lost) == (None, rewards, 0)
         assert (store.rewards([id])[id], store.feedback([id])[id]) == (rewards, texts)
 
 
@@ -116,7 +116,7 @@ def test_a_long_text_loses_its_middle_and_is_counted(store):
     kept = store.feedback([f"{call.id}.0"])[f"{call.id}.0"]["form"]
     assert kept == "a" * 2000 + "\n[... 1,500 characters cut ...]\n" + "a" * 500 + "b" * 1500
     assert store.feedback([outcome.episode.id])[outcome.episode.id]["team"] == "x" * LONGEST_FEEDBACK
-    assert store.cut_feedback() == 1
+    assert store.figures().cut_feedback() == 1
 
 
 def test_a_text_that_was_cut_and_exported_is_not_cut_again():

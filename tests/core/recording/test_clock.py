@@ -46,7 +46,7 @@ def test_an_episode_stays_readable_and_in_order(tmp_path: Path, clock: SteppingC
     with SqliteStore.open(tmp_path, read_only=True) as store:
         [episode] = store.episodes()
         calls = store.calls(episode.id)
-        assert (len(calls), store.unreadable) == (3, 0)
+        assert (len(calls), store.health.unreadable) == (3, 0)
     for call in calls:
         assert 0.01 <= call.latency < 1
         assert episode.started <= call.started
@@ -67,4 +67,4 @@ def test_a_negative_latency_of_another_recorder_is_read_as_none(tmp_path: Path) 
         assert [(call.started, call.latency) for call in store.calls("e")] == [(5.0, 0.0)]
         assert store.episode("e").latency == 0.0
         assert store.rows("SELECT min(latency) FROM calls UNION SELECT min(latency) FROM episodes") == [(0.0,)]
-        assert store.unreadable == 0
+        assert store.health.unreadable == 0

@@ -59,7 +59,7 @@ def test_what_is_no_json_is_stored_alike(tmp_path: Path) -> None:
             store = SqliteStore.open(tmp_path / f"{number}-{name}.db")
             store.write(written)
             store.flush()
-            assert store.lost == 0
+            assert store.health.lost == 0
             told.append([store.message("m"), store.calls("e"), store.episode("e"), store.token_ids("s")])
             store.close()
         if not _has_long(value):

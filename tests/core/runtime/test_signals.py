@@ -52,7 +52,7 @@ def traced(run: Path, number: signal.Signals, app: str = APP, more: tuple[str, .
     rest = process.stdout.read()
     answered += [line for line in rest.split("\n") if line.partition(".")[2]]
     with SqliteStore.open(run, read_only=True) as store:
-        found = [e if isinstance(e, str) else e.id for e in [*store.episodes(), *store.unfinished()]]
+        found = [e if isinstance(e, str) else e.id for e in [*store.episodes(), *store.figures().unfinished()]]
         recorded = {store.message(call.messages[0])["content"] for id in found for call in store.calls(id)}
     return process.wait(60), {line for line in answered if len(line.partition(".")[2]) == 6} - recorded, rest
 

@@ -14,6 +14,7 @@ from cotune.records.ids import new_id, pack_ids, segment_id
 from cotune.records.structs import CallRecord, Episode, Message, Record, Segment, Task
 from cotune.storage.open_store import open_store
 from cotune.storage.sql.sqlite import SqliteDatabase
+from cotune.storage.sql.upkeep import delete
 from tests.postgres import Server
 
 
@@ -41,7 +42,7 @@ def test_tables_of_another_version_are_no_fault_of_a_record(postgres: Server) ->
         db.execute("ALTER TABLE messages RENAME COLUMN body TO other")
         with pytest.raises(RunError, match='column "body"'):
             store.commit([message])
-        assert store.lost == 0
+        assert store.health.lost == 0
         db.execute("ALTER TABLE messages RENAME COLUMN other TO body")
         store.commit([message])
         assert store.message("m1") == message.body
@@ -59,7 +60,7 @@ def test_what_another_process_has_deleted_is_stored_again(postgres: Server) -> N
         id, records = episode()
         store.commit(records)
         with open_store(address) as other:
-            assert other.delete([id])["messages"] == 1
+            assert delete(other, [id])["messages"] == 1
         store.commit(episode()[1])
         assert store.message("m1") == message.body
 
@@ -83,15 +84,15 @@ def test_what_comes_during_a_deletion_keeps_its_messages(postgres: Server, monke
         id, records = episode()
         store.commit(records)
         store.commit([replace(records[3], id=new_id(), messages=("m2",))])
-        act, coming = other._act, [episode()[1]]  # type: ignore[attr-defined]
+        act, coming = other.act, [episode()[1]]  # type: ignore[attr-defined]
 
         def acts(do: Any) -> Any:
             if getattr(getattr(do, "func", do), "__name__", "") == "go" and coming:
                 store.commit(coming.pop())
             return act(do)
 
-        monkeypatch.setattr(other, "_act", acts)
-        counts = other.delete([id])
+        monkeypatch.setattr(other, "act", acts)
+        counts = delete(other, [id])
         assert coming == [] and (counts["messages"], counts["segments"]) == (1, 0)
         assert store.message("m1") and store.token_ids(segment_id([1, 2])) == (1, 2)
         with pytest.raises(RecordError):

@@ -24,6 +24,7 @@ from cotune.records.structs import (
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
+from cotune.storage.sql.upkeep import delete
 from cotune.storage.sqlite_store import SqliteStore
 
 ODD = [
@@ -74,17 +75,17 @@ def test_the_whole_texts_of_a_list_are_one_query(store: Store, monkeypatch: pyte
         return execute(self, query, *options, **more)
 
     monkeypatch.setattr(psycopg.Connection, "execute", counted)
-    lines = store.episode_lines(EpisodeFilters(), 40)
+    lines = store.figures().episode_lines(EpisodeFilters(), 40)
     assert {line[1] for line in lines} == tasks
     assert len(statements) == (0 if isinstance(store, SqliteStore) else 2)
     monkeypatch.undo()
-    store.delete(ids)
+    delete(store, ids)
 
 
 def check(store: Store, odd: list[str]) -> None:
     role, model, policy, app, key, task, phase, error, said, name, why, asked = odd
     app = app.replace("/", "")  # the name of an application has none
-    before = store.counts()
+    before = store.figures().counts()
     id, call_id, message = new_id(), new_id(), new_id()
     answer = Candidate(index=0, text=said, message={"role": "assistant", "content": said, name: why})
     call = CallRecord(
@@ -98,43 +99,48 @@ def check(store: Store, odd: list[str]) -> None:
     body = {"role": "user", "content": asked}
     rewards = [RewardRecord(id, name, 1.0, 1.0, app), RewardRecord(key_target(app, f"{key}!"), name, 1.0, 1.0, app)]
     store.commit([Message(message, body), call, end, *rewards, FeedbackRecord(id, name, why, 1.0, 0, app)])
-    assert (store.lost, store.foreign) == (0, 0)
+    assert (store.health.lost, store.health.foreign) == (0, 0)
     assert store.calls(id) == [call] and store.episode(id) == end and store.message(message) == body
     assert store.rewards([id]) == {id: {name: 1.0}} and store.feedback([id]) == {id: {name: why}}
-    assert id in store.episode_ids(EpisodeFilters(task=task, phase=phase, role=role, app=app), 1000)
-    assert [row[:3] for row in store.episode_lines(EpisodeFilters(app=app), 1000) if row[0] == id] == [
-        (id, task, phase)
-    ]
-    assert [e.id for e in store.episodes(phase=phase, task=task) if e.id == id] == [id]
-    assert (id in store.episodes_with_key(app, key)) == (key != "")
+    assert id in store.figures().episode_ids(EpisodeFilters(task=task, phase=phase, role=role, app=app), 1000)
+    lines = store.figures().episode_lines(EpisodeFilters(app=app), 1000)
+    assert [line[:3] for line in lines if line.id == id] == [(id, task, phase)]
+    assert [e.id for e in store.episodes(EpisodeFilters(phase=phase, task=task)) if e.id == id] == [id]
+    assert (id in store.figures().episodes_with_key(app, key)) == (key != "")
     for text in filter(None, (said, asked, why)):
-        assert id in store.holding(text, [id], {}), text
-    assert store.holding(f"{said}{new_id()}", [id], {}) == {}
-    assert store.first_episodes(phase, None, [task])[task] <= id
-    assert (role, 1) in [(found, min(count, 1)) for found, count in store.answered_by(policy)] or phase == "check"
-    assert role in {row[0] for row in store.use(0)[1]} and role in {row[1] for row in store.tally(app)}
-    assert store.episode_named(id[-20:]) == id and store.episode_named(f"{asked}!") == f"{asked}!"
-    store.outcomes_by_task(phase, "lowest"), store.outcomes_by_step(phase, "lowest", [task]), store.failed_episodes()
-    store.delete([id], (app, f"{key}!"))
-    assert store.counts() == before and store.rewards([id, rewards[1].target]) == {id: {}, rewards[1].target: {}}
+        assert id in store.figures().holding(text, [id], {}), text
+    assert store.figures().holding(f"{said}{new_id()}", [id], {}) == {}
+    assert store.figures().first_episodes(phase, None, [task])[task] <= id
+    assert role in dict(store.figures().answered_by(policy)) or phase == "check"
+    assert role in {use.role for use in store.figures().use(0)[1]}
+    assert role in {count.role for count in store.figures().by_day(app)}
+    assert store.figures().episode_named(id[-20:]) == id and store.figures().episode_named(f"{asked}!") == f"{asked}!"
+    store.figures().outcomes_by_task(phase, "lowest")
+    store.figures().outcomes_by_step(phase, "lowest", [task])
+    store.figures().failed_episodes()
+    delete(store, [id], (app, f"{key}!"))
+    assert store.figures().counts() == before and store.rewards([id, rewards[1].target]) == {
+        id: {},
+        rewards[1].target: {},
+    }
 
 
 def test_a_nul_is_shown_in_a_database(store: Store) -> None:
     id = new_id()
     store.commit([Episode(id=id, task=Task(id="a\0b", input="c\0d"), workflow="w"), RewardRecord(id, "r\0", 1.0, 1.0)])
-    assert store.lost == 0 and store.episode(id).task.input == "c\0d"
-    found = store.episode_lines(EpisodeFilters(task="a\0b"), 9)
+    assert store.health.lost == 0 and store.episode(id).task.input == "c\0d"
+    found = store.figures().episode_lines(EpisodeFilters(task="a\0b"), 9)
     assert [row[1] for row in found] in (["a\0b"], ["a\u2400b"])
     assert len(store.rewards([id])[id]) == 1
 
 
 def test_a_row_that_no_index_takes_is_lost_alone(store: Store) -> None:
-    rng, before = random.Random(2), store.lost
+    rng, before = random.Random(2), store.health.lost
     ids = [new_id() for _ in range(5)]
     long = rng.randbytes(4_000).hex()
     episodes = [Episode(id=id, task=Task(id="t", input=1), workflow="w") for id in (*ids[:3], long, *ids[3:])]
     store.commit(episodes)
     assert all(store.episode(id) for id in ids)
     if not isinstance(store, SqliteStore):
-        assert store.lost - before == 1
-    store.delete([*ids, long])
+        assert store.health.lost - before == 1
+    delete(store, [*ids, long])

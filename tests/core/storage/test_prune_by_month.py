@@ -11,6 +11,7 @@ from cotune.records.ids import message_id, ulid
 from cotune.records.structs import CallRecord, Candidate, Episode, FeedbackRecord, Message, RewardRecord, Task
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
+from cotune.storage.sql.upkeep import page, prune
 from tests.postgres import Server
 
 HOUR = 3600.0
@@ -55,7 +56,7 @@ def fill(store: Store) -> dict[str, str]:
 
 
 def left(store: Store) -> dict[str, object]:
-    return {table: store.page(table, (), 1000) for table in TABLES if table != "messages"}
+    return {table: page(store, table, (), 1000) for table in TABLES if table != "messages"}
 
 
 def partitions(address: str) -> set[str]:
@@ -87,9 +88,9 @@ def test_whole_months_are_dropped(
             store.consume({"g": [f"{store.calls(ids['september'])[0].id}.0"]}, 0)
             assert partitions(address) == {"2026_08", "2026_09", "2026_10", "other"}
             if by_rows:
-                monkeypatch.setattr(store, "_drop_months", lambda *_: ())
+                monkeypatch.setattr(store, "drop_months", lambda *_: ())
             counts = {"episodes": 0, "calls": 0, "messages": 0}
-            for part in store.prune(before, **options):  # type: ignore[arg-type]
+            for part in prune(store, before, **options):  # type: ignore[arg-type]
                 counts |= {name: count + part.get(name, 0) for name, count in counts.items()}
             found.append((counts, left(store)))
         gone = {"2026_08", "2026_09", "2026_10"} - partitions(address)
@@ -101,7 +102,7 @@ def test_a_month_that_someone_reads_is_deleted_row_by_row(postgres: Server, capl
     with open_store(address := postgres.database()) as store, psycopg.connect(address) as backup:
         ids = fill(store)
         backup.execute("SELECT count(*) FROM calls").fetchall()  # its transaction stays open
-        for _ in store.prune(SEPTEMBER + 2 * HOUR):
+        for _ in prune(store, SEPTEMBER + 2 * HOUR):
             pass
         assert "2026_08" in partitions(address)
         assert {e.id for e in store.episodes()} == {ids[name] for name in ("september", "across, kept", "october")}
@@ -111,10 +112,10 @@ def test_a_month_that_someone_reads_is_deleted_row_by_row(postgres: Server, capl
 def test_records_of_a_month_that_was_dropped_may_still_come(postgres: Server) -> None:
     with open_store(postgres.database()) as store:
         fill(store)
-        for _ in store.prune(SEPTEMBER + 2 * HOUR):
+        for _ in prune(store, SEPTEMBER + 2 * HOUR):
             pass
         late = write(store, AUGUST + 9 * HOUR, (AUGUST + 9 * HOUR,))
         assert [call.episode for call in store.calls(late)] == [late]
-        for _ in store.prune(SEPTEMBER + 2 * HOUR):
+        for _ in prune(store, SEPTEMBER + 2 * HOUR):
             pass
         assert store.calls(late) == []

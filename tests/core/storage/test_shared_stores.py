@@ -18,6 +18,7 @@ from cotune.records.structs import CallRecord, Candidate
 from cotune.storage import shared_stores
 from cotune.storage.file_lock import is_held
 from cotune.storage.open_store import open_store
+from cotune.storage.sql.upkeep import delete
 from cotune.storage.sqlite_store import SqliteStore
 
 WRITER = """
@@ -27,7 +28,7 @@ from cotune.storage.open_store import open_store
 with open_store(sys.argv[1]) as store:
     with cotune.trace(sys.argv[1] + ".other"):
         pass
-    store._act(lambda does: does.set_counters({"dropped": 7}))
+    store.act(lambda does: does.set_counters({"dropped": 7}))
     print("open", flush=True)
     sys.stdin.readline()
 """
@@ -106,7 +107,7 @@ def test_other_writers_are_not_kept_out(tmp_path: Path, opened: list[str]) -> No
         assert [episode.id for episode in store.episodes()] == [first]
         with pytest.raises(RunError, match=f"is being written by process {os.getpid()}"):
             trace(path)
-        store.delete([first])
+        delete(store, [first])
     assert trace(path) == stored(path)[-1] and len(stored(path)) == 1
 
     with other_process(path) as other:
@@ -131,7 +132,7 @@ def test_messages_that_another_writer_deleted_are_stored_again(tmp_path: Path) -
             pass
         with open_store(path) as store:
             assert dict(store.episode(traced.id).task.input) == question
-            store.delete([traced.id])
+            delete(store, [traced.id])
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -243,6 +244,6 @@ def test_a_store_that_has_lost_a_record_does_not_pause_but_stores_the_count(tmp_
     with open_store(path) as store:
         large = Candidate(index=0, text="", message={}, token_ids=(2**40,))  # no row can hold it
         store.write([CallRecord(id="C1", episode="E1", role="r", step=0, turn=0, candidates=(large,))])
-        assert store.lost == 1 and not store.pause()
+        assert store.health.lost == 1 and not store.pause()
     with open_store(path, read_only=True) as store:
         assert store.counters()["lost"] == 1

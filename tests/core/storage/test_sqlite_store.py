@@ -97,7 +97,7 @@ def test_sigkill_loses_nothing_flushed_and_leaves_no_part_of_an_episode(tmp_path
             id: {"team": float(end.task.input)},
             f"{calls[0].id}.0": {"r": 1.0},
         }
-    assert set(store.unfinished()).isdisjoint(stored)
+    assert set(store.figures().unfinished()).isdisjoint(stored)
     store.close()
 
 
@@ -143,7 +143,7 @@ FULL_DISK = """
     for i in range(3):
         store.write([Segment(f"s{i}", None, bytes(400_000))])
         store.flush()
-    print("lost", store.lost)
+    print("lost", store.health.lost)
     store.write([Segment("waited", None, bytes(400_000))])
     while not store._writer._failing:
         pass
@@ -151,7 +151,7 @@ FULL_DISK = """
     store.flush()
     store.write([Message("after", 2)])
     store.flush()
-    print("lost", store.lost, store.counters()["lost"], store.message("before"), store.message("after"))
+    print("lost", store.health.lost, store.counters()["lost"], store.message("before"), store.message("after"))
     print(len(store.token_ids("waited")))
 """
 
@@ -173,7 +173,7 @@ def test_a_full_queue_drops_and_counts(store, monkeypatch, caplog):
     other.execute("BEGIN IMMEDIATE")
     for i in range(10):
         store.write([Message(f"m{i}", "x" * 1000)])
-    lost = store.lost
+    lost = store.health.lost
     other.execute("ROLLBACK")
     other.close()
     store.flush()
@@ -198,7 +198,7 @@ def test_an_application_pauses_briefly_while_a_commit_is_late(store, monkeypatch
     other.close()
     store.flush()
     assert (at_once, late) == (0, 20)
-    assert store.lost == 0
+    assert store.health.lost == 0
 
 
 def test_a_lost_message_is_written_again_when_it_comes_again(store):
@@ -216,7 +216,7 @@ def test_a_broken_record_does_not_take_others_with_it(store, caplog):
     store.write([call("C3", step=1)])
     store.flush()
     assert [c.id for c in store.calls("E1")] == ["C1", "C3"]
-    assert store.lost == 1
+    assert store.health.lost == 1
     assert "NOT NULL constraint failed: calls.episode" in caplog.text
 
 
@@ -237,7 +237,7 @@ def test_refused_rewards_outlive_the_writer(tmp_path):
     again = SqliteStore.open(tmp_path)
     again.write([RewardRecord("C1.0", "late", 1.0)])
     again.flush()
-    assert again.refused == 1
+    assert again.health.refused == 1
     assert again.counters() == {"lost": 0, "refused": 1, "foreign": 0, "dropped": 0, "sampled": 0}
     assert again.rewards(["C1.0"]) == {"C1.0": {}}
     again.close()
@@ -342,7 +342,7 @@ def test_writing_after_close_is_counted(tmp_path):
     store.close()
     store.write([Message("m", 1), Message("n", 2)])
     store.flush()
-    assert store.lost == 2
+    assert store.health.lost == 2
     with pytest.raises(RunError, match="closed"):
         store.message("m")
 
@@ -354,7 +354,7 @@ def test_a_forked_child_reads_but_does_not_write(store):
     if child == 0:
         store.write([Message("n", 2)])
         store.flush()
-        os._exit(0 if store.lost == 1 and store.message("m") == 1 else 1)
+        os._exit(0 if store.health.lost == 1 and store.message("m") == 1 else 1)
     assert os.waitpid(child, 0)[1] == 0
     store.write([Message("k", 3)])
     store.flush()
@@ -369,7 +369,7 @@ def test_what_is_known_to_be_stored_is_bounded_and_may_be_written_again(tmp_path
             store.flush()
             assert len(store._writer._known) <= 11
         assert store.rows("SELECT count(*) FROM messages") == [(40,)]
-        assert (store.message("m0"), store.message("m39"), store.lost) == (0, 39, 0)
+        assert (store.message("m0"), store.message("m39"), store.health.lost) == (0, 39, 0)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from cotune.records.structs import (
     Task,
     Usage,
 )
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 
 
@@ -35,10 +36,7 @@ class ReadOnly:
         self.reader = open_store(address, read_only=True)
 
     def __getattr__(self, name):
-        writes = name in (
-            *("write", "commit", "flush", "consume", "release", "lost", "refused", "foreign"),
-            *("pause", "resume"),
-        )
+        writes = name in (*("write", "commit", "flush", "consume", "release", "pause", "resume", "health"),)
         return getattr(self.writer if writes else self.reader, name)
 
     def close(self):
@@ -195,11 +193,11 @@ def test_episodes_filter_and_order(store):
     store.write([episode("E2", "t2", phase="train", training_step=1)])
     store.flush()
     assert [e.id for e in store.episodes()] == ["E1", "E2", "E3"]
-    assert [e.id for e in store.episodes(phase="train")] == ["E1", "E2"]
-    assert [e.id for e in store.episodes(training_step=0)] == ["E1"]
-    assert [e.id for e in store.episodes(task="t1")] == ["E1", "E3"]
-    assert [e.id for e in store.episodes(phase="train", task="t2")] == ["E2"]
-    assert list(store.episodes(phase="trace")) == []
+    assert [e.id for e in store.episodes(EpisodeFilters(phase="train"))] == ["E1", "E2"]
+    assert [e.id for e in store.episodes(EpisodeFilters(training_step=0))] == ["E1"]
+    assert [e.id for e in store.episodes(EpisodeFilters(task="t1"))] == ["E1", "E3"]
+    assert [e.id for e in store.episodes(EpisodeFilters(phase="train", task="t2"))] == ["E2"]
+    assert list(store.episodes(EpisodeFilters(phase="trace"))) == []
 
 
 def test_many_episodes_are_paged_through(store):
@@ -247,7 +245,7 @@ def test_feedback_goes_with_its_reward(store):
         "C1.1": {"local": "no reward"},
         "C9.0": {},
     }
-    assert store.cut_feedback() == 1
+    assert store.figures().cut_feedback() == 1
     store.write([RewardRecord("C1.0", "local", 0.5, 3.0), RewardRecord("C1.1", "local", 0.5, 3.0)])
     store.flush()
     assert store.feedback(["C1.0", "C1.1"]) == {"C1.0": {}, "C1.1": {}}
@@ -259,7 +257,7 @@ def test_feedback_goes_with_its_reward(store):
     assert store.feedback(["C1.0"]) == {"C1.0": {"local": "cannot be compared"}}, "a text alone replaces the one before"
     store.write([RewardRecord("C1.2", "local", 0.5, 4.0)])
     store.flush()
-    assert store.cut_feedback() == 0, "the text that was cut went with its reward"
+    assert store.figures().cut_feedback() == 0, "the text that was cut went with its reward"
 
 
 def test_feedback_of_a_consumed_group_stays(store):
@@ -269,7 +267,7 @@ def test_feedback_of_a_consumed_group_stays(store):
     store.consume({"C1": ["C1.0"]}, 0)
     store.write([RewardRecord("C1.0", "local", 1.0, 2.0), FeedbackRecord("C1.0", "local", "late", 2.0)])
     store.flush()
-    assert (store.rewards(["C1.0"]), store.refused) == ({"C1.0": {"local": 0.0}}, 1)
+    assert (store.rewards(["C1.0"]), store.health.refused) == ({"C1.0": {"local": 0.0}}, 1)
     assert store.feedback(["C1.0"]) == {"C1.0": {"local": "first"}}
 
 
@@ -279,12 +277,13 @@ def test_feedback_is_searched(store):
     store.write([RewardRecord("E1", "team", 0.0, 1.0), RewardRecord("C1.0", "local", 0.0, 1.0)])
     store.flush()
     every = ["E1", "E2", "E3"]
-    assert store.holding('"100%"', every, {}) == {"E1": ""} and store.holding("TOO long", every, {}) == {"E2": "C1"}
-    assert store.holding("too long", ["E1", "E3"], {}) == {} == store.holding("100_", every, {})
-    assert store.calls_holding("too long", ["C1", "C10"], {}) == {"C1"}
+    assert store.figures().holding('"100%"', every, {}) == {"E1": ""}
+    assert store.figures().holding("TOO long", every, {}) == {"E2": "C1"}
+    assert store.figures().holding("too long", ["E1", "E3"], {}) == {} == store.figures().holding("100_", every, {})
+    assert store.figures().calls_holding("too long", ["C1", "C10"], {}) == {"C1"}
     store.write([RewardRecord("C1.0", "local", 1.0, 2.0)])
     store.flush()
-    assert store.holding("too long", every, {}) == {}, "the text went with its reward"
+    assert store.figures().holding("too long", every, {}) == {}, "the text went with its reward"
 
 
 def test_the_latest_reward_by_its_time_wins_and_all_are_kept(store):
@@ -311,15 +310,15 @@ def test_what_is_sent_twice_is_stored_once(store):
     ]
     for _ in range(2):
         store.commit([*sent, *sent])
-    assert (store.calls("E1"), store.counts(), store.lost) == ([FULL_CALL], (1, 1), 0)
+    assert (store.calls("E1"), store.figures().counts(), store.health.lost) == ([FULL_CALL], (1, 1), 0)
     assert store.rewards(["E1"]) == {"E1": {"r": 1.0}}
 
 
 def test_one_record_that_cannot_be_encoded_takes_no_other_with_it(store):
     large = Candidate(index=0, text="", message={}, token_ids=(2**40,))
     store.commit([call(), call(id="C2", candidates=(large,)), call(id="C3", candidates=(large,)), episode()])
-    assert ([c.id for c in store.calls("E1")], store.lost) == (["C1"], 2)
-    assert store.has_episode("E1")
+    assert ([c.id for c in store.calls("E1")], store.health.lost) == (["C1"], 2)
+    assert store.figures().has_episode("E1")
 
 
 def test_counts_of_what_never_came_are_kept_with_the_records(store):
@@ -336,12 +335,12 @@ def test_figures_of_calls_are_summed_by_role_and_model(store):
     four = tuple(Candidate(index=i, text="", message={}) for i in range(4))
     store.commit([call(id=f"C{n}", step=n, turn=n, model="m", usage=use, latency=0.5, started=9.0) for n in range(3)])
     store.commit([call("E2", "D1", role="a", model="m", started=8.0, candidates=four, status="error", policy=None)])
-    last, rows = store.use(0)
+    last, rows = store.figures().use(0)
     expected = [("a", "m", 1, 1, 1, 0, 0, 0.0, 4), ("navigator", "m", 3, 0, 3, 30, 9, 1.5, 0)]
-    assert rows == expected and last == store.newest()[0]
-    assert store.use(last) == (last, [])
+    assert rows == expected and last == store.figures().newest()[0]
+    assert store.figures().use(last) == (last, [])
     store.commit([call("E3", "C4", model="other", usage=use)])
-    assert store.use(last) == (last + 1, [("navigator", "other", 1, 0, 1, 10, 3, 0.0, 0)])
+    assert store.figures().use(last) == (last + 1, [("navigator", "other", 1, 0, 1, 10, 3, 0.0, 0)])
 
 
 def test_models_that_roles_asked_for_are_those_of_the_application(store):
@@ -353,8 +352,8 @@ def test_models_that_roles_asked_for_are_those_of_the_application(store):
         [episode("E1"), episode("E2"), episode("E3", phase="judge"), episode("E4", phase="prompts-reflection")]
     )
     of_desk = [("clerk", "desk")]
-    assert store.models_asked("desk") == of_desk
-    assert store.models_asked() == [*of_desk, ("critic", ""), ("writer", "big"), ("writer", "small")]
+    assert store.figures().models_asked("desk") == of_desk
+    assert store.figures().models_asked() == [*of_desk, ("critic", ""), ("writer", "big"), ("writer", "small")]
 
 
 def test_an_episode_belongs_to_the_first_application_that_writes_for_it(store):
@@ -370,14 +369,14 @@ def test_an_episode_belongs_to_the_first_application_that_writes_for_it(store):
     assert [c.id for c in store.calls("E1")] == ["C1"] and store.episode("E1").app == "desk"
     expected = {"C1.0": {}, "E1": {"r": 0.25}, "E2": {"r": 0.5, "own": 1.0}}
     assert store.rewards(["C1.0", "E1", "E2"]) == expected and store.feedback(["E1"]) == {"E1": {}}
-    assert store.foreign == 5 == store.counters()["foreign"]
+    assert store.health.foreign == 5 == store.counters()["foreign"]
 
 
 def test_a_call_under_the_id_of_another_applications_call_is_counted(store):
     store.commit([call("E1", "C1", app="desk")])
     store.commit([call("E2", "C1", app="shop"), call("E2", "C2", app="shop"), call("E1", "C1", app="desk")])
     assert [c.id for c in store.calls("E2")] == ["C2"] and store.calls("E1")[0].app == "desk"
-    assert store.foreign == 1
+    assert store.health.foreign == 1
 
 
 def test_a_reward_of_another_application_that_came_before_the_episode_does_not_count(store):
@@ -386,7 +385,7 @@ def test_a_reward_of_another_application_that_came_before_the_episode_does_not_c
     store.commit([call("E1", "C1", app="desk", candidates=(Candidate(index=0, text="", message={}),))])
     store.commit([episode("E1", app="desk")])
     assert store.rewards(["E1", "C1.0"]) == {"E1": {"r2": 1.0}, "C1.0": {}}
-    assert store.foreign == 2
+    assert store.health.foreign == 2
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -399,7 +398,7 @@ def test_a_key_of_the_application_gives_its_episodes_rewards(store, before):
     for records in [said, ended] if before else [ended, said]:
         store.commit(records)
     store.commit([RewardRecord(other, "stars", 1.0, 9.0, "desk")])
-    assert store.foreign == 1
+    assert store.health.foreign == 1
     targets = ["E1", "E2", "E3", "E4"]
     assert store.rewards(targets) == {"E1": {"stars": 4.0}, "E2": {}, "E3": {}, "E4": {"stars": 4.0}}
     assert store.feedback(targets) == {"E1": {"stars": "slow"}, "E2": {}, "E3": {}, "E4": {"stars": "slow"}}
@@ -437,7 +436,7 @@ def test_a_path_without_its_root_is_an_error(store):
 def test_unfinished_episodes(store):
     store.write([call("E1"), call("E2", "C2"), call("E3", "C3"), episode("E2")])
     store.flush()
-    assert list(store.unfinished()) == ["E1", "E3"]
+    assert list(store.figures().unfinished()) == ["E1", "E3"]
 
 
 def test_ledger_keeps_the_first_step(store):
@@ -475,7 +474,7 @@ def test_rewards_of_a_consumed_call_are_refused(store):
         "E1": {},
         "C2.0": {"r": 2.0},
     }
-    assert store.refused == 3
+    assert store.health.refused == 3
 
 
 def test_rewards_of_named_members_are_refused(store):
@@ -486,7 +485,7 @@ def test_rewards_of_named_members_are_refused(store):
     store.flush()
     kept = {target for target, found in store.rewards([r.target for r in rewards]).items() if found}
     assert kept == {"C1.1", "C2.0", "E3"}
-    assert store.refused == 4
+    assert store.health.refused == 4
 
 
 def test_records_are_immutable(store):
@@ -501,7 +500,7 @@ def test_what_cannot_be_encoded_is_lost_and_counted(store):
     store.write([call(), call(id="C3", candidates=(large,))])
     store.write([call("E2", "C2")])
     store.flush()
-    assert store.lost == 2
+    assert store.health.lost == 2
     assert store.calls("E1") == []
     assert [c.id for c in store.calls("E2")] == ["C2"]
 
@@ -510,7 +509,7 @@ def test_a_strange_parameter_costs_nothing(store):
     store.write([call(params={"http_client": object})])
     store.flush()
     assert store.calls("E1")[0].params == {"http_client": "<class 'object'>"}
-    assert store.lost == 0
+    assert store.health.lost == 0
 
 
 def test_half_of_a_surrogate_pair_costs_no_record(store):
@@ -524,7 +523,7 @@ def test_half_of_a_surrogate_pair_costs_no_record(store):
         Episode(id="E1", task=Task(id="t", input={"q": half}), workflow="w"),
     ])  # fmt: skip
     store.flush()
-    assert store.lost == 0
+    assert store.health.lost == 0
     assert store.message("m") == {"role": "user", "content": [escaped]}
     [stored] = store.calls("E1")
     assert [c.text for c in stored.candidates] == [escaped, "b"]
@@ -605,14 +604,14 @@ def test_interleaved_threads_read_like_a_model(open_one, written, order):
     for thread in written:
         for batch in thread:
             model.take(batch)
-    assert store.lost == 0
+    assert store.health.lost == 0
     assert {e.id: e for e in store.episodes()} == model.episodes
     owners = {c.episode for c in model.calls.values()}
     assert {c.id: c for owner in owners for c in store.calls(owner)} == model.calls
     assert {i: store.message(i) for i in model.messages} == model.messages
     assert {i: store.token_ids(i) for i in model.paths} == model.paths
     assert {t: dict(r) for t, r in store.rewards(model.rewards).items()} == model.rewards
-    assert set(store.unfinished()) == owners - model.episodes.keys()
+    assert set(store.figures().unfinished()) == owners - model.episodes.keys()
     store.close()
 
 

@@ -71,25 +71,33 @@ def told(store: Store) -> dict[str, object]:
         "counters": dict(store.counters()),
         "message": store.message(GO_ID),
         "tokens": store.token_ids("s1"),
-        "success": store.success_counts(),
-        "means": store.outcome_means("lowest"),
-        "by_task": store.outcomes_by_task("train", "lowest"),
-        "by_step": store.outcomes_by_step("train", "lowest", ["t0", "t1"]),
-        "by_role": store.rewards_by_role(),
-        "scored": store.has_scored_candidates(),
-        "counts": store.counts(),
-        "phases": store.episodes_by_phase(),
-        "use": store.use(0),
-        "failed": (store.failed_episodes(), store.failed_calls()),
-        "answered": store.answered_by("p"),
-        "lines": store.episode_lines(EVERYTHING, 9),
-        "first": (store.first_episodes("train", 0, ["t0", "t1"]), store.first_episodes("train", None, ["t0"])),
-        "repeated": store.repeated_tasks("train", 5),
-        "times": store.call_times("E1"),
-        "messages": store.messages_of("E1", "r", 0),
-        "holding": store.holding("YES", [f"E{n}" for n in range(4)], {}),
-        "neighbours": store.neighbours("E1"),
-        "lists": (store.phases(), store.steps("train"), store.recent_roles(), store.open_episodes(5)),
+        "success": store.figures().success_counts(),
+        "means": store.figures().outcome_means("lowest"),
+        "by_task": store.figures().outcomes_by_task("train", "lowest"),
+        "by_step": store.figures().outcomes_by_step("train", "lowest", ["t0", "t1"]),
+        "by_role": store.figures().rewards_by_role(),
+        "scored": store.figures().has_scored_candidates(),
+        "counts": store.figures().counts(),
+        "phases": store.figures().episodes_by_phase(),
+        "use": store.figures().use(0),
+        "failed": (store.figures().failed_episodes(), store.figures().failed_calls()),
+        "answered": store.figures().answered_by("p"),
+        "lines": store.figures().episode_lines(EVERYTHING, 9),
+        "first": (
+            store.figures().first_episodes("train", 0, ["t0", "t1"]),
+            store.figures().first_episodes("train", None, ["t0"]),
+        ),
+        "repeated": store.figures().repeated_tasks("train", 5),
+        "times": store.figures().call_times("E1"),
+        "messages": store.figures().messages_of("E1", "r", 0),
+        "holding": store.figures().holding("YES", [f"E{n}" for n in range(4)], {}),
+        "neighbours": store.figures().neighbours("E1"),
+        "lists": (
+            store.figures().phases(),
+            store.figures().steps("train"),
+            store.figures().recent_roles(),
+            store.figures().open_episodes(5),
+        ),
     }
 
 
@@ -122,10 +130,10 @@ def test_a_database_of_version_6(postgres: Server) -> None:
     with pytest.raises(RunError, match=r"version 6.*cotune records upgrade"):
         open_store(address, read_only=True)
     with open_store(address) as store:
-        (episode,) = store.episodes(task=long)
+        (episode,) = store.episodes(EpisodeFilters(task=long))
         assert (episode.id, episode.task.id, episode.phase) == ("E1", long, long)
-        assert list(store.episodes(phase=long)) == [episode]
-        ((_, task, phase),) = [row[:3] for row in store.episode_lines(EpisodeFilters(task=long), 9)]
+        assert list(store.episodes(EpisodeFilters(phase=long))) == [episode]
+        ((_, task, phase),) = [row[:3] for row in store.figures().episode_lines(EpisodeFilters(task=long), 9)]
         assert (task, phase) == (long, long)
     with psycopg.connect(address) as db:
         ((task, phase),) = db.execute("SELECT task, phase FROM episodes WHERE id = 'E1'").fetchall()

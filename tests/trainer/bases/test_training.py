@@ -17,6 +17,7 @@ from cotune.errors import ConfigError, RunError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.reading.facts import facts
 from cotune.reading.run import OpenedRun
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import Held
@@ -107,7 +108,7 @@ def sampled(run: Path) -> dict[tuple[Any, ...], Any]:
     with open_store(run, read_only=True) as store:
         return {
             (episode.training_step, episode.task.id, call.role): [c.token_ids for c in call.candidates]
-            for episode in store.episodes(phase="train")
+            for episode in store.episodes(EpisodeFilters(phase="train"))
             for call in store.calls(episode.id)
         }
 
@@ -215,7 +216,7 @@ def test_roles_pass_around_policies_of_different_bases(
     routing = {"swap": ["first", "second"], "swap_every": 1}
     assert trainer(APP, policy=team(other_base), steps=2, routing=routing).versions == {"one": 2, "two": 2}
     with open_store(trainer.folder / "run", read_only=True) as store:
-        for episode in store.episodes(phase="train"):
+        for episode in store.episodes(EpisodeFilters(phase="train")):
             for call in store.calls(episode.id):
                 assert call.policy and call.prompt
                 own = {"one": "first", "two": "second"}[call.policy.name]

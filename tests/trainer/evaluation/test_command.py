@@ -16,6 +16,7 @@ import cotune
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.serving import serving
 from cotune.cli.main import main
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from tests.integrations.provider import Provider
 from tests.integrations.provider import serving as serving_provider
@@ -91,13 +92,17 @@ def test_today_stands_beside_base_and_trained_with_what_they_cost(
     assert all(c["verdict"] in said for c in written["comparisons"])
     with SqliteStore.open(tmp_path / "out", read_only=True) as store:
         sampled = {
-            mode: {c.sampling["temperature"] for e in store.episodes(phase=f"eval-{mode}") for c in store.calls(e.id)}
+            mode: {
+                c.sampling["temperature"]
+                for e in store.episodes(EpisodeFilters(phase=f"eval-{mode}"))
+                for c in store.calls(e.id)
+            }
             for mode in ("base", "trained")
         }
         seeds = [
             {
                 (e.task.id, c.role, c.turn): c.sampling["seed"]
-                for e in store.episodes(phase=p)
+                for e in store.episodes(EpisodeFilters(phase=p))
                 for c in store.calls(e.id)
             }
             for p in ("eval-base", "eval-trained")
@@ -122,7 +127,7 @@ def test_several_episodes_of_each_task_show_how_often_one_succeeds(
     assert "At least one of k episodes succeeds" in shown and "pass@3" in shown
     with SqliteStore.open(run.parent / "several", read_only=True) as store:
         said = {}
-        for episode in store.episodes(phase="eval-base"):
+        for episode in store.episodes(EpisodeFilters(phase="eval-base")):
             said.setdefault(episode.task.id, set()).add(store.calls(episode.id)[-1].candidates[0].token_ids)
         assert max(map(len, said.values())) > 1, "each episode draws its own"
     assert evaluated(run, "SOLVE", *greedy) == 0

@@ -15,6 +15,7 @@ from cotune.records.structs import CallRecord, Episode, PolicyRef, RewardRecord,
 from cotune.storage.episode_filters import EVERYTHING, EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
+from cotune.storage.sql.upkeep import delete
 from cotune.trainer.config.from_records import RecordsConfig
 from cotune.trainer.from_records.choice import choose
 from tests.trainer.conftest import Trainer
@@ -61,19 +62,19 @@ def test_what_is_new_after_a_deletion(address: str, tmp_path: Path) -> None:
         store.write([RewardRecord(gone[-1], "team", 1.0)])
         first = Folder(tmp_path / "runs/first")
         chosen(first, store, since="last")
-        store.delete(gone)
-        assert store.episode_count(EVERYTHING) == 1
+        delete(store, gone)
+        assert store.figures().episode_count(EVERYTHING) == 1
     with open_store(address) as store:
         new = [end(store) for _ in range(2)]
         store.write([RewardRecord(kept, "team", 1.0)])
         store.flush()
-        filters = EpisodeFilters(new=(first.described["held"]["until"], store.marks()))
-        assert [episode.id for episode in store.episodes(filters=filters)] == [kept, *new]
-        store.delete([kept, *new])
+        filters = EpisodeFilters(new=(first.described["held"]["until"], store.figures().marks()))
+        assert [episode.id for episode in store.episodes(filters)] == [kept, *new]
+        delete(store, [kept, *new])
         last = [end(store), end(store)]
-        assert [episode.id for episode in store.episodes(filters=filters)] == []
-        filters = EpisodeFilters(new=(filters.new[1] if filters.new else (0, 0), store.marks()))
-        assert [episode.id for episode in store.episodes(filters=filters)] == last
+        assert [episode.id for episode in store.episodes(filters)] == []
+        filters = EpisodeFilters(new=(filters.new[1] if filters.new else (0, 0), store.figures().marks()))
+        assert [episode.id for episode in store.episodes(filters)] == last
         assert set(store.counters().values()) == {0}
 
 

@@ -25,6 +25,7 @@ from cotune.prompts.file import read_prompts
 from cotune.recording.recorder import LiveCall
 from cotune.records.answers import Answer
 from cotune.records.ids import candidate_id
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.trainer.prompting.by_hand import compare
 from cotune.trainer.prompting.improve import improve
@@ -153,7 +154,7 @@ def test_answers_that_a_killed_process_did_not_score_are_scored(tmp_path: Path) 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     searched(tmp_path / "p", options=options, resume=True)
     with open_store(tmp_path / "p", read_only=True) as store:
-        episodes = [one for one in store.episodes(phase="prompts") if one.is_outcome]
+        episodes = [one for one in store.episodes(EpisodeFilters(phase="prompts")) if one.is_outcome]
         answers = [candidate_id(call.id, 0) for one in episodes for call in store.calls(one.id)]
         assert set(answers) == {target for target, rewards in store.rewards(answers).items() if rewards}
 

@@ -12,6 +12,7 @@ from cotune.adapters.export import TrainedPolicy, write_export
 from cotune.adapters.prompts import prompts_for
 from cotune.errors import RunError
 from cotune.prompts.file import read_prompts
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.trainer.prompting.improve import improve
 from cotune.trainer.prompting.options import ImproveOptions
@@ -152,7 +153,7 @@ def test_what_tools_and_users_say_is_fenced_cut_data(tmp_path: Path) -> None:
     assert all("evil" not in system for _, system in office.asked)
     assert report.verdict == "better"
     with open_store(tmp_path / "p", read_only=True) as store:
-        assert {episode.status for episode in store.episodes(phase="prompts-reflection")} == {"ok"}
+        assert {episode.status for episode in store.episodes(EpisodeFilters(phase="prompts-reflection"))} == {"ok"}
 
 
 def test_a_proposal_with_an_address_is_refused_and_the_search_ends(tmp_path: Path) -> None:

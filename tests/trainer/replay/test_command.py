@@ -18,6 +18,7 @@ from cotune.records.answers import Answer
 from cotune.records.structs import CallRecord, Episode, PolicyRef
 from cotune.replay.script import ScriptCall
 from cotune.storage import run_code
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.replay.vocabulary import RecordedIds
 from tests.integrations import tiny_models
@@ -38,7 +39,7 @@ def trained(module_trainer: Trainer) -> Path:
 
 def records(run: Path, phase: str = "train") -> tuple[SqliteStore, list[Episode]]:
     store = SqliteStore.open(run, read_only=True)
-    return store, [e for e in store.episodes(phase=phase) if e.fork is None]
+    return store, [e for e in store.episodes(EpisodeFilters(phase=phase)) if e.fork is None]
 
 
 def said(calls: list[CallRecord]) -> list[str]:
@@ -59,7 +60,7 @@ def test_one_episode_from_a_call_on_with_the_present_policy(trained: Path, tmp_p
     assert status == 0
     assert f"episode {trunk.id} task {trunk.task.id} · 1 call from the record, then the policies of" in text
     again, new = SqliteStore.open(out, read_only=True), []
-    for episode in again.episodes(phase="replay"):
+    for episode in again.episodes(EpisodeFilters(phase="replay")):
         calls = again.calls(episode.id)
         assert [c.replayed for c in calls] == [store.calls(trunk.id)[0].id, None, None]
         assert {str(c.policy) for c in calls[1:]} == {"shared@1"}

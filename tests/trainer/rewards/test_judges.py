@@ -16,6 +16,7 @@ import cotune
 from cotune.errors import GroupError, JudgeError, WorkflowError
 from cotune.judging.episodes import finished
 from cotune.judging.shown import shown_message
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.judge_ledger import Ledger
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.before.check.dry_run import check
@@ -67,7 +68,7 @@ def test_a_run_learns_from_ranks_and_another_with_its_answers_asks_nothing(serve
         else:
             assert rewards == [{}] * len(call.candidates)
     with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
-        calls = [call for episode in store.episodes(phase="train") for call in store.calls(episode.id)]
+        calls = [call for episode in store.episodes(EpisodeFilters(phase="train")) for call in store.calls(episode.id)]
         targets = {call.role: [f"{call.id}.{c.index}" for c in call.candidates] for call in calls}
         told = [text["judge"] for text in store.feedback(targets["first"]).values() if text]
         assert told and all(re.fullmatch(r"This is [A-D]\. so", text) for text in told)
@@ -140,7 +141,7 @@ def test_a_run_without_any_reward_learns_from_a_judge_of_its_episodes(server: Pr
     shown = entries(server.requests[-1])
     assert len(shown) == 4 and all(text.count("[first answers]") == 1 for text in shown.values())
     with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
-        episodes = list(store.episodes(phase="train", training_step=1))
+        episodes = list(store.episodes(EpisodeFilters(phase="train", training_step=1)))
         rewards = store.rewards([episode.id for episode in episodes])
         for letter in "abc":
             values = {e.id: rewards[e.id]["early"] for e in episodes if e.task.id == letter}
@@ -263,7 +264,7 @@ def test_a_judge_that_is_a_role_is_recorded_and_trained_like_any(speaking: Path,
     ended = [line["roles"]["critic"]["kept"] for line in trainer.metrics()]
     assert all(kept >= 2 * 3 for kept in ended)
     with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
-        episodes = list(store.episodes(phase="train"))
+        episodes = list(store.episodes(EpisodeFilters(phase="train")))
         for episode in episodes:
             calls = store.calls(episode.id)
             assert len(calls) == episode.calls and [c.role for c in calls][:2] == ["writer", "critic"]
@@ -298,8 +299,10 @@ def test_a_judge_of_whole_episodes_that_is_a_role_is_recorded_and_trained(
     usable = 0
     with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
         for step, letter in itertools.product(range(3), "abc"):
-            wrote = [e for e in store.episodes(phase="train", training_step=step) if e.task.id == letter]
-            judged = store.episodes(phase="judge", training_step=step)
+            wrote = [
+                e for e in store.episodes(EpisodeFilters(phase="train", training_step=step)) if e.task.id == letter
+            ]
+            judged = store.episodes(EpisodeFilters(phase="judge", training_step=step))
             attempts = {e.rollout: e for e in judged if e.task.id == f"{letter} (judged)"}
             transcripts = [finished(store, e).transcript for e in wrote]
             if transcripts[0] == transcripts[1]:

@@ -15,6 +15,7 @@ import cotune
 from cotune.cli.printing.overview import show_run
 from cotune.errors import ConfigError, EngineLost
 from cotune.integrations.models.transformers.sampler import TransformersSampler
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.train import convert
 from cotune.trainer.learner.local import LocalLearner
@@ -215,7 +216,7 @@ def test_whose_doing_a_failure_is(trainer, monkeypatch, fails, blame):
 
     summary = trainer(application(run), steps=1, plan={"k": 2})
     store = SqliteStore.open(trainer.folder / "run", read_only=True)
-    failed = [episode for episode in store.episodes(phase="train") if episode.status != "ok"]
+    failed = [episode for episode in store.episodes(EpisodeFilters(phase="train")) if episode.status != "ok"]
     assert [(episode.task.id, episode.blame) for episode in failed] == [("c", blame)] * 2
     assert summary.left_out.get("outage", 0) == {_down: 2, _engine: 6, _swallowed: 4}.get(fails, 0)
     assert trainer.metrics()[0]["roles"]["first"]["samples"] == (6 if blame == "policy" else 4)

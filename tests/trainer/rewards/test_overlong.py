@@ -3,6 +3,7 @@
 import pytest
 
 from cotune.reading.metrics import columns
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.metrics_file import StepMetrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.reporting.columns import role_table
@@ -35,7 +36,7 @@ def test_truncated_answers_are_dropped_or_punished_as_the_settings_say(run, trai
     assert punished["roles"]["first"]["overlong"] >= role["truncated"]
     assert punished["roles"]["first"]["reward"] <= role["reward"] - role["truncated"] + 1e-9
     with SqliteStore.open(trainer.folder / "punished" / "records.db", read_only=True) as store:
-        for episode in store.episodes(phase="train"):
+        for episode in store.episodes(EpisodeFilters(phase="train")):
             call = next(c for c in store.calls(episode.id) if c.role == "first")
             rewards = []
             for candidate in call.candidates:

@@ -14,6 +14,7 @@ from cotune.cli.main import main
 from cotune.errors import ConfigError, GroupError
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import TASKS, application, ask, letters
@@ -36,7 +37,7 @@ def both_ways(candidate: Any, call: Any, task: Any) -> dict[str, float]:
 def calls_of(folder: Path, phase: str = "train") -> Iterator[tuple[CallRecord, list[dict[str, float]]]]:
     """The calls of a run with the rewards of their candidates."""
     with SqliteStore.open(folder, read_only=True) as store:
-        for episode in store.episodes(phase=phase):
+        for episode in store.episodes(EpisodeFilters(phase=phase)):
             for call in store.calls(episode.id):
                 ids = [candidate_id(call.id, c.index) for c in call.candidates]
                 rewards = store.rewards(ids)

@@ -12,6 +12,7 @@ from langgraph.graph import END, START, StateGraph
 from safetensors.torch import load_file
 
 from cotune.errors import GroupError
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.run.checkpoint import load_checkpoint
@@ -50,7 +51,7 @@ def test_a_late_role_is_played_and_trained_from_the_next_step_on(trainer: Traine
     assert summary.versions[policy] >= 1
     store = SqliteStore.open(trainer.folder / "run", read_only=True)
     answered = Counter()
-    for episode in store.episodes(phase="train"):
+    for episode in store.episodes(EpisodeFilters(phase="train")):
         answered.update((episode.training_step, str(c.policy)) for c in store.calls(episode.id) if c.role == "critic")
     assert answered[0, "base@0"] == 8
     assert sum(count for (step, name), count in answered.items() if name.startswith(f"{policy}@")) == 24

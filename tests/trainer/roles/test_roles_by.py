@@ -20,6 +20,7 @@ from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import WorkflowFunction
 from cotune.recording.roles import CallRequest
 from cotune.records.structs import CallRecord, Record, Task
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.before.answers.drawn import DrawnAnswers
 from cotune.trainer.before.answers.responder import CheckResponder
@@ -116,7 +117,9 @@ def trained(request: pytest.FixtureRequest, module_trainer: Trainer) -> Trained:
 def test_each_role_trains_a_policy_of_its_own(trained: Trained) -> None:
     assert trained.versions == dict.fromkeys(trained.roles, 1)
     with SqliteStore.open(trained.run / "records.db", read_only=True) as store:
-        played = {(c.role, str(c.policy)) for e in store.episodes(phase="train") for c in store.calls(e.id)}
+        played = {
+            (c.role, str(c.policy)) for e in store.episodes(EpisodeFilters(phase="train")) for c in store.calls(e.id)
+        }
     assert played == {(role, f"{role}@0") for role in trained.roles}
 
 

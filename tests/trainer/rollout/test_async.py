@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.tiny_app import application, letters
 
@@ -28,7 +29,7 @@ def test_every_call_names_the_version_that_answered(module_trainer) -> None:
     lines = module_trainer.metrics("two")
     seen: defaultdict[tuple[int, str], set[int]] = defaultdict(set)
     with contextlib.closing(SqliteStore.open(module_trainer.folder / "two" / "records.db")) as store:
-        for episode in store.episodes(phase="train"):
+        for episode in store.episodes(EpisodeFilters(phase="train")):
             for call in store.calls(episode.id):
                 seen[episode.training_step, call.policy.name].add(call.policy.version)
     assert set(seen) == {(step, policy) for step in range(5) for policy in ("first", "second")}

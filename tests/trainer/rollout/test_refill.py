@@ -10,6 +10,7 @@ import pytest
 
 from cotune.errors import ConfigError
 from cotune.records.tasks import as_tasks
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.schedules.task_pool import TaskPool
@@ -34,7 +35,7 @@ CLUSTER = {"address": "local", "learners": 1, "rollout_workers": 2}
 def episodes_in(trainer, run: str = "run") -> dict[int, list]:
     found = defaultdict(list)
     with contextlib.closing(SqliteStore.open(trainer.folder / run / "records.db")) as store:
-        for episode in store.episodes(phase="train"):
+        for episode in store.episodes(EpisodeFilters(phase="train")):
             found[episode.training_step].append(episode)
     return found
 

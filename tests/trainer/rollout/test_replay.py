@@ -20,6 +20,7 @@ from cotune.errors import ConfigError
 from cotune.reading.groups import step_groups
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import CallRecord, Episode
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask
@@ -40,7 +41,7 @@ class Records:
 
     def __init__(self, trainer: Trainer, run: str = "run") -> None:
         self.store = SqliteStore.open(trainer.folder / run / "records.db", read_only=True)
-        self.episodes = list(self.store.episodes(phase="train"))
+        self.episodes = list(self.store.episodes(EpisodeFilters(phase="train")))
         self.calls: dict[str, list[CallRecord]] = {e.id: self.store.calls(e.id) for e in self.episodes}
 
     def of(self, step: int) -> tuple[list[Episode], list[Episode]]:
@@ -228,7 +229,7 @@ def wrong_signs(trainer: Trainer, kind: str) -> tuple[int, int]:
     )
     store = SqliteStore.open(trainer.folder / kind / "records.db", read_only=True)
     chosen = recipe("c3" if kind == "replay" else "dr_mas")
-    collected = collect(store, store.episodes(phase="train"), plan=chosen.plan)
+    collected = collect(store, store.episodes(EpisodeFilters(phase="train")), plan=chosen.plan)
     prepared = prepare(collected.samples, chosen)
     total = wrong = 0
     for sample, advantage in zip(prepared.samples, prepared.advantages.tolist(), strict=True):

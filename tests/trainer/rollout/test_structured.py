@@ -16,6 +16,7 @@ from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import LearnerError, WorkflowError
 from cotune.records.policies import Policies, PolicySpec
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.before.check.dry_run import check
 from cotune.trainer.config.train import convert
@@ -66,7 +67,7 @@ def ran(speaking: Path, module_trainer):
 def test_every_reply_fits_the_schema(ran) -> None:
     summary, _, store = ran
     assert summary.finished
-    episodes = list(store.episodes(phase="train"))
+    episodes = list(store.episodes(EpisodeFilters(phase="train")))
     assert {episode.status for episode in episodes} == {"ok"}
     calls = [call for episode in episodes for call in store.calls(episode.id) if call.role == "planner"]
     assert len(calls) == 2 * 3 * 8
@@ -79,7 +80,7 @@ def test_every_reply_fits_the_schema(ran) -> None:
 
 
 def test_template_options_reach_the_prompt(ran) -> None:
-    episode = next(iter(ran[2].episodes(phase="train")))
+    episode = next(iter(ran[2].episodes(EpisodeFilters(phase="train"))))
     ends = {call.role: tokenizer().decode(ran[2].token_ids(call.prompt))[-1] for call in ran[2].calls(episode.id)}
     assert ends == {"planner": "\n", "writer": "!"}
 

@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from cotune.algorithms.collect import collect
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.metrics_file import read_metrics
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.run.checkpoint import load_checkpoint
@@ -149,7 +150,7 @@ def assert_every_group_trained_once(run: Path, steps: int) -> None:
     assert sum(line["groups"] for line in lines) == len(store.consumed())
 
     for line in lines:
-        episodes = list(store.episodes(phase="train", training_step=line["step"]))
+        episodes = list(store.episodes(EpisodeFilters(phase="train", training_step=line["step"])))
         assert Counter(episode.task.id for episode in episodes) == {"a": 1, "b": 1, "c": 1}
         samples = collect(store, episodes).samples
         assert len(samples) == line["candidates"] == 3 * 2 * K

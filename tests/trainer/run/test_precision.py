@@ -14,6 +14,7 @@ from cotune.integrations.models import bfloat16
 from cotune.reading.facts import troubles
 from cotune.reading.run import OpenedRun
 from cotune.records.structs import PolicyRef
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import Precision, read_run
 from cotune.trainer import publish
@@ -165,7 +166,7 @@ def test_after_the_change_to_float32_no_answers_of_lost_versions_are_trained_on(
     gaps = [line["policies"]["first"]["sampler_gap_mean"] for line in trainer.metrics()]
     assert gaps[1] < 1e-5 and gaps[2] < 1e-5, "these answers are of the float32 versions"
     with open_store(trainer.folder / "run", read_only=True) as store:
-        episodes = list(store.episodes(phase="train", training_step=1))
+        episodes = list(store.episodes(EpisodeFilters(phase="train", training_step=1)))
     assert [episode.status for episode in episodes].count("cancelled") == 3
     assert [episode.status for episode in episodes].count("ok") == 3
     assert {episode.error for episode in episodes} == {None, LOST}

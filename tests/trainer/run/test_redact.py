@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cotune.cli.main import main
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.train import resume
 from tests.trainer.conftest import Trainer
@@ -59,7 +60,7 @@ def started(module_trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -
 def stored(records: Path, phase: str) -> str:
     """All messages and all feedback of a phase."""
     with SqliteStore.open(records, read_only=True) as store:
-        episodes = list(store.episodes(phase=phase))
+        episodes = list(store.episodes(EpisodeFilters(phase=phase)))
         calls = [call for episode in episodes for call in store.calls(episode.id)]
         asked = [store.message(name) for call in calls for name in call.messages]
         feedback = store.feedback([f"{call.id}.{c.index}" for call in calls for c in call.candidates])

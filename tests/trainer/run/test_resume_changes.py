@@ -14,6 +14,7 @@ from cotune.adapters.export import latest_policies
 from cotune.errors import ConfigError, RunError
 from cotune.recording.context import current_episode
 from cotune.records.structs import RewardRecord
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.evaluation.evaluate import evaluate
 from cotune.trainer.train import resume
@@ -150,7 +151,7 @@ def test_an_episode_whose_records_were_lost_is_run_again_and_never_counts_as_who
     with pytest.raises(BaseException):  # noqa: B017
         trainer(application(run, **BOTH), **settings)
     store = SqliteStore.open(trainer.folder / "run")
-    episodes = list(store.episodes(phase="train"))
+    episodes = list(store.episodes(EpisodeFilters(phase="train")))
     assert [(e.task.id, e.status, e.calls) for e in episodes if e.status == "ok"] == [(t["id"], "ok", 2) for t in TASKS]
     whole, without_call, without_prompt = (e.id for e in episodes[:3])
     prompt = store.calls(without_prompt)[1].prompt
@@ -164,7 +165,7 @@ def test_an_episode_whose_records_were_lost_is_run_again_and_never_counts_as_who
     line = trainer.metrics()[0]
     assert (line["episodes"], line["calls"], line["candidates"]) == (3, 6, 12)
     with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
-        status = {e.id: e.status for e in store.episodes(phase="train", training_step=0)}
+        status = {e.id: e.status for e in store.episodes(EpisodeFilters(phase="train", training_step=0))}
         assert [status[i] for i in (whole, without_call, without_prompt)] == ["ok", "cancelled", "cancelled"]
         assert sorted(status.values()) == ["cancelled"] * (len(status) - 3) + ["ok"] * 3
 
@@ -188,7 +189,7 @@ def test_a_late_reward_counts_until_its_group_is_trained_and_is_refused_after(tr
     lines = trainer.metrics()
     assert lines[0]["rows"] > 0
     with SqliteStore.open(trainer.folder / "run", read_only=True) as store:
-        first = [e.id for e in store.episodes(phase="train", training_step=0)]
+        first = [e.id for e in store.episodes(EpisodeFilters(phase="train", training_step=0))]
         values = [store.rewards([i])[i]["team"] for i in first]
     kept = sum(value != -9.0 for value in values)
     assert kept == len(first)

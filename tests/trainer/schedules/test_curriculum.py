@@ -9,6 +9,7 @@ import pytest
 from cotune.algorithms.task_signals import TaskFacts
 from cotune.errors import ConfigError
 from cotune.records.structs import Task
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.schedules.curriculum import fewer_episodes, schedule_of
@@ -69,7 +70,7 @@ def test_a_run_spends_fewer_episodes_on_easy_tasks_also_after_a_resume(trainer):
     trainer(app, steps=2, **settings)
     trainer.resume(app, steps=3)
     store = SqliteStore.open(trainer.folder / "run" / "records.db")
-    found = Counter((e.training_step, e.task.id) for e in store.episodes(phase="train"))
+    found = Counter((e.training_step, e.task.id) for e in store.episodes(EpisodeFilters(phase="train")))
     store.close()
     assert [found[step, "a"] for step in range(3)] == [4, 2, 2]
     assert [found[step, name] for step in range(3) for name in "bc"] == [4] * 6

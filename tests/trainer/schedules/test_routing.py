@@ -11,6 +11,7 @@ from cotune.errors import ConfigError
 from cotune.reading.groups import step_groups
 from cotune.reading.run import OpenedRun
 from cotune.records.policies import LoraSpec, Policies, PolicySpec, policies_for
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.routing import RoutingConfig
 from cotune.trainer.schedules.routing import check_routing, swapped
@@ -23,7 +24,7 @@ def players(run) -> dict[int, dict[str, set[str]]]:
     """By training step and role, who answered, as policy@version."""
     store = SqliteStore.open(run / "records.db")
     found: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for episode in store.episodes(phase="train"):
+    for episode in store.episodes(EpisodeFilters(phase="train")):
         for call in store.calls(episode.id):
             found[episode.training_step][call.role].add(str(call.policy))
     store.close()

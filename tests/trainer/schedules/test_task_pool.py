@@ -20,6 +20,7 @@ from cotune.algorithms.prepare import prepare
 from cotune.algorithms.samples import Sample
 from cotune.algorithms.task_signals import HALF, PRIOR, RoleFacts, TaskFacts, chances, with_step
 from cotune.records.structs import PolicyRef, Task
+from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
@@ -173,7 +174,7 @@ SETTINGS = {
 def drawn_in(trainer, run: str) -> dict[int, set[str]]:
     found = defaultdict(set)
     with contextlib.closing(SqliteStore.open(trainer.folder / run / "records.db")) as store:
-        for episode in store.episodes(phase="train"):
+        for episode in store.episodes(EpisodeFilters(phase="train")):
             found[episode.training_step].add(episode.task.id)
     return found
 

@@ -131,7 +131,7 @@ class Readable:
     def check(self, episodes: int) -> Counter[str]:
         """Statuses of the calls, one in each episode, after everything has been read in every way."""
         self.store.close()
-        assert self.store.lost == 0
+        assert self.store.health.lost == 0
         statuses: Counter[str] = Counter()
         with SqliteStore.open(self.folder, read_only=True) as store:
             for episode in store.episodes():
@@ -142,7 +142,7 @@ class Readable:
                     store.message(name)
             exported = export_file(store, self.folder / "spans.jsonl", detail=Detail(content=True, tokens=True))
             write_supervised(store, self.folder / "sft.jsonl")
-            assert store.unreadable == 0
+            assert store.health.unreadable == 0
             ids = [episode.id for episode in store.episodes()]
         assert exported.episodes == sum(statuses.values()) == episodes
         for ways in ({}, {"groups": True}, *({"episode": id} for id in ids[:: max(1, len(ids) // 20)])):

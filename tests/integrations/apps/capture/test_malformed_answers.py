@@ -126,7 +126,7 @@ def test_a_broken_row_is_skipped_and_counted_by_every_reader(tmp_path, capsys):
         store._writer._db.execute("UPDATE calls SET body = '{\"id\": 5', candidates = '[[' WHERE id = ?", (first,))
     with SqliteStore.open(tmp_path, read_only=True) as store:
         assert [call.step for call in store.calls(t.id)] == [1]
-        assert store.unreadable == 1
+        assert store.health.unreadable == 1
     assert [call.step for call in t.calls] == [1]
     for ways in ([], ["--groups"], ["--episode", t.id]):
         assert main(["show", str(tmp_path), *ways]) == 0

@@ -52,7 +52,9 @@ def killed(run: Path, seconds: float) -> tuple[float, int]:
     answered += process.stdout.read().split("\n")
     complete = [line for line in answered if "." in line and len(line.partition(".")[2]) == 6]
     with SqliteStore.open(run, read_only=True) as store:
-        calls = [call for episode in [*store.episodes(), *store.unfinished()] for call in store.calls(_id(episode))]
+        calls = [
+            call for episode in [*store.episodes(), *store.figures().unfinished()] for call in store.calls(_id(episode))
+        ]
         recorded = {store.message(call.messages[0])["content"] for call in calls}
         assert {call.role for call in calls} <= {"writer"}
         assert len(calls) == len(recorded)

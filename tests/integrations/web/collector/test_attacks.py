@@ -193,7 +193,7 @@ def test_a_batch_that_comes_again_changes_nothing(guarded, records: Path) -> Non
     other = [episode(id, error="another"), *call(id, "more")]
     send(guarded.url, other)
     with open_store(records, read_only=True) as store:
-        assert (store.counts()[0], len(store.calls(id)), store.episode(id).error) == (1, 2, None)
+        assert (store.figures().counts()[0], len(store.calls(id)), store.episode(id).error) == (1, 2, None)
         assert store.rewards([id]) == {id: {"team": 0.5}}
 
 
@@ -318,7 +318,7 @@ def test_nobody_writes_into_an_episode_of_another_application(kind: str, request
         assert store.episode(id).status == "ok"
         assert store.rewards([id, early, f"{own[1].id}.0"]) == {id: {"team": 0.25}, early: {}, f"{own[1].id}.0": {}}
         text = httpx.get(f"{found.url}/metrics", headers={"authorization": "Bearer operator-token"}).text
-        assert f"cotune_collect_foreign_records {store.foreign}\n" in text and store.foreign >= 4
+        assert f"cotune_collect_foreign_records {store.health.foreign}\n" in text and store.health.foreign >= 4
 
 
 @pytest.mark.parametrize("kind", ["file", "postgres"])

@@ -75,7 +75,7 @@ def test_sampling_leaves_out_whole_episodes_and_says_so(collector, records: Path
         ask("hello")
     assert sender(collector.url, "desk").flush(10)
     with open_store(records, read_only=True) as store:
-        assert (store.counts(), store.counters()["sampled"]) == ((1, 1), 3)
+        assert (store.figures().counts(), store.counters()["sampled"]) == ((1, 1), 3)
     assert 'cotune_collect_source_sampled_calls_total{app="desk"} 3' in httpx.get(f"{collector.url}/metrics").text
 
 
@@ -90,7 +90,7 @@ def test_a_role_that_is_left_out_leaves_its_messages_to_others(collector, record
     with open_store(records, read_only=True) as store:
         (call,) = store.calls(traced.id)
         assert (call.role, store.message(call.messages[0])["content"]) == ("solver", "shared")
-        assert not store.holding("private", [traced.id], {})
+        assert not store.figures().holding("private", [traced.id], {})
     assert b"private" not in records.read_bytes() + records.with_name("records.db-wal").read_bytes()
 
 

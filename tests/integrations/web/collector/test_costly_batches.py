@@ -68,7 +68,7 @@ def test_one_broken_row_among_thousands_takes_few_statements(store: Store, work:
     episodes[1234] = episode(started=float("nan"))
     work.clear()
     store.commit(episodes)
-    assert sum(1 for _ in store.episodes()) == 2999 and store.lost == 1
+    assert sum(1 for _ in store.episodes()) == 2999 and store.health.lost == 1
     assert work["insert"] < 40 and work["begin"] == 1
 
 
@@ -79,7 +79,7 @@ def test_one_record_that_cannot_be_encoded_takes_one_more_transaction(store: Sto
         calls.append(CallRecord(id=new_id(), episode="e", role="r", step=number, turn=number, candidates=(said,)))
     work.clear()
     store.commit(calls)
-    assert len(store.calls("e")) == 499 and store.lost == 1
+    assert len(store.calls("e")) == 499 and store.health.lost == 1
     assert work["begin"] <= 2
 
 
@@ -232,8 +232,8 @@ def test_labels_that_clients_choose_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_unknown_paths_are_no_error(store: Store) -> None:
-    assert store.stored_segments([]) == set()
-    assert store.stored_segments([segment_id((1,))]) == set()
+    assert store.figures().stored_segments([]) == set()
+    assert store.figures().stored_segments([segment_id((1,))]) == set()
     with pytest.raises(RecordError):
         store.token_ids(segment_id((1,)))
 

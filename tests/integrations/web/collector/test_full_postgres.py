@@ -57,7 +57,7 @@ def test_a_full_disk_of_postgres() -> None:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
         store = found.opened.store
         assert len([call for call, _ in sent if store.calls(call.episode)]) == len(sent) - 1 > 5
-        assert store.lost == 0
+        assert store.health.lost == 0
         database.stop()
         database.start()  # now with room
         for _, body in sent[-3:]:  # what was not acknowledged, and again what was
@@ -65,4 +65,4 @@ def test_a_full_disk_of_postgres() -> None:
         for call, _ in sent:
             (stored,) = store.calls(call.episode)
             assert all(len(store.message(name)["content"]) == 600_000 for name in stored.messages)
-        assert (store.lost, found.opened.failing) == (0, False)
+        assert (store.health.lost, found.opened.failing) == (0, False)

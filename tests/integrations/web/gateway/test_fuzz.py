@@ -140,7 +140,7 @@ def test_malformed_requests_are_refused_with_their_cause(tmp_path: Path, count: 
     with SqliteStore.open(tmp_path) as store:
         asyncio.run(main())
         store.flush()
-        assert store.lost == 0
+        assert store.health.lost == 0
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.long)])

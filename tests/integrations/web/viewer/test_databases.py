@@ -75,7 +75,7 @@ def stores(both: tuple[str, str]) -> Iterator[list[Store]]:
 
 def same(stores: list[Store], method: str, *asked: Any) -> Any:
     """What both stores answer."""
-    file, database = (getattr(store, method)(*asked) for store in stores)
+    file, database = (getattr(store.figures(), method)(*asked) for store in stores)
     assert [*map(repr, file)] == [*map(repr, database)] if isinstance(file, list) else file == database
     return file
 
@@ -90,25 +90,31 @@ def test_figures_are_the_same(stores: list[Store]) -> None:
         for step in (None, *same(stores, "steps", phase)):
             same(stores, "first_episodes", phase, step, ["t0", "t1", "none"])
         same(stores, "repeated_tasks", phase, 5)
-    once = ("success_counts", "has_scored_candidates", "cut_feedback", "counts", "counters")
-    lists = ("episodes_by_phase", "failed_episodes", "failed_calls", "recent_roles", "apps", "tally")
+    once = ("success_counts", "has_scored_candidates", "cut_feedback", "counts")
+    lists = ("episodes_by_phase", "failed_episodes", "failed_calls", "recent_roles", "apps", "by_day")
     for method in (*once, *lists):
         assert same(stores, method) is not None
-    means = [{row[:2]: row[2] for row in store.rewards_by_role()} for store in stores]
+    assert stores[0].counters() == stores[1].counters()
+    means = [{row[:2]: row[2] for row in store.figures().rewards_by_role()} for store in stores]
     assert means[0] == pytest.approx(means[1], rel=1e-12)
     same(stores, "answered_by", "p")
     same(stores, "open_episodes", 9)
-    assert len(stores[0].use(0)[1]) == 3
-    assert [*map(repr, stores[0].use(0)[1])] == [*map(repr, stores[1].use(0)[1])]
+    use = [store.figures().use(0)[1] for store in stores]
+    assert len(use[0]) == 3
+    assert [*map(repr, use[0])] == [*map(repr, use[1])]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_lists_are_the_same(stores: list[Store], order: str) -> None:
-    every = [EpisodeFilters(), EpisodeFilters(solved="yes"), EpisodeFilters(solved="no", phase="train", step=2)]
+    every = [
+        EpisodeFilters(),
+        EpisodeFilters(solved="yes"),
+        EpisodeFilters(solved="no", phase="train", training_step=1),
+    ]
     for filters in (*every, EpisodeFilters(role="critic", low=0.0, high=2.0), EpisodeFilters(status="counted")):
         for start in (0, 5):
             lines = same(stores, "episode_lines", filters, 10, order, start)
-            assert len(same(stores, "inputs_and_answers", [line[0] for line in lines])) == len(lines)
+            assert len(same(stores, "inputs_and_answers", [line.id for line in lines])) == len(lines)
         same(stores, "episode_count", filters)
     ids = same(stores, "episode_ids", EpisodeFilters(), 100)
     same(stores, "neighbours", ids[3])
@@ -122,15 +128,17 @@ def test_lists_are_the_same(stores: list[Store], order: str) -> None:
 
 @pytest.mark.parametrize("text", FOUND)
 def test_searches_find_the_same(stores: list[Store], text: str) -> None:
-    ids = stores[0].episode_ids(EpisodeFilters(), 100)
-    calls = stores[0].call_ids("", 100)
-    found = [(store.holding(text, ids, {}), store.calls_holding(text, calls, {})) for store in stores]
+    ids = stores[0].figures().episode_ids(EpisodeFilters(), 100)
+    calls = stores[0].figures().call_ids("", 100)
+    found = [
+        (store.figures().holding(text, ids, {}), store.figures().calls_holding(text, calls, {})) for store in stores
+    ]
     assert found[0] == found[1]
 
 
 def pages_of(store: Store) -> list[str]:
     """The pages of a run."""
-    ids, calls = store.episode_ids(EpisodeFilters(), 3), store.call_ids("", 3)
+    ids, calls = store.figures().episode_ids(EpisodeFilters(), 3), store.figures().call_ids("", 3)
     return [
         *(
             "",

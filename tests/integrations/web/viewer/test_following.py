@@ -200,7 +200,7 @@ def test_words_that_differ_are_marked():
 def test_two_candidates_are_compared_with_the_chosen_one_first(site, run):
     call, chosen = ids(run, "SELECT id FROM calls WHERE json_array_length(candidates) = 4 LIMIT 1")[0], 0
     with SqliteStore.open(run, read_only=True) as store:
-        record = store.call(call)
+        record = store.figures().call(call)
         chosen = record.chosen or 0
     other = (chosen + 1) % 4
     page = httpx.get(f"{site}/run/trained/diff?a={call}.{other}").text

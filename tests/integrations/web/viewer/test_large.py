@@ -45,7 +45,7 @@ def test_a_page_of_episodes_leads_to_the_next_to_the_end(large):
 
     run, seen, before = OpenedRun(large, "large"), [], ""
     while True:
-        page = listed(run, Filters(role="coder", step=7), before)
+        page = listed(run, Filters(role="coder", training_step=6), before)
         seen += [row.id for row in page.rows]
         if not page.after:
             break
