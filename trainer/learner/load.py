@@ -71,7 +71,7 @@ def open_policy_models(
                 else:
                     base = _load(path, settings.precision, device, settings)
                     with _built_on(device):
-                        base = _wrap(base, spec, adapter)
+                        base = add_adapter(base, spec, adapter)
                     shared[path] = (base, LogprobModel(base.get_base_model(), settings))
                 base, network = shared[path]
                 opened[spec.name] = PolicyModel(spec, index, network, peft=base, adapter=adapter)
@@ -210,7 +210,8 @@ def _linear(name: str, module: Any) -> str:
     return parts[-1] if own and type(module).__name__ in ("Linear", "Conv1D") else ""
 
 
-def _wrap(network: Any, spec: PolicySpec, adapter: str) -> Any:
+def add_adapter(network: Any, spec: PolicySpec, adapter: str) -> Any:
+    """The network as a PEFT model with this adapter. Raises ConfigError for targets that it does not have."""
     from peft import get_peft_model
 
     try:

@@ -102,8 +102,8 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         self.fuse_layers(network.get_input_embeddings().weight.device)
         self.checkpointing = Checkpointing(network)
         self.images = ImageInputs(network.config.name_or_path) if sees_images(network.config) else None
-        possible = self.images is None and attends_over_trees(network, flex=self._flex)
-        self.shares = possible and settings.shared_prompts
+        wanted = settings.shared_prompts and self.images is None
+        self.shares = wanted and attends_over_trees(network, flex=self._flex)
         """Whether a pass computes once what its rows have in common: asked for, and possible with this model."""
         logits = network.get_output_embeddings().weight.shape[0]
         self.sampled_distribution = SampledDistribution(network.config.name_or_path, logits)

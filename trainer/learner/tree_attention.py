@@ -343,6 +343,16 @@ def attends_over_trees(network: Any, *, flex: bool = False) -> bool:
     It can where each layer is full attention over all earlier tokens, told apart by position ids alone: asked of its
     configuration, and tried with a few tokens.
     """
+    if not use_tree_attention(network):
+        return False
+    if _computes_the_same(network, flex):
+        return True
+    network.set_attn_implementation("sdpa")
+    return False
+
+
+def use_tree_attention(network: Any) -> bool:
+    """Give the network an attention that knows trees, without a trial. False if its configuration rules that out."""
     config = network.config.get_text_config()
     window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
@@ -352,10 +362,7 @@ def attends_over_trees(network: Any, *, flex: bool = False) -> bool:
         return False
     _register()
     network.set_attn_implementation(NAME)
-    if _computes_the_same(network, flex):
-        return True
-    network.set_attn_implementation("sdpa")
-    return False
+    return True
 
 
 def _register() -> None:

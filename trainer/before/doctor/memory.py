@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.table import Table
@@ -24,21 +25,19 @@ from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.run.engines import candidates_of_call
 from cotune.trainer.run.precision import auto_dtype, with_dtype
 
+if TYPE_CHECKING:
+    from cotune.trainer.learner.memory.pass_size import PassMemory
+
 GB = 1e9
 LIBRARIES = {"learner": 0.60e9, "sampler": 0.50e9}
 """Python, torch and transformers in a process on the CPU; on a GPU they lie in the machine's memory, and its context
 takes `CONTEXT` of the device."""
 CONTEXT = 0.5e9
-PEAK = 1.05
-"""Peak of a pass, as a multiple of what it keeps for its backward pass; passes are chosen with more."""
+ALLOCATOR = 1.05
+"""What a pass takes of a device, as a multiple of its tensors; passes are chosen with more."""
 GAPS = 1.2
 """What the pages that an update keeps on the CPU take beside a pass, as a multiple of it, for a large model with
 room for them: measured at 512 tokens of SmolLM2."""
-OPTIMIZERS = {"adamw": 8, "adamw8bit": 2}
-"""Bytes of both moments of a trained parameter."""
-GRADIENT = 4
-LOGITS = 12
-"""Bytes of a logit: three buffers in fp32."""
 ROLLOUTS, UPDATE = "rollouts", "update"
 """Phases of a step. In mode sync one ends before the other begins."""
 
@@ -194,31 +193,34 @@ def learner_memory(
 ) -> ProcessMemory:
     """The learner of one base: weights, gradients and moments, and a pass; `taken` are bytes of other bases beside it.
     A publication's copy takes the place of the gradients, which are gone by then."""
-    from cotune.trainer.learner.memory.pass_size import LARGE, LAYER_MARGIN, keeps_pages, usual_share
+    from cotune.trainer.learner.memory.pass_size import (
+        GRADIENT_BYTES,
+        LARGE,
+        MOMENT_BYTES,
+        keeps_pages,
+        usual_share,
+    )
 
     settings, cluster = config.learner, config.cluster
     parts = cluster.learners if cluster.on_ray else 1
     policies = load.policies if size.adapter == 0 else 1  # adapters share one base
     weights = policies * _weight_bytes(config, size) / parts
     trained = load.policies * (size.adapter or size.parameters)
-    moments = trained * OPTIMIZERS[settings.optimizer] / parts
-    state = moments + trained / load.policies * GRADIENT / parts  # one policy is updated after the other
+    moments = trained * MOMENT_BYTES[settings.optimizer] / parts
+    state = moments + trained / load.policies * GRADIENT_BYTES / parts  # one policy is updated after the other
     adapters = 4.0 * trained / parts if size.adapter else 0.0
-    logits = float(LOGITS * size.vocabulary * (64 if device == "cpu" else 256))
+    memory = size.pass_memory("cpu" if device == "cpu" else "cuda")
     libraries = _libraries("learner", device)
 
     # the pass that the learner will choose in the memory that is left
-    fixed = taken + sum(libraries.values()) + weights + adapters + state + logits + size.pass_bytes
+    fixed = taken + sum(libraries.values()) + weights + adapters + state + memory.fixed + memory.logits
     bound = min(parse_size(settings.memory), free) if settings.memory else free
     share = bound - fixed if settings.memory else usual_share(bound - fixed, total, device)
-    tokens, checkpointed = pass_tokens(size, config, load, share, device)
-    each = PEAK * size.token_bytes
-    if checkpointed:
-        each = PEAK * size.checkpointed_bytes + LAYER_MARGIN * size.token_bytes / size.layers
+    tokens, checkpointed = pass_tokens(memory, config, load, share, device)
+    passes = ALLOCATOR * memory.peak(tokens, checkpointed=checkpointed)
     large = device == "cpu" and size.parameters > LARGE
     keeps = large and not settings.memory and keeps_pages(share, bound - fixed)
     name = f"a pass of {tokens} tokens" + (", checkpointed" if checkpointed else "")
-    passes = tokens * each + size.pass_bytes + logits
     whole = size.parameters * (2.0 if settings.dtype == "bfloat16" else 4.0)
     return ProcessMemory(
         process="learner",
@@ -233,7 +235,7 @@ def learner_memory(
             WEIGHTS: weights + adapters,
             STATE: state,
             name: passes,
-            **({PAGES: GAPS * tokens * each} if keeps else {}),
+            **({PAGES: GAPS * (passes - memory.logits)} if keeps else {}),
             **({"all weights, for a pass": whole} if size.sees and parts > 1 else {}),
             **_image_parts(size, device),
         },
@@ -246,6 +248,7 @@ def sampler_memory(
     """The in-process sampler: the base, published versions (for all weights a model each), and the cache. On a GPU it
     lets as many sequences in as fit into a part of what is free, and `taken` bytes are of processes beside it."""
     from cotune.integrations.models.transformers.batch import DRAW_ELEMENTS, GPU_PART
+    from cotune.trainer.learner.memory.pass_size import LOGIT_BYTES
 
     each = 4 if device == "cpu" else 2
     trained = size.adapter or size.parameters
@@ -266,7 +269,7 @@ def sampler_memory(
         fitting = max(load.candidates, int(room / sequence))  # the candidates of a call are decoded together
         if fitting < load.sequences:
             at_once, name = fitting, f"cache of {fitting} sequences at once, of {load.sequences}"
-    cache = at_once * sequence + LOGITS * min(at_once * size.vocabulary, DRAW_ELEMENTS)
+    cache = at_once * sequence + LOGIT_BYTES * min(at_once * size.vocabulary, DRAW_ELEMENTS)
     return ProcessMemory(
         process="sampler",
         count=1,
@@ -295,16 +298,12 @@ def _image_parts(size: ModelSize, device: str) -> dict[str, float]:
     return {"passes over images, at most": PASS_BYTES * size.image_factor, **kept}
 
 
-def pass_tokens(size: ModelSize, config: TrainConfig, load: Workload, room: float, device: str) -> tuple[int, bool]:
+def pass_tokens(memory: PassMemory, config: TrainConfig, load: Workload, room: float, device: str) -> tuple[int, bool]:
     """Tokens of the largest pass that the learner will make, and whether with activation checkpointing."""
-    from cotune.trainer.learner.memory.pass_size import LAYER_MARGIN, LEAST, MARGIN, auto_tokens
+    from cotune.trainer.learner.memory.pass_size import LEAST, auto_tokens
 
     settings = config.learner
-    per_token = {
-        False: MARGIN * size.token_bytes,
-        True: MARGIN * size.checkpointed_bytes + LAYER_MARGIN * size.token_bytes / size.layers,
-    }
-    fits = {kind: room / each for kind, each in per_token.items()}
+    fits = {kind: room / memory.planned(checkpointed=kind) for kind in (False, True)}
     asked = settings.micro_batch_tokens
     if asked == "auto":
         kind_of_device = "cpu" if device == "cpu" else "cuda"
@@ -386,7 +385,7 @@ def remedies(plan: Sequence[ProcessMemory], config: TrainConfig) -> str:
 
 def render_memory(plan: Sequence[ProcessMemory]) -> Table:
     """The parts of each process."""
-    table = grid("process", "part", "GB>", title="memory, forecast")
+    table = grid("process", "part", "GB>", title="memory, estimated")
     for process in plan:
         for name, size in process.parts.items():
             table.add_row(process.process, name, f"{size / GB:.2f}")

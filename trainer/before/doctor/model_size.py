@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from cotune.records.policies import LoraSpec
+from cotune.records.policies import LoraSpec, PolicySpec
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from cotune.trainer.learner.memory.pass_size import KeptBytes, PassMemory
+    from cotune.trainer.learner.policy_model import PolicyModel
 
 PIXELS = 4.0
 """Pixel values, their masks and copies, as a multiple of the former."""
@@ -38,6 +46,18 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     """Peak memory of seeing images, as a multiple of their pixel values; 0 where the configuration does not
     tell the sizes of the vision tower."""
 
+    def pass_memory(self, device: str) -> PassMemory:
+        """What the tensors of a pass of the learner take, on a "cpu" or "cuda"."""
+        from cotune.trainer.learner.memory.pass_size import GRADIENT_BYTES, PassMemory, logit_bytes
+
+        return PassMemory(
+            plain=self.token_bytes,
+            checkpointed=self.checkpointed_bytes,
+            layers=self.layers,
+            fixed=self.pass_bytes + (0 if self.adapter else GRADIENT_BYTES * self.head),
+            logits=logit_bytes(self.vocabulary, device),
+        )
+
     def rounded_bytes(self, heads: int) -> float:
         """Of the frozen weights where `rounded`: layers in bfloat16, embeddings in float32, and the output embedding in
         bfloat16 as often as `heads` says."""
@@ -62,59 +82,159 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str, joined: bool = False
     `joined`: a learner of one process on a CPU, where frozen layers and adapters are one step, with products in
     `dtype`.
     """
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from cotune.integrations.models.folder.kinds import sees_images
 
-    from cotune.integrations.models.folder.folder import loading
-    from cotune.integrations.models.folder.kinds import auto_class, beside_language, sees_images
-    from cotune.trainer.learner.memory.checkpointing import Checkpointing
-    from cotune.trainer.learner.memory.products import join_layers
-
-    text = config.get_text_config()
     joins = joined and lora is not None
-    held = getattr(torch, dtype) if lora and not joins else torch.float32
-    with torch.device("meta"):
-        network = auto_class(config).from_config(config, dtype=held, **loading()).eval()
-    parameters = sum(p.numel() for p in network.parameters())
-    adapter = 0
-    if lora:
-        chosen = LoraConfig(
-            r=lora.rank,
-            target_modules=list(lora.targets),
-            exclude_modules=beside_language(network),
-            task_type="CAUSAL_LM",
-        )
-        trained = get_peft_model(network, chosen)
-        adapter = sum(p.numel() for p in trained.parameters() if p.requires_grad)
-    checkpointing = Checkpointing(network)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _fill(network)
-        if joins:
-            join_layers(network, getattr(torch, dtype))
-        cast = "float32" if joins else dtype
-        found = {}
-        for on in (False, True):
-            checkpointing.on = on
-            (few, small), (many, large) = ((tokens, _kept(network, tokens, cast)) for tokens in (16, 48))
-            each = (large - small) / (many - few)
-            found[on] = each, small - few * each
-    head = network.get_output_embeddings().weight
+    empty = empty_policy(config, lora, dtype, joined=joins)
+    kept = {checkpointed: empty.kept_bytes(checkpointed=checkpointed) for checkpointed in (False, True)}
+    text = config.get_text_config()
     return ModelSize(
-        parameters=parameters,
+        parameters=empty.parameters,
         rounded=joins and dtype == "bfloat16",
-        head=head.numel(),
+        head=empty.policy.network.get_output_embeddings().weight.numel(),
         tied=bool(getattr(text, "tie_word_embeddings", False)),
-        adapter=adapter,
+        adapter=empty.adapter,
         vocabulary=text.vocab_size,
         layers=text.num_hidden_layers,
         cache_values=_cache_values(text),
-        token_bytes=found[False][0],
-        pass_bytes=max(found[False][1], 0.0),
-        checkpointed_bytes=found[True][0],
+        token_bytes=kept[False].token,
+        pass_bytes=max(kept[False].fixed, 0.0),
+        checkpointed_bytes=kept[True].token,
         sees=sees_images(config),
         image_factor=_image_factor(config.vision_config) if sees_images(config) else 0.0,
     )
+
+
+class EmptyPolicy:
+    """A policy whose tensors have a shape and no storage, for measurements in the learner's own code.
+
+    `parameters` are those of its base, and `adapter` those of its LoRA. Its network has only the first two layers of
+    each kind, as hundreds of operators of each layer take milliseconds even without storage. The other layers keep
+    what the second one keeps. Computations go on in `mode`.
+    """
+
+    def __init__(
+        self, policy: PolicyModel, mode: FakeTensorMode, parameters: int, adapter: int, layers: RepeatedLayers
+    ) -> None:
+        self.policy, self.mode, self.parameters, self.adapter = policy, mode, parameters, adapter
+        self._layers = layers
+
+    def kept_bytes(self, *, checkpointed: bool) -> KeptBytes:
+        """What a pass of the whole model keeps for its backward pass."""
+        from cotune.trainer.learner.memory.pass_size import KeptBytes, kept_bytes
+
+        with self.mode:
+            self._layers.use(None)
+            once = kept_bytes(self.policy, checkpointed=checkpointed)
+            token, fixed = once.token, once.fixed
+            for kind, count in enumerate(self._layers.counts):
+                if count > 1:
+                    self._layers.use(kind)
+                    twice = kept_bytes(self.policy, checkpointed=checkpointed)
+                    token += (count - 1) * (twice.token - once.token)
+                    fixed += (count - 1) * (twice.fixed - once.fixed)
+        return KeptBytes(token, fixed)
+
+
+class RepeatedLayers:
+    """The layers of a network by kind, and the network with fewer of them.
+
+    Two layers are of one kind if their class and the shapes of their weights are the same.
+    """
+
+    def __init__(self, network: Any, *, whole: bool) -> None:
+        """Unless `whole`, leave only the first two layers of each kind in the network. A network that brings its own
+        code and does not name its layers keeps them all."""
+        from torch.nn import ModuleList
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        many = network.config.get_text_config().num_hidden_layers
+        self._parent: Any = None
+        self.counts: list[int] = []
+        self._first: list[Any] = []
+        self._second: list[Any] = []
+        for name, module in network.named_modules():
+            if (
+                isinstance(module, ModuleList)
+                and len(module) == many
+                and isinstance(module[0], GradientCheckpointingLayer)
+            ):
+                parent, _, self._name = name.rpartition(".")
+                self._parent = network.get_submodule(parent)
+        if whole or self._parent is None:
+            return
+        kinds: dict[Any, list[Any]] = {}
+        for layer in getattr(self._parent, self._name):
+            shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+            kinds.setdefault((type(layer), shapes), []).append(layer)
+        for layers in kinds.values():
+            self.counts.append(len(layers))
+            self._first.append(layers[0])
+            self._second.append(layers[1] if len(layers) > 1 else None)
+        self._set([*self._first, *(layer for layer in self._second if layer is not None)])
+
+    def adapter_parameters(self, network: Any) -> int:
+        """Trained parameters of the whole model."""
+        trained = _count_trained(network)
+        for count, second in zip(self.counts, self._second, strict=True):
+            if second is not None:
+                trained += (count - 2) * _count_trained(second)
+        return trained
+
+    def use(self, twice: int | None) -> None:
+        """Let the network have one layer of each kind, and of kind `twice` two."""
+        if self.counts:
+            self._set([*self._first, *([] if twice is None else [self._second[twice]])])
+
+    def _set(self, layers: Sequence[Any]) -> None:
+        from torch.nn import ModuleList
+
+        setattr(self._parent, self._name, ModuleList(layers))
+
+
+def empty_policy(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool, whole: bool = False) -> EmptyPolicy:
+    """A policy of a learner that computes in `dtype`, with an adapter or (None) with all its weights trained. `joined`
+    as in `measure`; `whole`: with all layers, which takes a minute for a large model."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from cotune.integrations.models.folder.folder import loading
+    from cotune.integrations.models.folder.kinds import auto_class
+    from cotune.trainer.config.learner import LearnerSettings
+    from cotune.trainer.learner.load import add_adapter
+    from cotune.trainer.learner.logprob_model import LogprobModel
+    from cotune.trainer.learner.memory.products import join_layers
+    from cotune.trainer.learner.policy_model import PolicyModel
+    from cotune.trainer.learner.tree_attention import use_tree_attention
+
+    class WithoutTrial(LearnerSettings, frozen=True):
+        """Trees are tried with values, which tensors without storage do not have."""
+
+        shared_prompts: ClassVar[bool] = False
+
+    held = getattr(torch, dtype) if lora and not joined else torch.float32
+    config = deepcopy(config)  # it is told of the attention that the network gets
+    with torch.device("meta"):
+        network = auto_class(config).from_config(config, dtype=held, **loading()).eval()
+    parameters = sum(p.numel() for p in network.parameters())
+    layers = RepeatedLayers(network, whole=whole)
+    spec = PolicySpec(name="policy", kind="lora" if lora else "full", lora=lora or LoraSpec())
+    adapted = add_adapter(network, spec, "policy") if lora else None
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        _fill(network)
+        if joined:
+            join_layers(network, getattr(torch, dtype))
+        settings = WithoutTrial(dtype="float32" if joined else dtype)
+        logprob_model = LogprobModel(network, settings)
+        logprob_model.shares = logprob_model.images is None and use_tree_attention(network)
+    adapter = None if adapted is None else "policy"
+    policy = PolicyModel(spec, 0, logprob_model, peft=adapted, adapter=adapter)
+    return EmptyPolicy(policy, mode, parameters, layers.adapter_parameters(network) if lora else 0, layers)
+
+
+def _count_trained(module: Any) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def _cache_values(text: Any) -> int:
@@ -137,30 +257,15 @@ def _image_factor(sight: Any) -> float:
 
 
 def _fill(network: Any) -> None:
-    """Put tensors of the CPU, without storage, in the place of those on the meta device."""
+    """Put tensors of the CPU, without storage, in the place of those on the meta device. Tied ones stay tied."""
     import torch
 
+    filled: dict[int, tuple[Any, Any]] = {}  # the old ones stay referenced, so that their ids stay theirs
     for module in network.modules():
         for name, old in list(module.named_parameters(recurse=False)):
-            new = torch.empty(old.shape, dtype=old.dtype)
-            module.register_parameter(name, torch.nn.Parameter(new, requires_grad=old.requires_grad))
+            if id(old) not in filled:
+                new = torch.empty(old.shape, dtype=old.dtype)
+                filled[id(old)] = old, torch.nn.Parameter(new, requires_grad=old.requires_grad)
+            module.register_parameter(name, filled[id(old)][1])
         for name, old in list(module.named_buffers(recurse=False)):
             module.register_buffer(name, torch.empty(old.shape, dtype=old.dtype), persistent=False)
-
-
-def _kept(network: Any, tokens: int, dtype: str) -> int:
-    """Bytes that the graph of a pass over so many tokens holds, without the weights."""
-    import torch
-
-    own = {p.untyped_storage()._cdata for p in network.parameters()}
-    kept: dict[int, Any] = {}
-
-    def keep(tensor: Any) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage
-
-    cast = torch.autocast("cpu", dtype=getattr(torch, dtype), enabled=dtype != "float32")
-    with cast, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda none: none):
-        network.base_model(input_ids=torch.zeros((1, tokens), dtype=torch.int64), use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values())

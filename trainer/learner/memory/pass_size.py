@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,15 +33,16 @@ above 65,536 tokens the tensors of a layer come near the 2^31 entries that some 
 CPU_SHARE, GPU_SHARE = 1 / 16, 0.8
 """Of the machine's memory, and of what is free on a GPU, what the activations of a pass may take. On a CPU larger
 passes are hardly faster, and the application and the sampler want room as well."""
-MARGIN = 1.3
-"""What a pass takes at its peak, as a multiple of what it keeps for the backward pass."""
-LAYER_MARGIN = 2.0
-"""The same of the layer that the backward pass computes again, with its gradients."""
+MARGIN = 1.25
+"""Passes are chosen for so many times the memory that their tensors take: allocators leave gaps."""
 _OUT_OF_MEMORY = ("allocate memory", "not enough memory", "out of memory", "STATUS_ALLOC_FAILED")
 """What torch says where it has none: for tensors of the CPU, for the GPU outside its own allocator, and of CUDA's
 libraries (cuBLAS, cuDNN)."""
-GRADIENT_BYTES, MOMENT_BYTES = 4, 8
-"""Per trained parameter: its gradient, while its policy is updated, and AdamW's two moments, from the first step on."""
+GRADIENT_BYTES, MOMENT_BYTES = 4, {"adamw": 8, "adamw8bit": 2}
+"""Per trained parameter: its gradient, while its policy is updated, and both moments of the optimizer, from the first
+step on."""
+LOGIT_BYTES = 12
+"""Of a logit: three buffers of a chunk in float32."""
 LARGE = 2**24
 """Parameters from which on passes take so many pages that it matters how they are asked for."""
 _KEEP = ((-3, 32 << 20), (-1, 2047 << 20))
@@ -193,15 +194,17 @@ class PassSizes:
         """Raises ConfigError for a `learner.memory` in which not even a small pass fits."""
         self._policies, self._settings, self._group, self._optimizers = dict(policies), settings, group, optimizers
         self._networks = {id(model.network): model for model in policies.values()}
-        self._logits = max(_logit_bytes(model) for model in self._networks.values())
 
         # Bytes for each token of a pass, by network and by whether its layers are checkpointed. They do not change.
         self._token_bytes: dict[int, dict[bool, float]] = {}
+        self._fixed = 0.0
         self._sizes: dict[int, PassSize] = {}
         for network, model in self._networks.items():
-            self._token_bytes[network] = {False: plain_bytes(model)}
+            memory = pass_memory(model)
+            self._fixed = max(self._fixed, memory.fixed + memory.logits)
+            self._token_bytes[network] = {False: memory.planned(checkpointed=False)}
             if settings.activation_checkpointing and model.logprob_model.checkpointing.possible:
-                self._token_bytes[network][True] = checkpointed_bytes(model)
+                self._token_bytes[network][True] = memory.planned(checkpointed=True)
             always = settings.activation_checkpointing is True
             self._sizes[network] = PassSize(LEAST, alone=group.size == 1, always=always)
 
@@ -253,9 +256,9 @@ class PassSizes:
             state = self._optimizers[name].state
             parameters = policy.parameters().values()
             gradients = max(gradients, sum(GRADIENT_BYTES * p.numel() for p in parameters))
-            moments += sum(MOMENT_BYTES * p.numel() for p in parameters if p not in state)
+            moments += sum(MOMENT_BYTES[self._settings.optimizer] * p.numel() for p in parameters if p not in state)
         to_come = (gradients + moments) // self._group.size
-        return _room(next(iter(self._policies.values())), self._settings, to_come + self._logits)
+        return _room(next(iter(self._policies.values())), self._settings, to_come + int(self._fixed))
 
 
 def _pass_tokens(settings: LearnerSettings, fit: int, device: str) -> int:
@@ -277,27 +280,78 @@ def auto_tokens(fit: float, device: str) -> int:
     return tokens >> lower_bits << lower_bits
 
 
-def plain_bytes(model: PolicyModel) -> float:
-    """What a pass takes at its peak, for each of its tokens."""
-    return MARGIN * bytes_per_token(model, checkpointed=False)
+class PassMemory(NamedTuple):
+    """What the tensors of a pass take, in bytes. `cotune doctor` forecasts with it what the learner chooses by it."""
+
+    plain: float
+    """What each token keeps for the backward pass."""
+    checkpointed: float
+    """The same if layers are computed again in the backward pass."""
+    layers: int
+    fixed: float
+    """What any pass keeps, however few tokens it has: weights in the precision of products, and the gradient of a
+    trained output embedding. If that is the input embedding too, autograd keeps it until the gradient of the latter
+    is there."""
+    logits: float
+    """What log-probabilities take beside the states: a chunk of logits."""
+
+    def kept(self, *, checkpointed: bool) -> float:
+        """What each token keeps for the backward pass."""
+        return self.checkpointed if checkpointed else self.plain
+
+    def backward(self, *, checkpointed: bool) -> float:
+        """What each token takes beside what is kept, in the layer that the backward pass is at: its gradients, and a
+        checkpointed layer is computed again before. The factors are from peaks that `benchmarks.forecast` counted."""
+        return (1.4 if checkpointed else 1.0) * self.plain / self.layers
+
+    def peak(self, tokens: int, *, checkpointed: bool) -> float:
+        """The most that a pass of so many tokens takes. Logits are gone before the gradients of layers are there."""
+        kept = tokens * self.kept(checkpointed=checkpointed)
+        return self.fixed + kept + max(self.logits, tokens * self.backward(checkpointed=checkpointed))
+
+    def planned(self, *, checkpointed: bool) -> float:
+        """What passes are chosen by, for each token, in the memory that `fixed` and `logits` leave."""
+        return MARGIN * (self.kept(checkpointed=checkpointed) + self.backward(checkpointed=checkpointed))
 
 
-def checkpointed_bytes(model: PolicyModel) -> float:
-    """The same where the backward pass computes one layer after the other again, and then has it whole."""
-    layers = int(model.network.config.get_text_config().num_hidden_layers)
-    kept, whole = (bytes_per_token(model, checkpointed=on) for on in (True, False))
-    return MARGIN * kept + LAYER_MARGIN * whole / layers
+def pass_memory(model: PolicyModel) -> PassMemory:
+    """What the tensors of a pass take, measured with small passes."""
+    whole = kept_bytes(model, checkpointed=False)
+    again = kept_bytes(model, checkpointed=True) if model.logprob_model.checkpointing.possible else whole
+    head = model.network.get_output_embeddings().weight
+    return PassMemory(
+        plain=whole.token,
+        checkpointed=again.token,
+        layers=int(model.network.config.get_text_config().num_hidden_layers),
+        fixed=max(whole.fixed, 0.0) + (GRADIENT_BYTES * head.numel() if head.requires_grad else 0),
+        logits=logit_bytes(int(head.shape[0]), model.device.type),
+    )
 
 
-def bytes_per_token(model: PolicyModel, *, checkpointed: bool) -> float:
-    """What a pass keeps for the backward pass, for each of its tokens: the slope between two sizes."""
+def logit_bytes(vocabulary: int, device: str) -> float:
+    """What log-probabilities take beside the states."""
+    return float(LOGIT_BYTES * vocabulary * chunk_tokens(vocabulary, device))
+
+
+class KeptBytes(NamedTuple):
+    """Bytes that a pass keeps for its backward pass: for each of its tokens, and however few tokens it has (casts of
+    weights)."""
+
+    token: float
+    fixed: float
+
+
+def kept_bytes(model: PolicyModel, *, checkpointed: bool) -> KeptBytes:
+    """What a pass keeps for its backward pass, by passes of two sizes. `cotune doctor` asks it of models without
+    storage."""
     switch = model.logprob_model.checkpointing
     switch.on = checkpointed
     try:
         (few, small), (many, large) = (_kept(model, count) for count in (1, 3))
     finally:
         switch.on = False
-    return (large - small) / (many - few)
+    token = (large - small) / (many - few)
+    return KeptBytes(token, small - few * token)
 
 
 def _kept(model: PolicyModel, groups: int) -> tuple[int, int]:
@@ -315,11 +369,11 @@ def _kept(model: PolicyModel, groups: int) -> tuple[int, int]:
         for at in range(groups)
         for first in (groups, groups + 1)
     ]
-    parameters = {local_shard(p).untyped_storage().data_ptr() for p in model.network.parameters()}
+    parameters = {_storage_id(local_shard(p)) for p in model.network.parameters()}
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> None:  # nothing: a graph that holds its own outputs would never be freed
-        at = tensor.untyped_storage().data_ptr()
+        at = _storage_id(tensor)
         if at not in parameters:
             kept[at] = tensor.detach()
 
@@ -328,6 +382,12 @@ def _kept(model: PolicyModel, groups: int) -> tuple[int, int]:
     model.logprob_model.release()
     held = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     return pass_tokens(rows, model.logprob_model.shares), held
+
+
+def _storage_id(tensor: Tensor) -> int:
+    """The same for tensors of one storage, which need not have memory."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def _room(model: PolicyModel, settings: LearnerSettings, fixed: int) -> tuple[float, float, str]:
@@ -355,12 +415,6 @@ def usual_share(room: float, total: float, device: str) -> float:
 def keeps_pages(share: float, room: float) -> bool:
     """Whether there is room for the gaps between kept pages, where a pass takes a `share` of the `room`, in bytes."""
     return 0 < 3 * share <= room
-
-
-def _logit_bytes(model: PolicyModel) -> int:
-    """Three buffers of a chunk of logits, in fp32."""
-    vocabulary = int(model.network.get_output_embeddings().weight.shape[0])
-    return 12 * vocabulary * chunk_tokens(vocabulary, model.device.type)
 
 
 def _is_large(model: PolicyModel) -> bool:

@@ -19,7 +19,7 @@ from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
 
 LONG = make_rows(groups=2, prompt=(40, 60), response=(20, 40))
 
-OPTIMIZER_BYTES = pass_size.GRADIENT_BYTES + pass_size.MOMENT_BYTES
+OPTIMIZER_BYTES = pass_size.GRADIENT_BYTES + pass_size.MOMENT_BYTES["adamw"]
 
 
 def open_one(base: str, settings: LearnerSettings, layout: str = "lora") -> LocalLearner:
@@ -58,7 +58,7 @@ def test_layers_are_computed_again_and_keep_little(base: str, shared: bool) -> N
     once = len(calls)
     gradients(model, LONG, checkpointed=True)
     assert (once, len(calls)) == (1, 3)
-    sizes = [pass_size.bytes_per_token(model, checkpointed=on) for on in (True, False)]
+    sizes = [pass_size.kept_bytes(model, checkpointed=on).token for on in (True, False)]
     assert sizes[0] < 0.2 * sizes[1]
 
 
@@ -67,9 +67,10 @@ class Limits:
 
     def __init__(self, base: str, monkeypatch: pytest.MonkeyPatch) -> None:
         model = open_one(base, FAST)._policies["a"]
-        self.plain, self.checkpointed = pass_size.plain_bytes(model), pass_size.checkpointed_bytes(model)
+        self.memory = pass_size.pass_memory(model)
+        self.plain, self.checkpointed = (self.memory.planned(checkpointed=on) for on in (False, True))
         trained = sum(p.numel() for p in model.parameters().values())
-        self.used = 2**30 + pass_size._logit_bytes(model) + OPTIMIZER_BYTES * trained
+        self.used = 2**30 + int(self.memory.fixed + self.memory.logits) + OPTIMIZER_BYTES * trained
         monkeypatch.setattr(pass_size, "process_memory", lambda: 2**30)
 
     def plain_tokens(self, tokens: int, **changes: object) -> LearnerSettings:
@@ -98,7 +99,10 @@ def test_a_prompt_that_small_passes_would_compute_again_and_again_turns_it_on(
 ) -> None:
     """A prompt of 40 and eight answers of 20: passes of 64 tokens compute it eight times, 472 tokens in all."""
     limits = Limits(base, monkeypatch)
-    monkeypatch.setattr(pass_size, "checkpointed_bytes", lambda model: limits.plain / 8)  # as in a model of many layers
+    # as in a model of many layers
+    many = limits.memory._replace(checkpointed=limits.memory.plain / 9, layers=100)
+    monkeypatch.setattr(pass_size, "pass_memory", lambda model: many)
+    limits.plain = many.planned(checkpointed=False)
     rows = make_rows(groups=1, k=8, prompt=(40, 40), response=(20, 20))
     settings = limits.plain_tokens(66)
     found = open_one(base, settings).update("a", rows)

@@ -23,7 +23,7 @@ from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory import pass_size
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
 
-OPTIMIZER_BYTES = pass_size.GRADIENT_BYTES + pass_size.MOMENT_BYTES
+OPTIMIZER_BYTES = pass_size.GRADIENT_BYTES + pass_size.MOMENT_BYTES["adamw"]
 
 
 def open_one(base: str, settings: LearnerSettings = FAST) -> LocalLearner:
@@ -61,7 +61,7 @@ def test_what_a_token_takes_is_what_the_graph_of_a_pass_holds(base: str, shared:
     tokens = pass_tokens(rows, shared)
     assert tokens <= 20 * (24 + 2 * 8) if shared else tokens == 40 * (24 + 8)
     measured = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
-    assert pass_size.bytes_per_token(model, checkpointed=False) * tokens == pytest.approx(measured, rel=0.15)
+    assert pass_size.kept_bytes(model, checkpointed=False).token * tokens == pytest.approx(measured, rel=0.15)
 
 
 @given(st.floats(0, 1e5))
@@ -80,13 +80,15 @@ def test_auto_takes_one_of_few_numbers() -> None:
 def test_a_limit_makes_passes_smaller(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = open_one(base)._policies["a"]
     used = process_memory()
-    per_token = pass_size.plain_bytes(model)
-    fixed = pass_size._logit_bytes(model) + OPTIMIZER_BYTES * sum(p.numel() for p in model.parameters().values())
+    memory = pass_size.pass_memory(model)
+    per_token = memory.planned(checkpointed=False)
+    trained = sum(p.numel() for p in model.parameters().values())
+    fixed = int(memory.fixed + memory.logits) + OPTIMIZER_BYTES * trained
     monkeypatch.setattr(pass_size, "process_memory", lambda: used)
     learner = open_one(base, change(FAST, memory=f"{int(used + fixed + 100 * per_token)}B"))
     assert learner.update("a", make_rows())["pass_tokens"] == 96  # of 100
     with pytest.raises(ConfigError, match=r"learner\.memory = '\d+B' is too little: this model takes at least \d"):
-        open_one(base, change(FAST, memory=f"{int(used + fixed + 10 * per_token)}B"))
+        open_one(base, change(FAST, memory=f"{int(used + fixed + 5 * per_token)}B"))
 
 
 @pytest.mark.parametrize("tokens", ["auto", 64])
@@ -195,8 +197,7 @@ class FakeGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
         self.tokens = tokens
         monkeypatch.setattr(pass_size, "_room", self._room)
-        monkeypatch.setattr(pass_size, "plain_bytes", lambda model: KIB)
-        monkeypatch.setattr(pass_size, "checkpointed_bytes", lambda model: KIB)
+        monkeypatch.setattr(pass_size.PassMemory, "planned", lambda memory, checkpointed: KIB)
         monkeypatch.setattr(pass_size, "_pass_tokens", lambda settings, fit, device: pass_size.auto_tokens(fit, "cuda"))
 
     def _room(self, *_: object) -> tuple[float, float, str]:

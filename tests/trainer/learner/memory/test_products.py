@@ -27,7 +27,7 @@ from cotune.trainer.learner.load import open_policy_models
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory import products
 from cotune.trainer.learner.memory.adapter_copies import AdapterCopies
-from cotune.trainer.learner.memory.pass_size import bytes_per_token
+from cotune.trainer.learner.memory.pass_size import kept_bytes
 from cotune.trainer.learner.policy_model import PolicyModel
 from cotune.trainer.publish import Probe, sampled_gaps
 from tests.trainer.learner.fsdp_ranks import with_eps
@@ -128,7 +128,7 @@ def test_the_forecast_of_memory_knows_rounded_layers(base: str) -> None:
     held = sum(p.nbytes for name, p in model.network.named_parameters() if "lora_" not in name)
     assert size.rounded
     assert size.rounded_bytes(2) == pytest.approx(held + 4 * size.head, rel=0.02)
-    assert size.token_bytes == pytest.approx(bytes_per_token(model, checkpointed=False), rel=0.1)
+    assert size.token_bytes == pytest.approx(kept_bytes(model, checkpointed=False).token, rel=0.1)
     assert not measure_folder(Path(base), SMALL, "float32", joined=True).rounded
 
 
