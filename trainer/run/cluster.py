@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from cotune.algorithms.recipes import LossSpec
 from cotune.episodes.workflows import Workflow
 from cotune.errors import ConfigError, RunError
-from cotune.integrations.cluster.runtime import open_ray
+from cotune.integrations.cluster.runtime import gpus_of_cluster, open_ray
 from cotune.integrations.models.folder.folder import locate_model
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Sampler
@@ -80,6 +80,7 @@ class Cluster:
 
     async def _with_engines(self, sets: Sequence[EngineSet]) -> Sampler:
         """A sampler over engines for each set: those that were started for the same base and weights, or new ones."""
+        check_gpus(self._settings, sets=len(sets), present=gpus_of_cluster())
         free = list(self._engines)
 
         def started(one: EngineSet) -> Sampler | None:
@@ -160,3 +161,14 @@ class Cluster:
         self._stack.push_async_callback(learner.aclose)
         self._learner, self._open_policies = learner, set(policies.specs)
         return learner
+
+
+def check_gpus(settings: ClusterConfig, *, sets: int, present: int) -> None:
+    """Raises ConfigError if the engines and learners of a run need more GPUs than Ray has: Ray would let them wait."""
+    engines = settings.engines * sets * settings.gpus_per_engine
+    learners = settings.learners * settings.gpus_per_learner
+    if engines + learners <= present:
+        return
+    fault = f"takes {engines:g} GPUs, and the learners take {learners:g}: Ray has {present}"
+    remedy = "Lower engines, gpus_per_engine or learners in [cluster]."
+    raise ConfigError("cluster.engines", settings.engines, fault, remedy)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cotune.errors import install_extra
+from cotune.errors import ConfigError, install_extra
 from cotune.integrations.cluster.runtime import gpus_of_cluster, open_ray
 from cotune.integrations.models.folder.folder import count_parameters, locate_model
 from cotune.integrations.models.vllm.installed import Build, unknown_architectures, vllm_build
@@ -80,15 +80,21 @@ def find_resources(config: TrainConfig, *, importable: bool = True) -> Resources
     """Look at this machine, or at the Ray cluster that the configuration names, which must have been joined."""
     import torch
 
-    remote = config.cluster.on_ray and config.cluster.address != "local"
-    if remote:
-        # The machines of a cluster are taken to have what the configuration asks for.
-        return Resources(gpus=gpus_of_cluster(), ray=True, vllm="gpu", importable=importable)
+    if config.cluster.on_ray and config.cluster.address != "local":
+        return resources_of_cluster(gpus_of_cluster(), importable=importable)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(gpus)]
     return resources_of(
         config, gpus=gpus, gpu_bytes=float(min(sizes, default=0)), vllm=vllm_build(), importable=importable
     )
+
+
+def resources_of_cluster(gpus: int, *, importable: bool = True) -> Resources:
+    """The resources of a Ray cluster with so many GPUs.
+
+    Its machines are not looked at: those with GPUs are taken to have vLLM, the others to have what is installed here.
+    """
+    return Resources(gpus=gpus, ray=True, vllm="gpu" if gpus else vllm_build(), importable=importable)
 
 
 def resources_of(
@@ -114,15 +120,18 @@ def divide(config: TrainConfig, resources: Resources) -> Division:
     """
     if config.cluster.on_ray:
         return _divide_on_ray(config, resources)
-    notes: list[str] = []
-    if resources.gpus > 1 and config.learner.device == "auto":
+    obstacle = ""
+    if resources.gpus > 1:
         obstacle = _obstacle_to_ray(config, resources)
         if not obstacle:
             local = msgspec.structs.replace(config.cluster, address="local")
             return _divide_on_ray(msgspec.structs.replace(config, cluster=local), resources)
-        notes.append(f"1 of {resources.gpus} GPUs is used: {obstacle}")
+
     config, note = _divide_without_ray(config, resources)
-    return Division(config, (*notes, *([note] if note else [])))
+    notes = [note] if note else []
+    if obstacle:
+        notes.insert(0, f"{_count_used(config.cluster)} of {resources.gpus} GPUs used: {obstacle}")
+    return Division(config, tuple(notes))
 
 
 def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[TrainConfig, str]:
@@ -141,49 +150,91 @@ def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[Trai
             else:
                 engine = "vllm"
 
-    samples_here = not config.from_records and not config.engine_kind.by_url
+    samples_here = _samples(config)
     if samples_here and together:
         per_engine, per_learner = SHARED, SHARED
     else:
         per_engine = 1.0 if samples_here and resources.gpus else 0.0
         per_learner = 1.0 if learner_on_gpu else 0.0
+    if samples_here:
+        _check_numbers_without_ray(config.cluster, per_engine, per_learner)
     cluster = msgspec.structs.replace(
         config.cluster, address=NO_RAY, engines=1, gpus_per_engine=per_engine, learners=1, gpus_per_learner=per_learner
     )
     return msgspec.structs.replace(config, engine=engine, cluster=cluster), note
 
 
+def _check_numbers_without_ray(cluster: ClusterConfig, per_engine: float, per_learner: float) -> None:
+    """Raises ConfigError for GPUs that were asked for and that a run without Ray gives in another number."""
+    for name, gpus in (("gpus_per_engine", per_engine), ("gpus_per_learner", per_learner)):
+        asked = getattr(cluster, name)
+        if asked and asked != gpus:
+            fault = f"needs Ray: without it, it is {gpus:g} on this machine"
+            raise ConfigError(f"cluster.{name}", asked, fault, 'Leave it out, or set cluster.address = "local".')
+
+
+def _count_used(cluster: ClusterConfig) -> int:
+    """The GPUs of a run without Ray."""
+    if cluster.shares_gpu:
+        return 1
+    return int(cluster.gpus_per_engine + cluster.gpus_per_learner)
+
+
+def _samples(config: TrainConfig) -> bool:
+    """Whether the run starts engines."""
+    return not config.from_records and not config.engine_kind.by_url
+
+
 def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
     """Engines and learners on Ray, and why the engines are not vLLM's if they are not."""
-    notes = []
+    notes: list[str] = []
+    shares_gpu = _shares_gpu_on_ray(config, resources)
     if config.engine == AUTO:
-        obstacle = "" if config.from_records else _obstacle_to_vllm(config, resources, shares_gpu=resources.gpus == 1)
-        if obstacle:
-            notes.append(f"transformers engines sample: {obstacle}. {FASTER}.")
-        config = msgspec.structs.replace(config, engine="transformers" if obstacle else "vllm")
-    numbers = _numbers(config, resources)
-    return Division(msgspec.structs.replace(config, cluster=numbers), tuple(notes))
+        engine = "transformers"
+        if not config.from_records:
+            obstacle = _obstacle_to_vllm(config, resources, shares_gpu=shares_gpu)
+            if obstacle:
+                notes.append(f"transformers engines sample: {obstacle}. {FASTER}.")
+            else:
+                engine = "vllm"
+        config = msgspec.structs.replace(config, engine=engine)
+    if shares_gpu:
+        cluster = msgspec.structs.replace(
+            config.cluster, engines=1, gpus_per_engine=SHARED, learners=1, gpus_per_learner=SHARED
+        )
+    else:
+        cluster = _numbers(config, resources)
+    return Division(msgspec.structs.replace(config, cluster=cluster), tuple(notes))
+
+
+def _shares_gpu_on_ray(config: TrainConfig, resources: Resources) -> bool:
+    """Whether the engine and the learner share a GPU: if [cluster] says so, or if there is one for both."""
+    cluster = config.cluster
+    if cluster.shares_gpu:
+        return True
+    several = cluster.engines > 1 or cluster.learners > 1
+    whole_gpus = cluster.gpus_per_engine > 0 or cluster.gpus_per_learner > 0
+    one_for_both = resources.gpus == 1 and _samples(config) and config.learner.device != "cpu"
+    return one_for_both and not several and not whole_gpus
 
 
 def _numbers(config: TrainConfig, resources: Resources) -> ClusterConfig:
     """[cluster] with all numbers: those that it has, and for each that it leaves open a part of the GPUs."""
     cluster, gpus = config.cluster, resources.gpus
-    samples = not config.from_records and not config.engine_kind.by_url
-    given = (cluster.engines, cluster.gpus_per_engine, cluster.learners, cluster.gpus_per_learner)
-    if cluster.shares_gpu or (gpus == 1 and samples and not any(given)):
-        return msgspec.structs.replace(cluster, engines=1, gpus_per_engine=SHARED, learners=1, gpus_per_learner=SHARED)
     if not gpus:
         return msgspec.structs.replace(cluster, engines=cluster.engines or 1, learners=cluster.learners or 1)
-    per_learner = cluster.gpus_per_learner or 1
-    if not samples:
-        return msgspec.structs.replace(
-            cluster, engines=1, learners=cluster.learners or gpus, gpus_per_learner=per_learner
-        )
+    usual = 0 if config.learner.device == "cpu" else 1
+    per_learner = cluster.gpus_per_learner or usual
+    if not _samples(config):
+        learners = cluster.learners or (gpus if per_learner else 1)
+        return msgspec.structs.replace(cluster, engines=1, learners=learners, gpus_per_learner=per_learner)
 
     sets = _count_engine_sets(config)
     per_engine = cluster.gpus_per_engine or _gpus_for_weights(config, resources, most=max(1, gpus // 2))
     if cluster.learners:
         learners = cluster.learners
+    elif not per_learner:
+        learners = 1
     elif cluster.engines:
         learners = max(1, gpus - int(cluster.engines * sets * per_engine))
     else:
@@ -200,7 +251,9 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
     """Why a run that says nothing of Ray does not use it on a machine with several GPUs; empty if it does."""
     if config.cluster.address == NO_RAY:
         return "cluster.address is none"
-    if config.engine not in (AUTO, "vllm", "vllm-url"):
+    if config.learner.device != "auto":
+        return f"learner.device is {config.learner.device}, and auto is needed to divide them"
+    if config.engine not in (AUTO, "vllm", "vllm-url") and not config.from_records:
         return f"engine is {config.engine}. Engines and learners on all of them: cluster.address = local"
     if not resources.ray:
         return f"Ray, which divides the others among engines and learners, is not installed. {install_extra('ray')}"
@@ -217,7 +270,7 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
         return f"the teacher {local[0]} is loaded in this process, on the first GPU. Serve it by vLLM for the others"
     if not resources.importable:
         return "other processes cannot import the application. Put it into a module"
-    if config.from_records or config.engine_kind.by_url:
+    if not _samples(config):
         return ""
     on_ray = msgspec.structs.replace(
         config, engine="vllm", cluster=msgspec.structs.replace(config.cluster, address="local")

@@ -45,6 +45,7 @@ SHARED_IN_PROCESS = ("transformers", "none", 1, 0.5, 1, 0.5)
 ON_TWO = ("vllm", "local", 1, 1, 1, 1)
 ON_EIGHT = ("vllm", "local", 6, 1, 2, 1)
 LOCAL = {"cluster": {"address": "local"}}
+HALVES = {"cluster": {"gpus_per_engine": 0.5, "gpus_per_learner": 0.5}}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,7 @@ LOCAL = {"cluster": {"address": "local"}}
         (ONE, {"policies": "full", "roles": ["solver"]}, SHARED, ""),
         (ONE, {"learner": {"device": "cpu"}}, ("vllm", "none", 1, 1, 1, 0), ""),
         (ONE, LOCAL, ("vllm", "local", 1, 0.5, 1, 0.5), ""),
+        (ONE, {"cluster": {"engines": 1, "rollout_workers": 4}}, ("vllm", "local", 1, 0.5, 1, 0.5), ""),
         (
             ONE,
             {"engine": "vllm-url", "engine_url": "http://host:8000"},
@@ -85,16 +87,19 @@ LOCAL = {"cluster": {"address": "local"}}
         (EIGHT, {"cluster": {"learners": 4}}, ("vllm", "local", 4, 1, 4, 1), ""),
         (EIGHT, {"cluster": {"engines": 2}}, ("vllm", "local", 2, 1, 6, 1), ""),
         (EIGHT, {"cluster": {"gpus_per_engine": 2}}, ("vllm", "local", 3, 2, 2, 1), ""),
-        (EIGHT, {"cluster": {"address": "none"}}, SHARED, "1 of 8 GPUs is used: cluster.address is none"),
-        (but(EIGHT, ray=False), {}, SHARED, "1 of 8 GPUs is used: Ray, .*is not installed"),
-        (but(EIGHT, ray=False, vllm=""), {}, SHARED_IN_PROCESS, "1 of 8 GPUs is used: Ray"),
-        (but(EIGHT, vllm=""), {}, SHARED_IN_PROCESS, "1 of 8 GPUs is used: vLLM is not installed"),
+        (EIGHT, {**HALVES, "mode": "async"}, ("transformers", "local", 1, 0.5, 1, 0.5), "mode async"),
+        (EIGHT, {"cluster": {"address": "none"}}, SHARED, "1 of 8 GPUs used: cluster.address is none"),
+        (but(EIGHT, ray=False), {}, SHARED, "1 of 8 GPUs used: Ray, .*is not installed"),
+        (but(EIGHT, ray=False, vllm=""), {}, SHARED_IN_PROCESS, "1 of 8 GPUs used: Ray"),
+        (but(EIGHT, vllm=""), {}, SHARED_IN_PROCESS, "1 of 8 GPUs used: vLLM is not installed"),
         (but(EIGHT, unknown_to_vllm=("OddModel",)), {}, SHARED_IN_PROCESS, "1 of 8 .*does not know OddModel"),
         (but(EIGHT, unknown_to_vllm=("OddModel",)), LOCAL, ("transformers", "local", 6, 1, 2, 1), "OddModel"),
         (but(EIGHT, importable=False), {}, SHARED, "cannot import the application"),
         (EIGHT, {"learner": {"quantize": "4bit"}}, SHARED, "learner.quantize needs a learner in one process"),
         (EIGHT, {"recipe": "distill", "distill": {"teacher": "large"}}, SHARED, "the teacher large is loaded in this"),
-        (EIGHT, {"learner": {"device": "cuda:1"}}, ("vllm", "none", 1, 1, 1, 1), ""),
+        (EIGHT, {"learner": {"device": "cuda:1"}}, ("vllm", "none", 1, 1, 1, 1), "2 of 8 GPUs used: learner.device"),
+        (EIGHT, {"learner": {"device": "cuda"}}, SHARED, "1 of 8 GPUs used: learner.device is cuda"),
+        (EIGHT, {"learner": {"device": "cpu"}, **LOCAL}, ("vllm", "local", 8, 1, 1, 0), ""),
         (EIGHT, {"engine": "transformers"}, SHARED_IN_PROCESS, "engine is transformers"),
         (
             EIGHT,
@@ -102,7 +107,7 @@ LOCAL = {"cluster": {"address": "local"}}
             ("vllm-url", "local", 1, 0, 8, 1),
             "",
         ),
-        (EIGHT, {"recipe": "sft", "records": {"path": "runs/a"}}, ("vllm", "local", 1, 0, 8, 1), ""),
+        (EIGHT, {"recipe": "sft", "records": {"path": "runs/a"}}, ("transformers", "local", 1, 0, 8, 1), ""),
         # Large models: 70B in bfloat16 takes 140 GB; full weights take 16 bytes a parameter, and an engine each.
         (but(EIGHT, parameters=70 * 10**9), {}, ("vllm", "local", 1, 4, 4, 1), ""),
         (EIGHT, {"policies": "full", "roles": ["a", "b"]}, ("vllm", "local", 3, 1, 2, 1), ""),
@@ -126,6 +131,11 @@ def test_the_machine_decides_what_the_configuration_leaves_open(
 def test_an_engine_that_sleeps_cannot_sample_ahead() -> None:
     with pytest.raises(ConfigError, match=r"mode = 'async' must be sync if vllm shares a GPU.* Set engine"):
         divide(convert({"model": "m", "mode": "async", "engine": "vllm"}), ONE)
+
+
+def test_numbers_that_a_run_without_ray_cannot_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_engine = 1.* needs Ray: without it, it is 0\.5"):
+        divide(convert({"model": "m", "cluster": {"address": "none", "gpus_per_engine": 1}}), ONE)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from cotune.integrations.models.engines import ENGINES
 from cotune.integrations.models.transformers.sampler import TransformersSampler
 from cotune.records.policies import policies_for
 from cotune.sampling.protocol import Sampler
+from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.train import TrainConfig, convert
+from cotune.trainer.run.cluster import check_gpus
 from cotune.trainer.run.engines import EngineSet, engine_config, engine_sets, first_sets, server_urls
 from cotune.user_objects import load_object
 from tests.trainer.conftest import Trainer
@@ -34,6 +36,13 @@ def test_a_run_without_ray_samples_from_an_engine_of_ones_own(trainer: Trainer) 
     assert summary.finished and mark.exists()
     mark.unlink()
     assert trainer.resume(application(first=letters), steps=3).finished and mark.exists()
+
+
+def test_more_gpus_than_ray_has_are_refused_before_an_engine_waits_for_them() -> None:
+    settings = ClusterConfig(address="local", engines=2, gpus_per_engine=2, learners=1, gpus_per_learner=1)
+    check_gpus(settings, sets=1, present=5)
+    with pytest.raises(ConfigError, match=r"cluster\.engines = 2 takes 8 GPUs, and the learners take 1: Ray has 5"):
+        check_gpus(settings, sets=2, present=5)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

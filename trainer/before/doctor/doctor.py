@@ -28,7 +28,7 @@ from cotune.trainer.before.doctor.memory import (
 from cotune.trainer.before.findings import STYLES, Finding, blocking
 from cotune.trainer.config.cluster import CPUS, NO_RAY, ClusterConfig, Demand
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.run.division import Resources, describe_division, divide, resources_of
+from cotune.trainer.run.division import Resources, describe_division, divide, resources_of, resources_of_cluster
 from cotune.trainer.run.engines import first_sets
 
 PROMPT = 512
@@ -113,7 +113,7 @@ def _nodes(address: str, machine: Machine) -> list[Node]:
 def _resources(config: TrainConfig, machine: Machine, nodes: Sequence[Node]) -> Resources:
     """What a run can use of this machine, or of the cluster that it names."""
     if config.cluster.address not in ("", NO_RAY, "local"):
-        return Resources(gpus=int(sum(node.gpus for node in nodes)), ray=True, vllm="gpu")
+        return resources_of_cluster(int(sum(node.gpus for node in nodes)))
     smallest = min((gpu.memory_gb for gpu in machine.gpus), default=0.0)
     build = build_of(machine.versions.get("vllm", ""))
     return resources_of(config, gpus=len(machine.gpus), gpu_bytes=smallest * 2**30, vllm=build)
