@@ -19,6 +19,8 @@ from cotune.errors import ConfigError, error_line, install_extra
 from cotune.integrations.cluster.temp_dir import owned_folder
 from cotune.integrations.versions import require
 
+log = logging.getLogger("cotune")
+
 START_SECONDS = 120
 """How long Ray's own processes may take to start; on a busy machine they need over a minute."""
 
@@ -36,6 +38,9 @@ _BEFORE_RAY = {
 workers that ask for none, and actors that get the same share of the CPUs as the process that waits for them (Ray's own
 niceness of 15 lets anything else on the machine starve them)."""
 
+_LATE = "timed out during startup"
+"""What Ray says when a local node is not up after 30 seconds, which no setting changes. A busy machine needs longer;
+the second time less, with all files in memory."""
 _LONGEST_FOLDER = 24
 """Ray puts sockets of up to 80 more characters under its folder; the system takes 107 in all."""
 
@@ -123,7 +128,14 @@ def _use_token() -> None:
 def _start(ray: Any, arguments: Mapping[str, Any]) -> None:
     before = _sigterm()
     try:
-        ray.init(**arguments)
+        try:
+            ray.init(**arguments)
+        except Exception as error:
+            ray.shutdown()
+            if _LATE not in str(error):
+                raise
+            log.warning("Ray's processes did not start within half a minute; starting them once more")
+            ray.init(**arguments)
     except Exception as error:
         ray.shutdown()
         raise ConfigError(
