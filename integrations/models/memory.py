@@ -17,8 +17,18 @@ def machine_memory() -> tuple[int, int]:
     limit = _CGROUP / "memory.max"
     if limit.is_file() and (text := limit.read_text().strip()).isdigit() and int(text) < total:
         total = int(text)
-        free = min(free, total - int((_CGROUP / "memory.current").read_text()))
+        used = int((_CGROUP / "memory.current").read_text())
+        free = min(free, total - used + _reclaimable())
     return free, total
+
+
+def _reclaimable() -> int:
+    """Bytes of files that the system keeps in the container's memory and gives up when a process needs it."""
+    for line in (_CGROUP / "memory.stat").read_text().splitlines():
+        name, _, count = line.partition(" ")
+        if name == "inactive_file":
+            return int(count)
+    return 0
 
 
 def process_memory() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cotune.integrations.models.bfloat16 import gpu_has_bfloat16
 from cotune.integrations.models.devices import device_name
 from cotune.trainer.config.train import TrainConfig
 
@@ -27,8 +28,12 @@ def _sampler(config: TrainConfig) -> str:
     if cluster.on_ray:
         return f"sampler: {cluster.engines} x {config.engine} on Ray, {_gpus(cluster.gpus_per_engine)}{asleep}"
     device = device_name("auto")
-    # On a CPU the engine multiplies as the learner does, so that both agree.
-    precision = config.learner.precision if device == "the CPU" else "bfloat16"
+    if device == "the CPU":
+        precision = config.learner.precision  # the engine multiplies as the learner does, so that both agree
+    elif config.engine == "vllm" and not gpu_has_bfloat16():
+        precision = "float32"
+    else:
+        precision = "bfloat16"
     return f"sampler: {config.engine}, {device}, {precision}{asleep}"
 
 

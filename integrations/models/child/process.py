@@ -78,7 +78,10 @@ class ProcessHost:
             self._pipe.send(source)
             if not self._pipe.poll(self.start_seconds):
                 self._end_at_once()
-                raise SamplerError(f"The sampler did not start in {self.start_seconds} s.", "Check the machine's load.")
+                self._wait_and_end()
+                raise SamplerError(
+                    f"The sampler did not start in {self.start_seconds:g} s.", "Check the machine's load."
+                )
             refused = self._pipe.recv()
         except (EOFError, OSError):
             self._wait_and_end()
@@ -109,7 +112,7 @@ class ProcessHost:
             self._end_at_once()
 
     def remove_leftovers(self) -> None:
-        """Remove what the engine's processes leave on this machine if they are killed."""
+        """Remove the files that the engine's processes leave on this machine if they are killed."""
 
     def _wait_and_end(self) -> None:
         """Wait until the process has ended by itself, but not for longer than `close_seconds`."""

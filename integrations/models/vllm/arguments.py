@@ -31,11 +31,13 @@ class EngineSize(msgspec.Struct, frozen=True, kw_only=True):
     sleeps: bool = False
 
 
-def engine_arguments(model: str, size: EngineSize, user: Mapping[str, Any], *, gpu: bool) -> dict[str, Any]:
-    """Arguments of `AsyncEngineArgs`; those in `user` win."""
+def engine_arguments(
+    model: str, size: EngineSize, user: Mapping[str, Any], *, gpu: bool, bfloat16: bool = True
+) -> dict[str, Any]:
+    """Arguments of `AsyncEngineArgs`; those in `user` win. `bfloat16` says whether the GPU multiplies it."""
     arguments: dict[str, Any] = {
         "model": model,
-        "dtype": "bfloat16" if gpu else "float32",
+        "dtype": "bfloat16" if gpu and bfloat16 else "float32",
         "enforce_eager": not gpu,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",

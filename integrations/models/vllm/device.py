@@ -11,6 +11,14 @@ def on_gpu() -> bool:
     return not current_platform.is_cpu()
 
 
+def has_bfloat16() -> bool:
+    """Whether the GPU multiplies bfloat16. vLLM refuses to start with it on others, such as a T4."""
+    import torch
+    from vllm.platforms import current_platform
+
+    return torch.bfloat16 in current_platform.supported_dtypes
+
+
 def check_gpu(gpus: int = 0) -> None:
     """Compare what vLLM was built for with the GPUs that it is given, of which the run asked for `gpus`.
 

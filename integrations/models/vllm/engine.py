@@ -21,7 +21,7 @@ from cotune.integrations.models.folder.meta_model import ModelSkeleton
 from cotune.integrations.models.served_versions import BASE, Version
 from cotune.integrations.models.vllm.adapters import SharedFolders, left_in_shared_memory, write_shared
 from cotune.integrations.models.vllm.arguments import EngineSize, engine_arguments
-from cotune.integrations.models.vllm.device import check_gpu, on_gpu
+from cotune.integrations.models.vllm.device import check_gpu, has_bfloat16, on_gpu
 from cotune.integrations.models.vllm.images import image_prompt
 from cotune.integrations.models.vllm.requests import python_completion, python_params
 from cotune.integrations.models.vllm.slots import UNKNOWN
@@ -66,7 +66,7 @@ def prepare() -> None:
 def check_installed() -> None:
     """Raises ConfigError without vLLM, UnsupportedVersion."""
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("sampler", "vllm", "is not installed", "See docs/how-to/vllm.md for how to install it.")
+        raise ConfigError("engine", "vllm", "is not installed", "See docs/how-to/vllm.md for how to install it.")
     require("vllm")
 
 
@@ -143,9 +143,8 @@ class VllmSampler(LoopSampler):
         for name, value in ({} if gpu else _ON_CPU).items():
             os.environ.setdefault(name, value)
         try:
-            arguments = AsyncEngineArgs(
-                **engine_arguments(str(self._skeleton.folder), self._size, engine_args, gpu=gpu)
-            )
+            folder, bfloat16 = str(self._skeleton.folder), has_bfloat16()
+            arguments = AsyncEngineArgs(**engine_arguments(folder, self._size, engine_args, gpu=gpu, bfloat16=bfloat16))
         except TypeError as error:
             raise ConfigError(
                 "engine_args", engine_args, f"are not all engine arguments of vLLM ({error})", "Correct their names."

@@ -110,6 +110,21 @@ def test_ctrl_c_in_the_terminal_reaches_no_process_of_the_engine() -> None:
     assert with_sampler(scenario) == []
 
 
+def test_a_child_that_starts_too_slowly_is_ended_and_its_files_are_removed() -> None:
+    ended_with: list[int | None] = []
+
+    class Late(SlowProcess):
+        start_seconds = 0.1
+
+        def remove_leftovers(self) -> None:
+            assert self._process is not None
+            ended_with.append(self._process.returncode)
+
+    with pytest.raises(SamplerError, match=r"did not start in 0\.1 s"):
+        asyncio.run(HostedSampler(Late).start(serve.SamplerSource(FACTORY, {})))
+    assert ended_with == [-signal.SIGKILL]
+
+
 def test_an_error_while_it_opens_arrives_as_itself() -> None:
     with pytest.raises(ConfigError, match=r"model = 'm' has no weights"):
         asyncio.run(started(fault="has no weights"))

@@ -116,3 +116,8 @@ def test_an_engine_of_full_weights_has_no_adapters() -> None:
     arguments = engine_arguments("m", EngineSize(full=True), {}, gpu=False)
     assert arguments["weight_transfer_config"] == {"backend": "cotune-folder"}
     assert "enable_lora" not in arguments
+
+
+def test_a_gpu_without_bfloat16_samples_in_float32() -> None:
+    assert engine_arguments("m", SIZE, {}, gpu=True)["dtype"] == "bfloat16"
+    assert engine_arguments("m", SIZE, {}, gpu=True, bfloat16=False)["dtype"] == "float32"
