@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import tempfile
 import time
-from pathlib import Path
+from contextlib import closing
 
 import numpy as np
 
 from cotune.integrations.models.folder import folder as model_folder
 from cotune.integrations.models.folder.folder import count_parameters, locate_model
+from cotune.integrations.models.vllm.adapters import SharedFolders
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import fingerprint
 from cotune.trainer.config.train import TrainConfig
@@ -21,7 +21,6 @@ FLOAT_BYTES = 4
 """Weights are published in float32."""
 FINGERPRINTS = 3
 """The sender, the router in front of the engine and the engine itself compute one each."""
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
@@ -37,26 +36,31 @@ def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
     if not bases:
         return []
 
-    rate, notes = seconds_per_byte(), []
+    by_files = config.engine_kind.fixed  # the in-process engine takes weights through its pipe
+    place = " by files" if by_files else ""
+    rate, notes = seconds_per_byte(by_files=by_files), []
     for model, names in bases.items():
         size = FLOAT_BYTES * count_parameters(locate_model(model))
         notes.append(
-            f"all weights of {', '.join(names)} go to the sampler after each step: {size / 1e9:.2g} GB by files, about "
+            f"all weights of {', '.join(names)} go to the sampler after each step: {size / 1e9:.2g} GB{place}, about "
             f"{size * rate:.2g} s each (estimated from {SAMPLE_BYTES / 1e6:.0f} MB of numbers on this machine)"
         )
     return notes
 
 
-def seconds_per_byte() -> float:
-    """Seconds for a byte of weights, measured with a few: checks, one crossing to another process, a file."""
+def seconds_per_byte(*, by_files: bool) -> float:
+    """Seconds for a byte of weights, measured with a few: checks, one crossing to another process, a file if weights go
+    by files."""
     sample = {"weights": np.random.default_rng(0).standard_normal(SAMPLE_BYTES // FLOAT_BYTES, dtype=np.float32)}
     started = time.perf_counter()
     norm(sample)
     for _ in range(FINGERPRINTS):
         fingerprint(sample)
     pickle.loads(pickle.dumps(sample))
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as folder:
-        model_folder.write_tensors(Path(folder), sample)
-        for file in Path(folder).iterdir():
-            file.read_bytes()
+    if by_files:
+        with closing(SharedFolders()) as folders:
+            folder = folders.make("sample", SAMPLE_BYTES)
+            model_folder.write_tensors(folder, sample)
+            for file in folder.iterdir():
+                file.read_bytes()
     return (time.perf_counter() - started) / SAMPLE_BYTES

@@ -13,16 +13,17 @@ from cotune.trainer.run.publication_time import publication_notes, seconds_per_b
 from tests.integrations import tiny_models
 
 
+@pytest.mark.parametrize(("engine", "place"), [("vllm", " by files"), ("transformers", "")])
 def test_the_seconds_of_a_publication_of_all_weights_follow_from_their_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, place: str
 ) -> None:
     tiny_models.build("qwen3", tmp_path)
-    monkeypatch.setattr(publication_time, "seconds_per_byte", lambda: 1e-3)
-    config = convert({"model": str(tmp_path), "policies": "full"})
+    monkeypatch.setattr(publication_time, "seconds_per_byte", lambda by_files: 1e-3)
+    config = convert({"model": str(tmp_path), "policies": "full", "engine": engine})
     size = (tmp_path / "model.safetensors").stat().st_size
     (note,) = publication_notes(config, policies_for("full", ["a", "b"], LoraSpec()))
     assert note.startswith("all weights of a, b go to the sampler after each step: ")
-    seconds = float(note.partition(" by files, about ")[2].split()[0])
+    seconds = float(note.partition(f" GB{place}, about ")[2].split()[0])
     assert seconds == pytest.approx(size * 1e-3, rel=0.05)
 
 
@@ -32,4 +33,4 @@ def test_adapters_are_published_without_a_line() -> None:
 
 
 def test_a_byte_takes_some_time() -> None:
-    assert 1e-11 < seconds_per_byte() < 1e-5
+    assert 1e-11 < seconds_per_byte(by_files=True) < 1e-5
