@@ -126,7 +126,7 @@ def paper() -> dict[str, Any]:
                             num_attention_heads=heads, num_key_value_heads=groups, head_dim=128,
                             tie_word_embeddings=tied)  # fmt: skip
         for layout in ("lora", "full"):
-            size = measure(shape, LORA if layout == "lora" else None, "bfloat16")
+            size = measure(shape, LORA if layout == "lora" else None, "bfloat16", joined=True, device="cuda")
             cells = []
             for gb in (24, 48, 80):
                 config = configuration(name, layout, dtype="bfloat16")

@@ -6,8 +6,8 @@ Counted: one pass of a learner, forward and backward, in the shapes of the whole
 tensors that have shapes and no memory (torch's FakeTensorMode). Every storage counts from the operator that makes it
 until nothing refers to it. The pass is not the first one of an update: gradients and the optimizer's moments are
 there. The gaps of a GPU's allocator cannot be counted: both columns contain the 5% of a pass that `doctor` adds for
-them. The 0.5 GB that `doctor` adds for the GPU's context are in neither. Rows of 1,024 tokens share half of them. The
-last line is JSON.
+them. The 0.5 GB that `doctor` adds for the GPU's context are in neither. Rows of 1,024 tokens share half of them.
+Layers compute with their adapters in one step; fused kernels of a library are not counted. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def make_rows(tokens: int) -> list[TrainRow]:
 
 def counted_peaks(config: Any, lora: LoraSpec | None, dtype: str, passes: dict[bool, int]) -> dict[bool, int]:
     """Bytes that a learner holds at most in a pass of so many tokens, by whether its layers are checkpointed."""
-    empty = empty_policy(config, lora, dtype, joined=False, whole=True)
+    empty = empty_policy(config, lora, dtype, joined=lora is not None, device="cuda", whole=True)
     policy, live = empty.policy, LiveBytes()
     peaks = {}
     with code_of_gpu(), empty.mode, live:
@@ -187,7 +187,7 @@ def counted_peaks(config: Any, lora: LoraSpec | None, dtype: str, passes: dict[b
 
 def forecasts(name: str, config: Any, lora: LoraSpec | None, dtype: str, passes: dict[bool, int]) -> dict[bool, Any]:
     """What `doctor` says of the same passes."""
-    size = measure(config, lora, dtype)
+    size = measure(config, lora, dtype, joined=True, device="cuda")
     found = {}
     for checkpointed, tokens in passes.items():
         kind = "lora" if lora else "full"

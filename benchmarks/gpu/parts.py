@@ -227,7 +227,8 @@ def forecast(name: str, dtype: str, tokens: int, row: int) -> float:
     """Bytes that `cotune doctor` says the learner takes on this GPU, without the context."""
     config = convert({"model": name, "policies": "lora", "learner": {"dtype": dtype, "micro_batch_tokens": tokens}})
     free, total = (float(size) for size in torch.cuda.mem_get_info())
-    size, load = measure(config_of(name), LORA, dtype), Workload(row=row, sequences=1, policies=1)
+    size = measure(config_of(name), LORA, dtype, joined=True, device="cuda")
+    load = Workload(row=row, sequences=1, policies=1)
     plan = learner_memory(size, config, load, device="cuda", free=free, total=total)
     return plan.bytes - plan.parts["context of the GPU"]
 

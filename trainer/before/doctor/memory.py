@@ -92,14 +92,16 @@ def plan_memory(
     sequences = min(1024, config.concurrency * candidates)
     row = prompt + config.sampling.max_tokens
     on_gpu = learns_on_gpu(config, machine)
-    bare = not on_gpu and not config.cluster.on_ray
+    device = "cuda" if on_gpu else "cpu"
     if config.learner.dtype == "auto":
-        device = "cuda" if on_gpu else "cpu"
         config = with_dtype(config, auto_dtype(config, device, multiplies_bfloat16=on_gpu or machine.bfloat16))
-    joined = bare and (config.learner.dtype == "float32" or machine.bfloat16)
+    # As `products.open_joined`: learners on Ray, processors that emulate bfloat16 and bases in four bits compute PEFT's
+    # own layers.
+    multiplies = on_gpu or config.learner.dtype == "float32" or machine.bfloat16
+    joined = multiplies and not config.cluster.on_ray and config.learner.quantize == "none"
     bases = {
         model: (
-            measure_folder(folders[model], _adapter(config, names), config.learner.dtype, joined),
+            measure_folder(folders[model], _adapter(config, names), config.learner.dtype, joined=joined, device=device),
             Workload(row=row, sequences=sequences, candidates=candidates, policies=trained_policies(config, names)),
         )
         for model, names in config.bases.items()

@@ -14,6 +14,7 @@ from cotune.records.policies import LoraSpec, PolicySpec
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from cotune.trainer.learner.memory.adapter_copies import AdapterCopies
     from cotune.trainer.learner.memory.pass_size import KeptBytes, PassMemory
     from cotune.trainer.learner.policy_model import PolicyModel
 
@@ -66,31 +67,34 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         return layers + 4.0 * embeddings + 2.0 * heads * self.head
 
 
-def measure_folder(folder: Path, lora: LoraSpec | None, dtype: str, joined: bool = False) -> ModelSize:
-    """The size of the model in a folder, with an adapter or (None) for training all weights. Raises ConfigError."""
+def measure_folder(
+    folder: Path, lora: LoraSpec | None, dtype: str, *, joined: bool = False, device: str = "cpu"
+) -> ModelSize:
+    """The size of the model in a folder, with an adapter or (None) for training all weights; `joined` and `device` as
+    in `measure`. Raises ConfigError."""
     from transformers import AutoConfig
 
     from cotune.integrations.models.folder.folder import loading, reading
 
     with reading(folder):
-        return measure(AutoConfig.from_pretrained(folder, **loading()), lora, dtype, joined)
+        return measure(AutoConfig.from_pretrained(folder, **loading()), lora, dtype, joined=joined, device=device)
 
 
-def measure(config: Any, lora: LoraSpec | None, dtype: str, joined: bool = False) -> ModelSize:
+def measure(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool = False, device: str = "cpu") -> ModelSize:
     """The size of a model of a transformers configuration.
 
-    `joined`: a learner of one process on a CPU, where frozen layers and adapters are one step, with products in
-    `dtype`.
+    `joined`: the learner computes each frozen layer and its adapters in one step, as a learner of one process does
+    (`products.open_joined`). `device`: "cpu" or "cuda". On a CPU a joined learner rounds only products to `dtype`.
     """
     from cotune.integrations.models.folder.kinds import sees_images
 
     joins = joined and lora is not None
-    empty = empty_policy(config, lora, dtype, joined=joins)
+    empty = empty_policy(config, lora, dtype, joined=joins, device=device)
     kept = {checkpointed: empty.kept_bytes(checkpointed=checkpointed) for checkpointed in (False, True)}
     text = config.get_text_config()
     return ModelSize(
         parameters=empty.parameters,
-        rounded=joins and dtype == "bfloat16",
+        rounded=joins and dtype == "bfloat16" and device == "cpu",
         head=empty.policy.network.get_output_embeddings().weight.numel(),
         tied=bool(getattr(text, "tie_word_embeddings", False)),
         adapter=empty.adapter,
@@ -114,26 +118,40 @@ class EmptyPolicy:
     """
 
     def __init__(
-        self, policy: PolicyModel, mode: FakeTensorMode, parameters: int, adapter: int, layers: RepeatedLayers
+        self,
+        policy: PolicyModel,
+        mode: FakeTensorMode,
+        parameters: int,
+        adapter: int,
+        layers: RepeatedLayers,
+        copies: AdapterCopies | None,
     ) -> None:
         self.policy, self.mode, self.parameters, self.adapter = policy, mode, parameters, adapter
-        self._layers = layers
+        self._layers, self._copies = layers, copies
+        self._adapted = [] if copies is None else list(copies.layers)
 
     def kept_bytes(self, *, checkpointed: bool) -> KeptBytes:
         """What a pass of the whole model keeps for its backward pass."""
         from cotune.trainer.learner.memory.pass_size import KeptBytes, kept_bytes
 
         with self.mode:
-            self._layers.use(None)
+            self._use(None)
             once = kept_bytes(self.policy, checkpointed=checkpointed)
             token, fixed = once.token, once.fixed
             for kind, count in enumerate(self._layers.counts):
                 if count > 1:
-                    self._layers.use(kind)
+                    self._use(kind)
                     twice = kept_bytes(self.policy, checkpointed=checkpointed)
                     token += (count - 1) * (twice.token - once.token)
                     fixed += (count - 1) * (twice.fixed - once.fixed)
         return KeptBytes(token, fixed)
+
+    def _use(self, twice: int | None) -> None:
+        """As `RepeatedLayers.use`. A pass copies only the adapters of layers that the network has then."""
+        self._layers.use(twice)
+        if self._copies is not None:
+            present = set(self.policy.network.modules())
+            self._copies.layers = [layer for layer in self._adapted if layer in present]
 
 
 class RepeatedLayers:
@@ -192,9 +210,14 @@ class RepeatedLayers:
         setattr(self._parent, self._name, ModuleList(layers))
 
 
-def empty_policy(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool, whole: bool = False) -> EmptyPolicy:
-    """A policy of a learner that computes in `dtype`, with an adapter or (None) with all its weights trained. `joined`
-    as in `measure`; `whole`: with all layers, which takes a minute for a large model."""
+def empty_policy(
+    config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool, device: str, whole: bool = False
+) -> EmptyPolicy:
+    """A policy of a learner that computes in `dtype`, with an adapter or (None) with all its weights trained.
+
+    `joined` (only with an adapter) and `device` as in `measure`. `whole`: with all layers, which takes a minute for a
+    large model.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -203,7 +226,7 @@ def empty_policy(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool
     from cotune.trainer.config.learner import LearnerSettings
     from cotune.trainer.learner.load import add_adapter
     from cotune.trainer.learner.logprob_model import LogprobModel
-    from cotune.trainer.learner.memory.products import join_layers
+    from cotune.trainer.learner.memory.products import compute_joined
     from cotune.trainer.learner.policy_model import PolicyModel
     from cotune.trainer.learner.tree_attention import use_tree_attention
 
@@ -212,7 +235,9 @@ def empty_policy(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool
 
         shared_prompts: ClassVar[bool] = False
 
-    held = getattr(torch, dtype) if lora and not joined else torch.float32
+    # As `open_policy_models` and `open_joined` load it: a CPU that rounds products holds the other weights in float32.
+    loaded = "float32" if joined and device == "cpu" else dtype
+    held = getattr(torch, loaded) if lora else torch.float32
     config = deepcopy(config)  # it is told of the attention that the network gets
     with torch.device("meta"):
         network = auto_class(config).from_config(config, dtype=held, **loading()).eval()
@@ -223,14 +248,13 @@ def empty_policy(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         _fill(network)
-        if joined:
-            join_layers(network, getattr(torch, dtype))
-        settings = WithoutTrial(dtype="float32" if joined else dtype)
-        logprob_model = LogprobModel(network, settings)
+        logprob_model = LogprobModel(network, WithoutTrial(dtype=loaded))
         logprob_model.shares = logprob_model.images is None and use_tree_attention(network)
+        copies = compute_joined(logprob_model, dtype) if joined else None
     adapter = None if adapted is None else "policy"
     policy = PolicyModel(spec, 0, logprob_model, peft=adapted, adapter=adapter)
-    return EmptyPolicy(policy, mode, parameters, layers.adapter_parameters(network) if lora else 0, layers)
+    trained = layers.adapter_parameters(network) if lora else 0
+    return EmptyPolicy(policy, mode, parameters, trained, layers, copies)
 
 
 def _count_trained(module: Any) -> int:

@@ -24,6 +24,7 @@ from cotune.integrations.models.float32 import product
 from cotune.records.policies import Policies
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner.load import open_policy_models
+from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.memory.adapter_copies import AdapterCopies, active_adapter
 from cotune.trainer.learner.policy_model import PolicyModel
 
@@ -41,11 +42,18 @@ def open_joined(
         return opened  # a processor without bfloat16: autocast emulates it
     for policy in {id(policy.network): policy for policy in opened.values()}.values():
         if policy.adapter is not None and (device != "cpu" or frozen):
-            copies = join_layers(policy.network, getattr(torch, settings.precision))
-            policy.logprob_model.compute_by_itself(copies)
+            compute_joined(policy.logprob_model, settings.precision)
             if device == "cpu":
                 policy.logprob_model.take_products(settings.precision)
     return opened
+
+
+def compute_joined(model: LogprobModel, precision: str) -> AdapterCopies:
+    """Let a model with adapters compute each frozen layer and its adapters in one step, in `precision`. `cotune doctor`
+    does the same to a model without storage, to count what a pass keeps."""
+    copies = join_layers(model.network, getattr(torch, precision))
+    model.compute_by_itself(copies)
+    return copies
 
 
 def join_layers(network: Any, dtype: torch.dtype) -> AdapterCopies:

@@ -30,6 +30,7 @@ from cotune.trainer.before.doctor.memory import (
     learner_memory,
     pass_tokens,
     peak_of_device,
+    plan_memory,
     processes,
     remedies,
     sampler_memory,
@@ -325,12 +326,47 @@ def test_forecasts_are_within_15_percent_of_peaks_counted_in_the_code_of_a_gpu()
         assert 0.85 <= row["ratio"] <= 1.15, row
 
 
-def test_a_model_without_storage_keeps_its_ties_and_counts_layers_that_it_leaves_out() -> None:
-    config = shape("tiny")
-    size = measure(config, LoraSpec(rank=16), "bfloat16")
-    whole = empty_policy(config, LoraSpec(rank=16), "bfloat16", joined=False, whole=True)
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_model_without_storage_keeps_its_ties_and_counts_layers_that_it_leaves_out(joined: bool) -> None:
+    config, lora = shape("tiny"), LoraSpec(rank=16)
+    size = measure(config, lora, "bfloat16", joined=joined, device="cuda")
+    whole = empty_policy(config, lora, "bfloat16", joined=joined, device="cuda", whole=True)
     assert (whole.parameters, whole.adapter) == (size.parameters, size.adapter)
     weights = {id(p): p.numel() for p in whole.policy.network.parameters()}
     assert sum(weights.values()) == size.parameters + size.adapter
-    assert whole.kept_bytes(checkpointed=False).token == pytest.approx(size.token_bytes, rel=1e-3)
+    kept = whole.kept_bytes(checkpointed=False)
+    assert kept.token == pytest.approx(size.token_bytes, rel=1e-3)
+    assert kept.fixed == pytest.approx(size.pass_bytes, rel=1e-3)
     assert whole.kept_bytes(checkpointed=True).token == pytest.approx(size.checkpointed_bytes, rel=1e-3)
+
+
+def test_adapters_on_a_gpu_are_counted_in_one_step_with_their_layers() -> None:
+    config, lora = shape("tiny"), LoraSpec(rank=16)
+    size = measure(config, lora, "bfloat16", joined=True, device="cuda")
+    of_peft = measure(config, lora, "bfloat16", device="cuda")
+    # A joined pass keeps one copy of each adapter in bfloat16, and PEFT's layers keep more of each token.
+    assert size.pass_bytes == pytest.approx(2 * size.adapter, rel=1e-2)
+    assert size.token_bytes < of_peft.token_bytes
+    assert not size.rounded  # all frozen weights are bfloat16, embeddings too
+
+
+@pytest.mark.parametrize(
+    ("changes", "joined"),
+    [
+        ({}, True),
+        ({"learner": {"quantize": "4bit"}}, False),
+        ({"cluster": {"address": "local", "learners": 1, "gpus_per_learner": 1}}, False),
+    ],
+)
+def test_the_forecast_for_a_gpu_follows_the_learner_of_the_run(
+    changes: dict[str, Any], joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for: list[dict[str, Any]] = []
+
+    def record(*_: Any, **how: Any) -> ModelSize:
+        asked_for.append(how)
+        return BILLION
+
+    monkeypatch.setattr("cotune.trainer.before.doctor.memory.measure_folder", record)
+    plan_memory(asked(**changes), gpu(80), {"m": Path("m")}, prompt=100)
+    assert asked_for == [{"joined": joined, "device": "cuda"}]
