@@ -62,7 +62,9 @@ def weigh(
 
     # 2. Penalties and gates. Without the gate of a failed episode nobody knows whether its own rewards are deserved.
     failed = np.array([sample.failure is not None for sample in samples], np.bool_)
-    gate = _gate([{**sample.outcome, **sample.rewards} for sample in samples], roles, attribution)
+    gate = np.ones(len(samples))
+    if attribution.gates:
+        gate = _gate([{**sample.outcome, **sample.rewards} for sample in samples], roles, attribution)
     own_value = mine.value - overlong(samples, attribution)
     gate_missing = np.isnan(gate) & failed
     own_value = np.where(gate_missing, np.minimum(own_value, 0.0), gate * own_value)
@@ -114,8 +116,7 @@ def _weighted_sum(
         carried[peer].update(dict.fromkeys(components))
 
     weights: dict[tuple[int, str], list[tuple[str, float]]] = {}
-    value = np.zeros(len(rewards))
-    counts = np.zeros(len(rewards), np.bool_)
+    values: list[float] = []
     needed: list[Collection[str]] = []
     lacking: set[tuple[str, str]] = set()
     for i, (peer, role, components) in enumerate(zip(peers.tolist(), roles, rewards, strict=True)):
@@ -136,9 +137,10 @@ def _weighted_sum(
                 total = np.nan
                 if components:
                     lacking.add((role, name))
-        value[i], counts[i] = total, bool(names)
+        values.append(total)
         needed.append(names)
-    return _WeightedSum(value, counts, needed, frozenset(lacking))
+    counts = np.array([bool(names) for names in needed], np.bool_)
+    return _WeightedSum(np.array(values, np.float64), counts, needed, frozenset(lacking))
 
 
 def reward_failures(
@@ -238,6 +240,8 @@ class Length(NamedTuple):
 def overlong(samples: Sequence[Sample], attribution: Attribution) -> Floats:
     """[n] what each sample loses by its length: the penalty times 0 up to `overlong_buffer` tokens before its limit,
     rising to 1 at the limit, and 1 for an answer that was cut (arXiv 2503.14476, equation 13, with the sign turned)."""
+    if not attribution.overlong_penalty:
+        return np.zeros(len(samples))
     return _overlong([Length(s.tokens, s.limit, s.truncated) for s in samples], attribution)
 
 

@@ -20,13 +20,16 @@ EPS = 1e-6
 
 def all_equal(rewards: Floats) -> bool:
     """Whether rewards do not differ, so that a comparison of them teaches nothing. One reward alone is equal."""
-    return len(rewards) < 2 or bool(np.ptp(rewards) <= FLAT * np.max(np.abs(rewards)))
+    if len(rewards) < 2:
+        return True
+    low, high = float(rewards.min()), float(rewards.max())
+    return high - low <= FLAT * max(abs(low), abs(high))
 
 
 def above(rewards: Floats, baseline: Floats | float) -> Floats:
     """How far each reward is above its baseline; 0 where only rounding is left of the difference."""
     difference = np.asarray(rewards - baseline, np.float64)
-    largest = np.max(np.abs(rewards), initial=0.0)
+    largest = np.abs(rewards).max(initial=0.0)
     difference[np.abs(difference) <= FLAT * largest] = 0.0
     return difference
 
