@@ -89,7 +89,7 @@ class LearnerSettings(RunLearner, frozen=True, kw_only=True, forbid_unknown_fiel
         return "float32" if self.dtype == "auto" else self.dtype
 
 
-class Method(NamedTuple):
+class PolicyTraining(NamedTuple):
     """How a learner trains one policy: its rate and weight decay are those of `settings`."""
 
     settings: LearnerSettings

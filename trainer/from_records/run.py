@@ -23,7 +23,7 @@ from cotune.storage.open_store import open_store
 from cotune.storage.outcomes import failure_reward
 from cotune.storage.protocol import Store
 from cotune.tables import plural
-from cotune.trainer.config.learner import Method
+from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.from_records.answers import counts, read_answers
 from cotune.trainer.from_records.choice import choose
@@ -208,7 +208,7 @@ async def _open_learner(
     stack: contextlib.AsyncExitStack,
     say: Callable[[str], None],
 ) -> Learner:
-    own = {one.name: Method(config.settings_of(one.name).learner, loss) for one in config.policy}
+    own = {one.name: PolicyTraining(config.settings_of(one.name).learner, loss) for one in config.policy}
     if not config.cluster.on_ray:
         return await open_local_learner(config, policies, loss, own)
     from cotune.trainer.run.cluster import Cluster

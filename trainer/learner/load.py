@@ -17,7 +17,7 @@ from cotune.integrations.models.folder.folder import count_parameters, loading, 
 from cotune.integrations.models.folder.kinds import auto_class, beside_language, language_prefix
 from cotune.integrations.models.memory import machine_memory
 from cotune.records.policies import ALL_LINEAR, Policies, PolicySpec
-from cotune.trainer.config.learner import LearnerSettings, Method
+from cotune.trainer.config.learner import LearnerSettings, PolicyTraining
 from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.memory.optimizer import quantization
 from cotune.trainer.learner.memory.pass_size import is_out_of_memory
@@ -88,7 +88,7 @@ def open_policy_models(
     return opened
 
 
-def needing_untrained(policies: Policies, loss: LossSpec, own: Mapping[str, Method]) -> list[str]:
+def needing_untrained(policies: Policies, loss: LossSpec, own: Mapping[str, PolicyTraining]) -> list[str]:
     """The policies whose loss takes what the untrained policy says; `loss` is that of all that are not in `own`."""
     losses = {name: own[name].loss if name in own else loss for name in policies.trained}
     return [name for name, one in losses.items() if one.needs_untrained]

@@ -26,7 +26,7 @@ from cotune.errors import ConfigError, LearnerError, RunError
 from cotune.records.policies import Policies
 from cotune.sampling.protocol import Weights
 from cotune.storage.token_figures import Seen
-from cotune.trainer.config.learner import LearnerSettings, Method, check_losses
+from cotune.trainer.config.learner import LearnerSettings, PolicyTraining, check_losses
 from cotune.trainer.learner import files, torch_trace
 from cotune.trainer.learner.batching import (
     PassPlan,
@@ -69,11 +69,11 @@ class LocalLearner:
         settings: LearnerSettings,
         loss: LossSpec,
         group: ProcessGroup | None = None,
-        own: Mapping[str, Method] = {},
+        own: Mapping[str, PolicyTraining] = {},
         seed: int = 0,
     ) -> None:
         self._policies = dict(policies)
-        self._methods = methods = {name: own.get(name, Method(settings, loss)) for name in policies}
+        self._methods = methods = {name: own.get(name, PolicyTraining(settings, loss)) for name in policies}
         self._group, self._lock = group or SingleProcess(), threading.RLock()
         self._seen: dict[str, Mapping[str, Seen]] = {}
         self._order = {name: torch.Generator().manual_seed(seed) for name in policies}
@@ -94,7 +94,7 @@ class LocalLearner:
         policies: Policies,
         settings: LearnerSettings,
         loss: LossSpec,
-        own: Mapping[str, Method] = {},
+        own: Mapping[str, PolicyTraining] = {},
         seed: int = 0,
     ) -> LocalLearner:
         """Load `model` for every trained policy; `own` are other methods of some. Raises ConfigError.

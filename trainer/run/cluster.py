@@ -17,7 +17,7 @@ from cotune.records.policies import Policies
 from cotune.sampling.protocol import Sampler
 from cotune.tables import plural
 from cotune.trainer.config.cluster import CPUS, ClusterConfig
-from cotune.trainer.config.learner import Method
+from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.fsdp.learner import FsdpLearner
 from cotune.trainer.rollout.workers import RolloutWorkers
@@ -110,7 +110,7 @@ class Cluster:
         return sampler
 
     async def open_workers_and_learner(
-        self, policies: Policies, loss: LossSpec, sampler: Sampler, own: Mapping[str, Method]
+        self, policies: Policies, loss: LossSpec, sampler: Sampler, own: Mapping[str, PolicyTraining]
     ) -> tuple[RolloutWorkers, FsdpLearner]:
         """Start the processes that run the application and those that train, at once.
 
@@ -129,7 +129,9 @@ class Cluster:
             raise learner
         return workers, learner
 
-    async def reopen_learner(self, policies: Policies, loss: LossSpec, own: Mapping[str, Method]) -> FsdpLearner:
+    async def reopen_learner(
+        self, policies: Policies, loss: LossSpec, own: Mapping[str, PolicyTraining]
+    ) -> FsdpLearner:
         """Learners for these policies in place of the present or lost ones. Raises RunError where some policies are new
         and the engines have no room for them."""
         trained = sum(spec.trained and spec.model is None for spec in policies.specs.values())
@@ -146,7 +148,7 @@ class Cluster:
             await self._learner.aclose()
         return await self.open_learner(policies, loss, own)
 
-    async def open_learner(self, policies: Policies, loss: LossSpec, own: Mapping[str, Method]) -> FsdpLearner:
+    async def open_learner(self, policies: Policies, loss: LossSpec, own: Mapping[str, PolicyTraining]) -> FsdpLearner:
         """Start the processes that train; `own` are other methods of some. Raises ConfigError, LearnerError."""
         learner = await asyncio.to_thread(
             FsdpLearner.open,

@@ -8,7 +8,7 @@ import msgspec
 
 from cotune.algorithms.policy_recipes import Recipes
 from cotune.algorithms.recipes import LossSpec
-from cotune.trainer.config.learner import Method
+from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.config.train import TrainConfig
 
 
@@ -17,10 +17,10 @@ def bounded_loss(loss: LossSpec, max_tokens: int) -> LossSpec:
     return msgspec.structs.replace(loss, constant_length=loss.constant_length or max_tokens)
 
 
-def own_methods(config: TrainConfig, recipes: Recipes) -> Mapping[str, Method]:
+def own_methods(config: TrainConfig, recipes: Recipes) -> Mapping[str, PolicyTraining]:
     """The methods of the policies that have a [[policy]] table."""
     return {
-        one.name: Method(
+        one.name: PolicyTraining(
             config.settings_of(one.name).learner,
             bounded_loss(recipes.of(one.name).loss, config.sampling.max_tokens),
         )

@@ -17,7 +17,7 @@ from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import Precision
 from cotune.trainer.before.preflight import max_calls, preflight
-from cotune.trainer.config.learner import Method
+from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner, TaughtLearner
 from cotune.trainer.reporting.progress import Progress
@@ -189,7 +189,7 @@ def _cluster(
 
 
 async def open_local_learner(
-    config: TrainConfig, policies: Policies, loss: LossSpec, own: Mapping[str, Method]
+    config: TrainConfig, policies: Policies, loss: LossSpec, own: Mapping[str, PolicyTraining]
 ) -> Learner:
     """The learner in this process."""
     from cotune.trainer.learner.local import LocalLearner

@@ -12,7 +12,7 @@ import pytest
 from cotune.algorithms.catalogue import recipe
 from cotune.errors import ConfigError
 from cotune.records.policies import policies_for
-from cotune.trainer.config.learner import Method
+from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.config.train import convert
 from cotune.trainer.learner.local import LocalLearner
 from tests.trainer.conftest import Trainer
@@ -29,8 +29,8 @@ def test_two_methods_in_one_learner_train_as_two_learners(
 ) -> None:
     """Each policy moves as in a learner whose every policy has its rate, decay and loss, to the bit."""
     make = LocalLearner.open if opened == "local" else request.getfixturevalue("two_ranks").learner
-    own, wanted = Method(change(FAST, lr=3e-3, weight_decay=0.1), SECOND), {}
-    for name, method in (("a", Method(FAST, FIRST)), ("b", own)):
+    own, wanted = PolicyTraining(change(FAST, lr=3e-3, weight_decay=0.1), SECOND), {}
+    for name, method in (("a", PolicyTraining(FAST, FIRST)), ("b", own)):
         alone = make(base, BOTH, *method)
         rows = on_policy(alone, name, make_rows(role=name))
         wanted[name] = rows, alone.update(name, rows, lr_scale=0.5), snapshot(alone, name)

@@ -19,7 +19,7 @@ from cotune.records.policies import Policies, PolicySpec
 from cotune.sampling.protocol import Weights
 from cotune.storage.token_figures import Seen
 from cotune.trainer.config.cluster import CPUS, ClusterConfig
-from cotune.trainer.config.learner import LearnerSettings, Method, check_losses
+from cotune.trainer.config.learner import LearnerSettings, PolicyTraining, check_losses
 from cotune.trainer.learner import files
 from cotune.trainer.learner.batching import check_rows
 from cotune.trainer.learner.fsdp.worker import pack_rows
@@ -98,7 +98,7 @@ class FsdpLearner:
         settings: LearnerSettings,
         loss: LossSpec,
         cluster: ClusterConfig,
-        own: Mapping[str, Method] = {},
+        own: Mapping[str, PolicyTraining] = {},
         seed: int = 0,
     ) -> FsdpLearner:
         """Start the actors in this process's Ray and load `model` for every trained policy; those in `own` are trained

@@ -26,7 +26,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.folder.kinds import sees_images
 from cotune.records.policies import Policies
-from cotune.trainer.config.learner import LearnerSettings, Method
+from cotune.trainer.config.learner import LearnerSettings, PolicyTraining
 from cotune.trainer.learner.fsdp.loading import open_divided
 from cotune.trainer.learner.load import allow_tf32, needing_untrained, open_policy_models
 from cotune.trainer.learner.local import LocalLearner
@@ -124,7 +124,7 @@ class FsdpWorker:
         policies: Policies,
         settings: LearnerSettings,
         loss: LossSpec,
-        own: Mapping[str, Method] = {},
+        own: Mapping[str, PolicyTraining] = {},
         seed: int = 0,
     ) -> None:
         """Load the trained policies, divide their weights, and build the optimizers."""
