@@ -40,7 +40,7 @@ from cotune.algorithms.methods.self_distill import SelfDistill
 from cotune.algorithms.methods.self_redteam import SelfRedTeam
 from cotune.algorithms.methods.spiral import Spiral
 from cotune.algorithms.methods.sweet_rl import SweetRl
-from cotune.algorithms.recipes import USUAL
+from cotune.algorithms.recipes import USUAL, Attribution, Filters, LossSpec
 from cotune.errors import ConfigError, expected, field_and_fault
 from cotune.near_names import did_you_mean, near_names
 from cotune.user_objects import load_object
@@ -93,6 +93,10 @@ def recipe(name: str, **settings: Any) -> Method:
     """
     method = recipe_class(name)()
     method.name = name
+    for attribute, kind in (("attribution", Attribution), ("filters", Filters), ("loss", LossSpec)):
+        if not isinstance(getattr(method, attribute), kind):
+            fault = f"has {attribute} = {getattr(method, attribute)!r}, which is not of type {kind.__name__}"
+            raise ConfigError("recipe", name, fault, f"Write {attribute} = {kind.__name__}(...).")
     if "plan" in settings:
         plan = settings.pop("plan")
         if plan not in USUAL:
@@ -144,7 +148,8 @@ def is_own(name: str) -> bool:
 
 def takes_a_tree(name: str) -> bool:
     """Whether the recipe can compare the candidates of one call. Raises ConfigError for an unknown name."""
-    return name in ANY_PLAN or recipe_class(name).plan == "tree"
+    method = recipe_class(name)
+    return issubclass(method, AnyPlan) or method.plan == "tree"
 
 
 def _is_method(value: Any) -> bool:

@@ -140,7 +140,7 @@ def policy_recipes(config: RunConfig, plan: PlanKind, *, run_code: bool = True) 
         if is_own(name) and not run_code:
             return Unread(name, plan)
         try:
-            return recipe(name, **{"plan": plan, "team_weight": config.team_weight, **overrides})
+            method = recipe(name, **{"plan": plan, "team_weight": config.team_weight, **overrides})
         except ConfigError as error:
             table, of = ("policy.", f"of policy {policy} ") if policy else ("", "")
             if policy and error.field not in overrides:
@@ -151,6 +151,13 @@ def policy_recipes(config: RunConfig, plan: PlanKind, *, run_code: bool = True) 
                 raise
             fault = f"{of}{error.fault}"
             raise ConfigError(f"{table}overrides.{error.field}", error.value, fault, error.remedy) from None
+        kl_to = method.loss.kl_to
+        if is_own(name) and kl_to != overrides.get("kl_to", "untrained"):
+            # Teachers are opened, and runs are shown, by what the configuration says: neither loads the class.
+            field, table = ("policy.recipe", "policy.overrides") if policy else ("recipe", "overrides")
+            fault = f"has a loss with kl_to = {kl_to!r}, which the configuration must say too"
+            raise ConfigError(field, name, fault, f'Set kl_to = "{kl_to}" in [{table}].')
+        return method
 
     usual = config.recipe or USUAL[plan]
     own: dict[str, Method] = {}

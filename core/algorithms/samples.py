@@ -34,7 +34,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     `observation` is what the role saw last: the id of the prompt's last message, its anchor state (GiGPO).
     `entropy` is the mean of -log pi_sampler over the tokens, in nats, as estimate of the mean token entropy.
     `rollout` is the episode. `rewards` are the candidate's own components, from before the selection; `outcome`
-    the episode's. `failure` stands for the outcome of an episode that the policy failed (see `attribute`); it is None
+    the episode's. `failure` stands for the outcome of an episode that the policy failed (`reward_failures`); it is None
     where the episode ended well. `limit` is the most tokens that the answer could have, None where unknown; `truncated`
     says that it was cut there, `timed_out` that a call of a trained role timed out in its episode. `continues` marks a
     call that a branch of a replay plan makes after its fork: it is in no group, and has the advantage of the branch's

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from cotune.algorithms.catalogue import ANY_PLAN, RECIPES, recipe
+from cotune.algorithms.catalogue import ANY_PLAN, RECIPES, recipe, takes_a_tree
 from cotune.algorithms.prepare import Prepared, prepare
+from cotune.algorithms.run_recipe import policy_recipes, taught_by
 from cotune.algorithms.samples import Sample
 from cotune.algorithms.trial import check_own
 from cotune.errors import ConfigError, GroupError
 from cotune.records.plans import PlanKind
 from cotune.records.structs import PolicyRef
+from cotune.storage.run_config import RunConfig
 
 Write = Callable[[str], str]
 
@@ -103,6 +105,27 @@ def test_every_published_method_passes_the_trial_of_a_users_own(plan: PlanKind) 
             check_own(own.under(plan))
             tried += 1
     assert tried >= 4
+
+
+def test_a_class_derived_from_a_method_for_any_plan_takes_a_tree(written: Write) -> None:
+    path = written(
+        "from cotune.methods import Dapo, Grpo\n\n\nclass A(Dapo):\n    pass\n\n\nclass B(Grpo):\n    pass\n"
+    )
+    assert takes_a_tree(f"{path}:A") and not takes_a_tree(f"{path}:B")
+
+
+def test_an_attribute_of_the_wrong_type_is_refused(written: Write) -> None:
+    path = written("from cotune.methods import Grpo\n\n\nclass Own(Grpo):\n    loss = {'kl': 0.1}\n")
+    with pytest.raises(ConfigError, match=r"has loss = \{'kl': 0.1\}, which is not of type LossSpec. Write loss"):
+        recipe(f"{path}:Own", plan="tree")
+
+
+def test_a_class_that_learns_from_a_teacher_needs_it_in_the_configuration(written: Write) -> None:
+    named = written("from cotune.methods import Distill\n\n\nclass Own(Distill):\n    pass\n") + ":Own"
+    with pytest.raises(ConfigError, match=r"recipe = .*kl_to = 'teacher'.* Set kl_to = \"teacher\" in \[overrides\]"):
+        policy_recipes(RunConfig(recipe=named), "independent")
+    config = RunConfig(recipe=named, overrides={"kl_to": "teacher"})
+    assert taught_by(config) == policy_recipes(config, "independent").run.loss.kl_to == "teacher"
 
 
 def test_a_class_or_function_that_is_not_there_is_refused_before_work_starts(written: Write) -> None:
