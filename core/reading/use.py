@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -56,9 +55,17 @@ class Totals:
 
     def _read(self) -> None:
         self._until, rows = self._run.figures.use(self._until)
-        for role, model, *values in rows:
-            fields: dict[str, Any] = dict(zip(_SUMMED, (value or 0 for value in values), strict=True))
-            _add(self._sums.setdefault((str(role), str(model)), Use()), Use(**fields))
+        for row in rows:
+            part = Use(
+                calls=row.calls,
+                failed=row.failed,
+                turns=row.turns,
+                prompt=row.prompt_tokens,
+                completion=row.answer_tokens,
+                seconds=row.seconds,
+                candidates=row.candidates,
+            )
+            _add(self._sums.setdefault((str(row.role), str(row.model)), Use()), part)
 
 
 _SUMMED = ("calls", "failed", "turns", "prompt", "completion", "seconds", "candidates")

@@ -55,7 +55,7 @@ class Store(ABC):
     @abstractmethod
     def write(self, records: Sequence[Record]) -> None:
         """Queue records, in order, to be committed together. The first of an id stands, but that an episode may be
-        written again as cancelled, which withdraws it. Never raises for a full disk: see `lost`."""
+        written again as cancelled, which withdraws it. Never raises for a full disk: see `health`."""
 
     @abstractmethod
     def commit(
@@ -68,7 +68,7 @@ class Store(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Return when everything queued before is durable (or counted in `lost`)."""
+        """Return when everything queued before is durable (or counted in `health.lost`)."""
 
     # Reading
 
@@ -107,7 +107,7 @@ class Store(ABC):
         a collector: records that they had to drop (`dropped`), and calls that sampling rates left out (`sampled`)."""
 
     def figures(self) -> Figures:
-        """Counts, lists and searches, which need SQL. Raises RunError where the store has none."""
+        """Counts, lists and searches, which need SQL. Raises RunError if the store does not speak SQL."""
         cause = f"{self.address} can be trained from, but it answers no queries, which this needs."
         raise RunError(cause, "Keep the records in SQLite or PostgreSQL.")
 

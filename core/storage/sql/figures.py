@@ -55,30 +55,32 @@ class _Answer(msgspec.Struct):
 
 
 class SuccessCount(NamedTuple):
-    """Episodes of a phase that report `success`."""
+    """How many episodes of a phase solved their tasks, in a phase that reports `success`."""
 
     phase: str
     solved: int
     episodes: int
-    """Those that count: failed ones too, cancelled ones not."""
+    """Episodes that count: also those that the policy failed, but not cancelled ones or infrastructure failures."""
     squares: int
     """The sum over tasks of the square of their number of episodes."""
 
 
 class OutcomeMean(NamedTuple):
-    """A component of the outcomes of a phase."""
+    """The mean of one component of the outcomes of a phase."""
 
     phase: str
     name: str
     mean: float | None
     episodes: int
+    """Episodes in the mean, with failed ones unless `on_failure` excludes them."""
 
 
 class TaskOutcome(NamedTuple):
-    """The outcomes of a task's episodes; None where no episode has one."""
+    """The outcomes of a task's episodes; None if no episode has one."""
 
     task: str
     episodes: int
+    """All that were not cancelled, with or without an outcome."""
     mean: float | None
     lowest: float | None
     highest: float | None
@@ -89,8 +91,11 @@ class StepOutcome(NamedTuple):
 
     task: str
     step: int
+    """From 0."""
     episodes: int
+    """Those with an outcome."""
     total: float | None
+    """The sum of their outcomes; None if there are none."""
 
 
 class PhaseCount(NamedTuple):
@@ -102,18 +107,21 @@ class PhaseCount(NamedTuple):
     failed: int
     cancelled: int
     tasks: int
+    """Different tasks."""
     steps: int
+    """Different training steps."""
     mean_seconds: float | None
 
 
 class RoleUse(NamedTuple):
-    """The calls of a role to a model."""
+    """The calls of a role to a model, summed up."""
 
     role: str
     model: str
     calls: int
     failed: int
     turns: int
+    """The most turns in one episode."""
     prompt_tokens: int
     answer_tokens: int
     seconds: float
@@ -168,7 +176,7 @@ class CallTime(NamedTuple):
 
 
 class CallCount(NamedTuple):
-    """The calls of one application, role, policy and day."""
+    """The calls of one application, role, policy version and day. `policy` is empty for a model that is no policy."""
 
     app: str
     role: str
@@ -189,8 +197,11 @@ class AppCount(NamedTuple):
     ok: int
     calls: int
     first: float
+    """When the first episode started, in seconds since the epoch."""
     last: float
+    """When the last one started."""
     rewarded: int
+    """Episodes with a reward of their own."""
 
 
 class Figures:
@@ -210,7 +221,7 @@ class Figures:
     # Outcomes
 
     def success_counts(self, episodes: Iterable[str] | None = None) -> list[SuccessCount]:
-        """The phases in which an episode reports `success`. With `episodes`, of these ids alone."""
+        """A row for each phase in which an episode reports `success`. With `episodes`, only these ids are counted."""
         if episodes is None:
             found = self.rows(success_counts())
         else:
@@ -218,12 +229,12 @@ class Figures:
         return [SuccessCount(*row) for row in found]
 
     def outcome_means(self, on_failure: str) -> list[OutcomeMean]:
-        """Each component of outcomes, by phase."""
+        """A row for each phase and component of its outcomes."""
         return [OutcomeMean(*row) for row in self.rows(outcome_means(on_failure))]
 
     def outcomes_by_task(self, phase: str, on_failure: str) -> tuple[str, list[TaskOutcome]]:
-        """`success` where an episode of the phase reports it, else `reward`, the sum of the components; and this
-        outcome by task."""
+        """The name of the outcome and its rows by task: `success` if an episode of the phase reports it, else `reward`,
+        the sum of the components."""
         measure, value = self._measured(phase, on_failure, "own")
         found = self.rows(
             f"""SELECT task, count(*), avg(v), min(v), max(v) FROM (
@@ -234,7 +245,7 @@ class Figures:
         return measure, [TaskOutcome(*row) for row in found]
 
     def outcomes_by_step(self, phase: str, on_failure: str, tasks: Iterable[str]) -> list[StepOutcome]:
-        """The outcomes of these tasks in each training step."""
+        """A row for each training step of each of these tasks."""
         _, value = self._measured(phase, on_failure)
         found = self.rows(
             f"""SELECT task, step, count(v), sum(v) FROM (
@@ -299,8 +310,9 @@ class Figures:
         return [PhaseCount(*row) for row in found]
 
     def use(self, after: int) -> tuple[int, list[RoleUse]]:
-        """Of calls above a number of `newest`, 0 for all: the highest number among them, or `after`; and their use by
-        role and model, in the order of first calls."""
+        """The use by role and model, in the order of first calls, of calls with numbers above `after` (0: all calls).
+
+        Returns the number to pass next time, and the rows."""
         found = self.rows(
             f"""SELECT (SELECT max(rowid) FROM calls), role, model, count(*), count(*) FILTER (WHERE status != 'ok'),
                 max(turn) + 1, sum(prompt_tokens), sum(completion_tokens), sum(latency), sum(drawn)

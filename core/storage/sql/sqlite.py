@@ -41,7 +41,7 @@ PRAGMA user_version = {VERSION};
 """
 
 _COUNTED = ("calls", "episodes", "rewards")
-"""Tables whose rows are told apart by their numbers, as what is new (`Store.marks`, `Store.newest`)."""
+"""Tables whose rows are told apart by their numbers, as what is new (`Figures.marks`, `Figures.newest`)."""
 _KEEP_NUMBERS = "".join(
     f"""CREATE TEMP TRIGGER keep_{table} BEFORE DELETE ON main.{table}
     WHEN old.rowid = (SELECT max(rowid) FROM {table}) BEGIN

@@ -55,9 +55,8 @@ class KeyUse:
         self._names: dict[str, set[str]] = {}
         """The names of the rewards of a key, by reward target."""
         if rewarded:
-            for key, count in (
-                store.figures().key_counts(app, [target.removeprefix(own) for target in rewarded]).items()
-            ):
+            rewarded_keys = [target.removeprefix(own) for target in rewarded]
+            for key, count in store.figures().key_counts(app, rewarded_keys).items():
                 self._episodes[own + key] += count
         if targets := rewarded | coming.keys():
             for stored in (store.rewards(targets), store.feedback(targets)):
