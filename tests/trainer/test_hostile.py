@@ -79,7 +79,7 @@ def end(process: Command, folder: Path) -> Ended:
 
 
 def trace(
-    folder: Path, provider: Provider, deeds: Sequence[Any], app: str = "asynchronous", timeout: str = "6"
+    folder: Path, provider: Provider, deeds: Sequence[Any], app: str = "asynchronous", timeout: str = "12"
 ) -> Ended:
     more = ("--out", "run", "--timeout", timeout)
     return end(start(folder, provider, "trace", app, deeds, *more), folder)
@@ -98,7 +98,7 @@ def test_a_plain_function_that_never_ends_costs_its_own_episode(tmp_path: Path, 
     ended = trace(tmp_path, provider, ["sleep", ""], "synchronous")
     found = ended.episodes()
     assert ended.status == 0, ended.said
-    said = r"did not finish within 6\.0 seconds: its thread goes on at .* in synchronous: time\.sleep\(600\)"
+    said = r"did not finish within 12\.0 seconds: its thread goes on at .* in synchronous: time\.sleep\(600\)"
     assert found["well"][0] == "ok" and re.search(said, found["sleep"][1])
 
 
@@ -180,7 +180,8 @@ def test_a_second_signal_ends_a_blocked_process_at_once(tmp_path: Path, provider
     os.kill(process.pid, signal.SIGINT)
     ended = end(process, tmp_path)
     assert ended.status == 130
-    assert ended.last == "interrupted"
+    # The second text where a busy machine takes longer to end than the process may.
+    assert ended.last == "interrupted" or ended.last.endswith("ended at once, as asked for twice.")
 
 
 def test_one_signal_ends_what_waits_and_keeps_its_records(tmp_path: Path, provider: Provider) -> None:
@@ -220,13 +221,13 @@ def test_training_goes_on_beside_scorers_that_hang_or_leave(trained: Ended) -> N
 def test_an_evaluation_ends_beside_a_plain_function_that_never_ends(
     trained: Ended, provider: Provider, tmp_path: Path
 ) -> None:
-    more = ("--run", str(trained.folder / "run"), "--modes", "trained", "--timeout", "6", "--out", "eval")
+    more = ("--run", str(trained.folder / "run"), "--modes", "trained", "--timeout", "12", "--out", "eval")
     ended = end(start(tmp_path, provider, "eval", "synchronous", ["sleep", ""], *more), tmp_path)
     assert ended.status == 0, ended.said
     waits = ["loading tests.trainer", "loading the model", "publishing the policies", "evaluating trained on 2 tasks"]
     assert all(ended.said.index(one) < ended.said.index(then) for one, then in itertools.pairwise(waits)), ended.said
     found = ended.episodes("eval")
-    said = r"did not finish within 6\.0 seconds: its thread goes on at .* in synchronous: time\.sleep\(600\)"
+    said = r"did not finish within 12\.0 seconds: its thread goes on at .* in synchronous: time\.sleep\(600\)"
     assert found["well"][0] == "ok" and re.search(said, found["sleep"][1])
 
 
