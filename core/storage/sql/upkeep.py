@@ -32,13 +32,11 @@ COPIED = (*WRITTEN, "replaced", "consumed")
 _KEYS = {"rewards": ("target", "name"), "feedback": ("target", "name"), "replaced": ("target", "name", "at")}
 _FIXED = ("images", "messages", "segments", "calls")
 """Tables whose rows never change: what the other store has of them is not copied again."""
-
-
 _USED = ("messages", "images", "segments")
 
 
 def _in_sql(store: Store) -> SqlStore[Any]:
-    """The same store. Raises RunError where it is none over SQL."""
+    """The store as one over SQL. Raises RunError if it is another."""
     if not isinstance(store, SqlStore):
         raise RunError(f"{store.address} is not in SQL, which this needs.", "Keep the records in SQLite or PostgreSQL.")
     return store
@@ -189,14 +187,15 @@ class Copied:
 def copy(source: Store, target: Store, told: Callable[[str, int], None], limit: int = _PAGE) -> Copied:
     """Copy all records and counters of one store into another, a page at a time; what is there is left out, so that a
     copy that was stopped goes on. `told` hears the table and how many of its rows are done."""
+    sql_source, sql_target = _in_sql(source), _in_sql(target)
     copied = Copied()
     for table in COPIED:
         after: Sequence[Any] = ()
         while some := page(source, table, after, limit, keys_only=table in _FIXED):
             after = some[-1][: len(key_columns(table))] if table in _FIXED else _key_of(table, some[-1])
             if table in _FIXED:
-                there = _ids_in(_in_sql(target), table, [id for (id,) in some])
-                rows = _rows_of(_in_sql(source), table, [id for (id,) in some if id not in there])
+                there = _ids_in(sql_target, table, [id for (id,) in some])
+                rows = _rows_of(sql_source, table, [id for (id,) in some if id not in there])
             else:
                 rows = some
             genuine = [row for row in rows if _is_genuine(source, table, row)]

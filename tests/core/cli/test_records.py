@@ -233,13 +233,13 @@ def test_a_copy_goes_on_where_it_was_stopped(pair: dict[str, str], monkeypatch: 
             upkeep.copy(source, target, stop, limit=10)
         assert size(target, "calls") == 10
         sent = []
-        load = target.load
+        load = upkeep.load
 
-        def loading(table: str, rows: Sequence[tuple[Any, ...]]) -> int:
+        def loading(store: Store, table: str, rows: Sequence[tuple[Any, ...]]) -> int:
             sent.append((table, len(rows)))
-            return load(table, rows)
+            return load(store, table, rows)
 
-        monkeypatch.setattr(target, "load", loading)
+        monkeypatch.setattr(upkeep, "load", loading)
         upkeep.copy(source, target, lambda *_: None, limit=10)
         assert sum(rows for table, rows in sent if table == "calls") == size(source, "calls") - 10
         assert told(target) | {"counters": None} == told(source) | {"counters": None}
