@@ -29,15 +29,15 @@ class Method:
     name: str = ""
     """Name of the recipe."""
     plan: PlanKind = "independent"
-    """How candidates come about: `tree`, `independent` or `replay`."""
+    """How candidates are sampled: `tree`, `independent` or `replay`."""
     group_by: tuple[str, ...] = ("task", "role")
     """Samples that agree in these fields are one group."""
     unit: Unit = "sample"
-    """What counts once in the mean and the deviation of a group that figures show: sample | trajectory | token."""
+    """What counts once in the mean and the deviation of a group, as figures show them: sample | trajectory | token."""
     compares: bool = True
-    """Whether a sample is judged by the others of its group, so that one alone is left out."""
+    """Whether samples of a group are compared. Then a sample alone in its group is left out."""
     attribution: Attribution = Attribution()
-    """Which rewards count. `cotune check` shows it, and evaluations go by it."""
+    """Which rewards count. `cotune check` shows them, and evaluations use them."""
     filters: Filters = Filters()
     """Which samples are left out."""
     loss: LossSpec = LossSpec()
@@ -49,18 +49,18 @@ class Method:
     needs_all_roles: bool = False
     """Whether a role's advantages depend on the advantages of the other roles."""
     remembers: bool = False
-    """Whether advantages depend on averages that earlier steps have left."""
+    """Whether advantages depend on moving averages of earlier steps."""
     trains_branches: bool = True
     """Under a replay plan: whether later calls of a branch are trained on, not just the candidates of its fork."""
     unread: ClassVar[bool] = False
-    """Whether this stands for a method of a user's that was not loaded."""
+    """Whether this is a placeholder for a class of the user that was not loaded."""
 
     def rewards(self, step: Step) -> Floats:
         """One reward for each of the step's samples, [n]; NaN for one whose reward is not known."""
         return step.rewards()
 
     def advantages(self, step: Step, rewards: Floats) -> Floats:
-        """One advantage for each of the step's samples, [n]; those in no group count 0."""
+        """One advantage for each of the step's samples, [n]. Samples in no group have 0."""
         raise NotImplementedError(f"{type(self).__name__} has no advantages(step, rewards)")
 
     def step(self, samples: Sequence[Sample], state: AdvantageState | None = None, part: str = "") -> Step:
@@ -129,7 +129,7 @@ class Method:
 
     @property
     def joins_calls(self) -> bool:
-        """Whether rewards of other calls of its episode are part of a candidate's."""
+        """Whether the reward of a candidate includes rewards of other calls of its episode."""
         return self.joins_roles or self.to_go
 
     @property
@@ -139,16 +139,16 @@ class Method:
 
     @property
     def takes_rewards(self) -> bool:
-        """Whether candidates need a reward: not where a teacher, or the policy itself as one, says what is learned."""
+        """Whether candidates need a reward. They need none if a teacher, or the policy itself, scores them."""
         return self.loss.kl_to == "untrained"
 
     @property
     def is_own(self) -> bool:
-        """Whether the class is of the user's own."""
+        """Whether the class is the user's."""
         return not type(self).__module__.startswith("cotune.")
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other trains in the same way: the same class with the same settings."""
+        """Whether both are the same class with the same settings."""
         if not isinstance(other, Method) or type(other) is not type(self):
             return False
         return all(getattr(other, name) == getattr(self, name) for name in _SETTINGS)
@@ -158,7 +158,7 @@ class Method:
 
 
 class Outcome(Method):
-    """The outcome of episodes, without a method: what evaluations of anything but a run go by."""
+    """The outcome of episodes. Evaluations of anything but a run use it."""
 
     name = "outcome"
     group_by = PROMPT_KEY
@@ -167,7 +167,7 @@ class Outcome(Method):
 
 
 class Unread(Method):
-    """Stands for a method of a user's where no code of a run is run: groups as its plan has them, no advantages."""
+    """A placeholder for a class of the user while a run is only shown: the groups of its plan, and no advantages."""
 
     compares = False
     unread = True

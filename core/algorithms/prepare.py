@@ -97,8 +97,8 @@ def prepare(
 
     `consumed` holds the ids of groups that were trained on before, `others` the other answers in the episodes
     (`Collected.others`). A policy whose advantages are all zero has no signal: its samples are left out, unless the
-    loss moves it all the same, or weight decay (policies in `decays`). Those of policies in `frozen` are compared as
-    ever, and left out last. `task_weights` are those of the step's tasks in mean rewards, 0 for tasks that are not
+    loss moves it all the same, or weight decay (policies in `decays`). Samples of policies in `frozen` are compared but
+    not trained on. `task_weights` are those of the step's tasks in mean rewards, 0 for tasks that are not
     named; without them all tasks weigh the same. `part` names the samples where others of the step have another recipe:
     its groups and moving averages are not those of the others. Raises GroupError when candidates of different prompts
     meet in a group that must share one, and when more than half of the candidates of independent rollouts stand alone

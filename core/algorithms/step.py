@@ -1,4 +1,4 @@
-"""The samples of a step as a method sees them: their rewards, their groups, and what earlier steps have left."""
+"""The samples of a step as a method sees them: their rewards, their groups, and the averages of earlier steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What methods share that are a loss for any plan."""
+"""The base class of methods that are a loss for any plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cotune.algorithms.step import Step
 from cotune.records.plans import PlanKind
 
 COMPARED_AS: Mapping[PlanKind, Method] = {"independent": Grpo(), "tree": AtGrpo(), "replay": C3Branches()}
-"""Whose comparison a method for any plan takes."""
+"""The method that compares candidates under each plan."""
 
 
 class AnyPlan(Method):

@@ -1,4 +1,4 @@
-"""What methods share whose advantages a critic makes."""
+"""The base class of methods with a critic."""
 
 from __future__ import annotations
 
