@@ -248,7 +248,7 @@ def empty_policy(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         _fill(network)
-        logprob_model = LogprobModel(network, WithoutTrial(dtype=loaded))
+        logprob_model = LogprobModel(network, msgspec.convert({"dtype": loaded}, WithoutTrial))
         logprob_model.shares = logprob_model.images is None and use_tree_attention(network)
         copies = compute_joined(logprob_model, dtype) if joined else None
     adapter = None if adapted is None else "policy"
