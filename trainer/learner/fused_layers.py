@@ -25,6 +25,8 @@ ROTARY = "apply_rotary_pos_emb"
 """What transformers' attentions call the function that rotates queries and keys."""
 SILU = ("SiLU", "SiLUActivation")
 """What torch and transformers call this function."""
+NARROW, MANY_ROWS = 256, 2**15
+"""Liger has another kernel for norms up to this width from so many rows on: those of queries and keys in large passes."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """How far output and gradients may be from those of transformers, as a share of their norm."""
 
@@ -110,8 +112,12 @@ def _gated(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
 
 def _with_rotary(forward: FunctionType, kernels: Kernels) -> FunctionType:
     """The same function with another rotation. That of its module stays, as samplers in this process use it."""
+    plain = forward.__globals__[ROTARY]
 
-    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any) -> Any:
+        # The trial has seen whole heads, along the usual axes. Early versions of Liger rotate parts of heads wrongly.
+        if args or options or cos.shape[-1] != query.shape[-1]:
+            return plain(query, key, cos, sin, *args, **options)
         return kernels.rotate(query, key, cos, sin)
 
     names = {**forward.__globals__, ROTARY: rotate}
@@ -121,10 +127,13 @@ def _with_rotary(forward: FunctionType, kernels: Kernels) -> FunctionType:
 
 
 def _try_norm(module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
-    alone = copy.deepcopy(module).to(device).requires_grad_(True)
-    alone.weight.data = alone.weight.data + 0.5  # as weights of 1 or 0 hide what they are added to
-    x = _random((1, 24, alone.weight.shape[-1]), device, dtype)
-    _compare(alone, partial(_norm, kernels, alone), [x], [alone.weight], type(module).__name__)
+    # With a random weight: the module's may have no storage yet, and ones or zeros hide what they are added to.
+    alone = copy.copy(module)
+    alone._parameters = {"weight": _random(tuple(module.weight.shape), device, module.weight.dtype)}
+    width = module.weight.shape[-1]
+    for rows in (24, MANY_ROWS) if width <= NARROW else (24,):
+        x = _random((1, rows, width), device, dtype)
+        _compare(alone, partial(_norm, kernels, alone), [x], [alone.weight], type(module).__name__)
 
 
 def _try_gated(module: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:

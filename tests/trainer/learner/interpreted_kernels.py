@@ -18,7 +18,7 @@ from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
 from cotune.integrations.models.liger.kernels import load_kernels
-from cotune.trainer.learner.fused_layers import _replacements
+from cotune.trainer.learner import fused_layers
 from cotune.trainer.learner.token_tree import token_tree
 from cotune.trainer.learner.tree_attention import TreePass, attends_over_trees, states_over
 
@@ -69,12 +69,13 @@ def results(network: Any) -> list[torch.Tensor]:
 def main() -> None:
     torch.set_num_threads(1)
     complete_the_interpreter()
+    fused_layers.NARROW = 0  # interpreting so many rows takes minutes
     kernels = load_kernels()
     for name in ("Qwen3", "Qwen2", "Llama"):
         network = build(name)
         assert attends_over_trees(network)
         expected = results(network)
-        replaced = _replacements(network, kernels, torch.device("cpu"), torch.float32)
+        replaced = fused_layers._replacements(network, kernels, torch.device("cpu"), torch.float32)
         for module, forward in replaced:
             module.forward = forward
         found = results(network)

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from torch.nn.functional import silu
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cotune.integrations.models.liger.kernels import Kernels
@@ -32,18 +32,20 @@ WRONG = {
 }
 
 
+SHAPE = {
+    "vocab_size": 32,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
 @pytest.fixture
 def network():
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
 
 
 @pytest.mark.slow
@@ -81,6 +83,24 @@ def test_layers_of_another_form_stay_as_they_are(network):
     replaced = [module for module, _ in fused_layers._replacements(network, PLAIN, torch.device("cpu"), torch.float32)]
     assert not any(layer.mlp in replaced for layer in network.model.layers)
     assert len(replaced) == 1 + 3 * LAYERS
+
+
+def test_networks_without_storage_have_kernels_too(network):
+    """Ranks that divide a model get its weights after its layers."""
+    replaced = fused_layers._replacements(network.to("meta"), PLAIN, torch.device("cpu"), torch.float32)
+    assert len(replaced) == 1 + 4 * LAYERS
+
+
+def test_heads_that_are_rotated_in_part_are_left_to_transformers():
+    network = Phi3ForCausalLM(Phi3Config(**SHAPE, pad_token_id=0, partial_rotary_factor=0.67)).eval()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    expected = network(input_ids=ids).logits
+    attentions = 0
+    for module, forward in fused_layers._replacements(network, PLAIN, torch.device("cpu"), torch.float32):
+        module.forward = forward
+        attentions += hasattr(module, "head_dim")
+    assert attentions == LAYERS
+    assert torch.equal(network(input_ids=ids).logits, expected)
 
 
 def test_a_gpu_on_which_they_fail_computes_without_them(network, monkeypatch, caplog):
