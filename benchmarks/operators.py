@@ -31,9 +31,9 @@ from cotune.algorithms.recipes import LossSpec
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models.liger.kernels import Kernels
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner import fused_layers, load, logprobs, tree_attention
 from cotune.trainer.learner.local import LocalLearner
+from tests.trainer.learner.forced import ForcedSettings
 
 VIEWS = (
     "_local_scalar", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty", "expand",
@@ -189,7 +189,7 @@ def main() -> None:
     load._load = lambda path, dtype, device, settings: copy.deepcopy(network).to(getattr(torch, dtype)).to(device)
     logprobs.chunk_tokens = lambda vocabulary, device: CHUNK
     pretend_gpu.pretend()
-    settings = LearnerSettings(dtype=args.dtype, device="cuda", shared_prompts=not args.unshared)
+    settings = ForcedSettings(dtype=args.dtype, device="cuda", shared_prompts=not args.unshared)
     policies = policies_for(args.kind, ["agent"], LoraSpec(rank=16, alpha=32.0))
     learner = LocalLearner.open(folder, policies, settings, LossSpec())
     model = learner._policies["agent"]

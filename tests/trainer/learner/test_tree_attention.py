@@ -154,6 +154,29 @@ def test_rounding_in_bfloat16_is_told_from_another_attention(monkeypatch, differ
     assert attends_over_trees(network) is same
 
 
+@pytest.mark.parametrize("fault", ["positions", "mask", "scale"])
+def test_faults_are_told_from_rounding_in_bfloat16(monkeypatch, fault):
+    class FaultyPass(tree_attention.TreePass):
+        def __init__(self, tree, device, **options):
+            super().__init__(tree, device, **options)
+            attend = self.attend
+            if fault == "positions":
+                self.depths = torch.arange(len(tree.tokens))
+            elif fault == "mask":
+                self.attend = lambda *states: torch.nn.functional.scaled_dot_product_attention(
+                    *states[:3], is_causal=True, enable_gqa=True
+                )[0].transpose(0, 1)
+            else:
+                self.attend = lambda *states: attend(*states[:3], 2 * states[3])
+
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(tiny_models.config("llama", 64), dtype=torch.bfloat16).eval()
+    assert attends_over_trees(network)
+    network.set_attn_implementation("sdpa")
+    monkeypatch.setattr(tree_attention, "TreePass", FaultyPass)
+    assert not attends_over_trees(network)
+
+
 @pytest.mark.parametrize("architecture", ["bloom", "qwen3-sliding", "gemma3", "mamba"])
 def test_models_with_other_attention_have_no_trees_in_bfloat16(architecture):
     network = AutoModelForCausalLM.from_config(tiny_models.config(architecture, 64), dtype=torch.bfloat16).eval()
