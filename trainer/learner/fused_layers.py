@@ -26,7 +26,7 @@ ROTARY = "apply_rotary_pos_emb"
 SILU = ("SiLU", "SiLUActivation")
 """What torch and transformers call this function."""
 NARROW, MANY_ROWS = 256, 2**15
-"""Liger has another kernel for norms up to this width from so many rows on: those of queries and keys in large passes."""
+"""Liger has another kernel for norms up to this width, from so many rows on: for those of queries and keys."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """How far output and gradients may be from those of transformers, as a share of their norm."""
 
