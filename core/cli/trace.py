@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from rich.console import Console
@@ -23,6 +23,7 @@ from cotune.records.structs import Episode
 from cotune.records.tasks import load_tasks
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunLayout
+from cotune.storage.sql.figures import SuccessCount
 from cotune.storage.trace_file import write_trace
 from cotune.storage.whole_file import is_full
 from cotune.tables import plural
@@ -111,7 +112,7 @@ def trace(
         store.flush()
         lost = store.health.lost
         # Where records were lost, the share of those that remain would mislead.
-        solved = () if lost else store.figures().success_counts(episode.id for episode in episodes)
+        solved = [] if lost else store.figures().success_counts(episode.id for episode in episodes)
     finally:
         if live is not None:
             live.close()
@@ -124,14 +125,14 @@ def trace(
 
 
 def _report(
-    episodes: list[Episode], solved: Sequence[tuple[Any, ...]], lost: int, out: str, console: Console
+    episodes: list[Episode], solved: Sequence[SuccessCount], lost: int, out: str, console: Console
 ) -> tuple[int, int]:
     calls = sum(episode.calls for episode in episodes)
     failed = [episode for episode in episodes if episode.status != "ok"]
     counts = ((len(episodes), "episode"), (calls, "call"), (len(failed), "failed episode"), (lost, "lost record"))
     console.print(f"{', '.join(plural(*count) for count in counts)}: {out}")
-    for _, good, n, _ in solved:
-        console.print(f"success {good / n:.1%} ({good} of {plural(n, 'episode')})")
+    for row in solved:
+        console.print(f"success {row.solved / row.episodes:.1%} ({row.solved} of {plural(row.episodes, 'episode')})")
     for error, count in Counter(episode.error for episode in failed).most_common(3):
         console.print(f"  {count} x {error}", markup=False)
     if not calls:

@@ -93,7 +93,7 @@ def failed_episode(records: OpenedRun, evaluation: StoredEvaluation, mode: str, 
     phase, step = _recorded_under(evaluation, mode)
     filters = EpisodeFilters(phase=phase, task=task, solved="no", training_step=step)
     lines = records.store.figures().episode_lines(filters, 1, "oldest")
-    return str(lines[0][0]) if lines else ""
+    return str(lines[0].id) if lines else ""
 
 
 def _recorded_under(evaluation: StoredEvaluation, mode: str) -> tuple[str, int | None]:

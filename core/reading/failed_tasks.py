@@ -139,19 +139,19 @@ def _of_evaluation(run: OpenedRun, evaluation: StoredEvaluation, most: int) -> F
 def _latest(store: Store, filters: EpisodeFilters) -> list[EndedEpisode]:
     """The latest episodes that fit, without those that are no run of the application on a task."""
     lines = store.figures().episode_lines(filters, MOST_EPISODES)
-    rewards = store.rewards([line[0] for line in lines])
+    rewards = store.rewards([line.id for line in lines])
     ended = []
-    for id, task, phase, _, status, _, _, error, success in lines:
-        if status == "cancelled" or phase in NO_TASKS:
+    for line in lines:
+        if line.status == "cancelled" or line.phase in NO_TASKS:
             continue
-        named = rewards.get(id)
+        named = rewards.get(line.id)
         ended.append(
             EndedEpisode(
-                id=str(id),
-                task=str(task),
-                success=success,
+                id=str(line.id),
+                task=str(line.task),
+                success=line.solved,
                 reward=sum(named.values()) if named else None,
-                error="" if status == "ok" else first_line(error),
+                error="" if line.status == "ok" else first_line(line.error),
             )
         )
     return ended

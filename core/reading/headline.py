@@ -240,16 +240,17 @@ def _change(
 
 def _recorded(store: Store, on_failure: str) -> Iterator[Change]:
     """Success and rewards of recorded episodes, each phase by itself; failed ones count."""
-    solved = [counts for counts in store.figures().success_counts() if counts[0] != "check"]
-    means = store.figures().outcome_means(on_failure)
-    rewards = [(phase, name, value, n) for phase, name, value, n in means if value is not None and phase != "check"]
-    several = len({phase for phase, *_ in (*solved, *rewards)}) > 1
-    for phase, good, n, squares in solved:
-        if found := share_over_tasks(good, n, squares):
-            name = f"success of {phase}" if several else "success"
+    figures = store.figures()
+    successes = [row for row in figures.success_counts() if row.phase != "check"]
+    rewards = [row for row in figures.outcome_means(on_failure) if row.mean is not None and row.phase != "check"]
+    several = len({row.phase for row in (*successes, *rewards)}) > 1
+    for row in successes:
+        if share := share_over_tasks(row.solved, row.episodes, row.squares):
+            name = f"success of {row.phase}" if several else "success"
             what = "share of recorded episodes that solved their task"
-            yield Change(name=name, kind="recorded", what=what, last=found, last_of=phase, percent=True)
-    for phase, name, value, n in rewards:
-        title = f"{name} of {phase}" if several else str(name)
-        found = Interval(mean=value, n=n)
-        yield Change(name=title, kind="recorded", what="mean reward of recorded episodes", last=found, last_of=phase)
+            yield Change(name=name, kind="recorded", what=what, last=share, last_of=row.phase, percent=True)
+    for reward in rewards:
+        assert reward.mean is not None
+        name = f"{reward.name} of {reward.phase}" if several else str(reward.name)
+        what, mean = "mean reward of recorded episodes", Interval(mean=reward.mean, n=reward.episodes)
+        yield Change(name=name, kind="recorded", what=what, last=mean, last_of=reward.phase)

@@ -73,18 +73,17 @@ def _overview(run: OpenedRun, interrupted: int) -> Iterable[RenderableType]:
     if told := [*bases, *_lines(wrong, "episodes", "untrained", "cut", "precision")]:
         yield Text.assemble(*told)
     means: dict[str, dict[str, float | None]] = {}
-    for phase, name, value, _ in store.figures().outcome_means(run.config.on_failure):
-        means.setdefault(phase, {})[name] = value
+    for component in run.figures.outcome_means(run.config.on_failure):
+        means.setdefault(component.phase, {})[component.name] = component.mean
     counts = grid("phase", "episodes>", "ok>", "error>", "cancelled>", "tasks>", "steps>", "seconds>", "mean reward")
-    for phase, total, good, errors, cancelled, tasks, steps, seconds in store.figures().episodes_by_phase():
-        ended = (good, warn(errors), warn(cancelled))
-        counts.add_row(
-            *cells((phase, total, *ended, tasks, steps or "", f"{seconds:.2f}")), scores(means.get(phase, {}))
-        )
+    for phase in run.figures.episodes_by_phase():
+        ended = (phase.ok, warn(phase.failed), warn(phase.cancelled))
+        columns = (phase.phase, phase.episodes, *ended, phase.tasks, phase.steps or "", f"{phase.mean_seconds:.2f}")
+        counts.add_row(*cells(columns), scores(means.get(phase.phase, {})))
     yield counts
     yield ""
     own: dict[str, dict[str, float]] = {}
-    for role, name, value in store.figures().rewards_by_role():
+    for role, name, value in run.figures.rewards_by_role():
         own.setdefault(role, {})[name] = value
     calls = grid(
         *("role", "calls>", "failed>", "turns>", "candidates>", "prompt tokens>", "answer tokens>", "seconds a call>"),

@@ -18,6 +18,7 @@ from cotune.reading.run import OpenedRun
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord
 from cotune.storage.episode_filters import CallFilters
+from cotune.storage.sql.figures import CallLine
 
 Row = TypeVar("Row")
 PAGE = 50
@@ -116,23 +117,22 @@ def listed_calls(run: OpenedRun, filters: CallFilters, text: str = "", before: s
             return ListPage(rows=tuple(found), after=last, searched=searched)
 
 
-def _row(run: OpenedRun, line: Any, text: str) -> CallRow:
-    id, episode, step, role, turn, status, task, phase, training_step, prompt, answer, latency, policy = line
+def _row(run: OpenedRun, line: CallLine, text: str) -> CallRow:
     return CallRow(
-        id=str(id),
-        episode=str(episode),
-        step=step,
-        role=str(role),
-        turn=turn,
-        status=str(status),
-        task=str(task or ""),
-        phase=str(phase or ""),
-        training_step=None if training_step is None else training_step + 1,
-        prompt_tokens=prompt,
-        answer_tokens=answer,
-        latency=latency,
-        policy=str(policy),
-        match=match_in_call(run, str(id), text) if text else None,
+        id=str(line.id),
+        episode=str(line.episode),
+        step=line.step,
+        role=str(line.role),
+        turn=line.turn,
+        status=str(line.status),
+        task=str(line.task or ""),
+        phase=str(line.phase or ""),
+        training_step=None if line.training_step is None else line.training_step + 1,
+        prompt_tokens=line.prompt_tokens,
+        answer_tokens=line.answer_tokens,
+        latency=line.seconds,
+        policy=str(line.answered_by),
+        match=match_in_call(run, str(line.id), text) if text else None,
     )
 
 

@@ -17,6 +17,7 @@ from cotune.integrations.web.viewer.viewer import Viewer, hues, whole
 from cotune.reading.exchange import Exchange, beginning, exchanges
 from cotune.reading.run import OpenedRun
 from cotune.storage.episode_filters import ORDERS, EpisodeFilters
+from cotune.storage.sql.figures import EpisodeLine
 from cotune.tables import first_line
 
 PAGE = 50
@@ -96,7 +97,7 @@ def listed(run: OpenedRun, filters: Filters, before: str = "") -> ListPage[Episo
     if filters.q:
         return _searched(run, filters, before)
     found = _lines(run, filters, before, PAGE + 1)
-    return ListPage(rows=_rows(run, found[:PAGE]), after=_after(filters, before, found[:PAGE], found[PAGE:]))
+    return ListPage(rows=_rows(run, found[:PAGE]), after=_after(filters, before, found[:PAGE], more=len(found) > PAGE))
 
 
 def newest(run: OpenedRun, filters: EpisodeFilters, limit: int) -> tuple[EpisodeRow, ...]:
@@ -104,42 +105,42 @@ def newest(run: OpenedRun, filters: EpisodeFilters, limit: int) -> tuple[Episode
     return _rows(run, run.figures.episode_lines(filters, limit))
 
 
-def _lines(run: OpenedRun, filters: Filters, before: str, limit: int) -> list[Any]:
+def _lines(run: OpenedRun, filters: Filters, before: str, limit: int) -> list[EpisodeLine]:
     if filters.order:
         return run.figures.episode_lines(filters, limit, filters.order, whole(before) or 0)
     return run.figures.episode_lines(msgspec.structs.replace(filters, before=before), limit)
 
 
-def _after(filters: Filters, before: str, shown: list[Any], more: list[Any]) -> str:
+def _after(filters: Filters, before: str, shown: list[EpisodeLine], *, more: bool) -> str:
     """Where the next page begins; empty where there is no more."""
     if not more or not shown:
         return ""
-    return str((whole(before) or 0) + len(shown)) if filters.order else str(shown[-1][0])
+    return str((whole(before) or 0) + len(shown)) if filters.order else str(shown[-1].id)
 
 
 def _rows(
-    run: OpenedRun, found: list[Any], matches: Mapping[str, Match | None] = MappingProxyType({})
+    run: OpenedRun, found: list[EpisodeLine], matches: Mapping[str, Match | None] = MappingProxyType({})
 ) -> tuple[EpisodeRow, ...]:
-    ids = [id for id, *_ in found]
+    ids = [line.id for line in found]
     rewards, texts = run.store.rewards(ids), exchanges(run.store, ids)
     rows = []
-    for id, task, phase, step, status, calls, latency, error, success in found:
-        exchange = texts.get(id, Exchange())
+    for line in found:
+        exchange = texts.get(line.id, Exchange())
         rows.append(
             EpisodeRow(
-                id=str(id),
-                task=str(task),
-                phase=str(phase),
-                step=None if step is None else step + 1,
-                status=str(status),
-                calls=calls,
-                latency=latency,
-                error="" if status == "ok" else first_line(error),
-                success=success,
-                rewards=rewards.get(id, {}),
+                id=str(line.id),
+                task=str(line.task),
+                phase=str(line.phase),
+                step=None if line.training_step is None else line.training_step + 1,
+                status=str(line.status),
+                calls=line.calls,
+                latency=line.seconds,
+                error="" if line.status == "ok" else first_line(line.error),
+                success=line.solved,
+                rewards=rewards.get(line.id, {}),
                 question=beginning(exchange.question),
                 answer=beginning(exchange.answer),
-                match=matches.get(id),
+                match=matches.get(line.id),
             )
         )
     return tuple(rows)
@@ -147,27 +148,27 @@ def _rows(
 
 def _searched(run: OpenedRun, filters: Filters, before: str) -> ListPage[EpisodeRow]:
     """Episodes in which a message, an answer, an error or the task's input holds the text, a chunk at a time."""
-    found: list[Any] = []
+    found: list[EpisodeLine] = []
     matches: dict[str, Match | None] = {}
     verdicts: dict[str, bool] = {}
     deadline, searched, last = time.monotonic() + SEARCH_SECONDS, 0, before
     while True:
         chunk = _lines(run, filters, last, CHUNK)
-        hits = run.figures.holding(filters.q, [row[0] for row in chunk], verdicts)
+        hits = run.figures.holding(filters.q, [row.id for row in chunk], verdicts)
         for place, row in enumerate(chunk):
-            if call := hits.get(row[0]):
-                matches[row[0]] = match_in_call(run, call, filters.q)
-            elif row[0] in hits:
-                matches[row[0]] = match_in_episode(run, row[0], filters.q)
-            found += [row] if row[0] in hits else []
+            if call := hits.get(row.id):
+                matches[row.id] = match_in_call(run, call, filters.q)
+            elif row.id in hits:
+                matches[row.id] = match_in_episode(run, row.id, filters.q)
+            found += [row] if row.id in hits else []
             if len(found) == PAGE:
                 return ListPage(
-                    rows=_rows(run, found, matches), after=_after(filters, last, chunk[: place + 1], [True])
+                    rows=_rows(run, found, matches), after=_after(filters, last, chunk[: place + 1], more=True)
                 )
         searched += len(chunk)
         if len(chunk) < CHUNK:
             return ListPage(rows=_rows(run, found, matches))
-        last = _after(filters, last, chunk, [True])
+        last = _after(filters, last, chunk, more=True)
         if time.monotonic() > deadline:
             return ListPage(rows=_rows(run, found, matches), after=last, searched=searched)
 
