@@ -156,10 +156,11 @@ def _divide_without_ray(config: TrainConfig, resources: Resources) -> tuple[Trai
     else:
         per_engine = 1.0 if samples_here and resources.gpus else 0.0
         per_learner = 1.0 if learner_on_gpu else 0.0
+    cluster = msgspec.structs.replace(config.cluster, address=NO_RAY)  # refuses settings that need Ray
     if samples_here:
-        _check_numbers_without_ray(config.cluster, per_engine, per_learner)
+        _check_numbers_without_ray(cluster, per_engine, per_learner)
     cluster = msgspec.structs.replace(
-        config.cluster, address=NO_RAY, engines=1, gpus_per_engine=per_engine, learners=1, gpus_per_learner=per_learner
+        cluster, engines=1, gpus_per_engine=per_engine, learners=1, gpus_per_learner=per_learner
     )
     return msgspec.structs.replace(config, engine=engine, cluster=cluster), note
 
@@ -204,6 +205,11 @@ def _divide_on_ray(config: TrainConfig, resources: Resources) -> Division:
         )
     else:
         cluster = _numbers(config, resources)
+    if cluster.address == "local" and resources.gpus and (teacher := _local_teacher(config)):
+        notes.append(
+            f"the teacher {teacher} is loaded in this process, on the first GPU, which Ray gives to an engine or a "
+            "learner too. Serve it by vLLM on another machine if memory is short."
+        )
     return Division(msgspec.structs.replace(config, cluster=cluster), tuple(notes))
 
 
@@ -266,8 +272,8 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
         return "learner.optimizer needs a learner in one process"
     if "token_loss" in config.overrides:
         return "overrides.token_loss needs a learner in one process"
-    if local := [name for name in teachers_of(config, config.model) if not is_address(name)]:
-        return f"the teacher {local[0]} is loaded in this process, on the first GPU. Serve it by vLLM for the others"
+    if teacher := _local_teacher(config):
+        return f"the teacher {teacher} is loaded in this process, on the first GPU. Serve it by vLLM for the others"
     if not resources.importable:
         return "other processes cannot import the application. Put it into a module"
     if not _samples(config):
@@ -278,6 +284,11 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
     if (needed := _count_engine_sets(on_ray) + 1) > resources.gpus:
         return f"engines and learners need {needed}, as each base model and each policy of full weights has an engine"
     return ""
+
+
+def _local_teacher(config: TrainConfig) -> str:
+    """A teacher whose model is loaded in the run's process; empty if there is none."""
+    return next((name for name in teachers_of(config, config.model) if not is_address(name)), "")
 
 
 def _obstacle_to_vllm(config: TrainConfig, resources: Resources, *, shares_gpu: bool) -> str:

@@ -97,6 +97,12 @@ HALVES = {"cluster": {"gpus_per_engine": 0.5, "gpus_per_learner": 0.5}}
         (but(EIGHT, importable=False), {}, SHARED, "cannot import the application"),
         (EIGHT, {"learner": {"quantize": "4bit"}}, SHARED, "learner.quantize needs a learner in one process"),
         (EIGHT, {"recipe": "distill", "distill": {"teacher": "large"}}, SHARED, "the teacher large is loaded in this"),
+        (
+            EIGHT,
+            {"recipe": "distill", "distill": {"teacher": "large"}, **LOCAL},
+            ON_EIGHT,
+            "the teacher large is loaded",
+        ),
         (EIGHT, {"learner": {"device": "cuda:1"}}, ("vllm", "none", 1, 1, 1, 1), "2 of 8 GPUs used: learner.device"),
         (EIGHT, {"learner": {"device": "cuda"}}, SHARED, "1 of 8 GPUs used: learner.device is cuda"),
         (EIGHT, {"learner": {"device": "cpu"}, **LOCAL}, ("vllm", "local", 8, 1, 1, 0), ""),
@@ -136,6 +142,8 @@ def test_an_engine_that_sleeps_cannot_sample_ahead() -> None:
 def test_numbers_that_a_run_without_ray_cannot_have_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.gpus_per_engine = 1.* needs Ray: without it, it is 0\.5"):
         divide(convert({"model": "m", "cluster": {"address": "none", "gpus_per_engine": 1}}), ONE)
+    with pytest.raises(ConfigError, match=r"cluster\.engines = 3 needs Ray"):
+        divide(convert({"model": "m", "cluster": {"address": "", "engines": 3}}), ONE)
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ from cotune.trainer.learner.fsdp.worker import pack_rows
 
 RANK = "cotune.trainer.learner.fsdp.worker:FsdpWorker"
 
-
 HANG_SECONDS = 1800.0
 """How long a start may take, and how long ranks wait for each other in one exchange; longer means that one hangs. The
 first exchange waits for the slowest rank to load its weights."""
 CALL_SECONDS = 4 * 3600.0
-"""How long one call, such as the update of a whole step, may take. A rank that hangs shows after `HANG_SECONDS`."""
+"""How long one call may take. A rank that hangs shows after `HANG_SECONDS`, as the others wait for it. A single rank
+has no others, and the update of a whole step may well take it longer than that."""
 
 
 class Ranks:

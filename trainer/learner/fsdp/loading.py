@@ -15,8 +15,6 @@ from cotune.trainer.learner.logprob_model import LogprobModel
 from cotune.trainer.learner.policy_model import PolicyModel
 
 Models = dict[str, PolicyModel]
-
-
 Divide = Callable[[Iterable[PolicyModel]], None]
 
 
