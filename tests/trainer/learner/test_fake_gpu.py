@@ -15,6 +15,7 @@ from cotune.algorithms.samples import TrainRow
 from cotune.records.policies import policies_for
 from cotune.trainer.config.learner import LearnerSettings
 from cotune.trainer.learner import load, logprob_model, tree_attention
+from cotune.trainer.learner.memory.products import open_joined
 from cotune.trainer.learner.policy_model import PolicyModel
 from cotune.trainer.learner.teacher import LocalTeacher
 from tests.fake_gpu import CopiesToHost, fake_gpu
@@ -54,9 +55,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CopiesToHos
         yield copies
 
 
-def opened(kind: Any, settings: LearnerSettings) -> PolicyModel:
+def opened(kind: Any, settings: LearnerSettings, *, joined: bool = True) -> PolicyModel:
+    """The policy of a learner of one process, or of a rank of several unless `joined`."""
     policies = policies_for(kind, ["a"], SMALL)
-    return next(iter(load.open_policy_models("fake", policies, settings, reference=["a"]).values()))
+    open_models = open_joined if joined else load.open_policy_models
+    return open_models("fake", policies, settings, reference=["a"])["a"]
 
 
 def rows_with_everything() -> list[TrainRow]:
@@ -64,10 +67,12 @@ def rows_with_everything() -> list[TrainRow]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["lora", "lora of a rank", "full"])
 @pytest.mark.parametrize("path", ["blocks", "rows"])
 def test_forward_passes_stay_on_the_gpu(gpu: CopiesToHost, kind: str, dtype: str, path: str) -> None:
-    model = opened(kind, change(FAST, device="cuda", dtype=dtype, shared_prompts=path != "rows"))
+    settings = change(FAST, device="cuda", dtype=dtype, shared_prompts=path != "rows")
+    model = opened(kind.split()[0], settings, joined=kind == "lora")
+    assert model.logprob_model._autocast == (dtype == "bfloat16" and kind != "lora")
     assert model.logprob_model.shares is (path != "rows")
     rows = rows_with_everything()
     gpu.count = 0
