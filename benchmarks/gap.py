@@ -3,9 +3,10 @@
     python -m benchmarks.gap --sets 40 --publications 100 --out build/gap.jsonl
 
 The model is SmolLM2-135M-Instruct with a random adapter. The engine holds and computes everything in bfloat16 through
-the library's layers, as on a GPU. The learner has bfloat16 weights and a float32 adapter under autocast. Each set of
-prompts is measured with both probes of a publication. Each publication has an adapter and prompts of its own, and is
-refused as a run would refuse it. The file has a line for each; a stopped measurement continues where it was.
+the library's layers, as on a GPU. The learner has bfloat16 weights and a float32 adapter under autocast, as one rank of
+several has; the layers of a learner of one process round about as much (`test_products`). Each set of prompts is
+measured with both probes of a publication. Each publication has an adapter and prompts of its own, and is refused as a
+run would refuse it. The file has a line for each; a stopped measurement continues where it was.
 """
 
 from __future__ import annotations

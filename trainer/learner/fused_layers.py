@@ -58,28 +58,28 @@ def _replacements(
     network: Any, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> list[tuple[Any, Callable[..., Any]]]:
     """Modules of the network and the `forward` that each should have. Raises what a trial raises."""
-    found: list[tuple[Any, Callable[..., Any]]] = []
+    replacements: list[tuple[Any, Callable[..., Any]]] = []
     tried: set[tuple[Any, ...]] = set()
     for module in network.modules():
         if _is_norm(module):
             form: tuple[Any, ...] = (type(module), module.weight.shape, module.weight.dtype)
             if form not in tried:
                 _try_norm(module, kernels, device, dtype)
-            found.append((module, partial(_norm, kernels, module)))
+            replacements.append((module, partial(_norm, kernels, module)))
         elif _is_gated(module):
             form = (type(module), module.gate_proj.out_features)
             if form not in tried:
                 _try_gated(module, kernels, device, dtype)
-            found.append((module, partial(_gated, kernels, module)))
+            replacements.append((module, partial(_gated, kernels, module)))
         elif (forward := _rotating(module)) is not None:
             form = (type(module), module.head_dim)
             if form not in tried:
                 _try_rotary(forward.__globals__[ROTARY], module, kernels, device, dtype)
-            found.append((module, MethodType(_with_rotary(forward, kernels), module)))
+            replacements.append((module, MethodType(_with_rotary(forward, kernels), module)))
         else:
             continue
         tried.add(form)
-    return found
+    return replacements
 
 
 def _is_norm(module: Any) -> bool:
@@ -106,8 +106,8 @@ def _norm(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
 
 
 def _gated(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
-    found: Tensor = module.down_proj(kernels.silu_product(module.gate_proj(x), module.up_proj(x)))
-    return found
+    output: Tensor = module.down_proj(kernels.silu_product(module.gate_proj(x), module.up_proj(x)))
+    return output
 
 
 def _with_rotary(forward: FunctionType, kernels: Kernels) -> FunctionType:
@@ -161,8 +161,8 @@ def _try_rotary(
 
     def turned(rotate: Callable[..., Any], query: Tensor, key: Tensor) -> Tensor:
         # Times 1: the kernel changes what it is given.
-        found = rotate((query * 1).transpose(1, 2), (key * 1).transpose(1, 2), cos, sin)
-        return torch.cat([part.flatten() for part in found])
+        rotated = rotate((query * 1).transpose(1, 2), (key * 1).transpose(1, 2), cos, sin)
+        return torch.cat([part.flatten() for part in rotated])
 
     _compare(partial(turned, rotation), partial(turned, kernels.rotate), states, [], "the rotary embedding")
 

@@ -135,7 +135,7 @@ class LogprobModel(nn.Module):  # type: ignore[misc]
         self._autocast = self._needs_autocast(p for p in self.network.parameters() if id(p) not in joined)
 
     def prepare(self, rows: Sequence[TrainRow]) -> PassInputs:
-        """All that the host computes of the rows before the network is asked. Any thread may call it."""
+        """The inputs of a pass over rows (`prepare_pass`). Any thread may call it."""
         return prepare_pass(rows or [FILLER], shared=self.shares, flex=self._flex)
 
     def forward(self, rows: Sequence[TrainRow] | PassInputs) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,7 @@
-"""What the host computes of the rows of a pass before the network is asked: the tree of their tokens, and the blocks in
-which it attends. The next pass is prepared while the GPU computes the current one."""
+"""The inputs of a pass that the host computes from its rows: the tree of their tokens and its attention blocks.
+
+The host prepares the next pass while the GPU computes the current one.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class PassInputs:
 
 
 def prepare_pass(rows: Sequence[TrainRow], *, shared: bool, flex: bool) -> PassInputs:
-    """`shared`: what rows have in common is computed once, in a tree. `flex`: by FlexAttention."""
+    """The inputs of a pass over rows. `shared`: common beginnings are computed once, in a tree. `flex`: the network
+    attends by FlexAttention."""
     targets = np.concatenate([np.asarray(row.response_ids, np.int64) for row in rows])
     temperatures = np.repeat([np.float32(row.temperature) for row in rows], lengths_of(rows))
     if not shared:
@@ -53,8 +56,7 @@ def prepare_pass(rows: Sequence[TrainRow], *, shared: bool, flex: bool) -> PassI
 
 
 def prepared_ahead(prepare: Callable[[Item], Prepared], items: Sequence[Item]) -> Iterator[Prepared]:
-    """What `prepare` makes of each item, in order; the next one is made in a thread while the caller uses the current
-    one."""
+    """Prepare all items, in order. A thread prepares the next one while the caller uses the current one."""
     if not items:
         return
     with ThreadPoolExecutor(1, "prepare-pass") as pool:

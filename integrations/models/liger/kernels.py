@@ -37,15 +37,15 @@ def load_kernels() -> Kernels:
 
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # Gradients are not written in place: others may refer to them.
-        found: Tensor = LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False, None)
-        return found
+        output: Tensor = LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False, None)
+        return output
 
     def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = LigerRopeFunction.apply(query, key, cos, sin)
-        return found
+        rotated: tuple[Tensor, Tensor] = LigerRopeFunction.apply(query, key, cos, sin)
+        return rotated
 
     def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-        found: Tensor = LigerSiLUMulFunction.apply(gate, up)
-        return found
+        output: Tensor = LigerSiLUMulFunction.apply(gate, up)
+        return output
 
     return Kernels(norm, rotate, silu_product)

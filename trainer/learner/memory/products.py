@@ -80,7 +80,8 @@ def _is_adapted(layer: nn.Module) -> bool:
 
 
 def _forward(layer: Any, base: nn.Linear, rounded: WeakTensorKeyDictionary, copies: AdapterCopies, x: Tensor) -> Tensor:
-    """What a layer makes of `x` [..., in], with its adapter if one is on. Of `rounded` a later layer takes it too."""
+    """The output of a layer for `x` [..., in], with its adapter if one is on. `rounded` keeps x in the precision of
+    products for later layers with the same input."""
     if x.dtype == base.weight.dtype:
         low_x = x.detach().flatten(0, -2)
     else:
@@ -147,6 +148,6 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
 def _summed(left: Tensor, right: Tensor) -> Tensor:
     """left [tokens, a] and right [tokens, b] multiplied and summed over tokens: [a, b] in float32."""
     if left.is_cuda and left.dtype != torch.float32 and torch.version.hip is None:
-        found: Tensor = torch.mm(left.t(), right, out_dtype=torch.float32)
-        return found
+        summed: Tensor = torch.mm(left.t(), right, out_dtype=torch.float32)
+        return summed
     return (left.t() @ right).float()
