@@ -128,12 +128,10 @@ def recipe_class(name: str) -> type[Method]:
     if name in RECIPES:
         return RECIPES[name]
     if not is_own(name):
-        raise ConfigError(
-            "recipe",
-            name,
-            f"is not one of {', '.join(sorted(RECIPES))}",
-            " ".join([did_you_mean(near_names(name, RECIPES)), "A class of your own: my_method.py:Ranked."]).strip(),
-        )
+        remedy = "A class of your own: my_method.py:Ranked."
+        if nearest := did_you_mean(near_names(name, RECIPES)):
+            remedy = f"{nearest} {remedy}"
+        raise ConfigError("recipe", name, f"is not one of {', '.join(sorted(RECIPES))}", remedy)
     found = load_object("recipe", name, "my_method.py:Ranked", kind="methods", is_one=_is_own_method)
     if not _is_method(found):
         raise ConfigError("recipe", name, "is not a class that derives from cotune.methods.Method")
