@@ -316,7 +316,7 @@ def measure(store: str, a: argparse.Namespace, folder: Path) -> Mapping[str, Any
         spent_store = processor_time(of_postgres(store)) - spent_store
         now, grown = metrics(url), size(store) - bytes_before
         with open_store(store, read_only=True) as read:
-            stored, stored_calls = read.counts()
+            stored, stored_calls = read.figures().counts()
     episodes = sum(one["done"]["true"] for one in found)
     warm = WARM * len(found)
     calls = CALLS * episodes

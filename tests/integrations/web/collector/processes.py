@@ -126,7 +126,7 @@ def check(store: str, told: Sequence[str]) -> int:
     """Hold that every record that was told is stored, once, and whole; how many there are."""
     with open_store(store, read_only=True) as read:
         episodes = [episode.id for episode in read.episodes()]
-        calls = [call for id in {*episodes, *read.unfinished()} for call in read.calls(id)]
+        calls = [call for id in {*episodes, *read.figures().unfinished()} for call in read.calls(id)]
         ids = [*episodes, *(call.id for call in calls)]
         assert len(ids) == len(set(ids))
         assert sorted(set(told) - set(ids)) == []

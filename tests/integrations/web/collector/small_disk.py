@@ -27,6 +27,7 @@ from cotune.recording.recorder import LiveEpisode
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Task
 from cotune.storage.open_store import open_store
+from cotune.storage.sql.upkeep import size
 from tests.integrations.web.collector.processes import CollectorProcess, collecting
 from tests.ports import free_port
 from tests.postgres import server
@@ -89,7 +90,7 @@ def record_until_refused(made: Sender, collector: CollectorProcess) -> list[str]
 def check(store: str, told: list[str]) -> int:
     """Hold that each record was either stored or counted as dropped; how many were dropped."""
     with open_store(store, read_only=True) as read:
-        stored = sum(read.size(table) for table in ("messages", "calls", "episodes", "rewards"))
+        stored = sum(size(read, table) for table in ("messages", "calls", "episodes", "rewards"))
         counters = read.counters()
         assert RECORDS * len(told) == stored + counters["dropped"], (len(told), stored, counters)
         assert counters["lost"] == counters["foreign"] == 0
@@ -121,7 +122,7 @@ def of_the_application(disk: Disk, work: Path) -> None:
         assert not list(disk.folder.rglob("*.frames"))
     assert check(str(work / "records.db"), [*told, *later]) >= dropped > 0
     with open_store(work / "records.db", read_only=True) as read:
-        assert all(read.has_episode(id) for id in later)
+        assert all(read.figures().has_episode(id) for id in later)
 
 
 def of_the_collector(disk: Disk, work: Path) -> None:
