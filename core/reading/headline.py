@@ -243,7 +243,8 @@ def _recorded(store: Store, on_failure: str) -> Iterator[Change]:
     figures = store.figures()
     successes = [row for row in figures.success_counts() if row.phase != "check"]
     rewards = [row for row in figures.outcome_means(on_failure) if row.mean is not None and row.phase != "check"]
-    several = len({row.phase for row in (*successes, *rewards)}) > 1
+    phases = {row.phase for row in successes} | {row.phase for row in rewards}
+    several = len(phases) > 1
     for row in successes:
         if share := share_over_tasks(row.solved, row.episodes, row.squares):
             name = f"success of {row.phase}" if several else "success"

@@ -90,17 +90,18 @@ def _forward(layer: Any, base: nn.Linear, rounded: WeakTensorKeyDictionary, copi
         low_x = rounded[x]
     name = None if layer is base else active_adapter(layer)
     if name is None:
-        y: Tensor = _Product.apply(x, low_x, base.weight, None, None, None, None, 1.0)
+        y: Tensor = _Product.apply(x, low_x, base.weight, None, None, None, 1.0)
     else:
         down, up = layer.lora_A[name].weight, layer.lora_B[name].weight
-        y = _Product.apply(x, low_x, base.weight, down, up, copies.of(down), copies.of(up), layer.scaling[name])
+        rounded_adapter = (copies.of(down), copies.of(up))
+        y = _Product.apply(x, low_x, base.weight, down, up, rounded_adapter, layer.scaling[name])
     return y if base.bias is None else y + base.bias.to(y.dtype)
 
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]
     """x W^T + scale (x A^T) B^T. A [rank, in] and B [out, rank] are float32.
 
-    `rounded` is x [tokens, in] in the precision of W; `low` and `high` are A and B in it.
+    `rounded` is x [tokens, in] in the precision of W; `rounded_adapter` are A and B in it.
     """
 
     @staticmethod
@@ -111,15 +112,15 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         weight: Tensor,
         down: Tensor | None,
         up: Tensor | None,
-        low: Tensor | None,
-        high: Tensor | None,
+        rounded_adapter: tuple[Tensor, Tensor] | None,
         scale: float,
     ) -> Tensor:
         ctx.weight, ctx.scale = weight, scale
         y = product(rounded, weight)
-        if low is None or high is None:
+        if rounded_adapter is None:
             ctx.save_for_backward()
         else:
+            low, high = rounded_adapter
             inner = linear(rounded, low)
             y.addmm_(inner, high.t(), alpha=scale)
             ctx.save_for_backward(rounded, inner, low, high)
@@ -142,7 +143,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
                 of_x.addmm_(of_inner, low, alpha=ctx.scale)
         if of_x is not None:
             of_x = of_x.to(gradient.dtype).view(*gradient.shape[:-1], -1)
-        return of_x, None, None, of_down, of_up, None, None, None
+        return of_x, None, None, of_down, of_up, None, None
 
 
 def _summed(left: Tensor, right: Tensor) -> Tensor:
