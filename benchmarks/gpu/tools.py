@@ -75,6 +75,12 @@ class Engine:
         self._versions: dict[str, int] = {}
         self.last: list[TrainRow] = []
 
+    def retire_all(self) -> None:
+        """Take the published policies out of the engine, which stays open."""
+        for policy, version in self._versions.items():
+            self._loop.run_until_complete(self._sampler.retire(PolicyRef(policy, version)))
+        self._versions.clear()
+
     def close(self) -> None:
         self._loop.run_until_complete(self._sampler.aclose())
         self._loop.close()

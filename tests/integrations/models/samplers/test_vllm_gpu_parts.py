@@ -43,6 +43,7 @@ def figures_of(
 
     engine = Engine(opened(), LORA if kind == "lora" else None)
     lines = [{"part": "", **figures} for figures in run_sections(bench, engine, learner, "tiny", sections)]
+    engine.retire_all()  # other tests use the engine too
     found = gpu.summary(lines)
     assert (found["checks_failed"], found["parts_failed"], found["left_out"]) == ([], [], []), lines
     return lines
