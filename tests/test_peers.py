@@ -45,7 +45,7 @@ from tests.trainer.tiny_app import application, ask, build_base, converse, lette
 
 NOWHERE = "http://127.0.0.1:9/v1"
 BASE = PolicyRef("base", 0)
-LENGTHS = {"short": 1, "long": 24}
+LENGTHS = {"short": 1, "long": 100}
 
 
 @pytest.fixture(autouse=True)
