@@ -21,6 +21,7 @@ from cotune.trainer.learner import load
 from cotune.trainer.learner.batching import micro_batches, pass_tokens
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.memory import pass_size
+from cotune.trainer.learner.pass_inputs import PassInputs
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows
 
 OPTIMIZER_BYTES = pass_size.GRADIENT_BYTES + pass_size.MOMENT_BYTES["adamw"]
@@ -127,13 +128,14 @@ class Scarce:
         model = learner._policies["a"]
         whole = model.token_logprobs
 
-        def limited(rows):  # type: ignore[no-untyped-def]
-            found = whole(rows)
+        def limited(inputs: PassInputs) -> tuple[torch.Tensor, torch.Tensor]:
+            found = whole(inputs)
+            rows = inputs.rows
             if len(micro_batches(rows, range(len(rows)), tokens, model.logprob_model.shares)) > 1:
                 raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory")
             return found
 
-        model.token_logprobs = limited  # type: ignore[method-assign]
+        model.token_logprobs = limited  # type: ignore[method-assign, assignment]
 
 
 def test_out_of_memory_halves_the_passes_and_changes_nothing_else(base: str, caplog: pytest.LogCaptureFixture) -> None:
