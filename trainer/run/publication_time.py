@@ -26,23 +26,25 @@ FINGERPRINTS = 3
 def publication_notes(config: TrainConfig, policies: Policies) -> list[str]:
     """One line for each base whose policies train all weights: the seconds after each step, estimated.
 
-    Adapters are small, and are published in the time of a few requests.
+    Adapters, and models smaller than the sample that is measured, are published in the time of a few requests.
     """
     bases: dict[str, list[str]] = {}
     for name in policies.trained:
         spec = policies.specs[name]
         if spec.kind == "full":
             bases.setdefault(spec.model or config.model, []).append(name)
-    if not bases:
+    sizes = {model: FLOAT_BYTES * count_parameters(locate_model(model)) for model in bases}
+    large = [model for model, size in sizes.items() if size >= SAMPLE_BYTES]
+    if not large:
         return []
 
     by_files = config.engine_kind.fixed  # the in-process engine takes weights through its pipe
     place = " by files" if by_files else ""
     rate, notes = seconds_per_byte(by_files=by_files), []
-    for model, names in bases.items():
-        size = FLOAT_BYTES * count_parameters(locate_model(model))
+    for model in large:
+        size, names = sizes[model], ", ".join(bases[model])
         notes.append(
-            f"all weights of {', '.join(names)} go to the sampler after each step: {size / 1e9:.2g} GB{place}, about "
+            f"all weights of {names} go to the sampler after each step: {size / 1e9:.2g} GB{place}, about "
             f"{size * rate:.2g} s each (estimated from {SAMPLE_BYTES / 1e6:.0f} MB of numbers on this machine)"
         )
     return notes

@@ -19,6 +19,7 @@ def test_the_seconds_of_a_publication_of_all_weights_follow_from_their_size(
 ) -> None:
     tiny_models.build("qwen3", tmp_path)
     monkeypatch.setattr(publication_time, "seconds_per_byte", lambda by_files: 1e-3)
+    monkeypatch.setattr(publication_time, "SAMPLE_BYTES", 1000)  # the model is tiny
     config = convert({"model": str(tmp_path), "policies": "full", "engine": engine})
     size = (tmp_path / "model.safetensors").stat().st_size
     (note,) = publication_notes(config, policies_for("full", ["a", "b"], LoraSpec()))
