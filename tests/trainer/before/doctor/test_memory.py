@@ -313,6 +313,7 @@ def test_a_run_is_forecast_for_a_gpu_that_is_not_here(tiny_base: Path, capsys: p
     assert "--gpu needs one" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_forecasts_are_within_15_percent_of_peaks_counted_in_the_code_of_a_gpu() -> None:
     """`benchmarks.forecast` with a small model: the same code as for its table."""
     rows = list(compare("tiny", "bfloat16", {False: 2048, True: 4096}))
