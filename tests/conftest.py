@@ -43,8 +43,11 @@ BY_NAME = {"ray", "routed-ray", "fsdp", "vllm-ray", "vllm-url", "vllm_in_ray", "
 """Parameters by which a test asks for one of these while it runs."""
 PUBLISHES = "test_one_prompt"
 """The file after which the session's engine for full weights does not serve those that it began with."""
-CLOSES = "test_closing_fails_what_is_pending_and_may_be_repeated"
-"""The test that closes the session's engine for full weights."""
+CLOSES = (
+    "test_closing_fails_what_is_pending_and_may_be_repeated",
+    "test_a_killed_engine_fails_its_requests_and_a_killed_actor_leaves_nothing",
+)
+"""The tests that close the session's engine for full weights, and kill that for adapters."""
 ORDER = (".", "docs", "core", "trainer", "gpu", "examples", "adapters", "integrations")
 
 
