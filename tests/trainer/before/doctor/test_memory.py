@@ -208,7 +208,7 @@ def test_on_a_cluster_engine_and_learner_have_a_gpu_each() -> None:
 
 
 def test_a_model_that_cannot_be_reckoned_says_so(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **options: Any) -> None:
         raise RuntimeError("no such operator")
 
     monkeypatch.setattr("cotune.trainer.before.doctor.memory.measure_folder", broken)
