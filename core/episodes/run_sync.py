@@ -75,12 +75,10 @@ def _exits_logged() -> Iterator[None]:
     original, process = os._exit, os.getpid()
 
     def exit_with_message(status: int) -> NoReturn:
-        caller = sys._getframe(1)
-        of_cotune = caller.f_globals.get("__name__", "").startswith("cotune.")
-        if os.getpid() == process and user_code.get() and not of_cotune:
+        if os.getpid() == process and user_code.get():
             role = identify().role
             who = f"{user_code.get()}, role {role!r}," if role != "app" else user_code.get()
-            where = place(caller)
+            where = place(sys._getframe(1))
             text = f"{who} called os._exit({status}), which ends the process at once: {where}. {go_on.get()}"
             print_line(text.strip())
         original(status)

@@ -24,7 +24,8 @@ INTERRUPTED = 130
 go_on: ContextVar[str] = ContextVar("cotune_go_on", default="")
 """How to go on when the process ends now: a sentence with a command."""
 
-
+_exit = os._exit
+"""While an application's code runs, `os._exit` is one that calls the exit the application's (`run_sync`)."""
 _owned = False
 """Whether the process is the command line's, so that cotune may end it."""
 
@@ -45,7 +46,7 @@ def end_process(message: str, status: int = 1) -> None:
     """End the process at once, with a last line on stderr; does nothing where it is not cotune's own."""
     if _owned:
         print_line(f"{message} {go_on.get()}".strip())
-        os._exit(status)
+        _exit(status)
 
 
 def end_process_after(seconds: float, message: str, status: int) -> None:
@@ -65,7 +66,7 @@ def _end_without_threads(status: int) -> None:
                 where = "; ".join(f"{t.name} at {place(frames.get(t.ident or 0))}" for t in left[:3])
                 print_line(f"{len(left)} threads of the application still run, the process ends without them: {where}.")
             atexit._run_exitfuncs()
-            os._exit(status)
+            _exit(status)
         time.sleep(0.05)
 
 

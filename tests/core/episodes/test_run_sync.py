@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -94,3 +96,20 @@ def test_signals_are_handed_back_by_work_that_is_left_waiting() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_sync(waits())
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_cotunes_own_end_amid_an_application_is_not_called_the_applications():
+    script = """
+from cotune.episodes.run_sync import run_sync
+from cotune.runtime.process_exit import end_process, own_process
+from cotune.runtime.user_code import user_code
+
+async def application():
+    user_code.set("The workflow 'w'")
+    end_process("ended at once.", 130)
+
+own_process()
+run_sync(application())
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr.splitlines()) == (130, ["cotune: ended at once."])
