@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,8 +60,17 @@ def json_reply(body: Any, status: int = 200) -> tuple[int, str, list[Any]]:
     return status, "application/json", [json.dumps(body).encode()]
 
 
+def forget_langchain_connections() -> None:
+    """Let LangChain open new HTTP clients: it shares one among all models of the process, so a connection that an
+    earlier test left open belongs to an event loop that has ended, and closing it fails the next request."""
+    clients = sys.modules.get("langchain_openai.chat_models._client_utils")
+    if clients is not None:
+        clients._cached_async_httpx_client.cache_clear()
+
+
 @contextmanager
 def serving() -> Iterator[Provider]:
+    forget_langchain_connections()
     made = Provider()
 
     class Handler(BaseHTTPRequestHandler):
