@@ -55,5 +55,5 @@ def prompt_findings(store: Store) -> Iterator[Finding]:
     if told:
         remedy = "They are shown by: cotune prompts show."
         if max(role.tasks for role in found.roles) < TASKS:
-            remedy += " With --limit 2, what is constant in them can be told from their input."
+            remedy += " Run with --limit 2 to see which text is the same for all tasks."
         yield Finding("note", "prompts", f"{'; '.join(told)}.", remedy)
