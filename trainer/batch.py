@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from cotune.algorithms.collect import Collected, collect
-from cotune.algorithms.policy_recipes import prepare_each
-from cotune.algorithms.prepare import Prepared, train_rows
+from cotune.algorithms.policy_recipes import collecting_rules, prepare_each
+from cotune.algorithms.prepare import Prepared, StepContext, train_rows
 from cotune.algorithms.samples import TrainRow
 from cotune.errors import GroupError
 from cotune.integrations.models.folder.folder import context_length, locate_model
@@ -61,10 +61,7 @@ def collect_samples(run: RolloutRun, episodes: Sequence[Episode], step: int | No
         versions=run.state.versions if step is None else None,
         max_lag=run.config.ahead,
         on_failure=failure_reward(run.config.on_failure),
-        continuations=lambda role: role in recipes and recipes[role].trains_branches,
-        rewarded=lambda role: recipes[role].takes_rewards,
-        others=run.recipes.joins_calls,
-        seats=lambda role: role in recipes and recipes[role].by_seat,
+        rules=collecting_rules(run.recipes, recipes.get),
     )
 
 
@@ -80,11 +77,13 @@ def group_and_weigh(run: RolloutRun, episodes: Sequence[Episode], collected: Col
         collected.samples,
         run.recipes,
         run.state.advantages,
-        consumed=run.store.consumed(),
-        decays=[name for name in policies.trained if config.decay_of(name) > 0],
-        frozen=run.frozen(run.state.steps),
+        context=StepContext(
+            consumed=run.store.consumed(),
+            decays=[name for name in policies.trained if config.decay_of(name) > 0],
+            frozen=run.frozen(run.state.steps),
+            task_weights=run.task_weights,
+        ),
         others=collected.others,
-        task_weights=run.task_weights,
     )
     rows: dict[str, list[TrainRow]] = {}
     own = train_rows(prepared, collected, run.store, lambda policy: run.recipes.of(policy).loss.entropy_by)

@@ -49,6 +49,20 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
     """Rewards of the episodes, by id: those that have any, trained on or not."""
 
 
+class RoleRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What the methods of the roles require of collecting. The functions take a role."""
+
+    continuations: Callable[[str], bool] = lambda role: False
+    """Whether the role also trains on calls after the fork of a branch."""
+    rewarded: Callable[[str], bool] = lambda role: True
+    """Whether candidates of the role need a reward."""
+    seats: Callable[[str], bool] = lambda role: False
+    """Whether the role plays against others. Then a failed episode is the failure of the seat whose call ended last
+    (`failed_seat`), and the candidates of other seats are left out."""
+    others: bool = False
+    """Whether to read the rewards of calls that are not trained on too."""
+
+
 def collect(
     store: Store,
     episodes: Iterable[Episode],
@@ -58,31 +72,26 @@ def collect(
     versions: Mapping[str, int] | None = None,
     max_lag: int = 0,
     on_failure: OnFailure = "lowest",
-    continuations: Callable[[str], bool] = lambda role: False,
-    rewarded: Callable[[str], bool] = lambda role: True,
-    others: bool = False,
-    seats: Callable[[str], bool] = lambda role: False,
+    rules: RoleRules | None = None,
 ) -> Collected:
     """Turn every trainable candidate of finished episodes into a sample; count the others by reason (`REASONS`).
 
     Under a replay plan the samples come from the branches (`Episode.fork`): the call at the fork, and later calls only
-    for roles with `continuations`. Calls that a branch repeats from the record are no candidates. The answers of the
-    trunk are left out: whether a call was forked depends on what came after it in the trunk (`choose_forks`), so the
-    trunk's answer is no fair sample of the prompt.
+    for roles with `rules.continuations`. Calls that a branch repeats from the record are no candidates. The answers of
+    the trunk are left out: whether a call was forked depends on what came after it in the trunk (`choose_forks`), so
+    the trunk's answer is no fair sample of the prompt.
 
     Under a tree plan all candidates of a call are samples and need rewards of their own; under independent rollouts
-    only the chosen one is, and the episode's outcome will do. Those of a role that is not `rewarded` need none.
-    `roles` are the trained roles (None: all); where they are mapped to the policies that play them, what another one
-    has answered is not trained on. With `others` the rewards of calls that are not trained on are read too. `versions`
-    is the version of each policy that is trained now; a candidate from more than `max_lag` versions before it, or
-    from a version after it, is stale.
+    only the chosen one is, and the episode's outcome is enough. `roles` are the trained roles (None: all). If they are
+    mapped to the policies that play them, answers of other policies are not trained on. `versions` is the version of
+    each policy that is trained now; a candidate is stale if its version is later, or more than `max_lag` earlier.
 
     `on_failure` is the reward of an episode that the policy failed, after weights and gates (`Sample.failure`). An
     episode that the infrastructure failed has no outcome: independent rollouts leave it out, while under a tree plan
     the candidates of its calls are compared with each other all the same. `exclude` leaves out all episodes that
-    failed. A call that failed is left out of every episode. With `seats`, where roles play against each other, a
-    failure is that of the seat whose call ended last (`failed_seat`), and the candidates of other seats are left out.
+    failed. A call that failed is left out of every episode. `rules` are what the methods of the roles require.
     """
+    rules = rules or RoleRules()
     left_out: Counter[str] = Counter()
     usable: list[tuple[Episode, CallRecord]] = []
     around: list[tuple[Episode, CallRecord]] = []
@@ -103,7 +112,7 @@ def collect(
         failed = failure_of(episode, on_failure) is not None
         culprit = failed_seat(calls_made) if failed else None
         for call in calls_made:
-            if others and call.status == "ok" and call.chosen is not None:
+            if rules.others and call.status == "ok" and call.chosen is not None:
                 around.append((episode, call))
             if call.replayed is not None:
                 continue
@@ -114,8 +123,12 @@ def collect(
             reason = (
                 _episode_reason(episode, plan, on_failure)
                 or _call_reason(call, roles, versions or {}, max_lag)
-                or (_replay_reason(episode, call, trunk_calls, continuations(call.role)) if plan == "replay" else None)
-                or ("opponent_failed" if failed and call.role != culprit and seats(call.role) else None)
+                or (
+                    _replay_reason(episode, call, trunk_calls, rules.continuations(call.role))
+                    if plan == "replay"
+                    else None
+                )
+                or ("opponent_failed" if failed and call.role != culprit and rules.seats(call.role) else None)
                 or _image_reason(store, call, images)
             )
             if reason is None:
@@ -163,7 +176,7 @@ def collect(
             reason = _candidate_reason(candidate, call, plan)
             if reason is None:
                 made = sample(episode, call, candidate)
-                reason = _reward_reason(made, call, plan) if rewarded(call.role) else None
+                reason = _reward_reason(made, call, plan) if rules.rewarded(call.role) else None
             if reason is None:
                 if plan == "replay":
                     trunk = trunk_calls.get(call.id)

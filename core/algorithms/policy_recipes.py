@@ -4,15 +4,15 @@ together, others by themselves."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
-from cotune.algorithms.collect import Collected
+from cotune.algorithms.collect import Collected, RoleRules
 from cotune.algorithms.method import Method
 from cotune.algorithms.own import rewards_of
-from cotune.algorithms.prepare import Prepared, prepare
+from cotune.algorithms.prepare import Prepared, StepContext, prepare
 from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.samples import Floats, Sample
 from cotune.algorithms.step import AdvantageState
@@ -94,6 +94,25 @@ class Recipes(msgspec.Struct, frozen=True, kw_only=True):
         return [("+".join(policies) if i else "", recipe, places[i]) for i, (recipe, policies) in enumerate(parts)]
 
 
+def collecting_rules(recipes: Recipes, method_of: Callable[[str], Method | None]) -> RoleRules:
+    """What `collect` must know about the methods of a run; `method_of` gives the method of a role, None for a role that
+    is not trained."""
+
+    def trains_branches(role: str) -> bool:
+        method = method_of(role)
+        return method is not None and method.trains_branches
+
+    def takes_rewards(role: str) -> bool:
+        method = method_of(role)
+        return method is None or method.takes_rewards
+
+    def by_seat(role: str) -> bool:
+        method = method_of(role)
+        return method is not None and method.by_seat
+
+    return RoleRules(continuations=trains_branches, rewarded=takes_rewards, seats=by_seat, others=recipes.joins_calls)
+
+
 def check_together(recipes: Recipes) -> None:
     """Raises ConfigError for a recipe that needs the advantages of the other roles, where these have another one."""
     if len(recipes.every) > 1:
@@ -119,14 +138,13 @@ def prepare_each(
     recipes: Recipes,
     state: AdvantageState | None = None,
     *,
-    consumed: Container[str] = (),
-    decays: Collection[str] = (),
-    frozen: Collection[str] = (),
+    context: StepContext | None = None,
     others: Sequence[Sample] = (),
-    task_weights: Mapping[str, float] | None = None,
 ) -> Prepared:
-    """`prepare` for the policies of each recipe by themselves, as if these were the only ones that are trained: with
-    two recipes each policy has the advantages of a run that trains it alone. What is returned is of all of them."""
+    """Call `prepare` once for each recipe, with the samples of the policies that have it, and join the results.
+
+    Each policy gets the advantages that it would get if the run trained only the policies with its recipe.
+    """
     found: list[Prepared] = []
     state = state or AdvantageState()
     for part, recipe, places in recipes.split(samples):
@@ -134,17 +152,7 @@ def prepare_each(
         if not own and part:
             continue
         around = _around(samples, own, recipe, others)
-        prepared = prepare(
-            own,
-            recipe,
-            state,
-            consumed=consumed,
-            decays=decays,
-            frozen=frozen,
-            others=around,
-            part=part,
-            task_weights=task_weights,
-        )
+        prepared = prepare(own, recipe, state, context=context, others=around, part=part)
         found.append(prepared)
         state = prepared.state
     if len(found) == 1:

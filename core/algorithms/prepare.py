@@ -81,29 +81,38 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     state: AdvantageState
 
 
+class StepContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What preparing an update must know about the run, besides the samples. All policies of a step share it."""
+
+    consumed: Container[str] = ()
+    """Ids of groups that were trained on before."""
+    decays: Collection[str] = ()
+    """Policies that weight decay moves even without a signal."""
+    frozen: Collection[str] = ()
+    """Policies that are compared but not trained in this step."""
+    task_weights: Mapping[str, float] | None = None
+    """Weight of each task in mean rewards, 0 for tasks that are not named; None if all tasks weigh the same."""
+
+
 def prepare(
     samples: Sequence[Sample],
     recipe: Method,
     state: AdvantageState | None = None,
     *,
-    consumed: Container[str] = (),
-    decays: Container[str] = (),
-    frozen: Collection[str] = (),
+    context: StepContext | None = None,
     others: Sequence[Sample] = (),
     part: str = "",
-    task_weights: Mapping[str, float] | None = None,
 ) -> Prepared:
     """Attribute rewards, build groups, filter, compute advantages, filter again; count every sample that is left out.
 
-    `consumed` holds the ids of groups that were trained on before, `others` the other answers in the episodes
-    (`Collected.others`). A policy whose advantages are all zero has no signal: its samples are left out, unless the
-    loss moves it all the same, or weight decay (policies in `decays`). Samples of policies in `frozen` are compared but
-    not trained on. `task_weights` are those of the step's tasks in mean rewards, 0 for tasks that are not
-    named; without them all tasks weigh the same. `part` names the samples where others of the step have another recipe:
-    its groups and moving averages are not those of the others. Raises GroupError when candidates of different prompts
-    meet in a group that must share one, and when more than half of the candidates of independent rollouts stand alone
-    under a recipe that compares candidates of one prompt.
+    `others` are the other answers in the episodes (`Collected.others`). A policy whose advantages are all zero has no
+    signal: its samples are left out, unless the loss or weight decay moves the policy anyway. `part` names the samples
+    if other samples of the step have another recipe; each part has its own groups and moving averages.
+
+    Raises GroupError when candidates of different prompts meet in a group that must share one, and when more than half
+    of the candidates of independent rollouts are alone under a recipe that compares candidates of one prompt.
     """
+    context = context or StepContext()
     filters, every = recipe.filters, [*samples, *others]
     left_out: Counter[str] = Counter()
 
@@ -137,7 +146,7 @@ def prepare(
 
     # Filters of whole groups, before the advantages.
     stats = group_spread(members, rewards[order], number, recipe, len(built.groups))
-    reasons = group_reasons(built.groups, stats, filters, consumed)
+    reasons = group_reasons(built.groups, stats, filters, context.consumed)
     groups = [group for group, reason in zip(built.groups, reasons, strict=True) if reason is None]
     left_out.update(reasons[group] for group in number if reasons[group])
     ends = np.cumsum([len(group.samples) for group in built.groups])
@@ -162,8 +171,9 @@ def prepare(
     moved = recipe.loss.moves_alone
     if not moved:
         signal = {s.policy.name for s, value, why in zip(kept, values.tolist(), gone, strict=True) if value and not why}
-        signal |= {s.policy.name for s in kept if s.policy.name in decays}
+        signal |= {s.policy.name for s in kept if s.policy.name in context.decays}
         gone = [why or ("" if s.policy.name in signal else "no_signal") for s, why in zip(kept, gone, strict=True)]
+    frozen = context.frozen
     if frozen:
         gone = [why or ("frozen_step" if s.policy.name in frozen else "") for s, why in zip(kept, gone, strict=True)]
     rows = [i for i, why in enumerate(gone) if not why]
@@ -185,8 +195,8 @@ def prepare(
         trained=trained,
         groups=tuple(group for group in trimmed if group.samples),
         left_out={reason: count for reason, count in left_out.items() if count},
-        roles=_role_stats(samples, shown, members, number, stats, trained, recipe.attribution, task_weights),
-        reward=mean_over_tasks(_means_by_task(samples, shown, by_role=False).get("", {}), task_weights),
+        roles=_role_stats(samples, shown, members, number, stats, trained, recipe.attribution, context.task_weights),
+        reward=mean_over_tasks(_means_by_task(samples, shown, by_role=False).get("", {}), context.task_weights),
         rewarded=int((~np.isnan(shown)).sum()),
         reached=_reached(samples, complete, ties, members, stats.flat[number]),
         warnings=tuple(warnings),

@@ -16,8 +16,8 @@ from cotune.algorithms.catalogue import RECIPES, is_own, recipe
 from cotune.algorithms.collect import Collected, collect
 from cotune.algorithms.groups import Group, build_groups
 from cotune.algorithms.method import Method, Unread
-from cotune.algorithms.policy_recipes import Recipes, attributed_each, prepare_each
-from cotune.algorithms.prepare import Prepared
+from cotune.algorithms.policy_recipes import Recipes, attributed_each, collecting_rules, prepare_each
+from cotune.algorithms.prepare import Prepared, StepContext
 from cotune.algorithms.recipes import USUAL, KlTo
 from cotune.algorithms.samples import Floats
 from cotune.errors import ConfigError, GroupError, RunError
@@ -65,10 +65,7 @@ def regroup(
         plan=chosen.run.plan,
         roles=roles,
         on_failure=failure_reward(config.on_failure),
-        continuations=lambda role: of(role).trains_branches,
-        rewarded=lambda role: of(role).takes_rewards,
-        others=chosen.joins_calls,
-        seats=lambda role: of(role).by_seat,
+        rules=collecting_rules(chosen, of),
     )
     samples, left_out = collected.samples, Counter(collected.left_out)
     candidates = len(samples) + left_out.total()
@@ -78,8 +75,10 @@ def regroup(
         prepared = prepare_each(
             samples,
             chosen,
-            decays={name for name in names if config.decay_of(name) > 0},
-            frozen={name for name in names if step is not None and not config.trains(name, step)},
+            context=StepContext(
+                decays={name for name in names if config.decay_of(name) > 0},
+                frozen={name for name in names if step is not None and not config.trains(name, step)},
+            ),
             others=collected.others,
         )
     except GroupError as error:

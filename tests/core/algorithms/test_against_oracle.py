@@ -14,6 +14,7 @@ from cotune.algorithms.attribution import attribute_siblings
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.learning_signal import learns_from
 from cotune.algorithms.policy_recipes import Recipes, prepare_each
+from cotune.algorithms.prepare import StepContext
 from cotune.algorithms.samples import Sample
 from cotune.errors import CotuneError
 from cotune.records.structs import Episode, PolicyRef, Task
@@ -156,6 +157,11 @@ def assert_same(found: Any, expected: Any) -> None:
     assert_near(sorted(found.state.ema.values()), sorted(expected.state.ema.values()))
 
 
+def step_context(options: Mapping[str, Any]) -> StepContext:
+    """The arguments of the frozen code as those of the present one; `others` is an argument of its own."""
+    return StepContext(**{name: value for name, value in options.items() if name != "others"})
+
+
 def compare(new: Recipes, old: old_policy_recipes.Recipes, plan: str, seed: int) -> bool:
     """Compare two steps, the second with the state that the first left. Returns whether anything was trained."""
     state, old_state, trained = None, None, False
@@ -165,14 +171,15 @@ def compare(new: Recipes, old: old_policy_recipes.Recipes, plan: str, seed: int)
         options["frozen"] = {"p0"} if at % 7 == 0 else ()
         options["task_weights"] = {"t0": 0.5, "t1": 2.0} if at % 3 == 0 else None
         expected = outcome_of(old_policy_recipes.prepare_each, samples, old, old_state, **options)
-        found = outcome_of(prepare_each, samples, new, state, **options)
+        found = outcome_of(prepare_each, samples, new, state, context=step_context(options), others=others)
         assert_same(found, expected)
         if not isinstance(expected, str):
             state, old_state, trained = found.state, expected.state, trained or bool(expected.trained)
             if expected.groups:
                 options["consumed"] = {expected.groups[0].id}
                 again = outcome_of(old_policy_recipes.prepare_each, samples, old, **options)
-                assert_same(outcome_of(prepare_each, samples, new, **options), again)
+                context = step_context(options)
+                assert_same(outcome_of(prepare_each, samples, new, context=context, others=others), again)
     return trained
 
 

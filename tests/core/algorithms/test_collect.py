@@ -8,7 +8,7 @@ import time
 import pytest
 
 from cotune.algorithms.catalogue import recipe
-from cotune.algorithms.collect import collect, temperature
+from cotune.algorithms.collect import RoleRules, collect, temperature
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.prepare import prepare
 from cotune.algorithms.recipes import OUTCOME, Attribution
@@ -265,9 +265,11 @@ def test_what_on_failure_cannot_be(text):
         failure_reward(text)
 
 
-def joined(book, attribution, scope="own", to_go=None, **options):
+def joined(book, attribution, scope="own", to_go=None, continuations=lambda role: False, **options):
     """The reward of each sample by its id, where those of all calls count."""
-    collected = collect(book.store, book.store.episodes(), others=True, **options)
+    collected = collect(
+        book.store, book.store.episodes(), rules=RoleRules(others=True, continuations=continuations), **options
+    )
     every = [*collected.samples, *collected.others]
     rewards = attribute(every, attribution, scope=scope, to_go=to_go)[: len(collected.samples)]
     return dict(zip((s.id for s in collected.samples), rewards.tolist(), strict=True)), dict(collected.left_out)
@@ -309,7 +311,9 @@ def test_the_seat_whose_call_ended_last_failed_the_game_and_the_other_does_not_l
         book.call(f"b{name}", name, role="black", started=1.0, latency=1.0)
         book.call(f"v{name}", name, role="white", turn=1, started=1.5, latency=2.0)
     spiral, redteam = recipe("spiral"), recipe("self_redteam")
-    collected = collect(book.store, book.store.episodes(), plan="independent", seats=lambda role: spiral.by_seat)
+    collected = collect(
+        book.store, book.store.episodes(), plan="independent", rules=RoleRules(seats=lambda role: spiral.by_seat)
+    )
     found = attribute(collected.samples, spiral.attribution).tolist()
     rewards = dict(zip((s.call for s in collected.samples), found, strict=True))
     assert {call: reward for call, reward in rewards.items() if call[1:] == "e1"} == {"we1": -1.0, "ve1": -1.0}
@@ -326,7 +330,11 @@ def test_a_game_that_its_opponent_failed_is_no_loss_of_the_trained_seat(book):
     book.call("w", "e1", role="white")
     book.call("b", "e1", role="black", turn=0, step=1, status="error", candidates=[], policy=PolicyRef("black", 1))
     collected = collect(
-        book.store, book.store.episodes(), plan="independent", roles={"white": "white"}, seats=lambda role: True
+        book.store,
+        book.store.episodes(),
+        plan="independent",
+        roles={"white": "white"},
+        rules=RoleRules(seats=lambda role: True),
     )
     assert (collected.samples, collected.left_out) == ([], {"opponent_failed": 1, "failed_call": 1})
     assert collected.roles == {"white", "black"}

@@ -10,7 +10,7 @@ import pytest
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.goal import goal_of, goal_of_policies, worth
 from cotune.algorithms.policy_recipes import Recipes, check_together, prepare_each
-from cotune.algorithms.prepare import prepare
+from cotune.algorithms.prepare import StepContext, prepare
 from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.run_recipe import policy_recipes
 from cotune.algorithms.samples import Sample
@@ -74,11 +74,13 @@ def test_policies_of_one_recipe_stay_together_and_others_have_groups_of_their_ow
 def test_a_frozen_policy_is_compared_and_not_trained_on() -> None:
     a, b = of_role("a", [0.0, 1.0, 2.0]), of_role("b", [0.0, 0.0, 3.0])
     chosen = recipe("rloo").replaced(group_by=("task", "role"))
-    found = prepare_each([*a, *b], Recipes(run=chosen), frozen=["b"])
+    found = prepare_each([*a, *b], Recipes(run=chosen), context=StepContext(frozen=["b"]))
     assert {one.role for one in found.samples} == {"a"} and found.left_out == {"frozen_step": 3, "zero_advantage": 1}
     assert found.roles["b"].kept == 0 and found.roles["b"].reward == 1.0, "its figures are still told"
     assert {one.role for group in found.groups for one in group.samples} == {"a"}, "its groups are not used up"
-    with_kl = prepare_each([*a, *b], Recipes(run=recipe("dr_mas", kl=0.1)), decays=["b"], frozen=["b"])
+    with_kl = prepare_each(
+        [*a, *b], Recipes(run=recipe("dr_mas", kl=0.1)), context=StepContext(decays=["b"], frozen=["b"])
+    )
     assert {one.role for one in with_kl.samples} == {"a"} and with_kl.left_out == {"frozen_step": 3}
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import collect
 from cotune.algorithms.filters import REASONS
-from cotune.algorithms.prepare import RoleStats, prepare, train_rows
+from cotune.algorithms.prepare import RoleStats, StepContext, prepare, train_rows
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.algorithms.samples import Sample, TrainRow
 from cotune.errors import GroupError
@@ -104,7 +104,7 @@ def test_samples_of_a_group_stay_aligned_with_their_advantages():
 
 def test_groups_trained_on_before_are_left_out():
     samples = [*group("c", 1.0, 0.0), *group("d", 1.0, 0.0)]
-    prepared = prepare(samples, AT_GRPO, consumed={"c": 4})
+    prepared = prepare(samples, AT_GRPO, context=StepContext(consumed={"c": 4}))
     assert [g.id for g in prepared.groups] == ["d"]
     assert prepared.left_out == {"consumed": 2}
 
@@ -157,7 +157,7 @@ def test_a_policy_without_a_signal_is_left_out_unless_something_else_moves_it(na
     differ = [
         sample(f"{r}.0", team=float(r == "g"), rollout=r, task="r", role="b", policy=PolicyRef("b", 1)) for r in "gh"
     ]
-    prepared = prepare([*tied, *differ], recipe(name, **changes), decays=decays)
+    prepared = prepare([*tied, *differ], recipe(name, **changes), context=StepContext(decays=decays))
     assert len(prepared.samples) == len(prepared.advantages) == kept
     assert prepared.left_out == ({"no_signal": 4} if kept == 2 else {"zero_advantage": 4} if decays else {})
     trained = kept if changes else 2

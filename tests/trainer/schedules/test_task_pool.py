@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import Collected
 from cotune.algorithms.policy_recipes import Recipes
-from cotune.algorithms.prepare import prepare
+from cotune.algorithms.prepare import StepContext, prepare
 from cotune.algorithms.samples import Sample
 from cotune.algorithms.task_signals import HALF, PRIOR, RoleFacts, TaskFacts, chances, with_step
 from cotune.records.structs import PolicyRef, Task
@@ -140,7 +140,7 @@ def rewards_of_a_fixed_policy(solved, pool, steps=60):
             for k in range(8)
         ]  # fmt: skip
         known = with_step(known, Collected(samples=samples, calls={}, left_out={}), recipes)
-        prepared = prepare(samples, recipes.run, task_weights=drawn.task_weights)
+        prepared = prepare(samples, recipes.run, context=StepContext(task_weights=drawn.task_weights))
         assert prepared.reward == pytest.approx(prepared.roles["w"].reward)
         shown.append(prepared.roles["w"].reward)
     return sum(shown) / steps
