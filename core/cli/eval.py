@@ -17,6 +17,7 @@ from cotune.cli.command import (
     moved,
     prices,
 )
+from cotune.errors import ConfigError
 from cotune.terminal import tell, terminal
 
 EXAMPLE = "cotune eval app:solve --tasks held_out.jsonl --run runs/r1"
@@ -28,12 +29,14 @@ def arguments(command: Parser) -> None:
 
     command.add_argument("workflow", help=APP)
     command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
-    command.add_argument("--run", required=True, metavar="RUN", help="run folder or export")
+    command.add_argument("--run", metavar="RUN", help="run folder or export")
+    text = "in place of --run: an untrained model, which plays every role. Several are compared with the first"
+    add_repeated(command, "--base", "FOLDER_OR_ID", text)
     command.add_argument(
         "--modes",
-        default="base,trained,swapped",
         help="any of base (the untrained model), trained, swapped (policies of the roles exchanged), today (the "
-        "application's present model with its own prompts, which is asked and paid); default: %(default)s",
+        "application's present model with its own prompts, which is asked and paid); default: base,trained,swapped, or "
+        "base with --base",
     )
     command.add_argument(
         "--temperature",
@@ -55,12 +58,17 @@ def _temperature(text: str) -> float | Literal["app"]:
 
 
 def run(a: argparse.Namespace) -> int:
-    tell(f"loading {a.workflow} and {a.run} ...")
+    if (a.run is None) == (not a.base):
+        fault = "is missing" if a.run is None else "cannot be combined with --base"
+        remedy = "Name a run or an export (--run FOLDER), or base models (--base FOLDER_OR_ID)."
+        raise ConfigError("--run", a.run, fault, remedy)
+    tell(f"loading {a.workflow} and {a.run or ', '.join(a.base)} ...")
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.evaluation.report import render
 
     settings = {
-        "modes": tuple(a.modes.split(",")),
+        "modes": tuple(a.modes.split(",")) if a.modes is not None else None,
+        "bases": tuple(a.base),
         "temperature": a.temperature,
         "prices": prices(a.price),
         "model": moved(a.model),

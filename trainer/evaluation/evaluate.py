@@ -1,4 +1,4 @@
-"""`cotune eval`: the trained policies against the base and today's model, and with roles swapped."""
+"""`cotune eval`: trained policies against their base and today's model, or base models against each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,17 @@ from cotune.tables import plural
 from cotune.terminal import terminal
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.evaluation.modes import (
-    TRAINING_TEMPERATURE,
     USUAL,
+    Contest,
     EvaluationOptions,
     Lineup,
-    Temperature,
     against_base,
     check_modes,
-    lineups,
-    pairs,
+    contest_of_models,
+    contest_of_run,
     temperature_of,
 )
-from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies
+from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies, open_models
 from cotune.trainer.evaluation.recorded import beside, read_recorded
 from cotune.trainer.evaluation.report import compare, remarks
 from cotune.trainer.evaluation.run import evaluate_episodes, of_role, share_floor
@@ -65,17 +64,17 @@ OnMode = Callable[[str], contextlib.AbstractContextManager[Callable[[Episode], N
 
 
 def evaluate(
-    source: str | Path,
+    source: str | Path | None,
     workflow: WorkflowSource,
     tasks: str | Path | Iterable[Any],
     options: EvaluationOptions | None = None,
     **settings: Any,
 ) -> EvaluationReport:
-    """Evaluate a run's newest checkpoint, or an export, on held-out tasks, one episode per task and mode.
+    """Evaluate a run's newest checkpoint, an export, or base models on held-out tasks, one episode per task and mode.
 
-    `workflow` is a workflow or its name (`app:solve`); `tasks` a file of JSON lines or a sequence; `settings` are
-    fields of `options`. Raises CotuneError subclasses for bad input, before any model is loaded, and WorkflowError when
-    every episode failed.
+    `source` is the run or the export; None evaluates the models in `bases`. `workflow` is a workflow or its name
+    (`app:solve`); `tasks` a file of JSON lines or a sequence; `settings` are fields of `options`. Raises CotuneError
+    subclasses for bad input, before any model is loaded, and WorkflowError when every episode failed.
 
     ```python
     report = cotune.evaluate("runs/r1", solve, "held_out.jsonl", modes=("base", "trained"))
@@ -84,7 +83,6 @@ def evaluate(
     """
     chosen = msgspec.structs.replace(options or EvaluationOptions(), **settings)
     out = None if chosen.out is None else RunLayout(Path(chosen.out).absolute())
-    of_run = not is_export(Path(source))
     app = workflow_of(workflow)
     held_out = as_tasks(tasks)
     if out is not None:
@@ -92,19 +90,24 @@ def evaluate(
         for file in (out.records, out.path / EVALUATION, out.run_json):
             if file.exists():
                 raise ConfigError("out", str(out.path), f"already has {file.name}", "Name a new folder.")
-    # Everything that can be wrong is checked before a model is loaded.
-    evaluated = open_evaluated_policies(source, chosen.model)
+
+    # 1. Everything that can be wrong is checked before a model is loaded.
+    evaluated = _open_evaluated(source, chosen)
+    run = None if source is None or is_export(Path(source)) else Path(source).absolute()
+    modes = check_modes(chosen.modes or (("base",) if source is None else USUAL))
     evaluated.check_bases()
+
+    # 2. A run says how its application was trained; options replace that.
     trained = None
-    if of_run:
-        trained = convert(read_config(source))
-        open_run_code(source, ("roles_by",) if chosen.roles_by else (), only=FUNCTIONS)
+    if run is not None:
+        trained = convert(read_config(run))
+        open_run_code(run, ("roles_by",) if chosen.roles_by else (), only=FUNCTIONS)
     app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
     if trained is not None:
         app = app.redacted(trained.redact, keep_token_ids=trained.keep_token_ids)
     app = app.prompted(prompts_for(source, chosen.prompts, any_prompts=True))
     prompted = _prompts_note(app, source)
-    goal, note = _goal(trained, app, evaluated)
+    goal, note = (Goal(), "") if source is None else _goal(trained, app, evaluated)
     prices = {**(trained.prices if trained else {}), **chosen.prices}
     for model, policies in evaluated.bases.items():
         # The price of a base model is that of each of its policies without a price of its own.
@@ -115,13 +118,21 @@ def evaluate(
     chosen = msgspec.structs.replace(chosen, prices=prices, timeout=timeout)
     recorded = read_recorded(chosen.records, held_out, prices, goal) if chosen.records is not None else None
     usual = trained.sampling.max_tokens if trained else SamplingParams().max_tokens
-    with _whole(out, Path(source).absolute() if of_run else None) as (out, notes):
-        report = run_sync(_evaluate(app, held_out, evaluated, chosen, out, usual, goal))
+
+    temperature = temperature_of(modes, chosen.temperature)
+    if source is None:
+        contest = contest_of_models([policy.name for policy in evaluated.policies], modes, temperature)
+    else:
+        contest = contest_of_run(evaluated.roles, evaluated.trained, modes, temperature)
+
+    # 3. Play all modes, and write the report.
+    with _whole(out, run) as (out, notes):
+        report = run_sync(_evaluate(app, held_out, evaluated, contest, chosen, out, usual, goal))
     if recorded is not None:
-        report = beside(report, *recorded)
+        report = beside(report, contest.candidates, *recorded)
     report = msgspec.structs.replace(report, notes=(*report.notes, *notes, *filter(None, (note, prompted))))
     if out is not None:
-        newest = newest_checkpoint(RunLayout(source).checkpoints) if of_run else None
+        newest = newest_checkpoint(RunLayout(run).checkpoints) if run is not None else None
         named = str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else ""
         steps = steps_of(newest) if newest else None
         report = msgspec.structs.replace(report, created=time.time(), steps=steps, tasks=named)
@@ -130,25 +141,42 @@ def evaluate(
     return report
 
 
+def _open_evaluated(source: str | Path | None, options: EvaluationOptions) -> EvaluatedPolicies:
+    """The policies of a run or an export, or the base models. Raises ConfigError unless it is one of the two."""
+    if source is None:
+        if options.model is not None:
+            fault = "says where the base model of a run lies, and no run is evaluated"
+            raise ConfigError("model", str(options.model), fault, "Name the model with --base alone.")
+        return open_models(options.bases)
+    if options.bases:
+        models = ", ".join(map(str, options.bases))
+        raise ConfigError("bases", models, f"cannot be combined with the run or export {source}", "Name one of them.")
+    if (Path(source) / "config.json").is_file():
+        remedy = f"Evaluate the model alone: --base {source}"
+        raise ConfigError("run", str(source), "is a model, not a run or an export", remedy)
+    return open_evaluated_policies(source, options.model)
+
+
 async def _evaluate(
     app: Workflow,
     tasks: Sequence[Task],
     evaluated: EvaluatedPolicies,
+    contest: Contest,
     options: EvaluationOptions,
     out: RunLayout | None,
     usual_max_tokens: int,
     goal: Goal,
 ) -> EvaluationReport:
     console = terminal(stderr=True)
-    temperature = temperature_of(options.modes, options.temperature)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=not console.is_terminal)
 
     @contextlib.contextmanager
     def shown(mode: str) -> Iterator[Callable[[Episode], None]]:
+        lineup = contest.lineups.get(mode)
         samples = options.samples
-        if mode != "today" and temperature == 0:
+        if lineup is not None and lineup.temperature == 0:
             samples = 1
         if not console.is_terminal:
             say(f"evaluating {mode} on {plural(len(tasks), 'task')} ...")
@@ -180,9 +208,7 @@ async def _evaluate(
             app,
             batch,
             responder,
-            trained=evaluated.trained,
-            modes=options.modes,
-            temperature=temperature,
+            contest,
             deployed_params=SamplingParams(max_tokens=options.max_tokens or context),
             prices=options.prices,
             goal=goal,
@@ -195,29 +221,27 @@ async def evaluate_modes(
     workflow: Workflow,
     batch: EpisodeBatch,
     responder: PolicyResponder,
+    contest: Contest,
     *,
-    trained: Collection[str],
-    modes: Sequence[str] = USUAL,
-    temperature: Temperature = TRAINING_TEMPERATURE,
     deployed_params: SamplingParams | None = None,
     prices: Prices | None = None,
     goal: Goal | None = None,
     on_mode: OnMode = lambda mode: contextlib.nullcontext(),
 ) -> EvaluationReport:
-    """Run `batch` in each mode, on the same tasks, and compare the modes pairwise.
+    """Run `batch` with each lineup of `contest`, on the same tasks, and compare them as it says.
 
-    `responder` answers in the mode `trained`; of its policies `trained` names those that were. `deployed_params` are
-    its defaults at the temperature `app`. `on_mode(mode)` is open while a mode runs, and gives
-    what to call after each episode (or None). Where trained roles play against each other, each plays in a mode of its
-    own, `ROLE against base`, with the untrained model in the other seats, and is compared with its untrained self.
+    `responder` answers with the newest policies. `deployed_params` are its defaults at the temperature `app`.
+    `on_mode(label)` is open while a lineup plays, and gives what to call after each episode (or None). Where trained
+    roles play against each other, each plays in a mode of its own, `ROLE against base`, with the untrained model in the
+    other seats, and is compared with its untrained self.
     """
-    played, notes = lineups(responder.policies, trained, check_modes(modes), temperature)
     evaluations: dict[str, EvaluatedMode] = {}
 
     async def play(label: str, lineup: Lineup, goal: Goal | None) -> None:
         player = None
         if lineup.policies is not None:
-            player = dataclasses.replace(responder, policies=lineup.policies, override=lineup.override)
+            others = lineup.everyone or responder.others
+            player = dataclasses.replace(responder, policies=lineup.policies, override=lineup.override, others=others)
         if player and deployed_params and lineup.temperature == "app":
             player.defaults = deployed_params
         with on_mode(label) as on_episode:
@@ -227,25 +251,27 @@ async def evaluate_modes(
             # Today's model gets the application's own prompts: the edited ones are part of what is compared with it.
             flow = dataclasses.replace(workflow, prompts=None) if player is None else workflow
             played_mode = await evaluate_episodes(flow, episodes, player, label=label, prices=prices, goal=goal)
-            evaluations[label] = msgspec.structs.replace(played_mode, temperature=lineup.temperature)
+            # Roles that `everyone` plays have their player by intent, so they are not reported as unlisted.
+            unlisted = played_mode.unlisted if lineup.everyone is None else {}
+            evaluations[label] = msgspec.structs.replace(played_mode, temperature=lineup.temperature, unlisted=unlisted)
 
     # All modes run before rewards are final: a failed episode counts the lowest reward of any mode.
-    for mode, lineup in played.items():
-        await play(mode, lineup, goal)
+    for label, lineup in contest.lineups.items():
+        await play(label, lineup, goal)
     evaluations = dict(zip(evaluations, share_floor(list(evaluations.values())), strict=True))
     sound = [mode for mode, found in evaluations.items() if found.all_failed is None]
-    comparisons = [compare(evaluations[mode], evaluations[other]) for mode, other in pairs(sound)]
+    comparisons = [compare(evaluations[mode], evaluations[other]) for mode, other in contest.pairs(sound)]
     if goal is not None and {"base", "trained"} <= set(sound):
         seats = evaluations["trained"].opposed or evaluations["base"].opposed
         for role in seats:
             label = f"{role} against base"
-            lineup = Lineup(against_base(responder.policies, role, seats), temperature)
+            lineup = Lineup(against_base(responder.policies, role, seats), contest.lineups["trained"].temperature)
             await play(label, lineup, goal.of_role(role))
             comparisons.append(compare(evaluations[label], of_role(evaluations["base"], role)))
     return EvaluationReport(
         evaluations=evaluations,
         comparisons=tuple(comparisons),
-        notes=(*notes, *remarks(evaluations, responder)),
+        notes=(*contest.notes, *remarks(evaluations, responder)),
     )
 
 
@@ -267,13 +293,15 @@ def _goal(config: TrainConfig | None, app: Workflow, evaluated: EvaluatedPolicie
     return goal_of_policies(recipes, config.on_failure, players, app.bounds), ""
 
 
-def _prompts_note(app: Workflow, source: str | Path) -> str:
+def _prompts_note(app: Workflow, source: str | Path | None) -> str:
     """Which edited prompts the calls go out with, and that the policies were trained with others; empty without any."""
     if app.prompts is None:
         return ""
     trained = trained_with(source)
     note = f"All modes except today have {told(app.prompts)}."
-    return note if app.prompts.id == trained else f"{note} The policies were trained with {prompts_named(trained)}."
+    if not trained or app.prompts.id == trained:
+        return note
+    return f"{note} The policies were trained with {prompts_named(trained)}."
 
 
 @contextlib.contextmanager
@@ -288,7 +316,7 @@ def _whole(out: RunLayout | None, run: Path | None) -> Iterator[tuple[RunLayout 
             yield None, [f"Not stored: {run} cannot be written ({error.strerror}). Name another place with --out."]
             return
     if out is None:
-        yield None, ["Not stored: an export is left as it is. Store an evaluation with --out FOLDER."]
+        yield None, ["Not stored: only a run has a place for its evaluations. Store this one with --out FOLDER."]
         return
     try:
         yield out, []

@@ -31,12 +31,12 @@ REMOVED_MODES = {
 }
 """Names of earlier versions, each with its replacement."""
 
-AGAINST: tuple[tuple[Mode, tuple[Mode, ...]], ...] = (
+OPPONENTS: tuple[tuple[Mode, tuple[Mode, ...]], ...] = (
     ("trained", ("base",)),
     ("swapped", ("trained", "base")),
     ("trained", ("today",)),
 )
-"""Each mode is compared with the first of these that was run."""
+"""The comparisons of a run's modes, as `Contest.opponents` has them."""
 
 Temperature = float | Literal["app"]
 """A temperature of all calls, or `app`: each call is sampled as the application asks, top-p and top-k included."""
@@ -47,8 +47,12 @@ TRAINING_TEMPERATURE = 1.0
 class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How an evaluation is run. Raises ConfigError for a mode that is unknown, and for bounds of 0."""
 
-    modes: Sequence[str] = USUAL
-    """Each runs every task once; see docs/how-to/evaluation.md."""
+    modes: Sequence[str] | None = None
+    """Each runs every task once; see docs/how-to/evaluation.md. Without a value: base, trained and swapped; of `bases`
+    base alone."""
+    bases: Sequence[str | Path] = ()
+    """Folders or Hugging Face ids of models that are evaluated untrained, in place of a run or an export. Each plays
+    every role."""
     samples: int = 1
     """Episodes of each task in every mode: pass@k for k up to it. At temperature 0 only the first one is run."""
     temperature: Temperature | None = None
@@ -83,17 +87,20 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     those of the run or export."""
 
     def __post_init__(self) -> None:
-        check_modes(self.modes)
+        if self.modes is not None:
+            check_modes(self.modes)
         check_bounds(self, "samples", "timeout", "concurrency")
         check_temperature(self.temperature)
 
 
 @dataclass(frozen=True)
 class Lineup:
-    """Who plays each role (None: the application's own provider, in all), and the temperature."""
+    """Who plays each role (None: the application's own provider, in all), and the temperature. `everyone` plays all
+    roles that `policies` does not name; without it these are played as the run was configured (`other_roles`)."""
 
     policies: Mapping[str, PolicyRef] | None
     temperature: Temperature
+    everyone: PolicyRef | None = None
 
     @property
     def override(self) -> dict[str, float] | None:
@@ -140,40 +147,81 @@ def swap(roles: Mapping[str, PolicyRef], trained: Collection[str]) -> dict[str, 
     return {role: following.get(ref, ref) for role, ref in roles.items()}
 
 
-def lineups(
+@dataclass(frozen=True)
+class Contest:
+    """The lineups of an evaluation by label, in the order in which they play, and the comparisons between them.
+
+    `opponents` has a label and those that it may be compared with: the first of them in which not every episode failed.
+    `candidates` are the labels that are compared with recorded episodes. `notes` say what is not played, and why.
+    """
+
+    lineups: Mapping[str, Lineup]
+    opponents: Sequence[tuple[str, Sequence[str]]]
+    candidates: Sequence[str]
+    notes: Sequence[str] = ()
+
+    def pairs(self, sound: Collection[str]) -> list[tuple[str, str]]:
+        """The comparisons between lineups of which at least one episode ended well."""
+        compared = []
+        for label, opponents in self.opponents:
+            opponent = next((name for name in opponents if name in sound), None)
+            if label in sound and opponent is not None:
+                compared.append((label, opponent))
+        return compared
+
+
+def contest_of_run(
     roles: Mapping[str, PolicyRef], trained: Collection[str], modes: Sequence[Mode], temperature: Temperature
-) -> tuple[dict[Mode, Lineup], list[str]]:
-    """Who plays each role in each mode, and a note for each mode that cannot be played."""
+) -> Contest:
+    """The modes of a run or an export: `roles` has the newest version for each role, `trained` the names of policies
+    that have weights of their own."""
     base = {role: PolicyRef(ref.name, 0) for role, ref in roles.items()}
     swapped = swap(roles, trained)
-    played: dict[Mode, Lineup] = {}
+    lineups: dict[str, Lineup] = {}
     notes: list[str] = []
     for mode in modes:
         if mode == "today":
-            played[mode] = Lineup(None, "app")
+            lineups[mode] = Lineup(None, "app")
         elif mode == "base":
-            played[mode] = Lineup(base, temperature)
+            lineups[mode] = Lineup(base, temperature)
         elif mode == "trained":
-            played[mode] = Lineup(dict(roles), temperature)
+            lineups[mode] = Lineup(dict(roles), temperature)
         elif swapped is not None:
-            played[mode] = Lineup(swapped, temperature)
+            lineups[mode] = Lineup(swapped, temperature)
         else:
             notes.append("swapped was not run: fewer than two trained policies play a role.")
-    if "today" in played and len(played) > 1 and temperature != "app":
-        notes.append(
-            f"today was sampled as the application asks, the other modes at temperature {temperature:g}: their "
-            "difference is also one of temperatures. Use --temperature app to sample all alike."
-        )
-    return played, notes
+    return Contest(lineups, OPPONENTS, ["trained"], [*notes, *_note_on_temperatures(lineups)])
+
+
+def contest_of_models(models: Sequence[str], modes: Collection[Mode], temperature: Temperature) -> Contest:
+    """Untrained models, by the names of their policies: each plays every role. Each is compared with the first one, and
+    with `today` if that is one of the modes. Raises ConfigError for a mode that needs a run."""
+    for mode in modes:
+        if mode not in ("base", "today"):
+            fault = "needs a run or an export, and base models are evaluated"
+            raise ConfigError("modes", mode, fault, "Leave it out. Besides the base models, only today can be added.")
+    lineups = {name: Lineup({}, temperature, everyone=PolicyRef(name)) for name in models}
+    opponents: list[tuple[str, Sequence[str]]] = [
+        (name, models[:place]) for place, name in enumerate(models) if place > 0
+    ]
+    if "today" in modes:
+        lineups["today"] = Lineup(None, "app")
+        opponents += [(name, ["today"]) for name in models]
+    return Contest(lineups, opponents, models, _note_on_temperatures(lineups))
+
+
+def _note_on_temperatures(lineups: Mapping[str, Lineup]) -> list[str]:
+    """A note if `today` is sampled at another temperature than the others."""
+    others = [lineup.temperature for label, lineup in lineups.items() if label != "today"]
+    if "today" not in lineups or not others or others[0] == "app":
+        return []
+    return [
+        f"today was sampled as the application asks, the other modes at temperature {others[0]:g}: their "
+        "difference is also one of temperatures. Use --temperature app to sample all alike."
+    ]
 
 
 def against_base(roles: Mapping[str, PolicyRef], role: str, seats: Collection[str]) -> dict[str, PolicyRef]:
     """The trained policy in one of the `seats` that play against each other, the untrained model in the others."""
     others = {name: PolicyRef(roles[name].name, 0) for name in seats if name != role and name in roles}
     return {**roles, **others}
-
-
-def pairs(ran: Collection[str]) -> list[tuple[Mode, Mode]]:
-    """The modes that are compared, of those that were run."""
-    found = ((mode, next((other for other in others if other in ran), None)) for mode, others in AGAINST if mode in ran)
-    return [(mode, other) for mode, other in found if other]

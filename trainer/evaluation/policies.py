@@ -26,6 +26,7 @@ from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SamplingParams, at_temperature, fingerprint, publish_verified
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.run_layout import read_run
+from cotune.trainer.evaluation.modes import MODES
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,32 @@ async def answering(
         **options,
     ) as responder:
         yield responder
+
+
+def open_models(models: Sequence[str | Path]) -> EvaluatedPolicies:
+    """Untrained models, each as a frozen policy that is named after it; the first is the model of the whole.
+
+    Raises ConfigError for no model, for one that is named twice, and for one that cannot be loaded.
+    """
+    texts = [str(model) for model in models]
+    if not texts:
+        raise ConfigError("bases", None, "is missing", "Name a model folder or a Hugging Face id: --base FOLDER_OR_ID.")
+    for place, text in enumerate(texts):
+        if text in texts[:place]:
+            raise ConfigError("bases", text, "is named twice", "Name each model once.")
+    # A short name where that tells them apart: Qwen3-1.7B of Qwen/Qwen3-1.7B.
+    short = [Path(text).name or text for text in texts]
+    names = short if len(set(short)) == len(texts) else texts
+    policies = []
+    for name, text in zip(names, texts, strict=True):
+        if name in MODES:
+            name = text if text not in MODES else f"./{text}"
+        try:
+            locate_model(text)
+        except ConfigError as error:
+            raise ConfigError("bases", text, error.fault, error.remedy) from None
+        policies.append(TrainedPolicy(name=name, kind="frozen", version=0, roles=(), model=text))
+    return EvaluatedPolicies(texts[0], policies)
 
 
 def open_evaluated_policies(source: str | Path, model: Moved = None) -> EvaluatedPolicies:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -59,13 +59,15 @@ def read_recorded(
     return evaluation, f"{RECORDED}: none of the tasks is in {path}; the figures are of its own {len(episodes)} tasks."
 
 
-def beside(report: EvaluationReport, recorded: EvaluatedMode, note: str) -> EvaluationReport:
-    """The report with the recorded episodes as its first row, compared with the trained policies."""
+def beside(
+    report: EvaluationReport, candidates: Collection[str], recorded: EvaluatedMode, note: str
+) -> EvaluationReport:
+    """The report with the recorded episodes as its first row. The evaluations of `candidates` are compared with it."""
     rows = {RECORDED: recorded, **report.evaluations}
     if not any(e.opposed for e in rows.values()):
         rows = dict(zip(rows, share_floor(list(rows.values())), strict=True))
         recorded = rows[RECORDED]
-    sound = [e for label, e in rows.items() if label == "trained" and e.all_failed is None]
+    sound = [e for label, e in rows.items() if label in candidates and e.all_failed is None]
     shared = [e for e in sound if e.endings.keys() & recorded.endings.keys()]
     return msgspec.structs.replace(
         report,

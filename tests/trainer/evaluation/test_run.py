@@ -27,7 +27,16 @@ from cotune.sampling.protocol import Completion, SamplingParams
 from cotune.sampling.responder import PolicyResponder
 from cotune.sampling.scoring import OfOne
 from cotune.trainer.evaluation.evaluate import evaluate_modes
-from cotune.trainer.evaluation.modes import EvaluationOptions, Lineup, lineups, swap, temperature_of
+from cotune.trainer.evaluation.modes import (
+    TRAINING_TEMPERATURE,
+    USUAL,
+    EvaluationOptions,
+    Lineup,
+    check_modes,
+    contest_of_run,
+    swap,
+    temperature_of,
+)
 from cotune.trainer.evaluation.report import render
 from cotune.trainer.evaluation.run import evaluate_episodes
 from tests.integrations.edits import part, prompts
@@ -106,7 +115,9 @@ def modes(workflow: Workflow, its_tasks: list[Task], roles: Mapping[str, PolicyR
     who = {name: options.pop(name) for name in ("provider_roles", "others") if name in options}
     players = responder(workflow, roles, sampler, **who)
     batch = EpisodeBatch(tasks=its_tasks, sink=Nowhere(), phase="eval")
-    return asyncio.run(evaluate_modes(workflow, batch, players, trained=names, **options))
+    labels, temperature = check_modes(options.pop("modes", USUAL)), options.pop("temperature", TRAINING_TEMPERATURE)
+    contest = contest_of_run(roles, names, labels, temperature)
+    return asyncio.run(evaluate_modes(workflow, batch, players, contest, **options))
 
 
 def responder(workflow: Workflow, roles: Mapping[str, PolicyRef], sampler: Any, **who: Any) -> PolicyResponder:
@@ -250,9 +261,9 @@ def test_swap_rotates_policies_and_leaves_the_others() -> None:
 
 
 def test_a_mode_that_cannot_be_played_is_said() -> None:
-    played, notes = lineups({"r1": ASKER, "r2": ASKER}, {"asker"}, ["trained", "swapped"], 0.5)
-    assert played == {"trained": Lineup({"r1": ASKER, "r2": ASKER}, 0.5)}
-    assert notes == ["swapped was not run: fewer than two trained policies play a role."]
+    contest = contest_of_run({"r1": ASKER, "r2": ASKER}, {"asker"}, ["trained", "swapped"], 0.5)
+    assert contest.lineups == {"trained": Lineup({"r1": ASKER, "r2": ASKER}, 0.5)}
+    assert contest.notes == ["swapped was not run: fewer than two trained policies play a role."]
 
 
 def test_without_success_only_the_reward_is_reported_and_said() -> None:
