@@ -172,7 +172,7 @@ def configuration(training: Training, model: Path, settings: Settings, seed: int
         "seed": seed,
         "checkpoint_every": 10,
         "plan": {"kind": "tree", "k": 8},
-        "overrides": {"clip_high": 0.28, "entropy": 0.03},
+        "loss": {"clip_high": 0.28, "entropy": 0.03},
         "lora": {"rank": 16, "alpha": 32.0},
         "learner": {
             "lr": FULL_LR if training.layout == "full" else LORA_LR,

@@ -210,7 +210,7 @@ def result(order: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
             if report.verdict == "better":
                 prompts, prompts_dir = read_prompts(out), str(out)
         else:
-            _train(tasks, out, {**settings(model, step_seed, options), "prompts": prompts_dir})
+            _train(tasks, out, {**settings(model, step_seed, options), "prompts_file": prompts_dir})
             weights = str(out)
         reached[letter if number == 1 else "both"] = _reached(model, prompts, weights, fresh)
     texts = {} if prompts is None else {part.name: "".join(part.now.texts) for part in prompts.parts if part.edited}

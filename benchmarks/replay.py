@@ -61,7 +61,7 @@ def trained(model: Path, way: str, seed: int, steps: int, tasks_per_step: int, f
         "tasks_per_step": tasks_per_step,
         "seed": seed,
         "checkpoint_every": 10,
-        "overrides": {"clip_high": 0.28, "entropy": 0.03},
+        "loss": {"clip_high": 0.28, "entropy": 0.03},
         "learner": {"lr": 3e-3, "betas": [0.9, 0.95], "threads": 1},
         "schedule": {"kind": "linear"},
         "sampling": {"max_tokens": MAX_TOKENS},

@@ -55,7 +55,7 @@ def trained(model: Path, select: str, seed: int, options: argparse.Namespace) ->
         "seed": seed,
         "checkpoint_every": 10,
         "plan": {"kind": "tree", "k": 8, "select": select},
-        "overrides": {"clip_high": 0.28, "entropy": 0.03},
+        "loss": {"clip_high": 0.28, "entropy": 0.03},
         "learner": {"lr": 3e-3, "betas": [0.9, 0.95], "threads": 1},
         "schedule": {"kind": "linear"},
         "sampling": {"max_tokens": MAX_TOKENS},

@@ -86,7 +86,7 @@ def trained(way: str, seed: int, options: argparse.Namespace) -> Path:
         "concurrency": 64,
         "seed": seed,
         "plan": {"kind": "tree", "k": 8},
-        "overrides": {"clip_high": 0.28, "entropy": 0.03},
+        "loss": {"clip_high": 0.28, "entropy": 0.03},
         "learner": {"lr": LR, "betas": [0.9, 0.95], "threads": 1},
         "sampling": {"max_tokens": MAX_TOKENS},
     }

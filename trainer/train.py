@@ -102,7 +102,7 @@ def train(
         check_privileged(recipes, listed)
     chosen = with_whole_paths(chosen)
     flow = flow.redacted(chosen.redact, keep_token_ids=chosen.keep_token_ids).named_by(chosen.roles_by)
-    flow = flow.prompted(chosen.prompts)
+    flow = flow.prompted(chosen.prompts_file)
     if chosen.learner.needing_gpu and not chosen.cluster.on_ray:  # there the learners' machines count
         from cotune.trainer.learner.memory.optimizer import check_hardware
 
@@ -240,7 +240,7 @@ def with_whole_paths(config: TrainConfig) -> TrainConfig:
         model=located(config.model),
         policy=tuple(of(policy) for policy in config.policy),
         init=whole(config.init),
-        prompts=whole(config.prompts),
+        prompts_file=whole(config.prompts_file),
         records=replace(config.records, path=whole(config.records.path)),
         evaluation=replace(config.evaluation, tasks=held_out if held_out == NO_TASKS else whole(held_out)),
         distill=replace(config.distill, teacher=there(config.distill.teacher)),

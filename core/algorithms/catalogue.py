@@ -41,6 +41,7 @@ from cotune.algorithms.methods.self_redteam import SelfRedTeam
 from cotune.algorithms.methods.spiral import Spiral
 from cotune.algorithms.methods.sweet_rl import SweetRl
 from cotune.algorithms.recipes import USUAL, Attribution, Filters, LossSpec
+from cotune.config.methods import LossSettings, RewardSettings
 from cotune.errors import ConfigError, expected, field_and_fault
 from cotune.near_names import did_you_mean, near_names
 from cotune.user_objects import load_object
@@ -58,28 +59,32 @@ RECIPES: Mapping[str, type[Method]] = {method.name: method for method in (*GENER
 ANY_PLAN = tuple(name for name, method in RECIPES.items() if issubclass(method, AnyPlan))
 """Recipes that are a loss for any plan."""
 
+_FILTERS = ("zero_variance", "drop_truncated")
+"""Settings of [rewards] that leave samples out, and so belong to a method's `filters`."""
 SETTINGS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("team_weight", "weights", "other", "absent", "overlong_buffer", "overlong_penalty", "timeout_penalty"),
-        "attribution",
-    ),
-    **dict.fromkeys(("zero_variance", "mean_range", "drop_truncated", "drop_timed_out"), "filters"),
-    **dict.fromkeys(
-        ("ratio", "clip_low", "clip_high", "dual_clip", "tis_cap", "mask", "mask_low", "mask_high", "kl", "kl_in",
-         "kl_to", "teacher_sees", "entropy", "critic_lr", "aggregation", "constant_length", "token_loss"),
-        "loss",
-    ),
-}  # fmt: skip
-"""The settings that a run may replace, each with the attribute of a method that holds it."""
+    **dict.fromkeys(RewardSettings.__struct_fields__, "attribution"),
+    **dict.fromkeys(_FILTERS, "filters"),
+    **dict.fromkeys(LossSettings.__struct_fields__, "loss"),
+}
+"""The settings that a run may change, each with the attribute of a method that holds it."""
 
 _METHOD = "Choose a recipe that does this, or write a method of your own; see docs/reference/recipes.md."
 _SIMILAR = ("key", "baseline", "scale", "scale_key", "ddof", "eps", "unit", "decay", "horizon", "outcome", "gamma")
+_ATTRIBUTE = "Write it into a method of your own, as in {}; see docs/reference/recipes.md."
 REMOVED: Mapping[str, str] = {
     **dict.fromkeys((*_SIMILAR, "scope", "seats", "gates", "opponent", "opponent_gamma", "style"), _METHOD),
     **dict.fromkeys(("ties", "mean_range_roles", "zero_advantage", "top_entropy", "align_to", "entropy_by"), _METHOD),
     **dict.fromkeys(("critic", "gae_gamma", "gae_lambda"), "Use recipe cory, maporl or sweet_rl, or derive from one."),
     "critic_sees": "Use recipe sweet_rl, whose critic reads the task's `reference`, or derive from it.",
     "advantage": 'Write a class with advantages(step, rewards), and set recipe = "my_method.py:Ranked".',
+    "other": "List every component that counts in `weights`.",
+    "timeout_penalty": _ATTRIBUTE.format("attribution = Attribution(outcome=True, timeout_penalty=0.5)"),
+    "mean_range": _ATTRIBUTE.format("filters = Filters(mean_range=(0.2, 0.8))"),
+    "drop_timed_out": _ATTRIBUTE.format("filters = Filters(drop_timed_out=True)"),
+    "dual_clip": _ATTRIBUTE.format("loss = LossSpec(dual_clip=3.0)"),
+    "kl_in": _ATTRIBUTE.format('loss = LossSpec(kl=0.01, kl_in="reward")'),
+    "critic_lr": _ATTRIBUTE.format("loss = LossSpec(critic=True, critic_lr=0.01)"),
+    "constant_length": "Leave it out: it is the run's response limit, sampling.max_tokens.",
 }
 """Settings that recipes had, and what to use instead."""
 
@@ -87,9 +92,9 @@ REMOVED: Mapping[str, str] = {
 def recipe(name: str, **settings: Any) -> Method:
     """The recipe `name`, or the class of a user's that it names as `file.py:Class`, with single settings replaced.
 
-    `weights` without `other` leaves unlisted components out. `plan` takes the groups with it: gspo, dapo and cispo
-    compare siblings under a tree or replay plan, and a method for trees takes in the outcome where each episode has one
-    of its own. Raises ConfigError for an unknown name, setting or value.
+    With `weights`, components that are not listed count for nothing. `plan` takes the groups with it: gspo, dapo and
+    cispo compare siblings under a tree or replay plan, and a method for trees takes in the outcome where each episode
+    has one of its own. Raises ConfigError for an unknown name, setting or value.
     """
     method = recipe_class(name)()
     method.name = name
@@ -102,9 +107,9 @@ def recipe(name: str, **settings: Any) -> Method:
         if plan not in USUAL:
             raise ConfigError("plan", plan, f"is not one of {', '.join(USUAL)}")
         method = method.under(plan)
-    if "weights" in settings:
-        settings.setdefault("other", 0.0)
     changes: dict[str, dict[str, Any]] = {"attribution": {}, "filters": {}, "loss": {}}
+    if "weights" in settings:
+        changes["attribution"]["other"] = 0.0
     for field, value in settings.items():
         if field in REMOVED:
             raise ConfigError(field, value, "was removed from the settings of recipes", REMOVED[field])

@@ -72,7 +72,7 @@ def unknown_names(
         near = did_you_mean(near_names(name, known))
         seen = ", ".join(known)
         # A user names weights; all other names come with the recipe, and the application has to follow them.
-        field, value, subject = "overrides.weights", name, "is"
+        field, value, subject = "rewards.weights", name, "is"
         if setting != "weights":
             field, value, subject = "recipe", recipe.name, f"has {name!r} in `{setting}`, which is"
         if setting == "mean_range_roles":

@@ -26,11 +26,11 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 @functools.cache
 def own_function(setting: str, spec: str) -> Callable[..., Any]:
     """The function that a setting names. Raises ConfigError if it does not exist or takes other arguments."""
-    function = load_object(f"overrides.{setting}", spec, f"my_method.py:{setting}")
+    function = load_object(f"loss.{setting}", spec, f"my_method.py:{setting}")
     arguments = ARGUMENTS[setting]
     if not callable(function) or not takes(function, len(arguments)):
         fault = f"is not a function that takes ({', '.join(arguments)})"
-        raise ConfigError(f"overrides.{setting}", spec, fault, "See docs/reference/recipes.md, A method of your own.")
+        raise ConfigError(f"loss.{setting}", spec, fault, "See docs/reference/recipes.md, A method of your own.")
     checked: Callable[..., Any] = function
     return checked
 

@@ -286,7 +286,7 @@ def _lacking(step: Step) -> Iterable[str]:
     for role, name in sorted(step.lacking):
         yield (
             f"Candidates of role {role!r} are left out as missing_reward: they lack {name!r}, which others that they "
-            "are compared with carry. If it is optional, set absent = 0 under [overrides]."
+            "are compared with carry. If it is optional, set absent = 0 in [rewards]."
         )
 
 

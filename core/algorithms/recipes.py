@@ -1,5 +1,6 @@
 """The settings of methods: which rewards count (`Attribution`), which samples are left out (`Filters`), and the loss
-(`LossSpec`). A method sets them as class attributes; a run changes single ones under `[overrides]`."""
+(`LossSpec`). A method sets them as class attributes; a run changes some of them in the tables [rewards] and [loss]
+(`cotune.config.methods`)."""
 
 from __future__ import annotations
 
@@ -8,15 +9,12 @@ from typing import Literal
 
 import msgspec
 
+from cotune.config.methods import Aggregation, KlTo, Mask, Ratio
 from cotune.errors import ConfigError, check_bounds
 from cotune.records.plans import PlanKind
 
-Ratio = Literal["none", "token", "sequence"]
 ClipStyle = Literal["ppo", "cispo", "none"]
-Aggregation = Literal["token_mean", "sequence_mean", "trajectory_mean", "constant"]
 KlIn = Literal["loss", "reward"]
-KlTo = Literal["untrained", "teacher", "self"]
-Mask = Literal["none", "token", "sequence", "geometric"]
 
 MASK_BOUNDS: Mapping[Mask, tuple[float, float]] = {
     "token": (0.5, 5.0),

@@ -18,8 +18,9 @@ from cotune.algorithms.groups import Group, build_groups
 from cotune.algorithms.method import Method, Unread
 from cotune.algorithms.policy_recipes import Recipes, attributed_each, collecting_rules, prepare_each
 from cotune.algorithms.prepare import Prepared, StepContext
-from cotune.algorithms.recipes import USUAL, KlTo
+from cotune.algorithms.recipes import USUAL
 from cotune.algorithms.samples import Floats
+from cotune.config.methods import KlTo, changed_settings, dotted_name
 from cotune.errors import ConfigError, GroupError, RunError
 from cotune.records.plans import PlanKind
 from cotune.records.policies import TRAINED, swapped_roles
@@ -131,29 +132,25 @@ def policy_recipes(config: RunConfig, plan: PlanKind, *, run_code: bool = True) 
     the configuration.
     """
 
-    def resolved(name: str, overrides: Mapping[str, Any], policy: str = "") -> Method:
-        if "plan" in overrides:
-            field = f"{'policy.' if policy else ''}overrides.plan"
-            fault = "is no setting of a recipe: all policies of a run have its plan"
-            raise ConfigError(field, overrides["plan"], fault, "Leave it out, and set plan.kind (--plan).")
+    def resolved(name: str, settings: Mapping[str, Any], policy: str = "") -> Method:
         if is_own(name) and not run_code:
             return Unread(name, plan)
         try:
-            method = recipe(name, **{"plan": plan, "team_weight": config.team_weight, **overrides})
+            method = recipe(name, plan=plan, **settings)
         except ConfigError as error:
             table, of = ("policy.", f"of policy {policy} ") if policy else ("", "")
-            if policy and error.field not in overrides:
+            if policy and error.field not in settings:
                 fault = f"{of}cannot be used here: {error.field} = {error.value!r} {error.fault}"
                 remedy = f"All policies of a run have its plan, which is {plan}. Name another recipe, or --plan."
                 raise ConfigError("policy.recipe", name, fault, remedy) from None
-            if error.field not in overrides:
+            if error.field not in settings:
                 raise
-            fault = f"{of}{error.fault}"
-            raise ConfigError(f"{table}overrides.{error.field}", error.value, fault, error.remedy) from None
+            field = f"{table}{dotted_name(error.field)}"
+            raise ConfigError(field, error.value, f"{of}{error.fault}", error.remedy) from None
         kl_to = method.loss.kl_to
-        if is_own(name) and kl_to != overrides.get("kl_to", "untrained"):
+        if is_own(name) and kl_to != settings.get("kl_to", "untrained"):
             # Teachers are opened, and runs are shown, by what the configuration says: neither loads the class.
-            field, table = ("policy.recipe", "policy.overrides") if policy else ("recipe", "overrides")
+            field, table = ("policy.recipe", "policy.loss") if policy else ("recipe", "loss")
             fault = f"has a loss with kl_to = {kl_to!r}, which the configuration must say too"
             raise ConfigError(field, name, fault, f'Set kl_to = "{kl_to}" in [{table}].')
         return method
@@ -161,28 +158,32 @@ def policy_recipes(config: RunConfig, plan: PlanKind, *, run_code: bool = True) 
     usual = config.recipe or USUAL[plan]
     own: dict[str, Method] = {}
     for one in config.policy:
-        if one.recipe or one.overrides:
-            name, overrides = _named(config, one)
-            own[one.name] = resolved(name or usual, overrides, one.name)
+        name, settings = _recipe_settings(config, one)
+        if one.recipe or changed_settings(one.rewards, one.loss):
+            own[one.name] = resolved(name or usual, settings, one.name)
     roles = {role: one.name for one in config.policy for role in one.roles}
-    return Recipes(run=resolved(usual, config.overrides), own=own, roles=roles)
+    return Recipes(run=resolved(usual, _recipe_settings(config, None)[1]), own=own, roles=roles)
 
 
-def _named(config: RunConfig, own: RunPolicy | None) -> tuple[str | None, Mapping[str, Any]]:
-    """The recipe that a [[policy]] table, or None the run, names, and its overrides: the run's, unless it is another
-    one than the run's."""
+def _recipe_settings(config: RunConfig, own: RunPolicy | None) -> tuple[str | None, Mapping[str, Any]]:
+    """The recipe that a [[policy]] table, or None the run, names, and what it changes of it: as the run does, unless
+    the recipe is another one than the run's."""
+    of_run = changed_settings(config.rewards, config.loss)
     if own is None:
-        return config.recipe, config.overrides
-    return own.recipe or config.recipe, {**({} if own.recipe else config.overrides), **own.overrides}
+        return config.recipe, of_run
+    of_policy = changed_settings(own.rewards, own.loss)
+    if own.recipe:
+        return own.recipe, of_policy
+    return config.recipe, {**of_run, **of_policy}
 
 
 def taught_by(config: RunConfig, own: RunPolicy | None = None) -> KlTo:
     """Who teaches a policy, that of a [[policy]] table or any other one: a "teacher", its "self", or nobody beside the
     rewards ("untrained"), whatever the plan."""
-    name, settings = _named(config, own)
+    name, settings = _recipe_settings(config, own)
     usual = RECIPES[name].loss.kl_to if name is not None and name in RECIPES else "untrained"
-    found: KlTo = settings.get("kl_to", usual)
-    return found
+    teacher: KlTo = settings.get("kl_to", usual)
+    return teacher
 
 
 def all_taught(config: RunConfig) -> bool:

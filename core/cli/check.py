@@ -21,8 +21,8 @@ def arguments(command: Parser) -> None:
     command.add_argument("--config", metavar="FILE", help="TOML file of a run; see docs/reference/configuration.md")
     edits = "file of edited prompts, or a folder that has one: which of its parts the calls have"
     tokens = "count tokens with this model's tokenizer; it is not loaded"
-    names = ("model", "policies", "plan.kind", "plan.k", "recipe", "prompts")
-    add_fields(command, *names, model=tokens, prompts=edits)
+    names = ("model", "policies", "plan.kind", "plan.k", "recipe", "prompts_file")
+    add_fields(command, *names, model=tokens, prompts_file=edits)
     add_repeated(command, "--set", "FIELD=VALUE", "any other field, as in cotune train")
     command.add_argument(
         "--answers",

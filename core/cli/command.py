@@ -36,7 +36,7 @@ _FLAGS = {
     "learner.lr": ("--lr", "LR"),
     "redact": ("--redact", "MODULE:FUNCTION"),
     "roles_by": ("--roles-by", "WHO"),
-    "prompts": ("--prompts", "FILE"),
+    **dict.fromkeys(("prompts_file", "prompts"), ("--prompts", "FILE")),
     "cluster.address": ("--cluster", "ADDRESS"),
     "evaluation.tasks": ("--eval-tasks", "FILE"),
     "init": ("--init", "RUN"),

@@ -33,7 +33,7 @@ EXAMPLE = "cotune trace app:solve --tasks tasks.jsonl --out runs/traced"
 
 
 class TraceOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How `cotune trace` records. `redact`, `roles_by` and `prompts` are as in a run's configuration."""
+    """How `cotune trace` records. `redact` and `roles_by` are as in a run's configuration."""
 
     concurrency: int = 8
     """Episodes in flight."""
@@ -49,6 +49,7 @@ class TraceOptions(msgspec.Struct, frozen=True, kw_only=True):
     redact: str | None = None
     roles_by: str | None = None
     prompts: str | None = None
+    """File of edited prompts, or a folder that has one: calls go out with them; see docs/how-to/prompts.md."""
 
 
 def arguments(command: Parser) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from os.path import normpath
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
+from cotune.config.methods import LossSettings, RewardSettings
 from cotune.records.plans import PlanKind
 from cotune.records.policies import TRAINED, OtherRoles, PolicyKind
 from cotune.records.step_ranges import within
@@ -85,10 +86,12 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True):
     tool_format: str = ""
     """How that base model writes tool calls, for all policies that have it; without a value the run's `tool_format`."""
     recipe: str | None = None
-    """A recipe of its own, with the run's plan and without the run's `overrides`; without a value the run's. Policies
-    with one recipe are compared together, others by themselves."""
-    overrides: dict[str, Any] = {}
-    """Single settings of its recipe, beside the run's where it has the run's recipe."""
+    """A recipe of its own, with the run's plan and without the run's [rewards] and [loss]; without a value the run's.
+    Policies with one recipe are compared together, others by themselves."""
+    rewards: RewardSettings = RewardSettings()
+    """Settings of [rewards] for this policy, in addition to the run's if it has the run's recipe."""
+    loss: LossSettings = LossSettings()
+    """Settings of [loss] for this policy, in addition to the run's if it has the run's recipe."""
     weight_decay: float | None = None
     """Without a value `learner.weight_decay`."""
     teacher: str = ""
@@ -118,11 +121,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     of your own, as my_method.py:Ranked; see docs/reference/recipes.md. Without a value: at_grpo under a tree plan,
     dr_mas under independent rollouts, c3_branches under a replay plan. sft | dpo learn from records, see
     docs/how-to/distillation.md."""
-    overrides: dict[str, Any] = {}
-    """[overrides] Single settings of the recipe, such as clip_high or entropy."""
-    team_weight: float = 1.0
-    """Weight of the component `team` against all others: r = team_weight * team + local. Under a tree plan only a
-    `team` that a scorer returns is trained on."""
     steps: int = 100
     """Training steps."""
     on_failure: str = "lowest"
@@ -135,6 +133,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     prices: dict[str, tuple[float, float]] = {}
     """[prices] Money for a million prompt tokens and a million completion tokens, by model or policy, for the costs
     that cotune eval shows."""
+    rewards: RewardSettings = RewardSettings()
+    loss: LossSettings = LossSettings()
     plan: RunPlan = RunPlan()
     replay: RunReplay = RunReplay()
     routing: RunRouting = RunRouting()

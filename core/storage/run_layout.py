@@ -37,6 +37,8 @@ WITHHELD = "(not kept: taken from the environment)"
 EARLIER = "cotune 0.1.0 at commit 953ea891"
 """The last cotune that reads checkpoints without the id of their run, and that upgrades records files of versions 3 to
 5."""
+EARLIER_SETTINGS = "cotune 0.1.0 at commit c965d46f"
+"""The last cotune that reads runs whose configuration has `overrides`."""
 _RUN = "run.json"
 FUNCTIONS = ("redact", "roles_by", "recipe", "token_loss", "teacher_sees")
 """Settings that may name a function or class of the user's, wherever in a configuration."""
@@ -136,6 +138,12 @@ def read_run_json(path: str | Path) -> dict[str, Any]:
         raise RunError(f"{path} holds no run: there is no run.json.", "Name a folder that cotune train wrote.")
     remedy = "Restore it, or start a new run."
     found = read_typed(file, dict[str, Any], remedy)
+    config = found.get("config")
+    if isinstance(config, dict) and "overrides" in config:
+        raise RunError(
+            f"{file} was written by an earlier cotune, whose settings had other names.",
+            f"Read it with {EARLIER_SETTINGS}, or train anew; CHANGELOG.md lists the names.",
+        )
     converted(file, found, _Described, remedy)
     return found
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from wording import entry, prose, small
 
-from cotune.algorithms.catalogue import SETTINGS
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.cli.command import documentation
 from cotune.errors import ConfigError
@@ -38,13 +37,12 @@ def search_fields() -> str:
     return "\n\n".join([said, *_entries(ImproveOptions, "prompts.")])
 
 
-def overrides() -> str:
-    """The settings of recipes that a run may replace, each with its default before a recipe sets it."""
+def method_attributes() -> str:
+    """The attributes of a method's rewards, filters and loss, each with its default."""
     parts = []
     for table in (Attribution, Filters, LossSpec):
         said = "\n\n".join(prose(part) for part in (table.__doc__ or "").split("\n\n"))
-        settings = [field for field in msgspec.structs.fields(table) if field.encode_name in SETTINGS]
-        rows = [f"- `{field.encode_name}`: {small(_typed(field))}" for field in settings]
+        rows = [f"- `{field.encode_name}`: {small(_typed(field))}" for field in msgspec.structs.fields(table)]
         parts += [f"### {table.__name__}", said, "\n".join(rows)]
     return "\n\n".join(parts)
 

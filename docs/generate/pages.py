@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from command_line import commands
-from configuration import fields, overrides, search_fields
+from configuration import fields, method_attributes, search_fields
 from figures import TABLES
 from metrics import figures as metrics
 from metrics import reasons
@@ -30,7 +30,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "types": type_table,
     "commands": commands,
     "fields of the configuration": fields,
-    "settings of a recipe": overrides,
+    "attributes of a method": method_attributes,
     "options of a search for prompts": search_fields,
     "reasons": reasons,
     **{f"metrics of {of}": functools.partial(metrics, of) for of in ("candidates", "update", "records", "policies")},

@@ -15,8 +15,9 @@ import pytest
 
 import cotune
 import cotune.types
-from cotune.algorithms.catalogue import ANY_PLAN, RECIPES, SETTINGS
+from cotune.algorithms.catalogue import ANY_PLAN, RECIPES
 from cotune.algorithms.filters import REASONS
+from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.cli.main import parser
 from cotune.trainer.config.policy import PolicyConfig
 from cotune.trainer.config.train import TrainConfig
@@ -118,8 +119,9 @@ def test_a_field_says_its_type_default_and_what_is_allowed(site: Path, field: st
     assert said in " ".join(html.unescape(re.sub(r"<[^>]+>", "", entry)).split())
 
 
-def test_every_setting_of_a_recipe_is_there(site: Path) -> None:
-    assert set(SETTINGS) <= codes(page(site, "configuration"))
+def test_every_attribute_of_a_method_is_there(site: Path) -> None:
+    names = {name for kind in (Attribution, Filters, LossSpec) for name in kind.__struct_fields__}
+    assert names <= codes(page(site, "recipes"))
 
 
 def test_every_recipe_is_there_with_its_plan_and_paper(site: Path) -> None:

@@ -26,7 +26,7 @@ def test_each_policy_that_stays_has_its_own_reason_and_the_run_counts_them(train
     four_roles.ran = 0
     weights = {"learns/team": 1.0, "seldom/team": 1.0, "even/steady": 1.0}
     settings = {
-        "overrides": {"weights": weights},
+        "rewards": {"weights": weights},
         "plan": INDEPENDENT,
         "concurrency": 1,
         "roles": ["seldom"],
@@ -60,7 +60,7 @@ def test_a_game_says_why_it_has_no_held_out_figure(trainer: Trainer) -> None:
 
     evaluation = {"tasks": str(write(trainer, [{"id": f"h{n}", "letter": "d"} for n in range(8)]))}
     weights = {"first/first": 1.0, "second/second": 1.0}
-    settings = {"recipe": "dr_mas", "overrides": {"weights": weights}, "plan": INDEPENDENT, "steps": 1}
+    settings = {"recipe": "dr_mas", "rewards": {"weights": weights}, "plan": INDEPENDENT, "steps": 1}
     trainer(application(game), **settings, evaluation=evaluation)
     said = " ".join(trainer.said.split())
     why = "first, second play against each other: their held-out rewards always add up to the same"
@@ -88,7 +88,7 @@ def test_a_plain_outcome_is_shown_as_one_that_is_not_trained_on(trainer: Trainer
 
     evaluation = {"tasks": str(write(trainer, [{"id": f"h{n}", "letter": "d"} for n in range(4)]))}
     weights = {"correct": 1.0, "minutes": -0.5}
-    settings = {"overrides": {"weights": weights}, "plan": INDEPENDENT, "steps": 1, "evaluation": evaluation}
+    settings = {"rewards": {"weights": weights}, "plan": INDEPENDENT, "steps": 1, "evaluation": evaluation}
     summary = trainer(application(slow), **settings)
     said = " ".join(trainer.said.split())
     assert said.count("plain outcome (not what is trained on) 2.") == 2, "before the first step, and after it"

@@ -133,8 +133,8 @@ def test_a_harder_level_is_no_collapse() -> None:
 def test_a_run_that_gets_better_goes_on_although_what_it_returns_falls(trainer: Trainer) -> None:
     """The answers get shorter, as the weight asks: the component falls, and the trained reward rises."""
     tokens = [8.0] * 6 + [1.0] * 6
-    overrides = {"weights": {"team": -0.125}}
-    summary = trainer(scripted(tokens), guard="stop", overrides=overrides, **SETTINGS)
+    rewards = {"weights": {"team": -0.125}}
+    summary = trainer(scripted(tokens), guard="stop", rewards=rewards, **SETTINGS)
     assert (summary.steps, summary.ended) == (12, "")
     lines = trainer.metrics()
     assert [line["roles"]["first"]["reward"] for line in lines] == [-1.0] * 6 + [-0.125] * 6

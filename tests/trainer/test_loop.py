@@ -54,7 +54,7 @@ def learned(module_trainer):
     """A run of eight steps in which both roles are rewarded for some letters."""
     app = application(**BOTH)
     settings = {"policies": "full", "plan": {"k": 8}, "learner": {"lr": 5e-3, "mini_batch": 8}}
-    summary = module_trainer(app, steps=8, team_weight=0.0, to="learned", **settings)
+    summary = module_trainer(app, steps=8, rewards={"team_weight": 0.0}, to="learned", **settings)
     return summary, module_trainer
 
 
@@ -327,7 +327,13 @@ class StopsOnce:
 def test_stopped_and_resumed_ends_like_a_run_without_a_stop(trainer, monkeypatch, number, moment):
     stop = StopsOnce(number)
     sampling = {"prefix_cache": "0B"}  # what a warm cache gives is rounded otherwise than what a cold one gives
-    settings = {"steps": 3, "team_weight": 0.0, "concurrency": 1, "learner": {"lr": 1e-2}, "sampling": sampling}
+    settings = {
+        "steps": 3,
+        "rewards": {"team_weight": 0.0},
+        "concurrency": 1,
+        "learner": {"lr": 1e-2},
+        "sampling": sampling,
+    }
     whole = trainer(application(**BOTH), to="whole", **settings)
 
     step = Counter()

@@ -24,7 +24,7 @@ from cotune.trainer.prompting.options import load_options
 def test_a_removed_setting_names_its_replacement(
     row: str, toml: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(REMOVED, row, "Use seed.")  # type: ignore[arg-type]
+    monkeypatch.setitem(REMOVED, row, "Use seed.")
     config = tmp_path / "run.toml"
     config.write_text(f'model = "m"\n{toml}')
     with pytest.raises(ConfigError, match=r"was removed from the configuration.*Use seed\.") as error:
@@ -33,7 +33,7 @@ def test_a_removed_setting_names_its_replacement(
 
 
 def test_a_removed_option_of_a_search_names_its_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REMOVED, "prompts.old", "Use seed.")  # type: ignore[arg-type]
+    monkeypatch.setitem(REMOVED, "prompts.old", "Use seed.")
     with pytest.raises(ConfigError, match=r"was removed from the configuration.*Use seed\."):
         load_options(None, {"old": 3})
 

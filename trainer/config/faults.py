@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from cotune.algorithms.catalogue import SETTINGS
 from cotune.errors import ConfigError, expected, field_and_fault
 from cotune.near_names import did_you_mean, near_names
 from cotune.trainer.config.removed import removed_setting
@@ -30,17 +29,7 @@ def fault(error: msgspec.ValidationError, table: Mapping[str, Any], kind: type[m
         return error.__cause__
     field, message = field_and_fault(error)
     remedy = PAGE
-    if "unknown field" in message:
-        name_without_indices = re.sub(r"\[[^]]*\]", "", field)  # of a list of tables: policy[0].lr
-        if removed := removed_setting(name_without_indices, _lookup(table, field)):
-            return removed
-        message = "is not a field of the configuration"
-        remedy = " ".join([*_belongs(field, kind), PAGE])
-        if field in table and "." in field:  # a dotted name as a key of its own
-            parent, _, name = field.partition(".")
-            remedy = f"Here it is a table: {parent} = {{{name!r}: {table[field]!r}}}. {PAGE}"
-            return ConfigError(field, table[field], message, remedy)
-    elif message.startswith("Invalid enum value"):
+    if message.startswith("Invalid enum value"):
         message = f"is not one of {', '.join(_choices(field, kind))}"
     else:
         message = expected(message)
@@ -54,10 +43,57 @@ def fault(error: msgspec.ValidationError, table: Mapping[str, Any], kind: type[m
     return ConfigError(field, _lookup(table, field), message, remedy)
 
 
+def check_names(table: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
+    """Raises ConfigError for a name in `table`, or in a table in it, that is no field of `kind`."""
+    for path in _unknown_names(table, kind):
+        raise unknown_field(path, table, kind)
+
+
+def _unknown_names(table: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """The dotted names that are no fields; `policy[0].lr` in a list of tables."""
+    types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for name, value in table.items():
+        path = f"{prefix}{name}"
+        if name not in types:
+            yield path
+            continue
+        struct = _struct_in(types[name])
+        if struct is None:
+            continue
+        if isinstance(value, Mapping):
+            yield from _unknown_names(value, struct, f"{path}.")
+        elif isinstance(value, list | tuple):
+            for number, one in enumerate(value):
+                if isinstance(one, Mapping):
+                    yield from _unknown_names(one, struct, f"{path}[{number}].")
+
+
+def _struct_in(kind: Any) -> type[msgspec.Struct] | None:
+    """The struct that a field of this type holds: by itself, in a list, or unless it is None."""
+    for part in (kind, *get_args(kind)):
+        if isinstance(part, type) and issubclass(part, msgspec.Struct):
+            return part
+    return None
+
+
+def unknown_field(field: str, table: Mapping[str, Any], kind: type[msgspec.Struct]) -> ConfigError:
+    """The error for a name that is no field: what replaces it, where it belongs, or names that are close."""
+    value = _lookup(table, field)
+    name_without_indices = re.sub(r"\[[^]]*\]", "", field)  # of a list of tables: policy[0].lr
+    if removed := removed_setting(name_without_indices, value):
+        return removed
+    message = "is not a field of the configuration"
+    if field in table and "." in field:  # a dotted name as a key of its own
+        parent, _, name = field.partition(".")
+        remedy = f"Here it is a table: {parent} = {{{name!r}: {table[field]!r}}}. {PAGE}"
+        return ConfigError(field, table[field], message, remedy)
+    return ConfigError(field, value, message, " ".join([*_belongs(field, kind), PAGE]))
+
+
 def _belongs(field: str, kind: type[msgspec.Struct]) -> Iterator[str]:
     """Where a field of this last name is known, or one of almost this name, as a sentence; else nothing."""
     name = field.rpartition(".")[2]
-    known = [*_fields(kind), *(f"overrides.{setting}" for setting in sorted(SETTINGS))]
+    known = list(_fields(kind))
     if field in _ARGUMENTS:
         yield f"It is {_ARGUMENTS[field]}."
     elif places := [place for place in known if place.rpartition(".")[2] == name]:

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from cotune.algorithms.from_records import FROM_RECORDS
+from cotune.config.methods import LossSettings, RewardSettings
 from cotune.errors import ConfigError, check_bounds
 from cotune.integrations.models.chat.tool_formats import check_tool_format
 from cotune.records.policies import UNTRAINED, LoraSpec, PolicySpec
@@ -45,9 +46,13 @@ class PolicyConfig(RunPolicy, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def of_training(self) -> Iterator[str]:
         """Settings that are given and only mean something to a policy that is trained."""
-        for name in ("lr", "schedule", "weight_decay", "recipe", "overrides", "train", "teacher"):
-            if getattr(self, name) not in (None, "", {}):
+        for name in ("lr", "schedule", "weight_decay", "recipe", "rewards", "loss", "train", "teacher"):
+            if getattr(self, name) not in _UNSET:
                 yield name
+
+
+_UNSET = (None, "", RewardSettings(), LossSettings())
+"""Values of fields that a [[policy]] table does not set."""
 
 
 class PolicySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,9 +106,9 @@ def check_policies(
         for name in () if one.trained else one.of_training:
             fault = f"has no effect: policy {one.name} is of kind {one.kind}, which is not trained"
             raise ConfigError(f"policy.{name}", getattr(one, name), fault, 'Leave it out, or set kind = "lora".')
-        for name in ("recipe", "overrides", "train", "teacher"):
+        for name in ("recipe", "rewards", "loss", "train", "teacher"):
             value = getattr(one, name)
-            if recipe in FROM_RECORDS and value:
+            if recipe in FROM_RECORDS and value not in _UNSET:
                 fault = f"cannot be used with recipe {recipe}, which learns from records"
                 raise ConfigError(f"policy.{name}", value, fault, f"Leave it out of policy {one.name}.")
         if one.recipe in FROM_RECORDS:

@@ -5,13 +5,17 @@ A configuration with one of these names is rejected with the text of its row. Ad
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from cotune.algorithms.catalogue import REMOVED as REMOVED_OF_RECIPES
 from cotune.errors import ConfigError
 
 _NO_PAST = "Leave it out: present versions play all roles. Train roles in turns with train in [[policy]]."
 
-REMOVED: Mapping[str, str] = {
+REMOVED: dict[str, str] = {
+    "prompts.prompts": "Use prompts_file.",
+    "overrides": "Use [loss] for terms of the loss, such as loss.clip_high, and [rewards] for rewards, such as "
+    "rewards.weights.",
+    "policy.overrides": "Use loss and rewards of the policy, such as loss = {clip_high = 0.28}.",
+    "team_weight": "Use rewards.team_weight.",
     "cluster.colocate": "Leave it out: an engine and a learner share a GPU if the machine has one.",
     "cluster.engine": "Use engine, above the tables.",
     "cluster.engine_args": "Use [engine_args].",
@@ -44,6 +48,9 @@ REMOVED: Mapping[str, str] = {
 }
 """By dotted name, such as "learner.seed" ("policy.NAME" for a field of [[policy]], "prompts.NAME" for an option of a
 search for prompts): a sentence that tells the user what to do, such as "Use seed." """
+for _name, _text in REMOVED_OF_RECIPES.items():
+    for _table in ("rewards", "loss", "policy.rewards", "policy.loss"):
+        REMOVED[f"{_table}.{_name}"] = _text
 
 
 def removed_setting(field: str, value: object) -> ConfigError | None:

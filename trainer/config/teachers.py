@@ -48,7 +48,7 @@ def check_teachers(config: RunConfig, model: str, temperature: float) -> None:
         fault = "has no effect: no policy learns from a teacher without one of its own"
         raise ConfigError("distill.teacher", default, fault, "Leave it out.")
     if default and not shared:
-        remedy = "Use --recipe distill (for a class of your own, set overrides.kl_to), or leave the teacher out."
+        remedy = "Use --recipe distill (for a class of your own, set loss.kl_to), or leave the teacher out."
         raise ConfigError("recipe", config.recipe, "has no use for distill.teacher", remedy)
     for name, bases in teachers_of(config, model).items():
         if re.fullmatch(r"(?!https?://)[^/]+:\d+(/.*)?", name):

@@ -15,6 +15,7 @@ from cotune.algorithms.from_records import FROM_RECORDS
 from cotune.algorithms.policy_recipes import Recipes, check_together
 from cotune.algorithms.run_recipe import policy_recipes
 from cotune.algorithms.trial import check_own
+from cotune.config.methods import LossSettings, RewardSettings, changed_settings
 from cotune.errors import ConfigError, check_bounds
 from cotune.integrations.exchange.trackers.tracker import Tool
 from cotune.integrations.models.chat.tool_formats import AUTO, check_tool_format
@@ -26,7 +27,7 @@ from cotune.storage.run_config import RunConfig, RunPlan
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.config.engine import check_engine
-from cotune.trainer.config.faults import PAGE, fault
+from cotune.trainer.config.faults import PAGE, check_names, fault
 from cotune.trainer.config.from_records import DistillConfig, DpoConfig, RecordsConfig, check_records
 from cotune.trainer.config.learner import LearnerSettings, check_one_process
 from cotune.trainer.config.policy import PolicyConfig, PolicySettings, ScheduleConfig, check_policies, first_written
@@ -94,7 +95,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """module:function or file.py:function that names the role of each call from its messages, model, tools and caller |
     caller: the name of the application's function that makes it | model: the name of the model that it asks; see
     docs/how-to/roles.md."""
-    prompts: str = ""
+    prompts_file: str = ""
     """File of edited prompts, or a folder that has one: calls go out with them; see docs/how-to/prompts.md. The run
     keeps a copy as prompts.json."""
     init: str = ""
@@ -228,7 +229,8 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def of_rollouts(self) -> list[str]:
         """Settings that are given and only mean something to runs with rollouts."""
         given = {
-            "overrides": self.overrides,
+            "loss": bool(changed_settings(RewardSettings(), self.loss)),
+            "rewards": bool(changed_settings(self.rewards, LossSettings())),
             "plan.kind": self.plan.kind,
             "evaluation.tasks": self.evaluation.tasks not in ("", NO_TASKS),
             f"evaluation.{self.evaluation.needing_tasks}": self.evaluation.needing_tasks,
@@ -277,7 +279,7 @@ class TrainConfig(RunConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for chosen in recipes.every:
             if chosen.loss.token_loss and self.cluster.on_ray:
                 fault = "cannot be used on a cluster, whose learners do not have its module"
-                raise ConfigError("overrides.token_loss", chosen.loss.token_loss, fault, "Train in one process.")
+                raise ConfigError("loss.token_loss", chosen.loss.token_loss, fault, "Train in one process.")
             check_own(chosen)
         if kind == "replay":
             why = "a call is judged by the outcome of the episode that goes on from it"
@@ -387,8 +389,10 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
         table = {**table, "cluster": {"address": "local", **table["cluster"]}}
     if isinstance(table.get("records"), str | Path):
         table = {**table, "records": {"path": str(table["records"])}}
-    if isinstance(search := table.get("prompts"), Mapping):  # [prompts] has the options of a search
-        table = {**table, "prompts": search.get("prompts", "")}
+    if isinstance(prompts := table.get("prompts"), str | Path):
+        raise ConfigError("prompts", str(prompts), "has another name now", "Use prompts_file for a file of prompts.")
+    if isinstance(prompts, Mapping):  # options of cotune prompts improve, which may share the file
+        table = {name: value for name, value in table.items() if name != "prompts"}
     if not table.get("model"):
         missing = "is missing: it is a model folder, a GGUF file or a Hugging Face id"
         raise ConfigError("model", table.get("model"), missing, "Pass --model.")
@@ -397,12 +401,13 @@ def convert(table: Mapping[str, Any]) -> TrainConfig:
     named = [("policy.recipe", f"of policy {one.get('name')} ", one.get("recipe")) for one in tables]
     for field, of, name in [("recipe", "", table.get("recipe")), *named]:
         if isinstance(name, Mapping):
-            remedy = "Its settings are overrides, such as overrides.clip_high."
+            remedy = "What a run changes of it is in [rewards] and [loss], such as loss.clip_high."
             raise ConfigError(field, dict(name), f"{of}is not the name of a recipe", remedy)
         known = {*RECIPES, *FROM_RECORDS}
         if isinstance(name, str) and name not in known and not is_own(name):
             remedy = "For a class of your own, name its file too: my_method.py:Ranked."
             raise ConfigError(field, name, f"{of}is not one of {', '.join(sorted(known))}", remedy)
+    check_names(table, TrainConfig)
     try:
         return msgspec.convert(table, TrainConfig)
     except msgspec.ValidationError as error:

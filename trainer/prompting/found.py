@@ -42,7 +42,7 @@ def find_base(evaluations: Evaluations, options: ImproveOptions) -> tuple[Prompt
 
 def earlier_base(options: ImproveOptions) -> Prompts:
     """The prompts of an earlier search, from which this one starts. Raises ConfigError."""
-    base = read_prompts(options.prompts or "")
+    base = read_prompts(options.prompts_file or "")
     kinds = options.kinds or ("system", "user")
     first = base.provenance.get(IMPROVED) if not options.kinds else None
     wanted = [

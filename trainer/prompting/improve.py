@@ -88,8 +88,8 @@ def improve(
     require()
     if reflector is None:
         key_for(options.reflection_url, options.reflection_key_env)
-    if options.prompts is None and prompts_of(options.run) is not None:
-        options = msgspec.structs.replace(options, prompts=options.run)
+    if options.prompts_file is None and prompts_of(options.run) is not None:
+        options = msgspec.structs.replace(options, prompts_file=options.run)
     known = as_tasks(tasks)
     split = split_for_search(known, options)
     folder = PromptRun(out)
@@ -281,7 +281,7 @@ async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun,
     if folder.parts.exists():
         return read_prompts(folder.parts), []
     notes: list[str] = []
-    if options.prompts is not None:
+    if options.prompts_file is not None:
         base = earlier_base(options)
     else:
         say("running the application as it is, to find the parts of its prompts ...")

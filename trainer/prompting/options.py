@@ -76,8 +76,9 @@ class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Episodes in flight."""
     timeout: float = 600.0
     """Seconds for one episode, and then for the judge of it."""
-    prompts: str | None = None
-    """Prompts to start from, as prompts.json of an earlier search."""
+    prompts_file: str | None = None
+    """Prompts to start from, as prompts.json of an earlier search. Without it those of `prompts_file` above the
+    tables."""
     roles_by: str | None = None
     """What names the roles: caller | model | module:function."""
     redact: str | None = None
@@ -109,10 +110,14 @@ class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def named_options(config: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a user names: in the table [prompts] of a TOML file (if any), and those that are `given`.
-    Raises ConfigError."""
-    told = read_toml(config).get("prompts", {})
-    told = told if isinstance(told, Mapping) else {"prompts": told}  # as a training has it
-    return {**told, **given}
+    `prompts_file` may stand above the tables, where a training run reads it too. Raises ConfigError."""
+    table = read_toml(config)
+    options = table.get("prompts", {})
+    if not isinstance(options, Mapping):
+        raise ConfigError("prompts", options, "is not a table [prompts]", "Use prompts_file for a file of prompts.")
+    if "prompts_file" in table:
+        options = {"prompts_file": table["prompts_file"], **options}
+    return {**options, **given}
 
 
 def load_options(
@@ -138,7 +143,7 @@ def with_whole_places(options: ImproveOptions) -> ImproveOptions:
     def whole(place: str | None) -> str | None:
         return str(Path(place).expanduser().resolve()) if place and Path(place).expanduser().exists() else place
 
-    files = {name: whole(getattr(options, name)) for name in ("eval_tasks", "prompts", "run", "model")}
+    files = {name: whole(getattr(options, name)) for name in ("eval_tasks", "prompts_file", "run", "model")}
     functions = {name: whole_address(getattr(options, name) or "") or None for name in ("redact", "roles_by")}
     return msgspec.structs.replace(options, **files, **functions)
 

@@ -270,8 +270,8 @@ def _obstacle_to_ray(config: TrainConfig, resources: Resources) -> str:
         return "learner.quantize needs a learner in one process"
     if config.learner.optimizer != "adamw":
         return "learner.optimizer needs a learner in one process"
-    if "token_loss" in config.overrides:
-        return "overrides.token_loss needs a learner in one process"
+    if config.loss.token_loss:
+        return "loss.token_loss needs a learner in one process"
     if teacher := _local_teacher(config):
         return f"the teacher {teacher} is loaded in this process, on the first GPU. Serve it by vLLM for the others"
     if not resources.importable:

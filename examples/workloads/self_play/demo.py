@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "steps": 100,
         "tasks_per_step": 1,
         "plan": {"k": 64},
-        "overrides": {"entropy": 0.5},
+        "loss": {"entropy": 0.5},
         "learner": {"lr": 1e-4, "betas": [0.0, 0.99]},
     },
     "noughts": {**tomllib.loads(Path(__file__).with_name("small.toml").read_text()), "evaluation": {"every": 25}},

@@ -14,6 +14,7 @@ from cotune.algorithms.prepare import StepContext, prepare
 from cotune.algorithms.recipes import Attribution
 from cotune.algorithms.run_recipe import policy_recipes
 from cotune.algorithms.samples import Sample
+from cotune.config.methods import LossSettings
 from cotune.errors import ConfigError
 from cotune.records.structs import PolicyRef
 from cotune.storage.run_config import RunConfig, RunPolicy
@@ -98,23 +99,19 @@ def test_a_recipe_that_joins_calls_takes_the_rewards_of_other_policies_in() -> N
 
 def test_the_configuration_names_what_does_not_fit() -> None:
     def resolved(plan: Any, **table: Any) -> Recipes:
-        config = RunConfig(policy=(RunPolicy(name="p", roles=("a",), **table),), overrides={"clip_high": 0.3})
+        config = RunConfig(policy=(RunPolicy(name="p", roles=("a",), **table),), loss=LossSettings(clip_high=0.3))
         return policy_recipes(config, plan)
 
-    found = resolved("tree", overrides={"entropy": 0.1})
+    found = resolved("tree", loss=LossSettings(entropy=0.1))
     assert (found.of("p").loss.clip_high, found.of_role("a").loss.entropy, found.run.loss.entropy) == (0.3, 0.1, 0.0)
-    assert resolved("tree", recipe="dapo").of("p").loss.clip_high == 0.28, "the run's overrides are for its recipe"
+    assert resolved("tree", recipe="dapo").of("p").loss.clip_high == 0.28, "the run's [loss] is for its recipe"
     assert found.names == "recipe at_grpo, at_grpo for p"
     with pytest.raises(ConfigError, match=r"policy.recipe = 'grpo' of policy p cannot be used here: plan = 'tree'"):
         resolved("tree", recipe="grpo")
     with pytest.raises(ConfigError, match=r"policy.recipe = 'c3' of policy p cannot be used here: plan.kind = 'ind"):
         resolved("independent", recipe="c3")
-    with pytest.raises(ConfigError, match=r"policy.overrides.clip_low = 3.0 of policy p must be between 0 and 1"):
-        resolved("independent", overrides={"clip_low": 3.0})
-    with pytest.raises(ConfigError, match=r"policy.overrides.plan = 'tree' is no setting of a recipe"):
-        resolved("independent", overrides={"plan": "tree"})
-    with pytest.raises(ConfigError, match=r"^overrides.plan = 'tree' .* set plan.kind \(--plan\)"):
-        policy_recipes(RunConfig(overrides={"plan": "tree"}), "independent")
+    with pytest.raises(ConfigError, match=r"policy.loss.clip_low = 3.0 of policy p must be between 0 and 1"):
+        resolved("independent", loss=LossSettings(clip_low=3.0))
     with pytest.raises(ConfigError, match=r"policy.recipe = 'advantage_alignment' of policy p needs the advantages"):
         check_together(resolved("independent", recipe="advantage_alignment"))
 

@@ -111,7 +111,7 @@ def test_groups_trained_on_before_are_left_out():
 
 def test_groups_too_easy_or_too_hard_are_left_out():
     samples = [*group("c", 1.0, 0.0), *group("d", 1.0, 1.0, 1.0, 1.0, 0.0), *group("f", 0.0, 0.0)]
-    prepared = prepare(samples, recipe("at_grpo", mean_range=(0.2, 0.75)))
+    prepared = prepare(samples, AT_GRPO.replaced(filters=Filters(zero_variance=True, mean_range=(0.2, 0.75))))
     assert [g.id for g in prepared.groups] == ["c"]
     assert prepared.left_out == {"mean_out_of_range": 5, "zero_variance": 2}
 

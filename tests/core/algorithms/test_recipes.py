@@ -186,9 +186,9 @@ def test_plans_keys_and_filters():
 
 
 def test_settings_go_where_they_live():
-    changed = recipe("at_grpo", team_weight=0.5, clip_high="0.28", entropy=0.01, mean_range=[0.2, 0.8])
+    changed = recipe("at_grpo", team_weight=0.5, clip_high="0.28", entropy=0.01, drop_truncated=True)
     assert changed.attribution == Attribution(team_weight=0.5)
-    assert changed.filters == Filters(zero_variance=True, mean_range=(0.2, 0.8))
+    assert changed.filters == Filters(zero_variance=True, drop_truncated=True)
     assert changed.loss == LossSpec(clip_high=0.28, entropy=0.01)
     assert RECIPES["at_grpo"].loss.clip_high == 0.2 and recipe("at_grpo") == recipe("at_grpo") != changed
     for name, attribute in SETTINGS.items():
@@ -208,9 +208,8 @@ def test_a_tree_has_no_trajectories_to_take_a_mean_over():
         recipe("at_grpo", aggregation="trajectory_mean")
 
 
-def test_naming_weights_leaves_the_rest_out_unless_told():
+def test_naming_weights_leaves_the_rest_out():
     assert weight_of("team", "a", recipe("dr_mas", weights={"correct": 0.9}).attribution) == 0.0
-    assert weight_of("team", "a", recipe("dr_mas", weights={"correct": 0.9}, other=0.5).attribution) == 0.5
     assert weight_of("team", "a", recipe("dr_mas").attribution) == 1.0
 
 
@@ -235,21 +234,25 @@ def test_at_grpo_over_independent_rollouts_takes_in_the_outcome():
         ("grpo", {"clip_high": float("nan")}, "clip_high = nan"),
         ("grpo", {"kl": -1}, "kl = -1.0 must be 0 or more"),
         ("grpo", {"overlong_penalty": -1}, "overlong_penalty = -1.0 must be 0 or more"),
-        (
-            "at_grpo",
-            {"timeout_penalty": 1},
-            "timeout_penalty = 1.0 is taken from outcomes, and these candidates answer for their own",
-        ),
         ("grpo", {"overlong_buffer": 8}, "overlong_buffer = 8 has no effect, as overlong_penalty is 0"),
         ("grpo", {"tis_cap": 0}, "tis_cap = 0.0"),
-        ("grpo", {"dual_clip": 1.0}, "dual_clip = 1.0"),
-        ("grpo", {"constant_length": 0}, "constant_length = 0"),
         ("grpo", {"team_weight": "much"}, "team_weight = 'much'"),
     ],
 )
 def test_wrong_settings_are_named_with_what_is_allowed(name, overrides, message):
     with pytest.raises(ConfigError, match=message):
         recipe(name, **overrides)
+
+
+def test_wrong_attributes_of_a_method_are_named_with_what_is_allowed():
+    with pytest.raises(
+        ConfigError, match=r"timeout_penalty = 1\.0 is taken from outcomes, and these candidates answer"
+    ):
+        Attribution(timeout_penalty=1.0)
+    with pytest.raises(ConfigError, match=r"dual_clip = 1\.0"):
+        LossSpec(dual_clip=1.0)
+    with pytest.raises(ConfigError, match=r"constant_length = 0"):
+        LossSpec(constant_length=0)
 
 
 def test_groups_of_a_tree_must_hold_the_call():

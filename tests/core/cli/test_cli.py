@@ -514,7 +514,7 @@ def test_a_wrong_setting_is_named(table, field, value, allowed):
         ({"lr": 1e-4}, "It belongs elsewhere: learner.lr."),
         ({"rank": 8}, "It belongs elsewhere: lora.rank."),
         ({"threads": 2}, "It belongs elsewhere: learner.threads or sampling.threads."),
-        ({"clip_high": 0.3}, "It belongs elsewhere: overrides.clip_high."),
+        ({"clip_high": 0.3}, "It belongs elsewhere: loss.clip_high."),
         ({"plan": {"steps": 5}}, "It belongs elsewhere: steps (at the top of the file, above the first [table])."),
         ({"learner": {"lora": {"rank": 2}}}, "It belongs elsewhere: lora (at the top"),
         ({"stepz": 5}, "Did you mean steps? See docs"),

@@ -273,7 +273,7 @@ def test_groups_and_what_was_left_out(run):
 
 def test_groups_follow_the_configuration_of_the_run(run):
     path, _ = run
-    config = {"plan": {"kind": "independent"}, "recipe": None, "team_weight": 1.0, "overrides": {}}
+    config = {"plan": {"kind": "independent"}, "recipe": None, "rewards": {"team_weight": 1.0}, "loss": {}}
     (path / "run.json").write_text(json.dumps({"config": config}))
     lines = shown(path, groups=True)
     assert lines[1] == "plan independent, recipe dr_mas, as the run was configured; key task, role"

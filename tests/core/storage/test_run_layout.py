@@ -42,9 +42,20 @@ def test_what_is_read_again_is_typed_and_the_rest_is_kept(tmp_path: Path) -> Non
     config = {"steps": 7, "plan": {"kind": "tree", "k": 4}, "learner": {"weight_decay": 0.1, "lr": 1.0}, "tags": []}
     described = {"model": "m", "versions": {"python": "3.11"}, "config": config}
     found = read_run(run(tmp_path, described))
-    assert (found.model, found.config.steps, found.config.plan.kind, found.config.team_weight) == ("m", 7, "tree", 1.0)
+    assert (found.model, found.config.steps, found.config.plan.kind, found.config.rewards.team_weight) == (
+        "m",
+        7,
+        "tree",
+        None,
+    )
     assert found.config.learner.weight_decay == 0.1
     assert read_run_json(tmp_path) == described
+
+
+def test_a_run_whose_settings_have_earlier_names_is_refused(tmp_path: Path) -> None:
+    folder = run(tmp_path, {"model": "m", "config": {"steps": 7, "overrides": {"clip_high": 0.28}}})
+    with pytest.raises(RunError, match=r"run.json was written by an earlier cotune, .* Read it with cotune 0.1.0 at"):
+        read_run(folder)
 
 
 def test_a_run_of_no_settings_has_the_defaults(tmp_path: Path) -> None:

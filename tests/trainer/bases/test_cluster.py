@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {
     "engine": "transformers",
     "plan": {"k": 4},
     "learner": {"lr": 5e-3, "mini_batch": 8},
-    "team_weight": 0.0,
+    "rewards": {"team_weight": 0.0},
 }
 
 

@@ -112,7 +112,7 @@ def test_no_tasks(refused, tmp_path):
             {"clip_high": 0.3},
             "clip_high",
             "is not a field of the configuration",
-            "It belongs elsewhere: overrides.clip_high. ",
+            "It belongs elsewhere: loss.clip_high. ",
         ),
         ({"logger": "wandb"}, "logger", "is not a field of the configuration", "Did you mean loggers? "),
         ({"lora": {"rnk": 8}}, "lora.rnk", "is not a field of the configuration", "Did you mean lora.rank? "),
@@ -124,7 +124,12 @@ def test_no_tasks(refused, tmp_path):
         ),
         ({"dpo": "on"}, "dpo", "a table, not text", "Its fields: dpo."),
         ({"lora": {"rank": "x"}}, "lora.rank", "a whole number, not text", "See docs/reference/configuration.md."),
-        ({"recipe": {"clip_high": 1}}, "recipe", "is not the name of a recipe", "Its settings are overrides, such as "),
+        (
+            {"recipe": {"clip_high": 1}},
+            "recipe",
+            "is not the name of a recipe",
+            "What a run changes of it is in [rewards] and [loss]",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_as_it_was_written(settings, field, allowed, remedy, refused):
@@ -136,20 +141,24 @@ def test_a_wrong_setting_is_named_as_it_was_written(settings, field, allowed, re
 @pytest.mark.parametrize(
     ("setting", "value", "allowed"),
     [
-        ("clip_hi", 0.3, "is not a setting of recipes: absent, "),
-        ("clip_high", "much", "must be a number, not text"),
-        ("clip_high", -1.0, "must be 0 or more"),
-        ("ratio", "median", "is not one of none, token, sequence"),
-        ("zero_variance", "x", "must be true or false, not text"),
+        ("loss.clip_hi", 0.3, "is not a field of the configuration"),
+        ("loss.clip_high", "much", "must be a number or nothing, not text"),
+        ("loss.clip_high", -1.0, "must be 0 or more"),
+        ("loss.ratio", "median", "is not one of none, sequence, token"),
+        ("rewards.zero_variance", "x", "must be true or false or nothing, not text"),
+        ("policy.loss.clip_high", -1.0, "of policy p must be 0 or more"),
     ],
 )
-def test_a_wrong_override_is_named_as_it_was_written(setting, value, allowed):
-    config = convert({"model": "m", "overrides": {setting: value}})
+def test_a_wrong_setting_of_a_recipe_is_named_as_it_was_written(setting, value, allowed):
+    *in_policy, table, name = setting.split(".")
+    tables = {table: {name: value}}
+    if in_policy:
+        tables = {"policy": [{"name": "p", "roles": ["a"], **tables}]}
     with pytest.raises(ConfigError) as caught:
-        config.resolve_plan([])
-    assert (caught.value.field, caught.value.value) == (f"overrides.{setting}", value)
+        convert({"model": "m", **tables}).resolve_plan([])
+    assert (caught.value.field, caught.value.value) == (setting, value)
     assert caught.value.fault.startswith(allowed)
-    assert caught.value.remedy == ("Did you mean clip_high or clip_low?" if setting == "clip_hi" else "")
+    assert ("Did you mean loss.clip_high" in caught.value.remedy) == (name == "clip_hi")
 
 
 @pytest.mark.parametrize("name", ["", ".", "lora.", "a..b"])

@@ -332,9 +332,9 @@ def test_an_error_of_one_policy_waits_for_the_others() -> None:
 
 
 def test_the_configuration_of_a_reinforcement_run_will_do(trainer: Trainer, records: Path) -> None:
-    settings = {"plan": {"kind": "tree"}, "overrides": {"clip_high": 0.3}, "steps": 1}
+    settings = {"plan": {"kind": "tree"}, "loss": {"clip_high": 0.3}, "steps": 1}
     assert learn(trainer, records, **settings).finished
-    assert "not used, as recipe sft runs no episode: overrides, plan.kind" in trainer.said
+    assert "not used, as recipe sft runs no episode: loss, plan.kind" in trainer.said
 
 
 def test_records_without_answers(trainer: Trainer, records: Path, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def losses():
 @pytest.mark.parametrize(("name", "fields"), losses())
 def test_gradients_are_those_of_plain_autograd(base, network, rows, name, fields):
     """Of the second optimizer step too, for which the weights are moved apart from those before the update."""
-    loss = msgspec.structs.replace(recipe(name, **fields).loss, constant_length=7)
+    loss = msgspec.structs.replace(recipe(name).loss, **fields, constant_length=7)
     settings = change(FAST, grad_clip=0.0, epochs=2, micro_batch_tokens=60)
     learner = LocalLearner.open(base, policies_for("full", ["a"], SMALL), settings, loss)
     steps = found_gradients(learner)

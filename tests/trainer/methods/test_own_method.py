@@ -31,7 +31,7 @@ def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_the_page_s_method_trains_and_is_not_run_by_whoever_looks(
     trainer: Trainer, named: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"recipe": named["recipe"], "overrides": {"token_loss": named["token_loss"]}}
+    settings = {"recipe": named["recipe"], "loss": {"token_loss": named["token_loss"]}}
     done = trainer(application(first=letters, second=letters), steps=2, **settings)
     assert named.keys() == {"recipe", "token_loss"} and done.finished and done.versions
     assert "my_method.py:Ranked: scorers for first, second" in trainer.said
@@ -51,4 +51,4 @@ def test_the_page_s_method_trains_and_is_not_run_by_whoever_looks(
 def test_a_loss_of_ones_own_is_refused_where_its_file_may_not_be(named: dict[str, str]) -> None:
     loss = {"token_loss": named["token_loss"]}
     with pytest.raises(ConfigError, match="cannot be used on a cluster"):
-        convert({"model": "m", "cluster": {}, "overrides": loss}).resolve_plan(["first"])
+        convert({"model": "m", "cluster": {}, "loss": loss}).resolve_plan(["first"])

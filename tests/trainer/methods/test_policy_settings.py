@@ -60,7 +60,7 @@ def test_roles_take_turns_with_recipes_of_their_own_and_a_resumed_run_goes_on(tr
     """Two recipes, rates and schedules; `ask` learns in steps 1, 2 and 5, `answer` from step 3 on."""
     tables = [
         policy("ask", "first", train="1:2,5:", lr=1e-2, schedule={"kind": "linear"}),
-        policy("answer", "second", train="3:", recipe="rloo", overrides={"entropy": 0.01}, weight_decay=0.1),
+        policy("answer", "second", train="3:", recipe="rloo", loss={"entropy": 0.01}, weight_decay=0.1),
     ]
     settings = {"policy": tables, "plan": {"kind": "independent", "k": 6}, "tasks_per_step": 2}
     trainer(
@@ -159,8 +159,8 @@ def test_recipes_that_do_not_fit_are_named_before_work_starts() -> None:
     able = config.resolve_plan(["a"])[1].able(["a"])
     with pytest.raises(ConfigError, match=r"policy.kind = 'lora for q' cannot be trained under the tree plan: none"):
         config.resolve_policies(["a", "b"], scored=able)
-    with pytest.raises(ConfigError, match=r"policy.overrides.critic_sees = 'x' of policy p was removed"):
-        resolved([], policy("p", "a", overrides={"critic_sees": "x"}))
+    with pytest.raises(ConfigError, match=r"policy.loss.critic_sees = 'x' was removed"):
+        resolved([], policy("p", "a", loss={"critic_sees": "x"}))
     with pytest.raises(ConfigError, match=r"policy.recipe = 'rloo' cannot be used with recipe sft"):
         convert({"model": "m", "recipe": "sft", "records": "r", "policy": [policy("p", "a", recipe="rloo")]})
 

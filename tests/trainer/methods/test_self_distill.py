@@ -121,7 +121,7 @@ def test_roles_of_one_run_learn_from_feedback_a_teacher_and_rewards(trainer: Tra
         {"name": "ask", "roles": ["first"], "recipe": "self_distill"},
         {"name": "answer", "roles": ["second"], "recipe": "distill", "teacher": str(teacher)},
     ]
-    tables[1]["overrides"] = {"teacher_sees": "letter"}
+    tables[1]["loss"] = {"teacher_sees": "letter"}
     summary = trainer(app, policy=tables, plan={"kind": "tree", "k": 6}, steps=3)
     assert summary.versions == {"ask": 3, "answer": 3}
     scored = {"ask": 0, "answer": 0}
@@ -149,11 +149,11 @@ def test_a_function_says_what_a_teacher_reads(trainer: Trainer, tiny_base: Path)
     tables = [{"name": "ask", "roles": ["first"], "recipe": "distill", "teacher": str(tiny_base)}]
     tables += [{"name": "answer", "roles": ["second"]}]
     own = f"{Path(__file__)}:hint"
-    trainer(application(converse), policy=[{**tables[0], "overrides": {"teacher_sees": own}}, tables[1]], steps=1)
+    trainer(application(converse), policy=[{**tables[0], "loss": {"teacher_sees": own}}, tables[1]], steps=1)
     (line,) = trainer.metrics()
     assert line["policies"]["ask"]["rows"] == 12 and line["roles"]["first"]["kl"] > 0.0
     assert "unscored" not in line["policies"]["answer"], "it learns from rewards"
-    wrong = [{**tables[0], "overrides": {"teacher_sees": own.replace("hint", "broken")}}, tables[1]]
+    wrong = [{**tables[0], "loss": {"teacher_sees": own.replace("hint", "broken")}}, tables[1]]
     with pytest.raises(GroupError, match=r"broken returned int, which is neither a text nor a list of messages"):
         trainer(application(converse), policy=wrong, steps=1, to="other")
 
@@ -175,9 +175,7 @@ def test_what_teachers_see_is_checked_before_work_starts() -> None:
         check_privileged(Recipes(run=recipe("self_distill", teacher_sees="reference")), as_tasks(TASKS))
     check_privileged(Recipes(run=recipe("self_distill", teacher_sees="letter")), as_tasks(TASKS))
     with pytest.raises(ConfigError, match=r"teacher_sees = .*nothing.py"):
-        convert({"model": "m", "recipe": "self_distill", "overrides": {"teacher_sees": "nothing.py:f"}}).resolve_plan(
-            []
-        )
+        convert({"model": "m", "recipe": "self_distill", "loss": {"teacher_sees": "nothing.py:f"}}).resolve_plan([])
     one = {"name": "p", "roles": ["a"]}
     for tables, fault in (
         ([{**one, "recipe": "distill"}], r"distill.teacher = '' is missing: .* Or set `teacher` of policy p"),

@@ -67,7 +67,7 @@ def test_odd_lines(folder: RunFolder, count: int) -> None:
 
 
 def test_every_name_of_a_step_is_explained(trainer: Trainer) -> None:
-    trainer(application(first=letters, second=letters), overrides={"kl": 0.1})
+    trainer(application(first=letters, second=letters), loss={"kl": 0.1})
     line = trainer.metrics()[-1]
     assert {"kl", "sampler_gap_mean"} <= line["roles"]["first"].keys()
     assert undocumented(line) == []

@@ -29,9 +29,9 @@ def test_the_best_checkpoint_and_patience_go_by_the_weights(trainer: Trainer) ->
         await ask("first", f"say {task['letter']}")
         return {"correct": correct, "minutes": minutes}
 
-    overrides = {"weights": {"correct": 1.0, "minutes": -0.5}}
+    rewards = {"weights": {"correct": 1.0, "minutes": -0.5}}
     evaluation = held_out(trainer, keep_best=True, patience=2)
-    summary = trainer(application(timed), steps=3, evaluation=evaluation, plan=INDEPENDENT, overrides=overrides)
+    summary = trainer(application(timed), steps=3, evaluation=evaluation, plan=INDEPENDENT, rewards=rewards)
     assert (summary.steps, summary.ended) == (3, "")
     assert best_of(trainer) == {"first": Best("step-000003", 0.75)}
     figures = [line["held_out"] for line in trainer.metrics()]

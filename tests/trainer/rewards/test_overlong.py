@@ -17,8 +17,8 @@ ALWAYS = [one.column for one in columns().values() if not one.optional]
 
 @pytest.fixture
 def run(trainer):
-    def made(to, **overrides):
-        trainer(application(first=letters), to=to, overrides={"zero_variance": False, **overrides}, **SETTINGS)
+    def made(to, **rewards):
+        trainer(application(first=letters), to=to, rewards={"zero_variance": False, **rewards}, **SETTINGS)
         return trainer.metrics(to)[0]
 
     return made

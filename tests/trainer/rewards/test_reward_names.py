@@ -30,8 +30,8 @@ def test_tasks_with_outcomes_of_other_names_are_all_trained_on(trainer):
     ("settings", "text", "remedy"),
     [
         (
-            {"overrides": {"weights": {"first/formt": 2.0}}},
-            "overrides.weights = 'formt' is not a reward",
+            {"rewards": {"weights": {"first/formt": 2.0}}},
+            "rewards.weights = 'formt' is not a reward",
             "Did you mean format?",
         ),
         ({"recipe": "afm_rl"}, "recipe = 'afm_rl' has 'format' in `gates`, which is not a", "Did you mean formatt?"),
@@ -40,7 +40,7 @@ def test_tasks_with_outcomes_of_other_names_are_all_trained_on(trainer):
 )
 def test_names_of_no_reward_or_role_are_refused_before_the_first_step(trainer, settings, text, remedy):
     async def run(task):
-        return {**await converse(task), "format" if "overrides" in settings else "formatt": 1.0}
+        return {**await converse(task), "format" if "rewards" in settings else "formatt": 1.0}
 
     with pytest.raises(ConfigError, match=text) as caught:
         trainer(application(run), **settings)
@@ -58,13 +58,13 @@ def test_a_weight_of_success_is_told_as_one_of_a_metric(trainer):
     async def run(task):
         return {"success": 1.0, "minutes": (await converse(task))["team"]}
 
-    trainer(application(run), steps=1, overrides={"weights": {"success": 1.0, "minutes": -0.5}})
+    trainer(application(run), steps=1, rewards={"weights": {"success": 1.0, "minutes": -0.5}})
     said = " ".join(trainer.said.split())
     assert "weights names 'success', which nothing carried that was looked at: it changes nothing there; `suc" in said
 
 
 def test_a_bonus_of_one_candidate_costs_its_group_unless_absent_says_what_it_counts(trainer):
-    trainer(application(first=with_bonus), overrides={"absent": 0}, **SMALL)
+    trainer(application(first=with_bonus), rewards={"absent": 0}, **SMALL)
     line = trainer.metrics()[0]
     assert "missing_reward" not in line["left_out"]
     assert line["roles"]["first"]["kept"] == 8

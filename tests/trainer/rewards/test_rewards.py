@@ -48,8 +48,8 @@ def calls_of(folder: Path, phase: str = "train") -> Iterator[tuple[CallRecord, l
 def seeded_tree(module_trainer: Trainer) -> tuple[str, list[tuple[CallRecord, list[dict[str, float]]]]]:
     """What a run said, and its calls."""
     app = application(seeded, first=both_ways)
-    overrides = {"weights": {"team": 1.0}, "team_weight": 2.0}
-    module_trainer(app, steps=2, to="seeded_tree", overrides=overrides, policies="full")
+    rewards = {"weights": {"team": 1.0}, "team_weight": 2.0}
+    module_trainer(app, steps=2, to="seeded_tree", rewards=rewards, policies="full")
     return module_trainer.said, list(calls_of(module_trainer.folder / "seeded_tree"))
 
 
@@ -155,7 +155,7 @@ def test_check_says_what_is_learned_from_and_what_becomes_of_seeds(
     tasks, report = tmp_path / "tasks.jsonl", tmp_path / "report.json"
     tasks.write_text(json.dumps(TASKS[0]) + "\n")
     words = ["check", f"{__name__}:SEEDED", "--tasks", str(tasks), "--json", str(report)]
-    assert main([*words, "--set", "overrides.weights={team=0.5}"]) == 0
+    assert main([*words, "--set", "rewards.weights={team=0.5}"]) == 0
     found = {(f["level"], f["about"], f["text"]) for f in json.loads(report.read_text())["findings"]}
     assert ("note", "rewards", "first learns from 0.5 x team (its scorer); weight 0: against") in found
     seeds = "asks for seed 42; training and evaluation mix it into a seed of each call's own."

@@ -122,8 +122,8 @@ def test_what_ties_beside_a_signal_is_counted_by_its_reason_and_not_passed_throu
     ("settings", "versions"),
     [
         ({"learner": {"weight_decay": 0.1}}, {"first": 2}),
-        ({"overrides": {"entropy": 0.01}}, {"first": 2}),
-        ({"overrides": {"kl": 0.1}}, {}),
+        ({"loss": {"entropy": 0.01}}, {"first": 2}),
+        ({"loss": {"kl": 0.1}}, {}),
     ],
 )
 def test_what_moves_a_policy_without_a_signal_is_a_real_update(trainer, settings, versions):

@@ -10,7 +10,12 @@ from cotune.storage.sqlite_store import SqliteStore
 from tests.trainer.tiny_app import application, letters
 
 BOTH = {"first": letters, "second": letters}
-SETTINGS = {"policies": "full", "plan": {"k": 8}, "learner": {"lr": 5e-3, "mini_batch": 8}, "team_weight": 0.0}
+SETTINGS = {
+    "policies": "full",
+    "plan": {"k": 8},
+    "learner": {"lr": 5e-3, "mini_batch": 8},
+    "rewards": {"team_weight": 0.0},
+}
 
 
 def test_rewards_rise_and_samples_come_from_the_version_before(module_trainer) -> None:

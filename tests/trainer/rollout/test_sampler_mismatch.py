@@ -24,8 +24,8 @@ def test_a_learner_in_another_precision_clips_nothing_at_the_first_step(trainer,
 
 def test_tokens_beyond_the_bounds_are_masked_counted_and_shown_by_role(trainer, monkeypatch):
     monkeypatch.setattr(LEARNER_ALONE, lambda: False)
-    overrides = {"mask": "token", "mask_low": 0.9995, "mask_high": 1.0005, "entropy": 1e-6}  # which passes all rows
-    trainer(application(), recipe="dr_mas", overrides=overrides, **MIXED, learner={"dtype": "bfloat16"})
+    loss = {"mask": "token", "mask_low": 0.9995, "mask_high": 1.0005, "entropy": 1e-6}  # which passes all rows
+    trainer(application(), recipe="dr_mas", loss=loss, **MIXED, learner={"dtype": "bfloat16"})
     line = trainer.metrics()[0]
     figures = line["policies"]["shared"]
     assert 0.1 < figures["masked_share"] < 1.0
@@ -36,7 +36,7 @@ def test_tokens_beyond_the_bounds_are_masked_counted_and_shown_by_role(trainer, 
 
 
 def test_a_mask_that_rejects_everything_leaves_the_policy_as_it_is_and_the_run_goes_on(trainer):
-    summary = trainer(application(), overrides={"mask": "sequence", "mask_low": 50.0, "mask_high": 60.0}, **MIXED)
+    summary = trainer(application(), loss={"mask": "sequence", "mask_low": 50.0, "mask_high": 60.0}, **MIXED)
     line = trainer.metrics()[0]
     assert summary.finished
     assert (line["policies"]["shared"]["masked_share"], line["policies"]["shared"]["steps"]) == (1.0, 0.0)
@@ -56,19 +56,24 @@ def uneven():
     return run
 
 
-@pytest.mark.parametrize(("overrides", "loss"), [({}, 0.0), ({"aggregation": "sequence_mean"}, 0.5657)])
-def test_an_episode_weighs_the_same_whatever_its_number_of_calls(trainer, overrides, loss):
+@pytest.mark.parametrize(("settings", "loss"), [({}, 0.0), ({"aggregation": "sequence_mean"}, 0.5657)])
+def test_an_episode_weighs_the_same_whatever_its_number_of_calls(trainer, settings, loss):
     """The loss of the first step is minus the sum of weight x advantage: 0.707 and -0.707, as the ratio is 1."""
-    settings = {**MIXED, "plan": {"kind": "independent", "k": 2}, "tasks_per_step": 1, "concurrency": 1}
-    trainer(application(uneven()), recipe="grpo", overrides={**overrides, "tis_cap": 1.0}, **settings)
+    small = {**MIXED, "plan": {"kind": "independent", "k": 2}, "tasks_per_step": 1, "concurrency": 1}
+    trainer(application(uneven()), recipe="grpo", loss={**settings, "tis_cap": 1.0}, **small)
     line = trainer.metrics()[0]
     assert line["rows"] == 10
     assert line["policies"]["shared"]["loss"] == pytest.approx(loss, abs=2e-3)
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_the_penalty_for_leaving_the_untrained_policy_is_asked_for_by_name(trainer, kl_in):
-    trainer(application(first=letters), overrides={"kl": 0.1, "kl_in": kl_in}, **{**MIXED, "plan": {}, "steps": 2})
+def test_the_penalty_for_leaving_the_untrained_policy_is_asked_for_by_name(trainer, tmp_path, kl_in):
+    method = tmp_path / f"in_{kl_in}.py"
+    method.write_text(
+        "from cotune.algorithms.recipes import LossSpec\nfrom cotune.methods import AtGrpo\n\n\n"
+        f"class Own(AtGrpo):\n    loss = LossSpec(kl_in={kl_in!r})\n"
+    )
+    trainer(application(first=letters), recipe=f"{method}:Own", loss={"kl": 0.1}, **{**MIXED, "plan": {}, "steps": 2})
     kl = [line["policies"]["shared"]["kl"] for line in trainer.metrics()]
     assert kl[0] == pytest.approx(0.0, abs=1e-6)
     assert kl[1] > 1e-6

@@ -28,7 +28,7 @@ SETTINGS = {
     "policies": "full",
     "plan": {"k": 8},
     "learner": {"lr": 5e-3, "mini_batch": 8},
-    "team_weight": 0.0,
+    "rewards": {"team_weight": 0.0},
 }
 
 

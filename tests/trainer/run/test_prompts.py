@@ -28,7 +28,7 @@ EDITS = prompts(part(["say ", 1], ["please spell ", 1], role="first", kind="user
 
 def test_training_to_export(trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_prompts(tmp_path / "prompts.json", EDITS)
-    trainer(APP, steps=1, plan={"kind": "independent", "k": 2}, prompts=str(file))
+    trainer(APP, steps=1, plan={"kind": "independent", "k": 2}, prompts_file=str(file))
     file.unlink()
     run = trainer.folder / "run"
     trainer.resume(None, steps=2)

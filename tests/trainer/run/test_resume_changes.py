@@ -71,7 +71,7 @@ def test_a_finished_run_is_given_more_steps_and_what_is_safe_is_recorded(made: P
         ({"learner.lr": 1e-4}, "learner.lr = 0.0001 was 0.003 when the run was started."),
         ({"learner": {"lr": 1e-4}}, "learner.lr = 0.0001 was 0.003 when the run was started."),
         ({"recipe": "grpo"}, "recipe = 'grpo' was None when the run was started."),
-        ({"overrides.kl": 0.1}, "overrides.kl = 0.1 was None when the run was started."),
+        ({"loss.kl": 0.1}, "loss.kl = 0.1 was None when the run was started."),
         ({"plan.k": 4}, "plan.k = 4 was 2 when the run was started."),
         ({"seed": 1}, "seed = 1 was 0 when the run was started."),
         ({"steps": 1}, "steps = 1 is less than the 2 that the run has made."),

@@ -78,7 +78,7 @@ def check(
             raise ConfigError(name, value, "must be a number above 0")
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
     config = convert({"model": NO_MODEL, **table, **({"model": model} if model else {}), **settings})
-    prompts = read_prompts(config.prompts) if config.prompts else None
+    prompts = read_prompts(config.prompts_file) if config.prompts_file else None
     with tempfile.TemporaryDirectory() as folder, open_store(f"{folder}/records.db") as store, watched() as watch:
         # 1. Everything that can be wrong before the application runs.
         all_tasks = as_tasks(tasks)

@@ -229,7 +229,7 @@ def _lacking(samples: Sequence[Sample], recipe: Recipe) -> Iterable[str]:
     for role, name in sorted(found):
         yield (
             f"Candidates of role {role!r} are left out as missing_reward: they lack {name!r}, which others that they "
-            "are compared with carry. If it is optional, set absent = 0 under [overrides]."
+            "are compared with carry. If it is optional, set absent = 0 in [rewards]."
         )
 
 

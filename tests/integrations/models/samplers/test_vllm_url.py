@@ -67,7 +67,14 @@ def test_a_server_loads_an_exported_adapter_and_says_what_peft_says(
 
 def run(base: Path, url: str, folder: Path, address: str = "local", **settings: Any) -> list[dict[str, Any]]:
     learner = {"lr": 3e-3, "threads": 1, "device": "cpu"}
-    given = {"model": str(base), "steps": 2, "tasks_per_step": 3, "plan": {"k": 8}, "team_weight": 0.0, **settings}
+    given = {
+        "model": str(base),
+        "steps": 2,
+        "tasks_per_step": 3,
+        "plan": {"k": 8},
+        "rewards": {"team_weight": 0.0},
+        **settings,
+    }
     given |= {"engine": "vllm-url", "engine_url": url, "cluster": {"address": address}, "learner": learner}
     train(worker_app.parity, TASKS, given, out=folder, console=Console(file=io.StringIO()))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> Path:
     """A step with a group with spread and one without."""
     folder = tmp_path / "r1"
     folder.mkdir()
-    config = {"steps": 4, "recipe": "at_grpo", "plan": {"kind": "tree", "k": 3}, "overrides": {"zero_variance": False}}
+    config = {"steps": 4, "recipe": "at_grpo", "plan": {"kind": "tree", "k": 3}, "rewards": {"zero_variance": False}}
     (folder / "run.json").write_text(json.dumps({"model": "m", "config": config}))
     counts = {"outcome": {}, "left_out": {}, "calls": 2, "candidates": 6, "groups": 2, "rows": 2}
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 0, "roles": {"writer": {"reward": 0.5}}, **counts}))
