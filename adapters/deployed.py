@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Token
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from cotune.adapters.bases import Moved
 from cotune.adapters.conversations import LocalResponder
@@ -30,6 +30,15 @@ from cotune.recording.roles import RolesFunction, roles_function
 from cotune.records.structs import CallRecord, Record, Task
 
 
+class RecordingOptions(TypedDict, total=False):
+    """Where and how a deployment records its calls: keyword arguments of `cotune.deployed`."""
+
+    records: str | Path | None
+    app: str
+    key: str
+    redactor: Redactor | None
+
+
 def deployed(
     source: str | Path | None = None,
     *,
@@ -39,10 +48,7 @@ def deployed(
     roles: RolesFunction | str | None = None,
     prompts: Prompts | str | Path | None = None,
     any_prompts: bool = False,
-    records: str | Path | None = None,
-    app: str = "",
-    key: str = "",
-    redactor: Redactor | None = None,
+    **recording: Unpack[RecordingOptions],
 ) -> Deployment:
     """Answer every LLM call that the application makes inside by the policy of its role, from an export.
 
@@ -75,10 +81,19 @@ def deployed(
     if source is None and prompts is None:
         raise ConfigError("source", None, "is missing", "Name an export, or pass prompts= for the provider to answer.")
     chosen = prompts_for(source, prompts, any_prompts=any_prompts)
-    if key and records is None:
+    tracing = _tracing(**recording)
+    return Deployment(source, base, given, roles_function(roles), chosen, tracing, check_key(recording.get("key", "")))
+
+
+def _tracing(
+    records: str | Path | None = None, app: str = "", key: str = "", redactor: Redactor | None = None
+) -> Callable[..., Trace] | None:
+    """What opens the trace of an episode; None where nothing is recorded."""
+    if records is not None:
+        return functools.partial(Trace, records, app=app, redactor=redactor)
+    if key:
         raise ConfigError("key", key, "has no effect without records", "Pass records=, or leave it out.")
-    tracing = None if records is None else functools.partial(Trace, records, app=app, redactor=redactor)
-    return Deployment(source, base, given, roles_function(roles), chosen, tracing, check_key(key))
+    return None
 
 
 class Deployment:

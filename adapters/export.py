@@ -97,15 +97,30 @@ def export_run(
     return write_export(
         out,
         [replace(policy, stayed=_why_stayed(Path(run), policy)) for policy in policies],
-        run=Path(run).resolve().name,
+        origin=Origin(
+            run=Path(run).resolve().name,
+            trained_with=read_run(run).prompts or AS_WRITTEN,
+            models=_models_asked(Path(run)),
+            background=read_background(Path(run), Path(evaluation) if evaluation else None, steps=steps),
+        ),
         others=untrained_policy(run, model),
         merge=merge,
         gguf=gguf,
-        background=read_background(Path(run), Path(evaluation) if evaluation else None, steps=steps),
         prompts=prompts,
-        trained_with=read_run(run).prompts or AS_WRITTEN,
-        models=_models_asked(Path(run)),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where exported policies come from, for roles.json and the model card."""
+
+    run: str | None = None
+    trained_with: str = ""
+    """Id of the edited prompts that the policies were trained with; empty if these are the exported ones."""
+    models: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The model names that each recorded role asked for."""
+    background: Background | None = None
+    """The figures of the model card."""
 
 
 def _models_asked(run: Path) -> dict[str, tuple[str, ...]]:
@@ -129,23 +144,20 @@ def write_export(
     out: str | Path,
     policies: Sequence[TrainedPolicy],
     *,
-    run: str | None = None,
+    origin: Origin | None = None,
     others: TrainedPolicy | None = None,
     merge: bool = False,
     gguf: Precision | None = None,
-    background: Background | None = None,
     prompts: Prompts | None = None,
-    trained_with: str = "",
-    models: Mapping[str, tuple[str, ...]] | None = None,
 ) -> Manifest:
     """Write policies to a new folder, or in place of an earlier export, which is kept as a version (see `versions`).
 
-    `others` is the untrained model that plays a role which none of them does; None leaves that to the application's
+    `others` is the untrained model that plays roles which no policy plays; None leaves them to the application's
     provider. With `merge` an adapter is added to its base model, with `gguf` the whole is one GGUF file of this
-    precision. `trained_with` is the id of the prompts that the policies were trained with, where it is not that of
-    `prompts`, and `models` has the model names that each recorded role asked for. The folder appears complete or not at
-    all. Raises ConfigError when `out` holds anything but an export, and for a model that cannot be written as GGUF.
+    precision. `prompts` are written beside the policies. The folder appears complete or not at all. Raises ConfigError
+    when `out` holds anything but an export, and for a model that cannot be written as GGUF.
     """
+    origin = origin or Origin()
     target = Path(out).resolve()
     finish_replacement(target)
     if target.exists() and not (target.is_dir() and (is_export(target) or not any(target.iterdir()))):
@@ -165,10 +177,10 @@ def write_export(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        manifest = _write(partial, policies, others, run, merge, gguf, prompts, trained_with)
-        manifest = msgspec.structs.replace(numbered(manifest, target), models=dict(models or {}))
+        manifest = _write(partial, policies, others, origin, merge, gguf, prompts)
+        manifest = msgspec.structs.replace(numbered(manifest, target), models=dict(origin.models))
         write_manifest(partial, manifest)
-        write_card(partial, manifest, background)
+        write_card(partial, manifest, origin.background)
         _sync(partial)
         replace_export(target, partial)
     except Exception as error:
@@ -185,11 +197,10 @@ def _write(
     folder: Path,
     policies: Sequence[TrainedPolicy],
     others: TrainedPolicy | None,
-    run: str | None,
+    origin: Origin,
     merge: bool,
     gguf: Precision | None,
     prompts: Prompts | None,
-    trained_with: str,
 ) -> Manifest:
     bases: dict[str, Base] = {}
 
@@ -223,13 +234,13 @@ def _write(
         format=FORMAT,
         cotune=version("cotune"),
         created=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        run=run,
+        run=origin.run,
         policies=tuple(exported),
         roles=roles,
         other_roles="frozen" if others else "provider",
         other_base=base_of(others) if others else None,
         prompts=prompts.id if prompts is not None else "",
-        trained_with=trained_with if prompts is not None and trained_with != prompts.id else "",
+        trained_with=origin.trained_with if prompts is not None and origin.trained_with != prompts.id else "",
     )
     if prompts is not None:
         write_prompts(folder, prompts)

@@ -9,7 +9,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -31,6 +31,7 @@ from cotune.integrations.web.http.requests import (
     json_response,
 )
 from cotune.integrations.web.http.server import RunningServer, running, stopped_by_signals
+from cotune.near_names import did_you_mean, near_names
 from cotune.prompts.edits import Prompts
 from cotune.recording.redaction import Redactor, check_redactor
 from cotune.records.policies import UNTRAINED
@@ -117,64 +118,105 @@ class Endpoint:
                 engine.engine()
 
 
+class ServeOptions(TypedDict, total=False):
+    """Which policies answer, under which names, and what is recorded: keyword arguments of `serve` and `serving`."""
+
+    model: Moved
+    names: Sequence[str]
+    tool_format: str | None
+    aliases: Mapping[str, str] | None
+    default: str
+    prompts: Prompts | str | Path | None
+    any_prompts: bool
+    records: str | Path | None
+    app: str
+    redactor: Redactor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """How an endpoint answers requests, and where it records them."""
+
+    aliases: Mapping[str, str] | None = None
+    """Further names for roles."""
+    default: str = ""
+    """The policy that answers all other names; empty: they are refused."""
+    prompts: Prompts | None = None
+    """The edited prompts that it answers with."""
+    records: str | Path | None = None
+    """Address of a store, or of a collector; None: nothing is recorded."""
+    app: str = ""
+    """The application that the records belong to."""
+    redactors: Sequence[Redactor] = ()
+
+
 def serving(
     source: str | Path,
     *,
-    base: Moved = None,
-    names: Sequence[str] = (),
-    tool_format: str | None = None,
-    prompts: Prompts | str | Path | None = None,
-    any_prompts: bool = False,
-    default: str = "",
-    **options: Any,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    limits: BodyLimits | None = None,
+    **options: Unpack[ServeOptions],
 ) -> contextlib.AbstractContextManager[Endpoint]:
-    """Serve an export, a model folder or a Hugging Face id from a background thread.
+    """Serve an export, a model folder or a Hugging Face id from a background thread; `options` as in `serve`.
 
-    `base` says where base models of an export are now, if elsewhere; `names` are further names of a plain model,
-    `tool_format` is how it writes tool calls; `prompts`, `any_prompts` and `default` are as of `serve`, `options` those
-    of `serving_local`. Raises ConfigError, AdapterError, SyncError when it cannot start.
+    Raises ConfigError, AdapterError, SyncError when it cannot start.
     """
-    chosen = prompts_for(source, prompts, any_prompts=any_prompts)
-    untrained = default == UNTRAINED.name
-    opened = functools.partial(open_local, source, base=base, names=names, tool_format=tool_format, untrained=untrained)
-    return serving_local(opened, prompts=chosen, default=default, **options)
+    for name in options:
+        if name not in ServeOptions.__annotations__:
+            raise TypeError(
+                f"Unknown argument {name!r}. {did_you_mean(near_names(name, ServeOptions.__annotations__))}"
+            )
+    default, redactor = options.get("default", ""), options.get("redactor")
+    answers = Answers(
+        aliases=options.get("aliases"),
+        default=default,
+        prompts=prompts_for(source, options.get("prompts"), any_prompts=options.get("any_prompts", False)),
+        records=options.get("records"),
+        app=options.get("app", ""),
+        redactors=() if redactor is None else (check_redactor(redactor),),
+    )
+    opened = functools.partial(
+        open_local,
+        source,
+        base=options.get("model"),
+        names=options.get("names", ()),
+        tool_format=options.get("tool_format"),
+        untrained=default == UNTRAINED.name,
+    )
+    return serving_local(opened, answers, host=host, port=port, token=token, limits=limits)
 
 
 @contextlib.contextmanager
 def serving_local(
     opened: Callable[[], Coroutine[Any, Any, LocalPolicies]],
+    answers: Answers | None = None,
     *,
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | None = None,
-    aliases: Mapping[str, str] | None = None,
-    default: str = "",
     limits: BodyLimits | None = None,
-    prompts: Prompts | None = None,
-    records: str | Path | None = None,
-    app: str = "",
-    redactors: Sequence[Redactor] = (),
 ) -> Iterator[Endpoint]:
     """Serve the policies that `opened` opens, in the server's loop, and close them with it; port 0 takes a free one.
 
-    Entered once requests are answered. `aliases` are names under which a role answers too, and `default` is the policy
-    of all other names. Requests are recorded at `records`, the address of a store or, for the application `app`, of a
-    collector.
+    Entered once requests are answered.
     """
+    how = answers or Answers()
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[tuple[ASGIApp, tuple[LocalPolicies, ModelNames]]]:
         local = await opened()
         try:
-            names = name_models(local, aliases, default, prompts=prompts is not None)
-            with contextlib.nullcontext() if records is None else open_sink(records, app) as sink:
-                recording = None if sink is None else Recording(sink, app, redactors)
-                yield build_app(local, token, limits, prompts, recording, names), (local, names)
+            names = name_models(local, how.aliases, how.default, prompts=how.prompts is not None)
+            with contextlib.nullcontext() if how.records is None else open_sink(how.records, how.app) as sink:
+                recording = None if sink is None else Recording(sink, how.app, how.redactors)
+                yield build_app(local, token, limits, how.prompts, recording, names), (local, names)
         finally:
             await local.aclose()
 
     with running(opening, host=host, port=port, token=token, name="cotune-serve") as server:
-        yield Endpoint(f"{server.url}/v1", server.port, *server.opened, server, prompts)
+        yield Endpoint(f"{server.url}/v1", server.port, *server.opened, server, how.prompts)
 
 
 def serve(
@@ -183,53 +225,30 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     token: str | None = None,
-    model: Moved = None,
-    names: Sequence[str] = (),
-    aliases: Mapping[str, str] | None = None,
-    default: str = "",
-    tool_format: str | None = None,
     max_body: int = 16 << 20,
-    prompts: str | Path | None = None,
-    any_prompts: bool = False,
-    records: str | Path | None = None,
-    app: str = "",
-    redactor: Redactor | None = None,
     say: Callable[[str], None] = tell,
+    **options: Unpack[ServeOptions],
 ) -> None:
     """Serve an export, or a plain model, over an OpenAI-compatible API until Ctrl-C, SIGTERM or SIGHUP.
 
-    The model names of an export are its roles, and the names that one role asked for in training; of a plain model its
-    own and `names`. By `aliases` a role answers for further names. `default` names the policy that answers all other
-    names, or is "base" for the untrained model; without it they are refused, unless the only policy of the export
-    played every recorded role. `model` is the base model of an export where it lies elsewhere than the export says (of
-    several, a mapping from the old place to the new one), `tool_format` how the model writes tool calls. Requests need
-    `token` (default: the environment's COTUNE_TOKEN), if there is one, and have at most `max_body` bytes.
-    Requests are answered with the edited prompts that the export was trained with, if any, or with those of the file
-    `prompts`; others than it was trained with need `any_prompts`. With `records`, the address of a store or of a
-    collector (for the application `app`), requests are recorded, after `redactor`. `say` receives the address and the
-    policy of each name. Raises ConfigError, AdapterError, SyncError when it cannot start, EngineLost.
+    The model names of an export are its roles, and the names that a single role asked for in training. A plain model
+    has its own name and `names`. `aliases` are further names for roles. `default` names the policy that answers all
+    other names, or is "base" for the untrained model. Without it they are refused, unless the only policy of the export
+    played every recorded role. `model` is the base model of an export if it lies elsewhere than the export says (for
+    several, a mapping from the old place to the new one). `tool_format` is how the model writes tool calls. Requests
+    need `token` (default: COTUNE_TOKEN of the environment), if there is one, and have at most `max_body` bytes.
+
+    Requests are answered with the edited prompts that the export was trained with, if any, or with the prompts of the
+    file `prompts`. Prompts that it was not trained with need `any_prompts=True`. With `records`, the address of a store
+    or of a collector (for the application `app`), requests are recorded, after `redactor`. `say` receives the address
+    and the policy of each name. Raises ConfigError, AdapterError, SyncError when it cannot start, EngineLost.
 
     ```python
     cotune.serve("adapters/", port=8000, aliases={"gpt-4o-mini": "writer"})
     ```
     """
-    opened = serving(
-        source,
-        base=model,
-        names=names,
-        tool_format=tool_format,
-        host=host,
-        port=port,
-        token=token or os.environ.get("COTUNE_TOKEN"),
-        aliases=aliases,
-        default=default,
-        limits=BodyLimits(max_body),
-        prompts=prompts,
-        any_prompts=any_prompts,
-        records=records,
-        app=app,
-        redactors=() if redactor is None else (check_redactor(redactor),),
-    )
+    token = token or os.environ.get("COTUNE_TOKEN")
+    opened = serving(source, host=host, port=port, token=token, limits=BodyLimits(max_body), **options)
     with opened as endpoint, stopped_by_signals():
         say(f"Serving {source} at {endpoint.url}")
         local = endpoint.local
@@ -237,8 +256,8 @@ def serve(
             say(f"  {local.manifest.title}")
         if endpoint.prompts is not None:
             say(f"  {told(endpoint.prompts)}")
-        if records is not None:
-            say(f"  records: {records}")
+        if options.get("records") is not None:
+            say(f"  records: {options['records']}")
         for name, entry in endpoint.names.served.items():
             who = name if entry.name in ("", name) else f"{name}, as {entry.name}"
             say(f"  {who}: {entry.policy} ({entry.kind}), weights {entry.fingerprint[:12]}, {entry.base}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cotune.integrations.apps.openai.judge_endpoint import JudgeSettings
     from cotune.integrations.web.gateway.server import Gate
     from cotune.reading.evaluations import EvaluationReport
-    from cotune.trainer.before.check.report import CheckReport
+    from cotune.trainer.before.check.report import CheckLimits, CheckReport
     from cotune.trainer.config.train import TrainConfig
     from cotune.trainer.evaluation.modes import EvaluationOptions
     from cotune.trainer.reporting.summary import RunSummary
@@ -27,6 +27,7 @@ else:
     __getattr__ = opener(
         __name__,
         {
+            "CheckLimits": "cotune.trainer.before.check.report",
             "CheckReport": "cotune.trainer.before.check.report",
             "Deployment": "cotune.adapters.deployed",
             "EvaluationOptions": "cotune.trainer.evaluation.modes",
@@ -43,6 +44,7 @@ __all__ = [
     "Call",
     "CallRequest",
     "Candidate",
+    "CheckLimits",
     "CheckReport",
     "Deployment",
     "EpisodeJudge",

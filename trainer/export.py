@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from cotune.adapters.bases import Moved
 from cotune.adapters.card import evaluation_command
@@ -25,20 +25,26 @@ from cotune.trainer.reporting.loggers import send_export
 _UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the application's own provider"}
 
 
+class ExportForm(TypedDict, total=False):
+    """What is exported of a run, and in which form: keyword arguments of `export` and `export_run`."""
+
+    step: int | Literal["best"] | None
+    merge: bool
+    gguf: Precision | None
+    evaluation: str | Path | None
+    model: Moved
+
+
 def export(
     run: str | Path,
     out: str | Path,
     *,
-    step: int | Literal["best"] | None = None,
-    merge: bool = False,
-    gguf: Precision | None = None,
-    evaluation: str | Path | None = None,
-    model: Moved = None,
-    push: str | None = None,
-    private: bool = False,
     prompts: str | Path | None = None,
     any_prompts: bool = False,
+    push: str | None = None,
+    private: bool = False,
     say: Callable[[str], None] = tell,
+    **form: Unpack[ExportForm],
 ) -> Manifest:
     """Write the trained policies of a run to the folder `out`: PEFT folders with roles.json and a model card.
 
@@ -60,17 +66,16 @@ def export(
     if push:
         check_repository(push)
     chosen = prompts_for(run, prompts, any_prompts=any_prompts)
-    if merge or gguf:
-        _say_size(whole_models_size(run, gguf, model), out, say)
-    manifest = export_run(
-        run, out, step=step, merge=merge, gguf=gguf, evaluation=evaluation, model=model, prompts=chosen
-    )
+    gguf, step = form.get("gguf"), form.get("step")
+    if form.get("merge") or gguf:
+        _say_size(whole_models_size(run, gguf, form.get("model")), out, say)
+    manifest = export_run(run, out, prompts=chosen, **form)
     trained = sorted(entry.role for entry in manifest.roles if manifest.policy(entry.role).kind in TRAINED)
     say(f"exported {', '.join(trained)} to {out}{f', with {told(chosen)}' if chosen else ''}")
     _say_version(manifest, out, say)
     _say_checkpoint(RunLayout(run), step, {manifest.policy(role).name for role in trained}, say)
     steps = {policy.step for policy in manifest.policies if policy.folder}
-    if len(steps) > 1 and evaluation is None:
+    if len(steps) > 1 and form.get("evaluation") is None:
         command = evaluation_command(read_run(run).workflow or "", out)
         say(f"this combination was not evaluated: {command}")
     _say_untrained(manifest, say)

@@ -49,7 +49,7 @@ def arguments(command: Parser) -> None:
 
 def run(a: argparse.Namespace) -> int:
     from cotune.trainer.before.check.dry_run import check
-    from cotune.trainer.before.check.report import render
+    from cotune.trainer.before.check.report import CheckLimits, render
     from cotune.trainer.config.train import load_config, read_toml
 
     named = read_toml(a.config).get("model", "none")
@@ -60,11 +60,9 @@ def run(a: argparse.Namespace) -> int:
             a.tasks,
             config,
             model=a.model,
-            limit=a.limit,
             answers=a.answers,
             call_tools=not a.no_tools,
-            calls=a.calls,
-            timeout=a.timeout,
+            limits=CheckLimits(limit=a.limit, calls=a.calls, timeout=a.timeout),
             say=say,
         )
     if a.json in (None, "-"):

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from contextvars import Token
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import msgspec
 
@@ -68,26 +68,68 @@ class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
         return "" if chosen is None else self.record.candidates[chosen].text
 
 
+class RecordingOptions(TypedDict, total=False):
+    """How a trace keeps its calls: keyword arguments of `cotune.trace`."""
+
+    app: str
+    sample: Rates
+    durable: bool
+    redactor: Redactor | None
+
+
+class Recording:
+    """Where a trace keeps its calls: in memory, in a records file, or at a collector."""
+
+    def __init__(
+        self,
+        address: str | Path | None,
+        *,
+        app: str = "",
+        sample: Rates | None = None,
+        durable: bool = False,
+        redactor: Redactor | None = None,
+    ) -> None:
+        if address is None:
+            address = os.environ.get("COTUNE_COLLECTOR") or None
+        self._address = address
+        self._sender: Sender | None = None
+        if isinstance(address, str) and is_collector(address):
+            self._sender = sender(address, app)
+        if self._sender is None and sample is not None:
+            raise ConfigError("sample", sample, "needs a collector", "Leave it out, or trace to its address.")
+        self._sample = check_rates(1.0 if sample is None else sample)
+        self._durable = durable
+        self.app = "" if self._sender else app
+        """The application that episodes belong to; empty for a collector, which names it itself."""
+        self.redactors = () if redactor is None else (check_redactor(redactor),)
+
+    def open_sink(self) -> TraceSink:
+        """Open what the calls are written to."""
+        if self._sender is not None:
+            return CollectorRecords(self._sender, self._sample)
+        return MemoryRecords() if self._address is None else FileRecords(self._address, self._durable)
+
+
 class Trace:
     """Records every LLM call made inside a `with` or `async with` block, in any thread or task that it starts.
 
-    With a `path`, into that records file (or `records.db` in that folder), to which it adds; without one in memory.
-    A process that is killed loses the calls of its last moment, unless `durable`: then an answer goes on to the
-    application once its call is committed, which takes some milliseconds.
+    With a `path`, it adds the calls to that records file (or to `records.db` in that folder); without one it keeps them
+    in memory. A process that is killed loses the calls of its last moment. With `durable=True`, an answer reaches the
+    application only after its call is committed, which takes some milliseconds.
 
-    `key` is what the application calls this piece of work itself, such as an order number: `cotune.feedback` finds the
-    episode by it.
+    `path` may be the address of a collector (`cotune collect`), such as "https://collector:4319". Without a path,
+    COTUNE_COLLECTOR is used if it is set. `app` names the application (default: COTUNE_APP), and COTUNE_TOKEN is the
+    token. `sample` is the share of episodes to keep, or a share for each role. A call is on the disk when the
+    application gets its answer, and reaches the collector within seconds, or as soon as the collector can be reached.
 
-    `path` may be the address of a collector (`cotune collect`), such as "https://collector:4319"; without a path that
-    is COTUNE_COLLECTOR, if it is set. Then `app` names the application (default: COTUNE_APP), and COTUNE_TOKEN is its
-    token. `sample` is the share of episodes that are kept, or a share for each role. A call is on the disk when its
-    answer goes on, and reaches the collector within seconds, or once the collector can be reached.
+    `key` is the application's own name for this piece of work, such as an order number: `cotune.feedback` finds the
+    episode by it. `task` is a text, or any JSON value as in a tasks file. Inside an episode, calls still belong to that
+    episode, and are recorded here as well. `roles` names the role of each call: a function of a CallRequest, or
+    `"caller"` for the name of your function that makes the call. `prompts` is a file of edited prompts, which the calls
+    are sent with. `redactor` changes messages before they are recorded.
 
-    `task` is a text, or any JSON value as in a tasks file. Inside an episode, calls belong to
-    the episode as they did before, and are recorded here as well. `roles` names the role of each call: a function of
-    a CallRequest, or `"caller"` for the name of the function of yours that makes it. `prompts` is a file of edited
-    prompts, with which the calls go out. Raises RunError or ConfigError for a file that cannot be used, WorkflowError
-    unless `roles` is a roles function, and for prompts inside an episode that has its own.
+    Raises RunError or ConfigError for a file that cannot be used, WorkflowError unless `roles` is a roles function, and
+    for prompts inside an episode that has its own.
     """
 
     def __init__(
@@ -96,28 +138,17 @@ class Trace:
         *,
         task: Any = None,
         name: str = "trace",
-        redactor: Redactor | None = None,
+        key: str = "",
         roles: RolesFunction | str | None = None,
         prompts: Prompts | str | Path | None = None,
-        durable: bool = False,
-        app: str = "",
-        sample: Rates | None = None,
-        key: str = "",
+        **recording: Unpack[RecordingOptions],
     ) -> None:
-        if path is None:
-            path = os.environ.get("COTUNE_COLLECTOR") or None
-        self._sender: Sender | None = sender(path, app) if isinstance(path, str) and is_collector(path) else None
-        if self._sender is None and sample is not None:
-            raise ConfigError("sample", sample, "needs a collector", "Leave it out, or trace to its address.")
-        self._sample = check_rates(1.0 if sample is None else sample)
-        self._address = path
-        self._named = {"app": "" if self._sender else app, "key": check_key(key)}  # the collector names it itself
-        self._durable = durable
+        self._recording = Recording(path, **recording)
+        self._key = check_key(key)
         self.name = name
         self.task = task_of(task, name)
         self._roles = roles_function(roles)
         self._prompts = prompts if prompts is None or isinstance(prompts, Prompts) else read_prompts(prompts)
-        self._redactors = () if redactor is None else (check_redactor(redactor),)
         self._sink: TraceSink | None = None
         self._live: LiveEpisode | None = None
         self._token: Token[LiveEpisode | None]
@@ -169,10 +200,14 @@ class Trace:
             activate()
         outer = current_episode.get()
         inherited = outer.redaction.redactors if outer and outer.redaction else ()
-        redactors = (*inherited, *self._redactors)
-        self._sink = self._opened()
-        options: dict[str, Any] = {"workflow": self.name, "redactors": redactors, "prompts": self._prompts}
-        options |= self._named
+        options: dict[str, Any] = {
+            "workflow": self.name,
+            "app": self._recording.app,
+            "key": self._key,
+            "redactors": (*inherited, *self._recording.redactors),
+            "prompts": self._prompts,
+        }
+        self._sink = self._recording.open_sink()
         if outer is None:
             self._live = LiveEpisode(self._sink, self.task, roles=self._roles, **options)
         else:
@@ -206,11 +241,6 @@ class Trace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.__exit__(kind, error, traceback)
-
-    def _opened(self) -> TraceSink:
-        if self._sender is not None:
-            return CollectorRecords(self._sender, self._sample)
-        return MemoryRecords() if self._address is None else FileRecords(self._address, self._durable)
 
     def _reading(self) -> AbstractContextManager[MemoryRecords | Store]:
         self._episode()

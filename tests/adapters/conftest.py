@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cotune.adapters.export import TrainedPolicy, write_export
+from cotune.adapters.export import Origin, TrainedPolicy, write_export
 from cotune.records.policies import ALL_LINEAR, LoraSpec
 from cotune.sampling.protocol import Weights
 
@@ -106,5 +106,5 @@ def policies(base: Path, lora: LoraSpec, adapter: Callable[[int], Weights]) -> l
 @pytest.fixture(scope="session")
 def export(policies: list[TrainedPolicy], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exports") / "pair"
-    write_export(folder, policies, run="r1")
+    write_export(folder, policies, origin=Origin(run="r1"))
     return folder

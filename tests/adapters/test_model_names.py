@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from cotune.adapters.export import TrainedPolicy, write_export
+from cotune.adapters.export import Origin, TrainedPolicy, write_export
 from cotune.adapters.fingerprint import BaseFingerprint
 from cotune.adapters.manifest import FORMAT, Base, ExportedPolicy, ExportedRole, Manifest, read_manifest
 from cotune.adapters.open_policies import LocalPolicies, served_base, served_policy
-from cotune.adapters.serving import Endpoint, serve, serving, serving_local
+from cotune.adapters.serving import Answers, Endpoint, serve, serving, serving_local
 from cotune.errors import ConfigError, CotuneError
 from cotune.prompts.edits import Prompts
 from cotune.records.structs import PolicyRef
@@ -54,7 +54,7 @@ def served(export: Manifest, **options: Any) -> Iterator[tuple[Endpoint, Scripte
         others = served_base(export.other_base) if export.other_base else None
         return LocalPolicies(sampler, Bytes(), roles, [], 64, others, manifest=export)
 
-    with serving_local(opened, **options) as endpoint:
+    with serving_local(opened, Answers(**options)) as endpoint:
         yield endpoint, sampler
 
 
@@ -160,7 +160,7 @@ def test_a_policy_name_outside_ascii_is_escaped_in_the_header() -> None:
 
 def test_an_export_says_who_answers(in_thread: None, policies: list[TrainedPolicy], tmp_path: Path) -> None:
     """Through the public path: written, opened with its engine, and asked."""
-    write_export(tmp_path / "out", policies[:1], models={"planner": (NAME,), "critic": ("gpt-4o",)})
+    write_export(tmp_path / "out", policies[:1], origin=Origin(models={"planner": (NAME,), "critic": ("gpt-4o",)}))
     assert read_manifest(tmp_path / "out").models == {"planner": (NAME,), "critic": ("gpt-4o",)}
     with serving(tmp_path / "out") as endpoint:
         assert answered(endpoint, NAME) == "planner@3"

@@ -11,9 +11,10 @@ import openai
 import pytest
 
 import cotune
-from cotune.adapters.export import TrainedPolicy, write_export
+from cotune.adapters.export import Origin, TrainedPolicy, write_export
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.prompts import prompts_for
+from cotune.adapters.serving import Answers
 from cotune.errors import AdapterError, ConfigError
 from cotune.prompts.edits import AS_WRITTEN
 from cotune.prompts.file import write_prompts
@@ -57,12 +58,12 @@ def test_weights_of_the_applications_own_prompts_get_edited_ones_only_if_found_f
     found_for_it = msgspec.structs.replace(OTHERS, trained_with=AS_WRITTEN)
     assert prompts_for(tmp_path / "plain", found_for_it) == found_for_it
     # An export with prompts that were found later says what the weights were trained with, and takes either.
-    write_export(tmp_path / "both", [policy], prompts=found_for_it, trained_with=AS_WRITTEN)
+    write_export(tmp_path / "both", [policy], prompts=found_for_it, origin=Origin(trained_with=AS_WRITTEN))
     assert prompts_for(tmp_path / "both") == found_for_it
     assert "trained with the application's own prompts" in (tmp_path / "both" / "README.md").read_text()
     with pytest.raises(AdapterError, match="any_prompts"):
         prompts_for(tmp_path / "both", prompts())
-    write_export(tmp_path / "later", [policy], prompts=OTHERS, trained_with=prompts().id)
+    write_export(tmp_path / "later", [policy], prompts=OTHERS, origin=Origin(trained_with=prompts().id))
     assert prompts_for(tmp_path / "later", prompts()) == prompts()
     assert f"trained with prompts {prompts().id[:12]}" in (tmp_path / "later" / "README.md").read_text()
 
@@ -89,7 +90,7 @@ def test_the_provider_answers_with_edited_prompts(tmp_path: Path, monkeypatch: p
 
 def test_a_served_policy_reads_the_edited_prompt() -> None:
     given = prompts(part("Old.", "New.", role="planner"))
-    with scripted(prompts=given, aliases={"gpt-4o-mini": "planner"}) as (endpoint, sampler):
+    with scripted(Answers(prompts=given, aliases={"gpt-4o-mini": "planner"})) as (endpoint, sampler):
         client = openai.OpenAI(base_url=endpoint.url, api_key="k", max_retries=0)
         for role, first in (("planner", "Old."), ("writer", "Old."), ("planner", "Other."), ("gpt-4o-mini", "Old.")):
             messages: list[Any] = [{"role": "system", "content": first}, ASKED[1]]

@@ -19,7 +19,7 @@ import zstandard
 
 from cotune.adapters import chat_endpoint, serving
 from cotune.adapters.open_policies import LocalPolicies, ServedModel
-from cotune.adapters.serving import Endpoint, serve, serving_local
+from cotune.adapters.serving import Answers, Endpoint, serve, serving_local
 from cotune.errors import ConfigError, SamplerError, SampleTimeout
 from cotune.integrations.web.http import bodies
 from cotune.integrations.web.http.limits import BodyLimits
@@ -107,7 +107,7 @@ class Bytes:
 
 
 @contextlib.contextmanager
-def scripted(**options: Any) -> Iterator[tuple[Endpoint, Scripted]]:
+def scripted(answers: Answers | None = None, **options: Any) -> Iterator[tuple[Endpoint, Scripted]]:
     sampler = Scripted()
 
     async def opened() -> LocalPolicies:
@@ -117,7 +117,7 @@ def scripted(**options: Any) -> Iterator[tuple[Endpoint, Scripted]]:
         }
         return LocalPolicies(sampler, Bytes(), served, [], 64)
 
-    with serving_local(opened, **options) as endpoint:
+    with serving_local(opened, answers, **options) as endpoint:
         yield endpoint, sampler
 
 
@@ -419,7 +419,7 @@ def test_names_with_an_export_are_refused(export: Any) -> None:
 
 
 def test_a_role_answers_under_the_names_that_the_application_uses() -> None:
-    with scripted(aliases={"gpt-4o-mini": "planner"}) as (endpoint, sampler):
+    with scripted(Answers(aliases={"gpt-4o-mini": "planner"})) as (endpoint, sampler):
         with openai.OpenAI(base_url=endpoint.url, api_key="unused", max_retries=0) as client:
             answer = client.chat.completions.create(model="gpt-4o-mini", messages=HELLO)
             listed = {model.id: getattr(model, "policy", "") for model in client.models.list()}
@@ -437,7 +437,7 @@ def test_a_role_answers_under_the_names_that_the_application_uses() -> None:
     ],
 )
 def test_an_alias_that_cannot_be_is_refused(aliases: dict[str, str], match: str) -> None:
-    with pytest.raises(ConfigError, match=match), scripted(aliases=aliases):
+    with pytest.raises(ConfigError, match=match), scripted(Answers(aliases=aliases)):
         pass
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cotune
 from cotune.adapters.bases import places
-from cotune.adapters.export import TrainedPolicy, write_export
+from cotune.adapters.export import Origin, TrainedPolicy, write_export
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import read_manifest
 from cotune.adapters.open_policies import open_local
@@ -57,7 +57,7 @@ def team(
 def team_export(team: list[TrainedPolicy], base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exports") / "team"
     untrained = TrainedPolicy(name="base", kind="frozen", version=0, roles=(), model=str(base))
-    write_export(folder, team, run="r1", others=untrained)
+    write_export(folder, team, origin=Origin(run="r1"), others=untrained)
     return folder
 
 

@@ -50,6 +50,18 @@ class LogitShaping(NamedTuple):
         return logits + self.added[at]
 
 
+class LogitOptions(NamedTuple):
+    """How logits come from hidden states, and how many at once."""
+
+    shaping: LogitShaping | None
+    rows: int
+    """Tokens of a chunk."""
+    head: Head | None
+    """The output embedding in place of `weight`, if it is not trained."""
+    token_ids: int
+    """Only the first so many logits are tokens; the others are padding."""
+
+
 class Head:
     """An output embedding [V, H] that is not trained, for products in bfloat16 with logits in float32."""
 
@@ -80,18 +92,15 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
         bias: Tensor | None,
         targets: Tensor,
         temperature: Tensor,
-        shaping: LogitShaping | None,
-        rows: int,
-        head: Head | None,
-        token_ids: int,
+        options: LogitOptions,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         lse = torch.empty_like(logprobs)
         alone = ctx.needs_input_grad[:3] == (True, False, False)
         slope = torch.empty_like(hidden, dtype=weight.dtype) if alone else None
-        for part in _parts(len(targets), rows):
-            z = _logits(hidden, head or weight, bias, temperature, shaping, part, token_ids)
+        for part in _parts(len(targets), options.rows):
+            z = _logits(hidden, weight, bias, temperature, options, part)
             lse[part] = torch.logsumexp(z, dim=-1)
             z -= lse[part, None]
             logprobs[part] = z.gather(1, targets[part, None]).squeeze(1)
@@ -101,7 +110,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
                 p.neg_().scatter_add_(1, targets[part, None], p.new_ones(len(p), 1)).div_(temperature[part, None])
                 slope[part] = product(p.to(weight.dtype), weight.t())
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, slope)
-        ctx.shaping, ctx.rows, ctx.head, ctx.token_ids = shaping, rows, head, token_ids
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -109,13 +118,13 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, lse, entropy, slope = ctx.saved_tensors
         if slope is not None and grad_entropy is None and grad_logprobs is not None:
-            return (slope * grad_logprobs[:, None]).to(hidden.dtype), *(None,) * 8
+            return (slope * grad_logprobs[:, None]).to(hidden.dtype), *(None,) * 5
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
-        for part in _parts(len(targets), ctx.rows):
-            z = _logits(hidden, ctx.head or weight, bias, temperature, ctx.shaping, part, ctx.token_ids)
+        for part in _parts(len(targets), ctx.options.rows):
+            z = _logits(hidden, weight, bias, temperature, ctx.options, part)
             z -= lse[part, None]
             grad = z.exp()
             if grad_entropy is None:
@@ -139,7 +148,7 @@ class _ChunkedLogprobs(torch.autograd.Function):  # type: ignore[misc]
                 grad_weight += grad.T @ hidden[part]
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 3
 
 
 def token_logprobs(
@@ -165,9 +174,8 @@ def token_logprobs(
     rows = chunk_tokens(weight.shape[0], hidden.device.type)
     bias = None if bias is None else bias.to(hidden.dtype)
     token_ids = weight.shape[0] if token_ids is None else token_ids
-    logprobs, entropy = _ChunkedLogprobs.apply(
-        hidden, weight, bias, targets, temperature, shaping, rows, head, token_ids
-    )
+    options = LogitOptions(shaping, rows, head, token_ids)
+    logprobs, entropy = _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperature, options)
     return logprobs, entropy
 
 
@@ -182,19 +190,19 @@ def _parts(total: int, rows: int) -> list[slice]:
 
 def _logits(
     hidden: Tensor,
-    weight: Tensor | Head,
+    weight: Tensor,
     bias: Tensor | None,
     temperature: Tensor,
-    shaping: LogitShaping | None,
+    options: LogitOptions,
     part: slice,
-    token_ids: int,
 ) -> Tensor:
     """[tokens of `part`, V] in float32, whatever the precision of the states."""
-    logits = weight.logits(hidden[part]) if isinstance(weight, Head) else widened_product(hidden[part], weight)
+    head = options.head
+    logits = widened_product(hidden[part], weight) if head is None else head.logits(hidden[part])
     if bias is not None:
         logits.add_(bias)
-    if shaping is not None:
-        shaping.apply(logits, part)
-    if token_ids < logits.shape[1]:  # filled and not cut off: GPUs multiply matrices of padded sizes faster
-        logits[:, token_ids:] = FORBIDDEN
+    if options.shaping is not None:
+        options.shaping.apply(logits, part)
+    if options.token_ids < logits.shape[1]:  # filled and not cut off: GPUs multiply matrices of padded sizes faster
+        logits[:, options.token_ids :] = FORBIDDEN
     return logits.div_(temperature[part, None])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,29 +20,13 @@ class TransformersSampler(HostedSampler):
 
     @classmethod
     async def open(
-        cls,
-        model: str | Path | Any,
-        *,
-        device: str | None = None,
-        dtype: str | None = None,
-        threads: int | None = None,
-        max_batch_rows: int = 1024,
-        max_batch_tokens: int = 1 << 22,
-        host: Literal["process", "thread"] = "process",
-        tokenizer: Any = None,
-        end_token_ids: Sequence[int] | None = None,
-        prefix_cache: int | None = None,
+        cls, model: str | Path | Any, *, host: Literal["process", "thread"] = "process", **settings: Any
     ) -> TransformersSampler:
         """Load a model folder or hub id and start serving it; a loaded model is served by a thread only.
 
-        `device` is "cpu" or "cuda" (default: a GPU where there is one), `dtype` a torch name (default: float32 on
-        CPU, bfloat16 on GPU; on a CPU that has bfloat16 it is the precision of products alone), `threads` those on
-        the CPU (default: torch's, the cores that are there; one for a small model). `max_batch_rows` sequences are
-        decoded at once at most, with at most `max_batch_tokens` key/value columns in all. Prompts go on from the keys
-        and values of earlier ones that began alike, of which `prefix_cache` bytes are kept (0: none; default: 1/32 of
-        the memory of the machine, or of the GPU). Raises ConfigError for a model that cannot be
-        loaded.
+        `settings` are fields of `ModelSource`. Raises ConfigError for a model that cannot be loaded.
         """
+        prefix_cache = settings.get("prefix_cache")
         if prefix_cache is not None and prefix_cache < 0:
             raise ConfigError("prefix_cache", prefix_cache, "must be a number of bytes, or 0 for none")
         if host not in ("process", "thread"):
@@ -58,17 +41,7 @@ class TransformersSampler(HostedSampler):
         folder = isinstance(model, Path) or (isinstance(model, str) and Path(model).is_absolute())
         if folder and not Path(model, "config.json").exists():
             raise ConfigError("model", str(model), "is not a folder with config.json and weights", "Check --model.")
-        source = ModelSource(
-            model=str(model) if isinstance(model, Path) else model,
-            device=device,
-            dtype=dtype,
-            threads=threads,
-            max_batch_rows=max_batch_rows,
-            max_batch_tokens=max_batch_tokens,
-            tokenizer=tokenizer,
-            end_token_ids=None if end_token_ids is None else tuple(end_token_ids),
-            prefix_cache=prefix_cache,
-        )
+        source = ModelSource(str(model) if isinstance(model, Path) else model, **settings)
         return await cls(TransformersProcess if host == "process" else ThreadHost).start(source)
 
 

@@ -10,6 +10,7 @@ from cotune.types import (
     Call,
     CallRequest,
     Candidate,
+    CheckLimits,
     CheckReport,
     Deployment,
     EpisodeJudge,
@@ -135,7 +136,7 @@ def run() -> None:
     summary = cotune.train(solve, [task, {"id": "b"}], config, out="runs/r1", model="some/model", steps=3)
     assert_type(summary, RunSummary)
     assert_type(cotune.resume("runs/r1", changes={"steps": 6}), RunSummary)
-    dry = cotune.check(solve, [task], config, answers="provider", steps=3)
+    dry = cotune.check(solve, [task], config, answers="provider", limits=CheckLimits(limit=2), steps=3)
     assert_type(dry, CheckReport)
     manifest = cotune.export("runs/r1", "adapters", step="best", gguf="q8_0")
     assert_type(manifest, Manifest)

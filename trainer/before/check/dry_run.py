@@ -34,7 +34,7 @@ from cotune.trainer.before.answers.responder import CheckResponder
 from cotune.trainer.before.check import findings as own
 from cotune.trainer.before.check.bases import NO_MODEL, base_findings, load_bases
 from cotune.trainer.before.check.prompts import prompt_findings, use_findings
-from cotune.trainer.before.check.report import CheckReport, GroupCheck, IdleCheck
+from cotune.trainer.before.check.report import CheckLimits, CheckReport, GroupCheck, IdleCheck
 from cotune.trainer.before.check.runs import Run, Runner, TaskRuns
 from cotune.trainer.before.check.watch import watched
 from cotune.trainer.before.findings import Finding, blocking, named_roles, rewards_by_role, roles_of
@@ -54,28 +54,24 @@ def check(
     config: TrainConfig | Mapping[str, Any] | None = None,
     *,
     model: str | None = None,
-    limit: int = 1,
     answers: str | None = None,
     call_tools: bool = True,
-    calls: int = 64,
-    timeout: float = 60.0,
+    limits: CheckLimits | None = None,
     say: Callable[[str], None] = lambda text: None,
     **settings: Any,
 ) -> CheckReport:
-    """Run the first `limit` tasks three to eight times each, and report what training would see.
+    """Run the first tasks three to eight times each, and report what training would see.
 
     `workflow`, `tasks`, `config` and `settings` are those of `train`; `model` is the model to be trained, whose
     tokenizer counts the prompts' tokens. Answers are drawn, unless `answers` names a small model, "provider" for the
-    application's own, or "records:ADDRESS". Without `call_tools` drawn answers call no tool. `calls` and `timeout`
-    (seconds) bound a run, `say` is called before each. Raises ConfigError.
+    application's own, or "records:ADDRESS". Without `call_tools` drawn answers call no tool. `limits` are the number of
+    tasks (default: 1) and the bounds of a run; `say` is called before each run. Raises ConfigError.
 
     ```python
     report = cotune.check(solve, "tasks.jsonl", plan={"k": 8})
     ```
     """
-    for name, value in (("limit", limit), ("calls", calls), ("timeout", timeout)):
-        if value <= 0:
-            raise ConfigError(name, value, "must be a number above 0")
+    limits = limits or CheckLimits()
     table = msgspec.to_builtins(config) if isinstance(config, TrainConfig) else dict(config or {})
     config = convert({"model": NO_MODEL, **table, **({"model": model} if model else {}), **settings})
     prompts = read_prompts(config.prompts_file) if config.prompts_file else None
@@ -96,8 +92,8 @@ def check(
         async def run_tasks() -> tuple[list[TaskRuns], list[CallRecord]]:
             async with answers_of_runs(answers, flow, config, plan, recipes, call_tools, say) as responder:
                 at_once, offline = config.concurrency > 1, answers != PROVIDER
-                runner = Runner(flow, store, responder, watch, say, calls, timeout, at_once, offline, parts)
-                ran = [await runner.run(task) for task in all_tasks[:limit]]
+                runner = Runner(flow, store, responder, watch, say, limits, at_once, offline, parts)
+                ran = [await runner.run(task) for task in all_tasks[: limits.limit]]
                 judging = await calls_of_judge(flow, ran, store, responder(0)) if answers is None else []
                 return ran, [*(call for task in ran for call in task.calls), *judging]
 

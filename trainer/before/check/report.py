@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from cotune.errors import check_bounds
 from cotune.recording.app_parts import Part
 from cotune.records.structs import CallRecord
 from cotune.tables import BAD, GOOD, QUIET, cells, grid, plural, scores
@@ -31,6 +32,20 @@ class GroupCheck(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     roles: tuple[str, ...]
     size: int
+
+
+class CheckLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much a dry run runs. Raises ConfigError unless each is above 0."""
+
+    limit: int = 1
+    """Number of tasks: the first ones."""
+    calls: int = 64
+    """Most calls of a run."""
+    timeout: float = 60.0
+    """Most seconds of a run."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "limit", "calls", "timeout")
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):

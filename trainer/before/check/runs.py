@@ -16,6 +16,7 @@ from cotune.storage.protocol import Store
 from cotune.tables import answer_line
 from cotune.trainer.before.answers.recorded import NO_RECORD
 from cotune.trainer.before.answers.responder import ENDLESS, CheckResponder
+from cotune.trainer.before.check.report import CheckLimits
 from cotune.trainer.before.check.watch import Watch
 
 LEAST_RUNS = 3
@@ -101,16 +102,14 @@ class TaskRuns:
 
 @dataclass
 class Runner:
-    """Runs `workflow` on tasks; `responder(number)` answers a run. No run makes more than `calls` calls or takes longer
-    than `timeout` seconds."""
+    """Runs `workflow` on tasks, each run within `limits`; `responder(number)` answers a run."""
 
     workflow: Workflow
     store: Store
     responder: Callable[[int], CheckResponder]
     watch: Watch
     say: Callable[[str], None]
-    calls: int
-    timeout: float
+    limits: CheckLimits
     at_once: bool
     offline: bool
     parts: Parts
@@ -145,9 +144,13 @@ class Runner:
         """One run. With a `meeting` it overlaps another one."""
         self.say(f"running {self.workflow.name} on task {task.id}{', twice at once' if meeting else ''} ...")
         responder = self.responder(number)
-        responder.meeting, responder.limit = meeting, self.calls
+        responder.meeting, responder.limit = meeting, self.limits.calls
         options = EpisodeOptions(
-            phase="check", timeout=self.timeout, offline=self.offline, fixed_embeddings=self.offline, parts=self.parts
+            phase="check",
+            timeout=self.limits.timeout,
+            offline=self.offline,
+            fixed_embeddings=self.offline,
+            parts=self.parts,
         )
         outcome = await run_episode(self.workflow, task, sink=self.store, responder=responder, options=options)
         if meeting is not None:

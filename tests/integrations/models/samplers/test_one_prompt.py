@@ -12,7 +12,7 @@ import openai
 import pytest
 
 import cotune
-from cotune.adapters.export import TrainedPolicy, write_export
+from cotune.adapters.export import Origin, TrainedPolicy, write_export
 from cotune.adapters.serving import serving
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.episodes.workflows import workflow_of
@@ -137,7 +137,7 @@ def test_deployed_prompts_are_those_of_an_evaluation(
     model: Path, reference: Prompts, sampled: Prompts, nowhere: None, tmp_path: Path
 ) -> None:
     frozen = TrainedPolicy(name="walker", kind="frozen", version=0, roles=("walker",), model=str(model))
-    write_export(tmp_path / "export", [frozen], run="r")
+    write_export(tmp_path / "export", [frozen], origin=Origin(run="r"))
 
     async def run() -> None:
         with cotune.role("walker"):

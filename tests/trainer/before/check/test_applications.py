@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 import cotune
 from cotune.cli.main import main
 from cotune.trainer.before.check.dry_run import check
-from cotune.trainer.before.check.report import CheckReport
+from cotune.trainer.before.check.report import CheckLimits, CheckReport
 from cotune.trainer.config.train import convert
 
 TASKS = [{"id": "t", "question": "q"}]
@@ -177,7 +177,7 @@ def test_a_scorer_that_hangs_leaves_the_verdict_open() -> None:
         await asyncio.sleep(60)
         return 1.0
 
-    (finding,) = [f for f in dry(solve.cotune, timeout=2.0).findings if f.level == "undecided"]
+    (finding,) = [f for f in dry(solve.cotune, limits=CheckLimits(timeout=2.0)).findings if f.level == "undecided"]
     assert "'second' was open (its scorer was running)" in finding.text
     assert finding.remedy.startswith("Raise --timeout")
 

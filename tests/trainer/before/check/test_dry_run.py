@@ -23,7 +23,7 @@ from cotune.cli.main import main
 from cotune.errors import ConfigError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.trainer.before.check.dry_run import check
-from cotune.trainer.before.check.report import CheckReport, render
+from cotune.trainer.before.check.report import CheckLimits, CheckReport, render
 from cotune.trainer.config.train import convert
 from tests.integrations.models.folder.tiny_gguf import write_gguf
 from tests.integrations.provider import Provider
@@ -157,7 +157,7 @@ def test_it_works_where_a_loop_is_running(provider: Provider) -> None:
 
 
 def test_only_the_first_tasks_are_run(provider: Provider) -> None:
-    assert dry(application(first=letters), limit=2).tasks == ("a", "b")
+    assert dry(application(first=letters), limits=CheckLimits(limit=2)).tasks == ("a", "b")
 
 
 def test_a_role_without_scorer_is_not_trained_under_a_tree(provider: Provider) -> None:
@@ -237,7 +237,7 @@ def test_a_scorer_that_never_ends_is_named_once(provider: Provider) -> None:
     def slow(candidate: Any, call: Any, task: Any) -> float:
         return float(time.sleep(5) is None)
 
-    report = dry(application(first=slow), timeout=1.0)
+    report = dry(application(first=slow), limits=CheckLimits(timeout=1.0))
     (text,) = said(report, "undecided", "runs")
     assert report.verdict == "undecided" and report.runs == 2
     assert "turn 0 of role 'first' was open (its scorer was running)" in text
@@ -249,7 +249,7 @@ def test_a_run_that_fails_is_named_by_its_task(provider: Provider) -> None:
         await ask("first", "hello")
         return None if task["id"] == "b" else 1.0
 
-    (text,) = said(dry(application(forgetful), limit=2), "warns", "runs")
+    (text,) = said(dry(application(forgetful), limits=CheckLimits(limit=2)), "warns", "runs")
     assert "runs failed; the first, on task b: The workflow 'solve' returned None" in text
     assert '{"team": None}: such an episode teaches nothing.' in text
 
@@ -382,7 +382,7 @@ def test_two_runs_at_once_that_both_reach_the_limit_do_not_block(provider: Provi
         return 1.0
 
     running: list[int] = []
-    report = dry(application(slow_together), timeout=1.5)
+    report = dry(application(slow_together), limits=CheckLimits(timeout=1.5))
     assert report.trainable
     assert any("reached a limit" in text for text in said(report, "warns", "runs"))
 
@@ -395,7 +395,7 @@ def test_a_loop_that_swallows_every_error_is_stopped_too(provider: Provider) -> 
             except Exception:  # noqa: BLE001
                 continue
 
-    report = dry(application(stubborn), calls=3)
+    report = dry(application(stubborn), limits=CheckLimits(calls=3))
     assert not report.trainable and len(report.calls) == 3
 
 
@@ -614,7 +614,7 @@ def test_bad_input_is_refused_before_work(provider: Provider, tmp_path: Path) ->
     with pytest.raises(ConfigError, match="tasks = "):
         dry(application(), tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match="limit = 0"):
-        dry(application(), limit=0)
+        dry(application(), limits=CheckLimits(limit=0))
     with pytest.raises(ConfigError, match=r"plan\.kind = 'tree'"):
         dry(application(), config={"plan": {"kind": "tree"}})
     with pytest.raises(ConfigError, match="model = "):
