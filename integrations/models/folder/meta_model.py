@@ -37,7 +37,7 @@ class ModelSkeleton:
         if lora is None:
             check_full(self._model, weights)
         else:
-            from cotune.integrations.models.transformers.lora import read_adapter
+            from cotune.integrations.models.folder.adapter import read_adapter
 
             try:
                 read_adapter(weights, lora, self._model)

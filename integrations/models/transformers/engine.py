@@ -19,6 +19,7 @@ from cotune.integrations.models.child.wire import Answer, Command
 from cotune.integrations.models.devices import usual_device
 from cotune.integrations.models.engine_sampler import room_after
 from cotune.integrations.models.float32 import prefers_onednn, speed_linear_layers, widen_logits
+from cotune.integrations.models.folder.adapter import read_adapter
 from cotune.integrations.models.folder.folder import loading, loading_weights, read_tokenizer, reading
 from cotune.integrations.models.folder.kinds import auto_class, end_ids, sees_images
 from cotune.integrations.models.folder.meta_model import check_finite, check_full
@@ -27,7 +28,6 @@ from cotune.integrations.models.memory import machine_memory
 from cotune.integrations.models.served_versions import Version, Versions
 from cotune.integrations.models.transformers.batch import BASE, Batch
 from cotune.integrations.models.transformers.cache import attention_only, buffer_tokens
-from cotune.integrations.models.transformers.lora import read_adapter
 from cotune.integrations.models.transformers.prefixes import PrefixCache
 from cotune.integrations.models.transformers.rows import Job
 from cotune.integrations.models.transformers.wire import PREFIX_PART, ModelSource

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import Qwen3ForCausalLM
 
 from cotune.integrations.models import float32
-from cotune.integrations.models.transformers.lora import LoraRows, read_adapter
+from cotune.integrations.models.folder.adapter import read_adapter
+from cotune.integrations.models.transformers.lora import LoraRows
 from cotune.records.policies import LoraSpec
 from tests.integrations import tiny_models
 

@@ -19,12 +19,12 @@ from transformers import (
 )
 
 from cotune.integrations.models.bfloat16 import pack_linear_layers
+from cotune.integrations.models.folder.adapter import read_adapter
 from cotune.integrations.models.transformers import attention
 from cotune.integrations.models.transformers.attention import Alike
 from cotune.integrations.models.transformers.batch import BASE, Batch
 from cotune.integrations.models.transformers.cache import RowCache
 from cotune.integrations.models.transformers.decode import DecodeStep, is_usual
-from cotune.integrations.models.transformers.lora import read_adapter
 from cotune.integrations.models.transformers.rows import Job
 from cotune.records.policies import LoraSpec
 from cotune.sampling.protocol import Completion, SamplingParams

@@ -11,8 +11,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from cotune.integrations.models.float32 import widen_logits
+from cotune.integrations.models.folder.adapter import read_adapter
 from cotune.integrations.models.transformers.batch import BASE, Batch
-from cotune.integrations.models.transformers.lora import read_adapter
 from cotune.integrations.models.transformers.prefixes import PrefixCache
 from cotune.integrations.models.transformers.rows import Job
 from cotune.records.policies import LoraSpec
