@@ -1,0 +1,69 @@
+"""A LoRA adapter read from PEFT's state dict, checked against its base model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cotune.errors import SamplerError
+from cotune.integrations.models.bfloat16 import PackedLinear
+from cotune.integrations.models.siblings import siblings
+from cotune.records.policies import LoraSpec
+from cotune.sampling.protocol import Weights
+
+_BASE = "Publish weights that were trained from the sampler's own model."
+
+
+class Factors(NamedTuple):
+    """One adapter on the modules of one input: A^T of all side by side [in, sum of ranks], and scale * B^T [rank, out]
+    of each by its name."""
+
+    down: Tensor
+    ups: dict[str, Tensor]
+
+
+Adapter = list[Factors]
+
+
+def read_adapter(weights: Weights, lora: LoraSpec, model: nn.Module) -> Adapter:
+    """Factors from PEFT state-dict names. Raises SamplerError for a name or shape that does not fit `model`."""
+    modules = dict(model.named_modules())
+    parameter = next(model.parameters())
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, array in weights.items():
+        module, part = _split(name)
+        if module not in modules:
+            raise SamplerError(f"The adapter has weights for {module!r}, which the model lacks.", _BASE)
+        tensor = torch.as_tensor(array).to(device=parameter.device, dtype=parameter.dtype)
+        halves.setdefault(module, {})[part] = tensor
+    for module, pair in halves.items():
+        if set(pair) != {"A", "B"}:
+            raise SamplerError(f"The adapter has only lora_{'/'.join(pair)} for {module!r}.", _BASE)
+        expected = _in_out(modules[module])
+        if (pair["A"].shape[1], pair["B"].shape[0]) != expected:
+            raise SamplerError(f"The adapter's shapes for {module!r} do not fit its (in, out) = {expected}.", _BASE)
+    return [
+        Factors(
+            torch.cat([halves[name]["A"] for name in names]).T.contiguous(),
+            {name: (halves[name]["B"].T * lora.scale).contiguous() for name in names},
+        )
+        for names in siblings(halves)
+    ]
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Module name and "A" or "B" of a PEFT state-dict name."""
+    stem = name.removeprefix("base_model.model.")
+    for part in ("A", "B"):
+        module, mark, _ = stem.partition(f".lora_{part}.")
+        if mark:
+            return module, part
+    raise SamplerError(f"{name!r} is not the name of a LoRA weight.", "Use PEFT state-dict names.")
+
+
+def _in_out(module: nn.Module) -> tuple[int, int]:
+    if isinstance(module, nn.Linear | PackedLinear):
+        return module.in_features, module.out_features
+    return tuple(module.weight.shape)  # Conv1D of GPT-2: [in, out]
