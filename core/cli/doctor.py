@@ -23,7 +23,15 @@ def arguments(command: Parser) -> None:
         type=int,
         default=512,
         metavar="N",
-        help="longest prompt that memory is computed for (default: %(default)s)",
+        help="longest prompt that memory and seconds are estimated for (default: %(default)s)",
+    )
+    command.add_argument(
+        "--calls",
+        type=int,
+        default=0,
+        metavar="N",
+        help="calls of an episode that seconds are estimated for (default: one for each role that the configuration "
+        "names)",
     )
     command.add_argument(
         "--gpu",
@@ -46,7 +54,9 @@ def run(a: argparse.Namespace) -> int:
         raise ConfigError("model", None, "is missing: --cluster needs one", "Pass --model or --config.")
     if a.gpu is not None and config is None:
         raise ConfigError("model", None, "is missing: --gpu needs one", "Pass --model or --config.")
-    report = examine(config, prompt=a.prompt_tokens, gpu=a.gpu)
+    if a.calls < 0:
+        raise ConfigError("--calls", a.calls, "must be 1 or more", "Pass the calls of one episode: --calls 4.")
+    report = examine(config, prompt=a.prompt_tokens, calls=a.calls, gpu=a.gpu)
     if a.json:
         print(report.to_json())
     else:

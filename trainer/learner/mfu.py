@@ -4,27 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from cotune.trainer.learner.gpu_rates import rates_of
 from cotune.trainer.learner.policy_model import PolicyModel
-
-PEAK = {
-    "B200": 2250e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    **dict.fromkeys(("GH200", "H200", "H100"), 989e12),
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "4090": 165e12,
-}
-"""Dense bfloat16 operations a second by words of the GPU's name, as their maker publishes them."""
-
-
-def peak_of(name: str) -> float | None:
-    """Of a GPU by its name; None for one that is not known, and for a part of one (MIG)."""
-    words = f" {name.replace('-', ' ')} "
-    return None if " MIG " in words else next((peak for part, peak in PEAK.items() if f" {part} " in words), None)
 
 
 def operations(layer_parameters: int, tokens: int, *, all_trained: bool) -> float:
@@ -38,13 +19,13 @@ def model_utilization(model: PolicyModel, tokens: int, seconds: float) -> dict[s
     """`mfu`, from 0 to 1, of an update that put so many tokens through the model; nothing without a known GPU."""
     if model.device.type != "cuda":
         return {}
-    peak = peak_of(torch.cuda.get_device_name(model.device))
-    if peak is None:
+    rates = rates_of(torch.cuda.get_device_name(model.device))
+    if rates is None:
         return {}
     ends = {id(module.weight) for module in _embeddings(model)}
     held = [p for p in model.network.parameters() if id(p) not in ends]
     layers = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in held)  # of four bits two are in a byte
-    return {"mfu": operations(layers, tokens, all_trained=model.adapter is None) / (peak * seconds)}
+    return {"mfu": operations(layers, tokens, all_trained=model.adapter is None) / (rates.bfloat16 * seconds)}
 
 
 def _embeddings(model: PolicyModel) -> list[torch.nn.Module]:

@@ -7,18 +7,33 @@ import torch
 
 from cotune.algorithms.recipes import LossSpec
 from cotune.records.policies import policies_for
+from cotune.trainer.learner.gpu_rates import rates_of
 from cotune.trainer.learner.local import LocalLearner
-from cotune.trainer.learner.mfu import model_utilization, operations, peak_of
+from cotune.trainer.learner.mfu import model_utilization, operations
 from tests.trainer.learner.learner_rows import FAST, SMALL, make_rows
 
 
 def test_operations_of_a_step_in_numbers() -> None:
     assert operations(100, 10, all_trained=True) == 6000
     assert operations(100, 10, all_trained=False) == 4000
-    assert (peak_of("NVIDIA H100 PCIe"), peak_of("NVIDIA A100-SXM4-80GB")) == (756e12, 312e12)
-    assert peak_of("NVIDIA L40") == 181e12
-    assert (peak_of("NVIDIA RTX A1000"), peak_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb")) == (None, None)
-    assert (peak_of("NVIDIA H100 80GB HBM3"), peak_of("NVIDIA L40S"), peak_of("Tesla K80")) == (989e12, 362e12, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("NVIDIA H100 PCIe", (756e12, 2000e9)),
+        ("NVIDIA H100 80GB HBM3", (989e12, 3350e9)),
+        ("NVIDIA A100-SXM4-80GB", (312e12, 2039e9)),
+        ("NVIDIA A100-SXM4-40GB", (312e12, 1555e9)),
+        ("NVIDIA L40", (181e12, 864e9)),
+        ("NVIDIA L40S", (362e12, 864e9)),
+        ("NVIDIA RTX A1000", None),
+        ("Tesla K80", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(name: str, rates: tuple[float, float] | None) -> None:
+    assert rates_of(name) == rates
 
 
 def test_it_is_of_layers_and_of_a_known_gpu_alone(base: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,19 @@ from cotune.trainer.before.doctor.machine import Machine, Node, gpu_of, look, no
 from cotune.trainer.before.doctor.memory import (
     ProcessMemory,
     learns_on_gpu,
-    plan_memory,
+    measure_bases,
+    processes,
     remedies,
     render_memory,
     shortages,
     trained_policies,
+)
+from cotune.trainer.before.doctor.step_time import (
+    NoEstimateError,
+    StepTime,
+    duration,
+    estimate_step,
+    render_step,
 )
 from cotune.trainer.before.findings import STYLES, Finding, blocking
 from cotune.trainer.config.cluster import CPUS, NO_RAY, ClusterConfig, Demand
@@ -38,13 +46,21 @@ _DISK_GB = 1.0
 _FILES = 4096
 
 
+class Forecast(msgspec.Struct, frozen=True):
+    """What a run takes: memory by process, and seconds by part of a step, both estimated."""
+
+    memory: tuple[ProcessMemory, ...] = ()
+    step: StepTime | None = None
+
+
 class Report(msgspec.Struct, frozen=True):
-    """The findings of the doctor, and the memory of each process of the run."""
+    """The findings of the doctor, the memory of each process of the run, and the seconds of a step."""
 
     machine: Machine
     nodes: tuple[Node, ...]
     findings: tuple[Finding, ...]
     memory: tuple[ProcessMemory, ...] = ()
+    step: StepTime | None = None
 
     @property
     def fits(self) -> bool:
@@ -56,9 +72,14 @@ class Report(msgspec.Struct, frozen=True):
         return msgspec.json.format(msgspec.json.encode({**msgspec.to_builtins(self), "fits": self.fits})).decode()
 
 
-def examine(config: TrainConfig | None = None, *, prompt: int = PROMPT, gpu: float | None = None) -> Report:
-    """Look at this machine and, where `config` names one, at its Ray cluster; start nothing. `prompt` is the length of
-    the longest prompt that the forecast of memory is for, in tokens; `gpu` are the GB of a GPU that it is for."""
+def examine(
+    config: TrainConfig | None = None, *, prompt: int = PROMPT, calls: int = 0, gpu: float | None = None
+) -> Report:
+    """Look at this machine and, where `config` names one, at its Ray cluster; start nothing.
+
+    The forecasts are for prompts of `prompt` tokens and episodes of `calls` calls (0: one for each role that `config`
+    names), on a GPU of `gpu` GB if that is not None.
+    """
     machine = look(Path("runs"))
     if gpu is not None:
         machine = msgspec.structs.replace(machine, gpus=(gpu_of(gpu),))
@@ -78,16 +99,16 @@ def examine(config: TrainConfig | None = None, *, prompt: int = PROMPT, gpu: flo
                 divided.append(blocking(error, "division"))
         cluster, extra = config.cluster, config.engine_kind.extra
     findings = [*judge_machine(machine, cluster, extra), *models, *divided]
-    memory: tuple[ProcessMemory, ...] = ()
+    forecast = Forecast()
     if config is not None and all(finding.level != "blocks" for finding in findings):
-        memory, judged = judge_memory(config, machine, prompt)
-        findings += [judged, *judge_precision(config, machine)]
+        forecast, judged = judge_forecast(config, machine, prompt, calls)
+        findings += [*judged, *judge_precision(config, machine)]
     if nodes and config is not None and cluster.on_ray:
         try:
             findings += judge_placement(nodes, cluster, samplers=_samplers(config))
         except ConfigError as error:
             findings.append(blocking(error, "engines"))
-    return Report(machine, tuple(nodes) if cluster.on_ray else (), tuple(findings), memory)
+    return Report(machine, tuple(nodes) if cluster.on_ray else (), tuple(findings), forecast.memory, forecast.step)
 
 
 def _judge_models(config: TrainConfig) -> Iterator[Finding]:
@@ -168,27 +189,42 @@ def _needed(about: str, text: str, enough: bool, remedy: str) -> Finding:
     return Finding("ok", about, text) if enough else Finding("warns", about, text, remedy)
 
 
-def judge_memory(config: TrainConfig, machine: Machine, prompt: int) -> tuple[tuple[ProcessMemory, ...], Finding]:
-    """The memory of the processes of a run, and whether there is enough."""
+def judge_forecast(
+    config: TrainConfig, machine: Machine, prompt: int, calls: int = 0
+) -> tuple[Forecast, list[Finding]]:
+    """Memory and seconds of a run, and whether there is enough memory."""
     policies = trained_policies(config, config.specs)
     if not policies:
         kinds = ", ".join(f"{one.name} is {one.kind}" for one in config.policy)
-        return (), Finding("blocks", "policies", f"none is trained: {kinds}", 'Set kind = "lora" or "full" for one.')
+        remedy = 'Set kind = "lora" or "full" for one.'
+        return Forecast(), [Finding("blocks", "policies", f"none is trained: {kinds}", remedy)]
     try:
         folders = {model: locate_model(model) for model in config.bases}
-        plan = plan_memory(config, machine, folders, prompt=prompt)
+        config, bases = measure_bases(config, machine, folders, prompt=prompt)
+        plan = processes(bases, config, machine)
         counted = any("images" in name for process in plan for name in process.parts)
         seeing = any(map(folder_sees_images, folders.values()))
         images = ", without passes over images" if seeing and not counted else ""
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, CotuneError) as error:
         # a model's own code may want values, which tensors without storage do not have
         text = f"no forecast can be made ({error_line(error)})"
-        return (), Finding("warns", "memory", text, "Set learner.memory, which bounds the learner.")
+        return Forecast(), [Finding("warns", "memory", text, "Set learner.memory, which bounds the learner.")]
+
     asked = f"{plural(policies, 'policy', 'policies')}, prompts of up to {prompt} tokens{images}"
     if missing := list(shortages(plan)):
-        return plan, Finding("blocks", "memory", f"{'; '.join(missing)} ({asked})", remedies(plan, config))
+        text = f"{'; '.join(missing)} ({asked})"
+        return Forecast(plan), [Finding("blocks", "memory", text, remedies(plan, config))]
     parts = ", ".join(f"{process.process} {process.bytes / 1e9:.1f} GB" for process in plan)
-    return plan, Finding("ok", "memory", f"{parts} ({asked})")
+    memory = Finding("ok", "memory", f"{parts} ({asked})")
+    try:
+        step = estimate_step(config, machine, bases, plan, calls=calls)
+    except NoEstimateError as reason:
+        return Forecast(plan), [memory, Finding("ok", "time", f"no seconds can be estimated: {reason}")]
+    text = (
+        f"estimated: {duration(step.seconds)} for a step, {duration(step.steps * step.seconds)} for the "
+        f"{plural(step.steps, 'step')} of the run ({step.basis})"
+    )
+    return Forecast(plan, step), [memory, Finding("ok", "time", text)]
 
 
 def judge_precision(config: TrainConfig, machine: Machine) -> Iterator[Finding]:
@@ -233,12 +269,17 @@ def judge_placement(nodes: Sequence[Node], cluster: ClusterConfig, *, samplers: 
 
 
 def render(report: Report) -> Group:
-    """The findings as a table, and the memory of a run."""
+    """The findings as a table, and memory and seconds of a run."""
     table = grid("", "", "")
     for one in report.findings:
         text = one.text + (f"\n{one.remedy}" if one.remedy else "")
         table.add_row(Text(one.level, style=STYLES[one.level]), *cells((one.about, text)))
-    return Group(table, *([render_memory(report.memory)] if report.memory else ()))
+    parts = [table]
+    if report.memory:
+        parts.append(render_memory(report.memory))
+    if report.step is not None:
+        parts.append(render_step(report.step))
+    return Group(*parts)
 
 
 def _samplers(config: TrainConfig) -> int:

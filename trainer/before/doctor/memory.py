@@ -57,6 +57,10 @@ class ProcessMemory(msgspec.Struct, frozen=True, kw_only=True):
     free: float
     """Bytes that there are for it, shared with the others on the device."""
     pass_tokens: int = 0
+    checkpointed: bool = False
+    """Whether the layers are computed again in the backward pass."""
+    at_once: int = 0
+    """Sequences that a sampler decodes at once."""
     phase: str = ""
     """The phase of a step after which the process gives `temporary` bytes back; empty where it keeps all."""
     temporary: float = 0.0
@@ -88,8 +92,16 @@ def plan_memory(
 ) -> tuple[ProcessMemory, ...]:
     """The processes of a run whose longest prompt has `prompt` tokens; `folders` are those of its base models. vLLM
     plans its own memory and has no line."""
+    config, bases = measure_bases(config, machine, folders, prompt=prompt)
+    return processes(bases, config, machine)
+
+
+def measure_bases(
+    config: TrainConfig, machine: Machine, folders: Mapping[str, Path], *, prompt: int
+) -> tuple[TrainConfig, dict[str, tuple[ModelSize, Workload]]]:
+    """The configuration with the precision of its learner, and the size and the workload of each base model."""
     candidates = candidates_of_call(config)
-    sequences = min(1024, config.concurrency * candidates)
+    sequences = min(1024, _episodes_at_once(config) * candidates)
     row = prompt + config.sampling.max_tokens
     on_gpu = learns_on_gpu(config, machine)
     device = "cuda" if on_gpu else "cpu"
@@ -106,7 +118,13 @@ def plan_memory(
         )
         for model, names in config.bases.items()
     }
-    return processes(bases, config, machine)
+    return config, bases
+
+
+def _episodes_at_once(config: TrainConfig) -> int:
+    """Episodes that run at a time: no more than those of a step, and in mode async of the steps ahead too."""
+    of_step = config.tasks_per_step * (config.plan.k if config.plan.kind == "independent" else 1)
+    return min(config.concurrency, of_step * (1 + config.ahead))
 
 
 def trained_policies(config: TrainConfig, names: Collection[str]) -> int:
@@ -156,7 +174,7 @@ def _samplers(
     # An engine that is not decided yet is counted as the one in process.
     if config.engine not in (AUTO, "transformers"):
         return []
-    on_gpu = bool(machine.gpus) and (not cluster.on_ray or cluster.gpus_per_engine > 0)
+    on_gpu = samples_on_gpu(config, machine)
     device, free, total = _device(machine, on_gpu, " of an engine" if cluster.on_ray else "")
     samplers: list[ProcessMemory] = []
     for model, (size, load) in bases.items():
@@ -180,6 +198,11 @@ def learns_on_gpu(config: TrainConfig, machine: Machine) -> bool:
     """Whether the learner of a run on this machine has a GPU."""
     there = bool(machine.gpus) and config.learner.device != "cpu"
     return there and (not config.cluster.on_ray or config.cluster.gpus_per_learner > 0)
+
+
+def samples_on_gpu(config: TrainConfig, machine: Machine) -> bool:
+    """Whether the engine of a run on this machine has a GPU."""
+    return bool(machine.gpus) and (not config.cluster.on_ray or config.cluster.gpus_per_engine > 0)
 
 
 def _adapter(config: TrainConfig, names: Collection[str]) -> LoraSpec | None:
@@ -230,6 +253,7 @@ def learner_memory(
         device=device,
         free=bound,
         pass_tokens=tokens,
+        checkpointed=checkpointed,
         phase=_phase(UPDATE, config, device),
         temporary=passes,
         parts={
@@ -277,6 +301,7 @@ def sampler_memory(
         count=1,
         device=device,
         free=free,
+        at_once=at_once,
         phase=_phase(ROLLOUTS, config, device),
         temporary=float(cache),
         parts={**parts, name: float(cache)},

@@ -42,6 +42,10 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
     head: int = 0
     """Parameters of the output embedding, which with `tied` is the other one too."""
     tied: bool = True
+    attention_width: int = 0
+    """Numbers of a query in all layers."""
+    shares_prompts: bool = True
+    """Whether a pass computes what rows have in common once."""
     sees: bool = False
     image_factor: float = 0.0
     """Peak memory of seeing images, as a multiple of their pixel values; 0 where the configuration does not
@@ -104,6 +108,8 @@ def measure(config: Any, lora: LoraSpec | None, dtype: str, *, joined: bool = Fa
         token_bytes=kept[False].token,
         pass_bytes=max(kept[False].fixed, 0.0),
         checkpointed_bytes=kept[True].token,
+        attention_width=text.num_hidden_layers * text.num_attention_heads * _head_width(text),
+        shares_prompts=empty.policy.logprob_model.shares,
         sees=sees_images(config),
         image_factor=_image_factor(config.vision_config) if sees_images(config) else 0.0,
     )
@@ -263,9 +269,13 @@ def _count_trained(module: Any) -> int:
 
 def _cache_values(text: Any) -> int:
     """Keys and values that a token leaves in all layers."""
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return int(2 * text.num_hidden_layers * groups * width)
+    return int(2 * text.num_hidden_layers * groups * _head_width(text))
+
+
+def _head_width(text: Any) -> int:
+    """Numbers of a query in one head."""
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def _image_factor(sight: Any) -> float:

@@ -23,7 +23,7 @@ from benchmarks.forecast import compare, shape
 from cotune.algorithms.recipes import LossSpec
 from cotune.cli.main import main
 from cotune.records.policies import LoraSpec, policies_for
-from cotune.trainer.before.doctor.doctor import judge_memory
+from cotune.trainer.before.doctor.doctor import judge_forecast
 from cotune.trainer.before.doctor.machine import Gpu
 from cotune.trainer.before.doctor.memory import (
     Workload,
@@ -171,10 +171,10 @@ def test_what_a_token_keeps_is_what_the_learner_measures(base: str, layout: Any)
 
 def test_what_does_not_fit_blocks_and_says_what_to_change(tiny_base: Path) -> None:
     config = convert({"model": str(tiny_base), "policies": "full", "roles": ["a", "b"]})
-    plan, finding = judge_memory(config, msgspec.structs.replace(MACHINE, gpus=()), 512)
-    assert (finding.level, [process.process for process in plan]) == ("ok", ["learner", "sampler"])
+    forecast, [finding, *_] = judge_forecast(config, msgspec.structs.replace(MACHINE, gpus=()), 512)
+    assert (finding.level, [process.process for process in forecast.memory]) == ("ok", ["learner", "sampler"])
     small = msgspec.structs.replace(MACHINE, gpus=(), memory_gb=1.0, free_memory_gb=0.75)
-    _, finding = judge_memory(config, small, 512)
+    _, [finding, *_] = judge_forecast(config, small, 512)
     assert finding.level == "blocks"
     assert "this machine takes" in finding.text and "GB too much (2 policies, prompts of up to 512" in finding.text
     assert 'policies = "lora"' in finding.remedy and "ower concurrency" in finding.remedy
@@ -189,10 +189,10 @@ def test_pages_that_do_not_fit_are_not_kept_under_a_limit() -> None:
 
 
 def test_a_gpu_that_is_too_small(tiny_base: Path) -> None:
-    config = convert({"model": str(tiny_base)})
+    config = convert({"model": str(tiny_base), "learner": {"dtype": "float32"}})
     machine = msgspec.structs.replace(MACHINE, gpus=(Gpu(name="small", memory_gb=1.0, free_gb=0.6),))
-    plan, finding = judge_memory(config, machine, 512)
-    assert {process.device for process in plan} == {"small"}
+    forecast, [finding, *_] = judge_forecast(config, machine, 512)
+    assert {process.device for process in forecast.memory} == {"small"}
     assert finding.level == "blocks" and 'learner.dtype = "bfloat16"' in finding.remedy
 
 
@@ -212,8 +212,8 @@ def test_a_model_that_cannot_be_reckoned_says_so(tiny_base: Path, monkeypatch: p
         raise RuntimeError("no such operator")
 
     monkeypatch.setattr("cotune.trainer.before.doctor.memory.measure_folder", broken)
-    plan, finding = judge_memory(convert({"model": str(tiny_base)}), MACHINE, 512)
-    assert plan == () and finding.level == "warns"
+    forecast, [finding, *_] = judge_forecast(convert({"model": str(tiny_base)}), MACHINE, 512)
+    assert forecast.memory == () and finding.level == "warns"
     assert "no forecast can be made (RuntimeError: no such operator)" in finding.text
 
 
@@ -257,9 +257,9 @@ def test_passes_over_images_take_what_is_said_beforehand(kind: str) -> None:
 def test_the_memory_of_a_model_that_sees_counts_its_images(tmp_path: Path) -> None:
     build_seeing(tmp_path)
     config = convert({"model": str(tmp_path), "cluster": {"address": "local", "learners": 2}})
-    plan, finding = judge_memory(config, msgspec.structs.replace(MACHINE, gpus=()), 512)
-    assert plan and finding.text.endswith("prompts of up to 512 tokens)")
-    learner = parts(plan[0])
+    forecast, [finding, *_] = judge_forecast(config, msgspec.structs.replace(MACHINE, gpus=()), 512)
+    assert forecast.memory and finding.text.endswith("prompts of up to 512 tokens)")
+    learner = parts(forecast.memory[0])
     assert learner["images as they were processed, at most"] == 0.268
     # 4 bytes of 4 + (2 * 32 + 3 * 64) / (3 * 8 * 8) for each of 2**23 values
     assert learner["passes over images, at most"] == 0.179

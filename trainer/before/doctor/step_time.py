@@ -1,0 +1,281 @@
+"""An estimate of the seconds of a step: operations and bytes of a run, divided by the rates of its devices.
+
+On a CPU the rates are measured, for a fraction of a second. Of a GPU they are those that its maker publishes, of which
+a run is taken to reach a part. Nothing here has been measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from cotune.algorithms.catalogue import recipe_class
+from cotune.tables import grid, plural
+from cotune.trainer.before.doctor.machine import Machine
+from cotune.trainer.before.doctor.memory import ProcessMemory, Workload, learns_on_gpu, samples_on_gpu
+from cotune.trainer.before.doctor.model_size import ModelSize
+from cotune.trainer.config.train import TrainConfig
+from cotune.trainer.learner.gpu_rates import rates_of
+
+GPU_PARTS = (0.4, 0.7)
+"""Of a GPU's published operations and bandwidth, what a run is taken to reach. Not measured."""
+CPU_PARTS = (0.75, 0.75)
+"""Of the rate of one product on the CPU, what an update and a decode step reach."""
+LAYER_SECONDS = {"transformers": 0.9e-3, "vllm": 0.15e-3}
+"""What a decode step takes on a GPU for each layer at least, to launch its kernels. Counted for the engine in the
+process (59 operators a layer) and estimated for vLLM's graphs; not measured."""
+CPU_LAYER_SECONDS = 0.1e-3
+"""The same on a CPU, where operators of small models take longer than their products."""
+LEFT_OUT = "without the application's own time, judges, publications and evaluations"
+
+
+class Rates(NamedTuple):
+    """Operations and bytes of memory that a process gets through in a second, and where the figures come from."""
+
+    operations: float
+    bandwidth: float
+    source: str
+
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a step by part, estimated."""
+
+    parts: Mapping[str, float]
+    seconds: float
+    """Of the step: the sum of its parts, or the longest where rollouts and updates overlap."""
+    steps: int
+    basis: str
+    """What the estimate rests on."""
+
+
+class NoEstimateError(Exception):
+    """No seconds can be estimated; the message says why."""
+
+
+def estimate_step(
+    config: TrainConfig,
+    machine: Machine,
+    bases: Mapping[str, tuple[ModelSize, Workload]],
+    plan: Sequence[ProcessMemory],
+    *,
+    calls: int = 0,
+) -> StepTime:
+    """The seconds of a step of a run whose episodes make `calls` calls (0: one for each role that it names).
+
+    `bases` and `plan` are those of its forecast of memory. All answers have the most tokens that they may have. Raises
+    NoEstimateError.
+    """
+    obstacle = _obstacle(config)
+    if obstacle:
+        raise NoEstimateError(obstacle)
+    sampling_rates, learning_rates = _find_rates(config, machine)
+    calls = calls or count_calls(config)
+    answer = config.sampling.max_tokens
+    learner = next((process for process in plan if process.process == "learner"), None)
+    samplers = [process for process in plan if process.process.startswith("sampler")]
+
+    sampling = updating = 0.0
+    for number, (size, load) in enumerate(bases.values()):
+        # Each base answers its roles' part of the calls.
+        calls_of_base = calls * _share_of_calls(config, number)
+        at_once = samplers[number].at_once if number < len(samplers) else load.sequences
+        sampling += calls_of_base * _rollout_seconds(config, machine, size, load, at_once, sampling_rates)
+        if load.policies:
+            checkpointed = learner is not None and learner.checkpointed
+            updating += calls_of_base * _update_seconds(config, size, load, checkpointed, learning_rates)
+    if config.cluster.on_ray and learns_on_gpu(config, machine):
+        updating /= max(1, config.cluster.learners)
+    if config.cluster.on_ray and samples_on_gpu(config, machine):
+        sampling /= max(1, config.cluster.engines)
+
+    overlaps = config.mode == "async" and config.cluster.on_ray and bool(machine.gpus)
+    prompt = next(iter(bases.values()))[1].row - answer
+    answers = f"{plural(config.plan.k, 'answer')} of {answer} tokens"
+    work = (
+        f"{plural(config.tasks_per_step, 'task')} a step, {plural(calls, 'call')} a task, prompts of {prompt} tokens, "
+    )
+    sources = dict.fromkeys((sampling_rates.source, learning_rates.source))
+    return StepTime(
+        parts={"rollouts": sampling, "updates": updating},
+        seconds=max(sampling, updating) if overlaps else sampling + updating,
+        steps=config.steps,
+        basis=f"{work}{answers}; {'; '.join(sources)}; {LEFT_OUT}",
+    )
+
+
+def count_calls(config: TrainConfig) -> int:
+    """Calls of an episode that makes one for each role that the configuration names."""
+    roles = {*config.roles, *(role for policy in config.policy for role in policy.roles)}
+    return max(1, len(roles))
+
+
+def _obstacle(config: TrainConfig) -> str:
+    """Why no seconds can be estimated for any machine; empty if they can."""
+    if config.from_records:
+        return f"recipe {config.recipe} trains on records, whose lengths are not known here"
+    if config.plan.kind == "replay" or (config.recipe and recipe_class(config.recipe).plan == "replay"):
+        return "it is not known beforehand how many calls plan replay forks"
+    if config.engine not in ("auto", "transformers", "vllm"):
+        return f"the speed of engine {config.engine!r} is not known"
+    if config.cluster.on_ray and config.cluster.address != "local":
+        return "the GPUs of a cluster are not known by their names"
+    return ""
+
+
+def _share_of_calls(config: TrainConfig, base: int) -> float:
+    """The part of all calls that a base model answers: that of its roles among the roles of all [[policy]] tables."""
+    names = list(config.bases.values())[base]
+    roles = sum(len(policy.roles) for policy in config.policy)
+    if not roles:
+        return 1.0 if base == 0 else 0.0
+    return sum(len(policy.roles) for policy in config.policy if policy.name in names) / roles
+
+
+def _find_rates(config: TrainConfig, machine: Machine) -> tuple[Rates, Rates]:
+    """The rates of sampler and learner. Raises NoEstimateError for a GPU that is not known by its name."""
+    settings = config.learner
+    if samples_on_gpu(config, machine):
+        sampling = _published_rates(machine.gpus[0].name, "bfloat16")
+    else:
+        sampling = measure_cpu("float32", config.sampling.threads)
+    if learns_on_gpu(config, machine):
+        return sampling, _published_rates(machine.gpus[0].name, settings.precision)
+    return sampling, measure_cpu(settings.precision, settings.threads)
+
+
+def _published_rates(name: str, dtype: str) -> Rates:
+    """Rates of a GPU. Products of float32 are computed in TF32, at half of the rate of bfloat16."""
+    rates = rates_of(name)
+    if rates is None:
+        raise NoEstimateError(
+            f"the rates of {name} are not known. Run cotune doctor on the machine with the GPU"
+            if name.startswith("a GPU of")
+            else f"the rates of {name} are not known"
+        )
+    peak = rates.bfloat16 if dtype == "bfloat16" else rates.bfloat16 / 2
+    of_peak, of_bandwidth = GPU_PARTS
+    return Rates(
+        of_peak * peak,
+        of_bandwidth * rates.bandwidth,
+        f"{of_peak:.0%} of the {peak / 1e12:,.0f} TFLOP/s in {dtype} and {of_bandwidth:.0%} of the "
+        f"{rates.bandwidth / 1e9:,.0f} GB/s that are published for {name}, not measured",
+    )
+
+
+@cache
+def measure_cpu(dtype: str, threads: int | None) -> Rates:
+    """Rates of this machine's CPU as busy as it is now, by two products that take 0.2 s each."""
+    import torch
+
+    from cotune.integrations.models.float32 import product
+
+    precision = getattr(torch, dtype)
+    usual_threads = torch.get_num_threads()
+    torch.set_num_threads(threads or usual_threads)
+    try:
+        # As many rows as a pass has tokens, in a layer of usual width.
+        rows, width = 1024, 1024
+        states, square = torch.ones(rows, width, dtype=precision), torch.ones(width, width, dtype=precision)
+        operations = 2 * rows * width * width / _median_seconds(lambda: product(states, square))
+        # One row, and a weight of 128 MB, which no cache holds: a decode step reads all weights once.
+        state, weight = torch.ones(1, 4096), torch.ones(8192, 4096)
+        bandwidth = weight.nbytes / _median_seconds(lambda: product(state, weight))
+    finally:
+        torch.set_num_threads(usual_threads)
+    of_operations, of_bandwidth = CPU_PARTS
+    source = (
+        f"{operations / 1e9:,.0f} GFLOP/s in {dtype} and {bandwidth / 1e9:,.0f} GB/s measured on this CPU just now"
+        f" with {plural(threads or usual_threads, 'thread')}"
+    )
+    return Rates(of_operations * operations, of_bandwidth * bandwidth, source)
+
+
+def _median_seconds(compute: Callable[[], object]) -> float:
+    compute()
+    seconds: list[float] = []
+    while sum(seconds) < 0.2 and len(seconds) < 50:
+        began = time.perf_counter()
+        compute()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)
+
+
+def _rollout_seconds(
+    config: TrainConfig, machine: Machine, size: ModelSize, load: Workload, at_once: int, rates: Rates
+) -> float:
+    """Seconds to sample one call of each episode of a step, `at_once` answers at a time."""
+    answers, prompts = config.tasks_per_step * config.plan.k, _prompts(config)
+    answer = config.sampling.max_tokens
+    prompt = load.row - answer
+    on_gpu = samples_on_gpu(config, machine)
+
+    # Every decode step reads all weights, and the keys and values of all sequences.
+    sequences = max(1, min(answers, at_once, load.sequences))
+    number_bytes = 2 if on_gpu else 4
+    weights = size.rounded_bytes(1) if size.rounded else float(number_bytes * size.parameters)
+    cached = sequences * (prompt + answer / 2) * size.cache_values * number_bytes
+    computed = 2.0 * size.parameters * sequences
+    if on_gpu:
+        launches = LAYER_SECONDS["vllm" if config.engine == "vllm" else "transformers"] * size.layers
+    else:
+        launches = CPU_LAYER_SECONDS * size.layers
+    decode_step = max(launches, (weights + cached) / rates.bandwidth, computed / rates.operations)
+
+    rounds = math.ceil(answers / sequences)
+    prefill = prompts * prompt * (2.0 * _layer_parameters(size) + 2.0 * size.attention_width * prompt)
+    return rounds * answer * decode_step + prefill / rates.operations
+
+
+def _update_seconds(config: TrainConfig, size: ModelSize, load: Workload, checkpointed: bool, rates: Rates) -> float:
+    """Seconds to train on one call of each episode of a step: the operations of forward and backward passes."""
+    answers = config.tasks_per_step * config.plan.k
+    answer_tokens = answers * config.sampling.max_tokens
+    prompts = _prompts(config) if size.shares_prompts else answers
+    tokens = answer_tokens + prompts * (load.row - config.sampling.max_tokens)
+
+    # For each parameter of a layer 2 going forward, 2 for the gradient of its input, and 2 for its own where it is
+    # trained (arXiv 2001.08361, 2.1). Attention multiplies queries with keys, and values with weights, which is twice
+    # as much going backward.
+    forward = 2.0 * _layer_parameters(size) + 4.0 * size.attention_width * load.row
+    of_token = forward * (2.0 if checkpointed else 1.0) + 2.0 * _layer_parameters(size)
+    of_token += 8.0 * size.attention_width * load.row
+    of_token += 6.0 * size.adapter if size.adapter else 2.0 * _layer_parameters(size)
+
+    # Logits are computed for answers only, and again for the gradient of the output embedding.
+    of_answer_token = (4.0 if size.adapter else 8.0) * size.head
+    return config.learner.epochs * (tokens * of_token + answer_tokens * of_answer_token) / rates.operations
+
+
+def _prompts(config: TrainConfig) -> int:
+    """How many different prompts one call of each episode of a step has."""
+    return config.tasks_per_step * (config.plan.k if config.plan.kind == "independent" else 1)
+
+
+def _layer_parameters(size: ModelSize) -> int:
+    """Parameters without both embeddings."""
+    return size.parameters - (size.head if size.tied else 2 * size.head)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a reader says them, with two digits."""
+    for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.2g} {unit}" if seconds < 100 * length else f"{seconds / length:,.0f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def render_step(step: StepTime) -> Table:
+    """The parts of a step, and the run."""
+    table = grid("part", "seconds>", title="seconds of a step, estimated")
+    for name, seconds in step.parts.items():
+        table.add_row(name, f"{seconds:,.1f}")
+    table.add_row(Text("a step", style="bold"), Text(f"{step.seconds:,.1f}", style="bold"))
+    return table
