@@ -47,6 +47,7 @@ REASONS: Mapping[str, str] = {
     "tie": "all roles of its episode have the same reward, and ties is set",
     "zero_variance": "all rewards of the group are equal",
     "mean_out_of_range": "the group's mean reward is outside mean_range",
+    "not_in_share": "other groups of its policy have a larger spread or mean, and keep_groups keeps a share alone",
     "zero_advantage": "its advantage is zero, so it teaches nothing",
     "low_entropy": "its mean token entropy is not in the share that top_entropy keeps",
     "beyond_alignment": "its role has more calls in the episode than align_to allows",
@@ -105,7 +106,24 @@ def group_reasons(
             reasons.append("mean_out_of_range")
         else:
             reasons.append(None)
+    if filters.keep_groups is not None:
+        for i in _outside_share(groups, stats, filters, [i for i, reason in enumerate(reasons) if reason is None]):
+            reasons[i] = "not_in_share"
     return reasons
+
+
+def _outside_share(groups: Sequence[Group], stats: Spread, filters: Filters, candidates: Sequence[int]) -> list[int]:
+    """Places of the groups, among those of `candidates`, that are not in the share that `keep_groups` keeps."""
+    assert filters.keep_groups is not None
+    measure = stats.mean if filters.keep_groups_by == "mean" else stats.variance
+    of_policy: dict[str, list[int]] = {}
+    for i in candidates:
+        of_policy.setdefault(groups[i].samples[0].policy.name, []).append(i)
+    outside: list[int] = []
+    for places in of_policy.values():
+        best_first = sorted(places, key=lambda i: -measure[i])  # of equal groups the first stay
+        outside += best_first[math.ceil(filters.keep_groups * len(places)) :]
+    return outside
 
 
 def align(samples: Sequence[Sample], most: int) -> list[int]:

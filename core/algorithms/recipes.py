@@ -101,7 +101,9 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     Before the advantages, so that these samples are compared with nothing:
     `ties` leaves out episodes in which all roles have the same reward. `zero_variance` leaves out groups with equal
     rewards. `mean_range` leaves out groups whose mean reward is outside these bounds; with `mean_range_roles`, only
-    groups of these roles.
+    groups of these roles. `keep_groups` keeps this share of the groups of each policy that the other filters leave
+    (rounded up): the groups with the largest standard deviation of rewards, or with `keep_groups_by = "mean"` those
+    with the highest mean reward (PettingLLMs' `filter_method` and `filter_ratio`).
 
     After the advantages, so that the samples are compared with the others of their group:
     `zero_advantage` leaves out samples whose advantage is 0. `drop_truncated` leaves out answers that were cut at their
@@ -116,6 +118,8 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     zero_variance: bool = False
     mean_range: tuple[float, float] | None = None
     mean_range_roles: tuple[str, ...] = ()
+    keep_groups: float | None = None
+    keep_groups_by: Literal["mean", "spread"] = "spread"
     zero_advantage: bool = False
     drop_truncated: bool = False
     drop_timed_out: bool = False
@@ -123,8 +127,9 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True):
     align_to: int | None = None
 
     def __post_init__(self) -> None:
-        kept = self.top_entropy
-        _require(kept is None or 0.0 < kept <= 1.0, "top_entropy", kept, "must be a share above 0 and up to 1")
+        for name in ("top_entropy", "keep_groups"):
+            share = getattr(self, name)
+            _require(share is None or 0.0 < share <= 1.0, name, share, "must be a share above 0 and up to 1")
         check_bounds(self, "align_to", least=1)
 
 

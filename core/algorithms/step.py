@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -72,6 +73,20 @@ class Step:
     def mean_over_roles(self, rewards: Floats) -> Floats:
         """The mean reward of all roles in a turn of an episode. [n]"""
         return over_roles(self.samples, rewards, self._counts, mean=True)
+
+    def discounted(self, rewards: Floats, gamma: float, by: Literal["turn", "step"] = "step") -> Floats:
+        """r gamma^(T - t), so that calls near the end of an episode weigh more. [n]
+
+        `t` is the place of the call in its episode (`step`), or among its role's calls there (`turn`); T is the last.
+        """
+        last: dict[tuple[str, str], int] = {}
+        for sample in self.samples:
+            chain = sample.rollout, sample.role if by == "turn" else ""
+            last[chain] = max(last.get(chain, 0), getattr(sample, by))
+        places_from_end = np.array(
+            [last[s.rollout, s.role if by == "turn" else ""] - getattr(s, by) for s in self.samples], np.float64
+        )
+        return rewards * gamma**places_from_end
 
     def require(self, values: Floats) -> None:
         """Leave out samples for which these values are not known (NaN), as `missing_reward`."""

@@ -15,7 +15,7 @@ from cotune.algorithms.filters import REASONS
 from cotune.algorithms.prepare import RoleStats, StepContext, prepare, train_rows
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.algorithms.samples import Sample, TrainRow
-from cotune.errors import GroupError
+from cotune.errors import ConfigError, GroupError
 from cotune.records.structs import PolicyRef
 from tests.core.algorithms.small_methods import AverageOfRoles, CentredSiblings, ReturnsOfSiblings
 
@@ -114,6 +114,33 @@ def test_groups_too_easy_or_too_hard_are_left_out():
     prepared = prepare(samples, AT_GRPO.replaced(filters=Filters(zero_variance=True, mean_range=(0.2, 0.75))))
     assert [g.id for g in prepared.groups] == ["c"]
     assert prepared.left_out == {"mean_out_of_range": 5, "zero_variance": 2}
+
+
+@pytest.mark.parametrize(("by", "kept"), [("spread", ["d", "e"]), ("mean", ["c", "e"])])
+def test_a_share_of_the_groups_of_each_policy_is_kept(by, kept):
+    samples = [*group("c", 0.9, 1.0), *group("d", 0.0, 1.0), *group("e", 0.7, 1.0), *group("f", 0.2, 0.2)]
+    filters = Filters(zero_variance=True, keep_groups=0.5, keep_groups_by=by)
+    prepared = prepare(samples, AT_GRPO.replaced(filters=filters))
+    assert [g.id for g in prepared.groups] == kept
+    assert prepared.left_out == {"zero_variance": 2, "not_in_share": 2}  # half of three, rounded up
+
+
+def test_a_share_of_groups_must_be_a_share():
+    with pytest.raises(ConfigError, match=r"keep_groups = 0.0 must be a share above 0 and up to 1"):
+        Filters(keep_groups=0.0)
+
+
+def test_rewards_are_discounted_by_the_calls_that_come_after():
+    samples = [
+        sample("a0.0", 1.0, step=0, turn=0),
+        sample("b0.0", 1.0, step=1, turn=0, role="b"),
+        sample("a1.0", 1.0, step=2, turn=1),
+        sample("a1.1", 1.0, step=2, turn=1),
+        sample("c0.0", 1.0, rollout="other"),
+    ]
+    step = AT_GRPO.step(samples)
+    assert step.discounted(step.rewards(), 0.5).tolist() == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert step.discounted(step.rewards(), 0.5, by="turn").tolist() == [0.5, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_samples_of_zero_advantage_are_left_out_when_asked():
