@@ -15,7 +15,7 @@ from cotune.errors import GroupError
 from cotune.integrations.models.folder.folder import context_length, locate_model
 from cotune.records.structs import JUDGING, Episode
 from cotune.storage.outcomes import failure_reward
-from cotune.trainer.privileged import with_hints, with_privileged
+from cotune.trainer.privileged import Hints, with_hints, with_privileged
 from cotune.trainer.run.run import RolloutRun
 
 UNEVENTFUL = (
@@ -65,39 +65,61 @@ def collect_samples(run: RolloutRun, episodes: Sequence[Episode], step: int | No
     )
 
 
-def group_and_weigh(run: RolloutRun, episodes: Sequence[Episode], collected: Collected) -> Batch:
-    """Samples in groups, with advantages, as rows by policy. Raises GroupError where faults have left nothing."""
-    config, policies = run.config, run.policies_at(run.state.steps)
+def with_teacher_hints(run: RolloutRun, episodes: Sequence[Episode], collected: Collected) -> Hints:
+    """The samples, and the prompts that policies which teach themselves read in place of their own (`teacher_sees`)."""
+    policies = run.policies_at(run.state.steps)
 
     def context(policy: str) -> int:
-        return context_length(locate_model(policies.specs[policy].model or config.model))
+        return context_length(locate_model(policies.specs[policy].model or run.config.model))
 
-    collected, hints = with_hints(collected, episodes, run.recipes, run.store, run.chats, context)
-    prepared = prepare_each(
+    return with_hints(collected, episodes, run.recipes, run.store, run.chats, context)
+
+
+def group_and_weigh(run: RolloutRun, collected: Collected) -> Prepared:
+    """Samples in groups, with advantages."""
+    policies = run.policies_at(run.state.steps)
+    return prepare_each(
         collected.samples,
         run.recipes,
         run.state.advantages,
         context=StepContext(
             consumed=run.store.consumed(),
-            decays=[name for name in policies.trained if config.decay_of(name) > 0],
+            decays=[name for name in policies.trained if run.config.decay_of(name) > 0],
             frozen=run.frozen(run.state.steps),
             task_weights=run.task_weights,
         ),
         others=collected.others,
     )
+
+
+def make_batch(
+    run: RolloutRun,
+    episodes: Sequence[Episode],
+    collected: Collected,
+    prepared: Prepared,
+    hints: Mapping[str, tuple[int, ...]],
+) -> Batch:
+    """The rows that each policy trains on, from weighed samples. Raises GroupError if faults have left no row."""
+    policies = run.policies_at(run.state.steps)
     rows: dict[str, list[TrainRow]] = {}
-    own = train_rows(prepared, collected, run.store, lambda policy: run.recipes.of(policy).loss.entropy_by)
-    for role, its_rows in own.items():
-        rows.setdefault(policies.of(role).name, []).extend(its_rows)
-    seen = {}
-    for name, of in rows.items():
-        hinted = [msgspec.structs.replace(row, hinted=hints[row.id]) if row.id in hints else row for row in of]
-        seen[name] = with_privileged(hinted, episodes, run.chats.of(name), run.recipes.of(name).loss.critic_sees)
+    rows_of_roles = train_rows(prepared, collected, run.store, lambda policy: run.recipes.of(policy).loss.entropy_by)
+    for role, rows_of_role in rows_of_roles.items():
+        rows.setdefault(policies.of(role).name, []).extend(rows_of_role)
+
+    # Add what only a teacher or a critic sees.
+    rows_of_policies: dict[str, Sequence[TrainRow]] = {}
+    for name, rows_of_policy in rows.items():
+        hinted = [
+            msgspec.structs.replace(row, hinted=hints[row.id]) if row.id in hints else row for row in rows_of_policy
+        ]
+        critic_sees = run.recipes.of(name).loss.critic_sees
+        rows_of_policies[name] = with_privileged(hinted, episodes, run.chats.of(name), critic_sees)
+
     batch = Batch(
         episodes=episodes,
         collected=collected,
         prepared=prepared,
-        rows=seen,
+        rows=rows_of_policies,
         versions=dict(run.state.versions),
         unknown=sum(episode.id not in collected.outcomes for episode in ended_well(episodes)),
     )

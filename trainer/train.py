@@ -44,23 +44,22 @@ from cotune.trainer.config.policy import PolicyConfig
 from cotune.trainer.config.train import NO_TASKS, TrainConfig, convert
 from cotune.trainer.config.withheld import with_values, written
 from cotune.trainer.evaluation.split import Split, overlap, split_again, split_tasks, write_split
-from cotune.trainer.from_records.run import open_records_run
-from cotune.trainer.from_records.source import RecordsSource
-from cotune.trainer.loop import Source, make_steps
+from cotune.trainer.from_records.loop import train_on_records
+from cotune.trainer.from_records.run import RecordsRun, open_records_run
 from cotune.trainer.privileged import check_privileged
 from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import RunSummary, sum_up
-from cotune.trainer.rollout.source import RolloutSource
 from cotune.trainer.run.checkpoint import load_checkpoint, tidy_checkpoints
 from cotune.trainer.run.open_run import open_run
 from cotune.trainer.run.parts import where_it_runs
 from cotune.trainer.run.resume import apply_changes, base_digests, check_bases, check_files, check_tasks, tasks_digest
-from cotune.trainer.run.run import Run
+from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import RunFolder
 from cotune.trainer.run.warm_start import check_same_bases, check_source
 from cotune.trainer.schedules.curriculum import check_curriculum
 from cotune.trainer.schedules.refill import check_refill
+from cotune.trainer.step import train_on_rollouts
 
 
 def train(
@@ -274,16 +273,13 @@ async def _train(
             progress.say(split.note)
         held_out_file = write_split(folder.path, split, progress.say) or config.evaluation.tasks.removesuffix(NO_TASKS)
         base = asyncio.create_task(asyncio.to_thread(base_digests, config.bases))
-        run: Run
-        source: Source
+        run: RolloutRun | RecordsRun
         try:
             if config.from_records:
-                records = await stack.enter_async_context(open_records_run(folder, config, flow, progress.say))
-                run, source = records, RecordsSource(records, progress)
+                run = await stack.enter_async_context(open_records_run(folder, config, flow, progress.say))
             else:
                 opening = open_run(folder, config, flow, split.tasks, split.held_out, progress)
-                rollouts = await stack.enter_async_context(opening)
-                run, source = rollouts, RolloutSource(rollouts, progress)
+                run = await stack.enter_async_context(opening)
         except BaseException:
             base.cancel()
             raise
@@ -312,7 +308,10 @@ async def _train(
             for note in (*run.notes, *overlap(split.tasks, split.held_out)):
                 progress.say_once(note)
             try:
-                await make_steps(run, source)
+                if isinstance(run, RecordsRun):
+                    await train_on_records(run, progress)
+                else:
+                    await train_on_rollouts(run, progress)
             except (CotuneError, OSError):
                 if folder.latest.exists():
                     progress.say(f"failed in step {run.state.steps + 1}. {go_on_with}")

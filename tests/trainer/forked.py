@@ -19,7 +19,7 @@ _FORKED = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload(
     [
         "cotune.cli.main",
-        "cotune.trainer.loop",
+        "cotune.trainer.step",
         "cotune.trainer.learner.local",
         "cotune.integrations.models.transformers.engine",
         "openai",

@@ -1,11 +1,8 @@
-"""Episodes of a run: answered by the policies that it serves now, found on record, or rolled out some steps ahead."""
+"""Episodes of a run: answered by the policies that it serves now, or found on record."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Container, Mapping
-from types import TracebackType
-from typing import Generic, TypeVar
+from collections.abc import Container, Mapping
 
 import msgspec
 
@@ -20,8 +17,6 @@ from cotune.storage.protocol import Store
 from cotune.trainer.batch import ended_well, learns_from_outcomes
 from cotune.trainer.rollout.protocol import ResponderConfig
 from cotune.trainer.run.run import RolloutRun
-
-Rolled = TypeVar("Rolled")
 
 
 async def run_episodes(
@@ -100,47 +95,3 @@ def _is_complete(store: Store, episode: Episode) -> bool:
     except RecordError:
         return False
     return len(calls) == episode.calls
-
-
-class RolloutPipeline(Generic[Rolled]):
-    """Rolls out one step after the other; the step in hand may be trained meanwhile.
-
-    `roll_out` gives what a step has sampled. Step s + `ahead` starts when step s is asked for at the earliest, so its
-    policies are at most `ahead` updates behind those that train on it.
-    """
-
-    def __init__(self, roll_out: Callable[[int], Awaitable[Rolled]], *, steps: int, ahead: int = 0) -> None:
-        self._roll_out = roll_out
-        self._steps = steps
-        self._ahead = ahead
-        self._tasks: dict[int, asyncio.Task[Rolled]] = {}
-
-    async def __aenter__(self) -> RolloutPipeline[Rolled]:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.cancel()
-
-    async def episodes_of(self, step: int) -> Rolled:
-        """What `step` has sampled. Cancelling this cancels their rollout."""
-        for coming in range(step, min(step + self._ahead + 1, self._steps)):
-            if coming not in self._tasks:
-                self._tasks[coming] = asyncio.create_task(self._after(self._tasks.get(coming - 1), coming))
-        try:
-            return await self._tasks[step]
-        finally:
-            self._tasks.pop(step - 1, None)
-
-    async def cancel(self) -> None:
-        """Stop whatever is under way; episodes that have finished stay recorded."""
-        tasks, self._tasks = list(self._tasks.values()), {}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _after(self, before: asyncio.Task[Rolled] | None, step: int) -> Rolled:
-        if before is not None:
-            await before
-        return await self._roll_out(step)

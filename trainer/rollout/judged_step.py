@@ -6,10 +6,29 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 
-from cotune.judging.episodes import AskJudge, EpisodeJudge, Outcomes, ask_judge, keep_outcomes, outcomes_of, refusals
-from cotune.recording.redaction import Redaction
-from cotune.records.structs import Episode
-from cotune.storage.protocol import Store
+from cotune.judging.episodes import Outcomes, keep_outcomes, outcomes_of, refusals
+from cotune.records.structs import Episode, PolicyRef
+from cotune.trainer.rollout.episodes import answering
+from cotune.trainer.rollout.judging import Bench, judging_role
+from cotune.trainer.run.run import RolloutRun
+
+
+def judge_bench(run: RolloutRun, step: int, policies: Mapping[str, PolicyRef]) -> Bench:
+    """How the workflow's judge is asked in a step in which these policies answer by role.
+
+    If the judge is a role that is trained, it is asked about each task as often as the task has episodes, so that its
+    own episodes can be compared; otherwise once.
+    """
+    flow, plan = run.workflow, run.plan
+    compared = plan.kind == "independent" and judging_role(flow) in run.trained_roles(step)
+    return Bench(
+        workflow=flow,
+        store=run.store,
+        responder=answering(run, plan, policies).responder(run.sampler, run.chats, flow),
+        training_step=step,
+        attempts=plan.k if compared else 1,
+        timeout=run.config.episode_timeout,
+    )
 
 
 class JudgedStep:
@@ -18,17 +37,11 @@ class JudgedStep:
     Leaving it cancels what is under way.
     """
 
-    def __init__(
-        self,
-        judge: EpisodeJudge | None,
-        store: Store,
-        ask: AskJudge = ask_judge,
-        redaction: Redaction | None = None,
-    ) -> None:
-        self._judge = judge
-        self._redaction = redaction
-        self._ask = ask
-        self._store = store
+    def __init__(self, bench: Bench) -> None:
+        self._judge = bench.workflow.episode_judge
+        self._redaction = bench.workflow.redaction
+        self._ask = bench.ask
+        self._store = bench.store
         self._expected: dict[str, int] = {}
         self._ended: dict[str, list[Episode]] = {}
         self._judging: list[asyncio.Task[Outcomes]] = []

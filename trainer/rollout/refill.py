@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from cotune.algorithms.task_signals import GroupSignal
 from cotune.records.structs import Episode
-from cotune.trainer.schedules.refill import Refill
+from cotune.storage.episode_filters import EpisodeFilters
+from cotune.trainer.reporting.progress import Progress
+from cotune.trainer.run.run import RolloutRun
+from cotune.trainer.schedules.refill import Refill, why_no_refill
 
+RunTasks = Callable[[Collection[str], Mapping[str, int]], Awaitable[list[Episode]]]
+"""Runs tasks that were drawn so many times in a step, and returns all of their episodes in the step, old and new."""
 Roll = Callable[[Collection[str]], Awaitable[list[Episode]]]
 """Runs tasks as often as the refill has drawn them, and returns all of their episodes in the step, old and new."""
 Judge = Callable[[Sequence[Episode]], Awaitable[list[GroupSignal]]]
@@ -29,6 +34,47 @@ class RolledOut(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes that the refill has begun, and did not wait for."""
     late_tasks: Sequence[str] = ()
     """The tasks of these episodes."""
+
+
+async def refill_step(
+    run: RolloutRun,
+    progress: Progress,
+    step: int,
+    own: Sequence[Episode],
+    run_tasks: RunTasks,
+    compared: Judge,
+    needed: asyncio.Event,
+) -> RolledOut:
+    """The episodes of a step's own tasks with those of further tasks, drawn until enough groups have different rewards
+    or the budget is spent.
+
+    In mode async, late tasks are waited for until the step is `needed`. Their episodes are counted as late.
+    """
+    config, per_task = run.config, run.plan.episodes_per_task
+    players = run.trained_roles(step)
+    roles = [role for role in run.learning_roles(step) if not why_no_refill(run.recipes.of(players[role]))]
+    refill = Refill(config.refill, run.state.drawn[step], roles, await compared(own))
+
+    async def run_drawn(task_ids: Collection[str]) -> list[Episode]:
+        progress.further(len(task_ids) * per_task)
+        return await run_tasks(task_ids, refill.times)
+
+    at_once = max(1, config.concurrency // run.plan.k) if config.mode == "async" else None
+    added, late_tasks = await run_refill(refill, own, run_drawn, compared, at_once, needed)
+    run.store.flush()
+
+    late = 0
+    if late_tasks:
+        ended = {episode.id for episode in (*own, *added)}
+        for episode in run.store.episodes(EpisodeFilters(phase="train", training_step=step)):
+            late += episode.task.id in late_tasks and episode.id not in ended
+    return RolledOut(
+        episodes=[*own, *added],
+        refill=refill,
+        refilled=len(added),
+        late=late,
+        late_tasks=sorted(set(late_tasks)),
+    )
 
 
 async def run_refill(

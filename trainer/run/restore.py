@@ -15,7 +15,7 @@ from cotune.records.structs import PolicyRef
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.tables import plural
 from cotune.trainer.reporting.step_report import StepReport
-from cotune.trainer.rollout.episodes import RolloutPipeline
+from cotune.trainer.rollout.pipeline import RolloutPipeline
 from cotune.trainer.run.best_checkpoint import find_best
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.run import RolloutRun

@@ -27,7 +27,7 @@ from cotune.trainer.rollout.protocol import EpisodeRunner
 from cotune.trainer.run.checkpoint import Checkpoint
 from cotune.trainer.run.run_folder import RunFolder
 from cotune.trainer.schedules.routing import players, swapped
-from cotune.trainer.schedules.schedule import Levels
+from cotune.trainer.schedules.schedule import Levels, lr_scale
 from cotune.trainer.schedules.task_pool import TaskPool
 
 T = TypeVar("T")
@@ -69,6 +69,10 @@ class Run:
     def trained(self) -> dict[str, str]:
         """The trained roles and their policies, as evaluations and the export have them, whatever a step swaps."""
         return self.state.policies.learning
+
+    def lr_scale(self, policy: str) -> float:
+        """The factor on a policy's learning rate in the next step."""
+        return lr_scale(self.config.settings_of(policy).schedule, self.state.steps, self.config.steps)
 
     def stop(self) -> bool:
         """Stop at the next safe moment; True where the step in hand is committed first."""

@@ -81,7 +81,7 @@ def test_a_step_that_fails_leaves_no_trace_and_no_profiler_running(
         raise RuntimeError("the update breaks")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cotune.trainer.loop.update_policies", broken)
+        patch.setattr("cotune.trainer.step.update_policies", broken)
         with pytest.raises(RuntimeError, match="the update breaks"):
             trainer(solve, steps=1, profile=True)
     assert not (trainer.folder / "run" / "profile").exists()

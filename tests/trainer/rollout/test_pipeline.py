@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotune.trainer.rollout.episodes import RolloutPipeline
+from cotune.trainer.rollout.pipeline import RolloutPipeline
 
 
 @settings(deadline=None)
@@ -18,7 +18,7 @@ def test_no_step_starts_more_than_ahead_of_the_one_that_trains(steps: int, ahead
     running: set[int] = set()
     trained = 0
 
-    async def roll_out(step: int) -> list[int]:
+    async def roll_out(step: int, needed: asyncio.Event) -> list[int]:
         assert not running, "one step at a time"
         running.add(step)
         started.append(step)
@@ -44,7 +44,7 @@ def test_no_step_starts_more_than_ahead_of_the_one_that_trains(steps: int, ahead
 def test_the_next_step_rolls_out_while_this_one_trains() -> None:
     begun = asyncio.Event()
 
-    async def roll_out(step: int) -> list[int]:
+    async def roll_out(step: int, needed: asyncio.Event) -> list[int]:
         if step == 1:
             begun.set()
         return []
@@ -63,7 +63,7 @@ def test_the_next_step_rolls_out_while_this_one_trains() -> None:
 def test_leaving_cancels_what_is_under_way() -> None:
     cancelled: list[int] = []
 
-    async def roll_out(step: int) -> list[int]:
+    async def roll_out(step: int, needed: asyncio.Event) -> list[int]:
         try:
             await asyncio.sleep(3600 if step else 0)
         except asyncio.CancelledError:
@@ -81,7 +81,7 @@ def test_leaving_cancels_what_is_under_way() -> None:
 
 
 def test_an_error_reaches_the_step_that_asks() -> None:
-    async def roll_out(step: int) -> list[int]:
+    async def roll_out(step: int, needed: asyncio.Event) -> list[int]:
         raise ValueError(f"step {step}")
 
     async def train() -> None:

@@ -16,7 +16,7 @@ from cotune.trainer.config.curriculum import CurriculumConfig
 from cotune.trainer.schedules.task_pool import TaskPool
 from tests.trainer import worker_app
 from tests.trainer.schedules.test_task_pool import GRADED, LETTERS, drawn_in, graded, state_of, weights_of
-from tests.trainer.test_loop import StopsOnce
+from tests.trainer.test_step import StopsOnce
 from tests.trainer.tiny_app import application, ask, letters
 
 MIXED = [task for task in GRADED if task["kind"] == "mixed"]

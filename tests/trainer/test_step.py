@@ -1,4 +1,4 @@
-"""The training loop on a real model, sampler and learner, through the OpenAI SDK."""
+"""Training steps on a real model, sampler and learner, through the OpenAI SDK."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
@@ -368,6 +369,63 @@ def test_stopped_and_resumed_ends_like_a_run_without_a_stop(trainer, monkeypatch
     assert [line["step"] for line in trainer.metrics("stopped")] == [0, 1, 2]
     one, other = weights(trainer.folder / "whole"), weights(trainer.folder / "stopped")
     assert all(equal(one[name], other[name]) for name in whole.versions)
+    assert figures(trainer, "whole") == figures(trainer, "stopped")
+
+
+def figures(trainer: Trainer, run: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without times, rates and what is counted in each process anew."""
+    lines = trainer.metrics(run)
+    for line in lines:
+        for name in ("seconds", "counters", "tokens_per_s", "rollout_tokens_per_s", "update_tokens_per_s"):
+            del line[name]
+        for table in (*line["roles"].values(), *line["policies"].values()):
+            table.pop("seconds", None)
+            table.pop("lost_share", None)
+    return lines
+
+
+async def tell(task):
+    """Two calls, and no reward."""
+    heard = await ask("first", f"say {task['letter']}")
+    await ask("second", f"after {heard}")
+
+
+def judged(run):
+    app = application(run)
+    app.judge(lambda episodes, task: [letters(e.calls[0].answer, None, task) for e in episodes])
+    return app
+
+
+@pytest.mark.parametrize(
+    ("run", "app", "plan"),
+    [
+        (converse, application, {"kind": "independent"}),
+        (tell, judged, {"kind": "independent"}),
+        (converse, application, {"kind": "replay", "k": 3}),
+        (tell, judged, {"kind": "replay", "k": 3}),
+    ],
+    ids=["independent", "judge", "replay", "replay-judge"],
+)
+def test_a_step_that_was_stopped_has_the_figures_of_one_without_a_stop(trainer, run, app, plan):
+    settings = {"plan": plan, "concurrency": 1, "sampling": {"prefix_cache": "0B"}}
+    trainer(app(run), to="whole", **settings)
+    with_step = EpisodeFilters(phase="train", training_step=1)
+    with SqliteStore.open(trainer.folder / "whole" / "records.db", read_only=True) as store:
+        of_second_step = len(list(store.episodes(with_step)))
+    stop, begun = StopsOnce(signal.SIGINT), Counter()
+
+    async def stopping(task):
+        begun[""] += 1
+        if begun[""] == begun["looked at"] + of_second_step + of_second_step // 2:  # halfway through the second step
+            stop()
+        return await run(task)
+
+    with SqliteStore.open(trainer.folder / "whole" / "records.db", read_only=True) as store:
+        begun["looked at"] = len(list(store.episodes(EpisodeFilters(phase="check"))))
+    assert not trainer(app(stopping), to="stopped", **settings).finished
+    assert len(trainer.metrics("stopped")) == 1
+    assert trainer.resume(app(run), to="stopped").finished
+    assert figures(trainer, "whole") == figures(trainer, "stopped")
 
 
 def test_an_application_that_most_answers_break_can_start(trainer):

@@ -1,0 +1,63 @@
+"""Rolls out the steps of a run in order, some of them ahead of training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Generic, TypeVar
+
+Rolled = TypeVar("Rolled")
+
+
+class RolloutPipeline(Generic[Rolled]):
+    """Rolls out one step after the other; the present step may be trained meanwhile.
+
+    `roll_out` takes the number of a step, and an event that is set once training waits for it. It returns what the step
+    has sampled. Step s + `ahead` starts at the earliest when step s is asked for, so its policies are at most `ahead`
+    updates behind those that train on it.
+    """
+
+    def __init__(
+        self, roll_out: Callable[[int, asyncio.Event], Awaitable[Rolled]], *, steps: int, ahead: int = 0
+    ) -> None:
+        self._roll_out = roll_out
+        self._steps = steps
+        self._ahead = ahead
+        self._tasks: dict[int, asyncio.Task[Rolled]] = {}
+        self._needed: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def __aenter__(self) -> RolloutPipeline[Rolled]:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.cancel()
+
+    async def episodes_of(self, step: int) -> Rolled:
+        """What `step` has sampled. Cancelling this cancels its rollout."""
+        self._needed[step].set()
+        for coming in range(step, min(step + self._ahead + 1, self._steps)):
+            if coming not in self._tasks:
+                self._tasks[coming] = asyncio.create_task(self._after(self._tasks.get(coming - 1), coming))
+        try:
+            return await self._tasks[step]
+        finally:
+            self._tasks.pop(step - 1, None)
+            self._needed.pop(step - 1, None)
+
+    async def cancel(self) -> None:
+        """Stop all rollouts that run; episodes that have finished stay recorded."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        self._needed.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _after(self, before: asyncio.Task[Rolled] | None, step: int) -> Rolled:
+        if before is not None:
+            await before
+        return await self._roll_out(step, self._needed[step])

@@ -1,0 +1,87 @@
+"""The episodes of one step: which are to be run, which an interrupted run has finished, and what went wrong in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from cotune.episodes.rollout import EpisodeBatch
+from cotune.errors import RunError
+from cotune.records.policies import unlisted_said
+from cotune.records.structs import Episode
+from cotune.trainer.reporting.progress import Progress
+from cotune.trainer.rollout.episodes import finished_episodes
+from cotune.trainer.run.run import RolloutRun
+from cotune.trainer.schedules.curriculum import fewer_episodes
+
+
+class StepEpisodes:
+    """Knows the episodes of a step that are on record, by task and rollout, and makes batches of the others."""
+
+    def __init__(self, run: RolloutRun, step: int, progress: Progress) -> None:
+        self._run = run
+        self._step = step
+        drawn = run.state.drawn[step]
+        self._tasks = {task.id: task for task in run.schedule.named([*drawn.own, *drawn.reserve])}
+        self._easy = fewer_episodes(run.config.curriculum, self._tasks.values(), run.state.tasks)
+        self._recorded: dict[tuple[str, int], Episode] = {}
+
+        finished, incomplete = finished_episodes(run, step, self._tasks)
+        self.add(finished)
+        if incomplete:
+            progress.say(f"{incomplete} episodes of step {step + 1} lack records or rewards: they are run again")
+
+    def add(self, episodes: Iterable[Episode]) -> None:
+        """These have ended."""
+        for episode in episodes:
+            self._recorded[episode.task.id, episode.rollout] = episode
+
+    def planned(self, task_ids: Iterable[str]) -> int:
+        """How many episodes the plan runs of tasks that are drawn once, without branches."""
+        return sum(self._per_draw(task_id) for task_id in task_ids)
+
+    def batch(
+        self, task_ids: Collection[str], times: Mapping[str, int], on_episode: Callable[[Episode], None]
+    ) -> EpisodeBatch:
+        """The episodes of tasks that were drawn so many times in the step."""
+        run = self._run
+        counts = {task_id: times[task_id] * self._per_draw(task_id) for task_id in task_ids}
+        done = []
+        for episode in self._recorded.values():
+            if episode.task.id not in counts or episode.fork is not None:
+                continue
+            # An easy task may have more: those were run before the run knew that it is easy.
+            if episode.rollout < times[episode.task.id] * run.plan.episodes_per_task:
+                done.append(episode)
+        replayed = run.plan.kind == "replay"
+        return EpisodeBatch(
+            tasks=[self._tasks[task_id] for task_id in task_ids],
+            sink=run.store,
+            phase="train",
+            training_step=self._step,
+            rollouts=max(counts.values()),
+            fewer=counts,
+            done=done,
+            on_episode=on_episode,
+            record_tools=replayed and run.config.replay.tools != "run",
+            freeze=replayed and run.config.replay.tools == "frozen",
+        )
+
+    def branches(self, task_ids: Collection[str]) -> list[Episode]:
+        """The branches of these tasks that are on record, of a replay plan."""
+        return [episode for episode in self._recorded.values() if episode.fork and episode.task.id in task_ids]
+
+    def _per_draw(self, task_id: str) -> int:
+        return self._easy.get(task_id, self._run.plan.episodes_per_task)
+
+
+def report_faults(run: RolloutRun, step: int, progress: Progress) -> None:
+    """Say what went wrong in the episodes of a step. Raises RunError if records of them were lost."""
+    progress.scorer_errors(run.runner.scorer_errors)
+    for role in run.runner.unlisted:
+        progress.say_once(unlisted_said(role, run.config.other_roles))
+    lost = run.store.health.lost
+    if lost:
+        raise RunError(
+            f"{lost} records could not be stored, so step {step + 1} is not trained on.",
+            f"See the log; free some space, then {run.folder.way_on}",
+        )
