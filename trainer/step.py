@@ -77,12 +77,12 @@ async def make_step(run: RolloutRun, rollouts: RolloutPipeline[RolledOut], repor
         weighed = group_and_weigh(run, collected)
         batch = make_batch(run, rolled_out.episodes, collected, weighed, hints)
 
-    # Update each policy on the rows of its roles. If it has a teacher, that scores the rows first (`TaughtLearner`).
-    # An engine that shares its GPU with the learner sleeps meanwhile.
+    # Update each policy on the rows of its roles, once its teacher has scored them, if it has one. An engine that
+    # shares its GPU with the learner sleeps meanwhile.
     async with sampler_asleep(run, batch.rows, report):
         with report.phase("update", ", ".join(batch.rows)):
             scales = {policy: run.lr_scale(policy) for policy in batch.rows}
-            updates = await update_policies(run.learner, batch.rows, scales)
+            updates = await update_policies(run.learner, batch.rows, scales, run.teacher_of)
 
     # Publish the next version of each policy that has moved, with proof that the sampler serves it.
     with report.phase("publish"):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import cast
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Literal, cast
+
+import msgspec
 
 from cotune.algorithms.samples import TrainRow
 from cotune.records.structs import PolicyRef
 from cotune.sampling.protocol import SleepingSampler
 from cotune.storage.token_figures import write_token_figures
-from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.learner.protocol import SELF, Learner, Teacher
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
 from cotune.trainer.reporting.step_report import StepReport
@@ -22,21 +24,54 @@ ENOUGH_TOKENS = 16384
 """Passes of so many tokens keep a GPU busy. Larger ones would gain less than it costs to move the engine's weights."""
 
 
-async def update_policies(
-    learner: Learner, rows: Mapping[str, Sequence[TrainRow]], scales: Mapping[str, float]
-) -> Updates:
-    """Update policies on their rows.
+TeacherOf = Callable[[str], Teacher | Literal["self"] | None]
+"""The teacher of a policy, None for one that learns from rewards."""
 
-    The learner trains one after the other; meanwhile a teacher scores the rows of the next. Raises what the first of
-    them did, when the others are done too: a thread cannot be left.
+
+async def update_policies(
+    learner: Learner,
+    rows: Mapping[str, Sequence[TrainRow]],
+    scales: Mapping[str, float],
+    teacher_of: TeacherOf = lambda policy: None,
+) -> Updates:
+    """Update policies on their rows, once their teachers have scored these.
+
+    The learner trains one policy after the other; meanwhile a teacher scores the rows of the next. If updates fail, the
+    first error is raised when all are done, because a thread cannot be left.
     """
-    work = (asyncio.to_thread(learner.update, name, rows[name], lr_scale=scales[name]) for name in rows)
+
+    def update(policy: str) -> Mapping[str, float]:
+        teacher = teacher_of(policy)
+        if teacher is None:
+            return learner.update(policy, rows[policy], lr_scale=scales[policy])
+        scored = scored_rows(learner, teacher, policy, rows[policy])
+        figures = learner.update(policy, scored, lr_scale=scales[policy])
+        return {**figures, "unscored": float(len(rows[policy]) - len(scored))}
+
+    work = (asyncio.to_thread(update, policy) for policy in rows)
     updates: dict[str, Mapping[str, float]] = {}
-    for name, figures in zip(rows, await asyncio.gather(*work, return_exceptions=True), strict=True):
+    for policy, figures in zip(rows, await asyncio.gather(*work, return_exceptions=True), strict=True):
         if isinstance(figures, BaseException):
             raise figures
-        updates[name] = figures
+        updates[policy] = figures
     return updates
+
+
+def scored_rows(
+    learner: Learner, teacher: Teacher | Literal["self"], policy: str, rows: Sequence[TrainRow]
+) -> list[TrainRow]:
+    """The rows with the log-probabilities that a teacher gives their tokens, without those that it could not score.
+
+    The teacher reads `TrainRow.hinted` in place of the prompt, if there is one. A policy that is its own teacher scores
+    its rows with the weights from before the update.
+    """
+    read = [msgspec.structs.replace(row, prompt_ids=row.hinted or row.prompt_ids) for row in rows]
+    scores = learner.logprobs(policy, read) if teacher == SELF else teacher.logprobs(read)
+    scored = []
+    for row, logprobs in zip(rows, scores, strict=True):
+        if logprobs is not None:
+            scored.append(msgspec.structs.replace(row, reference=tuple(logprobs.tolist()), hinted=()))
+    return scored
 
 
 @contextlib.asynccontextmanager

@@ -66,7 +66,7 @@ class Method:
     def step(self, samples: Sequence[Sample], state: AdvantageState | None = None, part: str = "") -> Step:
         """The samples of a step as `rewards` and `advantages` take them. `part` keeps the moving averages of policies
         apart that have recipes of their own."""
-        return Step(samples, self.attribution, self.group_by, state, part)
+        return Step(samples, self.attribution, self.group_by, state, part, to_go=self.to_go)
 
     def under(self, plan: PlanKind) -> Self:
         """This method under a plan. Raises ConfigError if it cannot be used there."""

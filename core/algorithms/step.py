@@ -34,6 +34,8 @@ class Step:
         key: tuple[str, ...],
         state: AdvantageState | None = None,
         part: str = "",
+        *,
+        to_go: bool = False,
     ) -> None:
         self.samples = samples
         self.groups: Sequence[Codes] = ()
@@ -44,8 +46,8 @@ class Step:
         self._attribution = attribution
         self._key = key
         self._part = part
+        self._to_go = to_go
         self._weighed: dict[tuple[bool, bool, bool], Weighed] = {}
-        self._counts: Bools = np.zeros(len(samples), np.bool_)  # which rewards that were asked for last count
 
     # Rewards: one number for each sample, NaN where a component that it needs never arrived.
 
@@ -68,11 +70,11 @@ class Step:
 
     def sum_over_roles(self, rewards: Floats) -> Floats:
         """The rewards of all roles in a turn of an episode, added up. [n]"""
-        return over_roles(self.samples, rewards, self._counts, mean=False)
+        return over_roles(self.samples, rewards, self._counts(), mean=False)
 
     def mean_over_roles(self, rewards: Floats) -> Floats:
         """The mean reward of all roles in a turn of an episode. [n]"""
-        return over_roles(self.samples, rewards, self._counts, mean=True)
+        return over_roles(self.samples, rewards, self._counts(), mean=True)
 
     def discounted(self, rewards: Floats, gamma: float, by: Literal["turn", "step"] = "step") -> Floats:
         """r gamma^(T - t), so that calls near the end of an episode weigh more. [n]
@@ -105,8 +107,14 @@ class Step:
             )
             self._weighed[asked] = weighed
             self.lacking |= weighed.lacking
-        self._counts = self._weighed[asked].counts
         return self._weighed[asked]
+
+    def _counts(self) -> Bools:
+        """Whether any component counts for each sample, in `rewards` or, by `Method.to_go`, in `rewards_to_go`. [n]"""
+        how = self._attribution
+        if self._to_go:
+            return self._weigh(own=True, outcome=True, later_turns=True).counts
+        return self._weigh(own=how.own, outcome=how.outcome).counts
 
     # Comparisons.
 

@@ -19,7 +19,7 @@ from cotune.storage.run_layout import Precision
 from cotune.trainer.before.preflight import max_calls, preflight
 from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.learner.protocol import Learner, TaughtLearner
+from cotune.trainer.learner.protocol import Learner
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.app_source import import_path
 from cotune.trainer.rollout.forks import expected_budget
@@ -43,7 +43,7 @@ from cotune.trainer.run.restore import begin_from, restore
 from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import RunFolder
-from cotune.trainer.run.teachers import open_teachers, teacher_for
+from cotune.trainer.run.teachers import open_teachers
 from cotune.trainer.schedules.routing import check_routing
 from cotune.trainer.schedules.task_pool import TaskPool
 
@@ -105,13 +105,10 @@ async def open_run(
             say(loading)
             runner, learner = await cluster.open_workers_and_learner(policies, loss, sampler, own)
 
-        def taught(learner: Learner) -> Learner:
-            return TaughtLearner(learner, lambda policy: teacher_for(policy, config, recipes, teachers))
-
         async def open_learner(policies: Policies) -> Learner:
             if cluster is not None:
-                return taught(await cluster.reopen_learner(policies, loss, own))
-            return taught(await open_local_learner(run.config, policies, loss, own))
+                return await cluster.reopen_learner(policies, loss, own)
+            return await open_local_learner(run.config, policies, loss, own)
 
         async def fall_back(gap: float | None, noise: str = "") -> None:
             device = learner_device(run.config)
@@ -131,7 +128,7 @@ async def open_run(
             sampler=sampler,
             chats=chats,
             runner=runner,
-            learner=taught(learner),
+            learner=learner,
             open_learner=open_learner,
             plan=plan,
             recipes=recipes,

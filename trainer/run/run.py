@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from cotune.algorithms.collect import Collected
 from cotune.algorithms.method import Method
@@ -21,7 +21,7 @@ from cotune.sampling.protocol import ChatFormats, Sampler
 from cotune.storage.checkpoints import Best
 from cotune.storage.protocol import Store
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.learner.protocol import Learner, Teacher
+from cotune.trainer.learner.protocol import SELF, Learner, Teacher
 from cotune.trainer.publish import Proof
 from cotune.trainer.rollout.protocol import EpisodeRunner
 from cotune.trainer.run.checkpoint import Checkpoint
@@ -192,6 +192,13 @@ class RolloutRun(Run):
     def recipes_of_training(self) -> list[Method]:
         """The different recipes of the trained policies."""
         return [recipe for recipe, _ in by_equal((self.recipes.of(name), name) for name in self.state.policies.trained)]
+
+    def teacher_of(self, policy: str) -> Teacher | Literal["self"] | None:
+        """Who teaches a policy; None if it learns from rewards."""
+        kl_to = self.recipes.of(policy).loss.kl_to
+        if kl_to == "self":
+            return SELF
+        return self.teachers[self.config.settings_of(policy).teacher] if kl_to == "teacher" else None
 
     @property
     def provider_roles(self) -> list[str]:

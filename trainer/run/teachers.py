@@ -1,4 +1,4 @@
-"""The teachers of a run: which policy learns from which, opened before any weights to train are loaded."""
+"""The teachers of a run, opened before any weights to train are loaded."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from typing import Literal
 
-from cotune.algorithms.policy_recipes import Recipes
 from cotune.errors import ConfigError
 from cotune.integrations.models.folder.folder import locate_model, tokenizer_of
 from cotune.trainer.config.teachers import is_address, teachers_of
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.learner.protocol import SELF, Teacher
+from cotune.trainer.learner.protocol import Teacher
 
 Teachers = Mapping[str, Teacher]
 """By what names them in the configuration."""
@@ -25,14 +23,6 @@ async def open_teachers(config: TrainConfig, stack: contextlib.AsyncExitStack, s
     return {
         name: await _open(config, name, bases, stack, say) for name, bases in teachers_of(config, config.model).items()
     }
-
-
-def teacher_for(
-    policy: str, config: TrainConfig, recipes: Recipes, teachers: Teachers
-) -> Teacher | Literal["self"] | None:
-    """Who teaches a policy; None where it learns from rewards."""
-    to = recipes.of(policy).loss.kl_to
-    return SELF if to == "self" else teachers[config.settings_of(policy).teacher] if to == "teacher" else None
 
 
 async def _open(

@@ -98,7 +98,7 @@ def attribute(
     scope: Literal["own", "sum", "mean"] = "own",
 ) -> Floats:
     """[n] rewards by an attribution; with `to_go`, a discount, of later turns too, and by `scope` of other roles."""
-    step = Asked().replaced(attribution=attribution).step(samples)
+    step = Asked().replaced(attribution=attribution, to_go=to_go is not None).step(samples)
     rewards = step.rewards() if to_go is None else step.rewards_to_go(to_go)
     if scope == "own":
         return rewards

@@ -10,7 +10,7 @@ from cotune.algorithms.attribution import Length, attribute_siblings, overlong
 from cotune.algorithms.recipes import OUTCOME, Attribution
 from cotune.algorithms.samples import Sample
 from cotune.records.structs import PolicyRef
-from tests.core.algorithms.small_methods import attribute, lacking
+from tests.core.algorithms.small_methods import Asked, attribute, lacking
 
 
 def sample(
@@ -140,6 +140,18 @@ def test_a_missing_later_reward_reaches_every_earlier_return():
     ]
     reward = attribute(path, Attribution(), to_go=1.0)
     np.testing.assert_array_equal(np.isnan(reward), [True, True, False])
+
+
+def test_the_sum_over_roles_does_not_depend_on_other_rewards_that_were_asked_for():
+    samples = [
+        sample("c.0", rewards={"local": 1.0}, outcome={"team": 4.0}),
+        sample("d.0", role="b", outcome={"team": 4.0}),
+    ]
+    step = Asked().replaced(to_go=True).step(samples)
+    returns = step.rewards_to_go()
+    step.rewards()  # without the outcome, no reward counts for role b
+    assert returns.tolist() == [5.0, 4.0]
+    assert step.sum_over_roles(returns).tolist() == [9.0, 9.0]
 
 
 def test_nothing_gives_nothing():

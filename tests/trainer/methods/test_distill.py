@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
@@ -21,8 +22,8 @@ from cotune.integrations.models.vllm.teacher import VllmTeacher
 from cotune.records.policies import LoraSpec, policies_for
 from cotune.trainer.learner.local import LocalLearner
 from cotune.trainer.learner.loss import KL_SLOPE
-from cotune.trainer.learner.protocol import TaughtLearner
 from cotune.trainer.learner.teacher import LocalTeacher
+from cotune.trainer.updates import update_policies
 from tests.integrations import tiny_models
 from tests.integrations.models.samplers.test_vllm_http import FakeServer
 from tests.integrations.models.samplers.test_vllm_teacher import scored
@@ -67,7 +68,7 @@ def test_the_loss_is_the_reverse_kl_of_each_sampled_token(base: str, other: str)
     drawn = [change(row, advantage=0.0) for row in make_rows(temperature=0.7)]
     rows = on_policy(LocalLearner.open(base, policies, settings, LOSS), "a", drawn)
     teacher = LocalTeacher(other, settings)
-    learner = TaughtLearner(LocalLearner.open(base, policies, settings, LOSS), lambda policy: teacher)
+    learner = LocalLearner.open(base, policies, settings, LOSS)
     network, scorer = (AutoModelForCausalLM.from_pretrained(name) for name in (base, other))
     total, count, gaps = torch.zeros(()), 0, []
     for row, scores in zip(rows, teacher.logprobs(rows), strict=True):
@@ -87,7 +88,8 @@ def test_the_loss_is_the_reverse_kl_of_each_sampled_token(base: str, other: str)
         gaps += (bounded.exp() * (1 + advantage - bounded) - advantage - 1).tolist()
     (total / count).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in network.parameters()])
-    found = learner.update("a", rows)
+    updates = asyncio.run(update_policies(learner, {"a": rows}, {"a": 1.0}, lambda policy: teacher))
+    found = updates["a"]
     assert found["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     assert found["kl"] == pytest.approx(np.mean(gaps), rel=1e-3)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import cotune
 from cotune.algorithms.catalogue import recipe
 from cotune.algorithms.collect import RoleRules, collect
 from cotune.algorithms.policy_recipes import Recipes, attributed_each
+from cotune.algorithms.samples import TrainRow
 from cotune.errors import ConfigError, GroupError
 from cotune.integrations.models.chat.template import ChatTemplate
 from cotune.records.policies import LoraSpec, policies_for
@@ -23,8 +26,9 @@ from cotune.sampling.protocol import ChatFormats
 from cotune.storage.open_store import open_store
 from cotune.trainer.config.train import convert
 from cotune.trainer.learner.local import LocalLearner
-from cotune.trainer.learner.protocol import SELF, TaughtLearner
+from cotune.trainer.learner.protocol import SELF
 from cotune.trainer.privileged import check_privileged, with_hints, with_text
+from cotune.trainer.updates import update_policies
 from tests.core.conftest import Book
 from tests.trainer.conftest import Trainer
 from tests.trainer.learner.learner_rows import FAST, change, make_rows, on_policy
@@ -32,6 +36,11 @@ from tests.trainer.methods.test_distill import sharpened
 from tests.trainer.tiny_app import TASKS, application, build_base, converse
 
 SELF_DISTILL = recipe("self_distill").loss
+
+
+def self_taught(learner: LocalLearner, rows: list[TrainRow]) -> Mapping[str, float]:
+    """The figures of an update of a policy that is its own teacher."""
+    return asyncio.run(update_policies(learner, {"a": rows}, {"a": 1.0}, lambda policy: SELF))["a"]
 
 
 def test_a_policy_teaches_itself_with_more_in_its_context(base: str) -> None:
@@ -56,11 +65,11 @@ def test_a_policy_teaches_itself_with_more_in_its_context(base: str) -> None:
         total, gaps = total - (advantage * new).sum(), [*gaps, *advantage.tolist()]
     (total / len(gaps)).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in network.parameters()])
-    found = TaughtLearner(inner, lambda policy: SELF).update("a", rows)
+    found = self_taught(inner, rows)
     assert np.abs(gaps).max() > 0.01, "the context says something"
     assert found["grad_norm"] == pytest.approx(float(norm), rel=1e-3) and found["unscored"] == 0.0
-    without = TaughtLearner(LocalLearner.open(base, policies, settings, SELF_DISTILL), lambda policy: SELF)
-    same = without.update("a", [msgspec.structs.replace(row, hinted=()) for row in rows])
+    without = [msgspec.structs.replace(row, hinted=()) for row in rows]
+    same = self_taught(LocalLearner.open(base, policies, settings, SELF_DISTILL), without)
     assert same["grad_norm"] == pytest.approx(0.0, abs=1e-5), "and without it there is nothing to learn"
 
 
