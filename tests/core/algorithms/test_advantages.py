@@ -149,7 +149,8 @@ def test_a_factor_scales_advantages_where_nothing_divides_by_a_deviation_and_els
     straight, _ = advantages(step(rows), method)
     scaled, _ = advantages(step(rows, factor=factor), method)
     divides = method.name not in ("dr_grpo", "rloo")
-    np.testing.assert_allclose(scaled, straight * (1.0 if divides else factor), rtol=1e-4, atol=1e-6)
+    # Advantages that are divided by a deviation change a little: a small number is added to it.
+    np.testing.assert_allclose(scaled, straight * (1.0 if divides else factor), rtol=1e-3, atol=1e-6)
 
 
 @given(st.lists(REWARD, min_size=2, max_size=12))
