@@ -202,22 +202,22 @@ def _write(
     gguf: Precision | None,
     prompts: Prompts | None,
 ) -> Manifest:
-    bases: dict[str, Base] = {}
+    fingerprints: dict[Path, BaseFingerprint] = {}
 
     def base_of(policy: TrainedPolicy) -> Base | None:
         if policy.kind == "provider" or not policy.model:
             return None
-        if policy.model not in bases:
-            model = locate_model(policy.model)
-            name = str(model) if Path(policy.model).expanduser().exists() else policy.model
-            bases[policy.model] = Base(
-                model=name,
-                sha256=base_fingerprint(model),
-                sees_images=folder_sees_images(model),
-                tool_format=policy.tool_format,
-                dtype=None if merge or gguf else policy.dtype,
-            )
-        base = bases[policy.model]
+        model = locate_model(policy.model)
+        if model not in fingerprints:
+            fingerprints[model] = base_fingerprint(model)
+        # Policies of several runs may have one base with different tool formats or precisions.
+        base = Base(
+            model=str(model) if Path(policy.model).expanduser().exists() else policy.model,
+            sha256=fingerprints[model],
+            sees_images=folder_sees_images(model),
+            tool_format=policy.tool_format,
+            dtype=None if merge or gguf else policy.dtype,
+        )
         policy.check_trained_on(base.model, base.sha256)
         return base
 

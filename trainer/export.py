@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
 from cotune.adapters.bases import Moved
 from cotune.adapters.card import evaluation_command
-from cotune.adapters.export import export_run, whole_models_size
+from cotune.adapters.export import Origin, TrainedPolicy, export_run, whole_models_size, write_export
 from cotune.adapters.manifest import Manifest, is_export, not_updated
-from cotune.adapters.prompts import prompts_for, told
+from cotune.adapters.prompts import prompts_for, told, trained_with
 from cotune.adapters.versions import VERSIONS
+from cotune.errors import ConfigError
 from cotune.integrations.models.folder.hub import check_repository, push_again
 from cotune.integrations.models.folder.hub import push as push_folder
 from cotune.integrations.models.folder.to_gguf import Precision
-from cotune.records.policies import TRAINED
+from cotune.records.policies import TRAINED, UNTRAINED
 from cotune.storage.checkpoints import newest_checkpoint, read_best, steps_of
 from cotune.storage.run_layout import RunLayout, read_run, read_run_json
 from cotune.terminal import tell
+from cotune.trainer.evaluation.sources import REST, read_sources
+from cotune.trainer.evaluation.subject import prompts_together
+from cotune.trainer.evaluation.team import open_team
 from cotune.trainer.reporting.loggers import send_export
 
 _UNTRAINED = {"frozen": "frozen, the base model answers", "provider": "the application's own provider"}
@@ -36,7 +40,7 @@ class ExportForm(TypedDict, total=False):
 
 
 def export(
-    run: str | Path,
+    run: str | Path | Mapping[str, str | Path],
     out: str | Path,
     *,
     prompts: str | Path | None = None,
@@ -47,6 +51,9 @@ def export(
     **form: Unpack[ExportForm],
 ) -> Manifest:
     """Write the trained policies of a run to the folder `out`: PEFT folders with roles.json and a model card.
+
+    In place of `run`, a mapping from roles to runs (`RUN` or `RUN#STEP`), exports and models writes the policies of a
+    team; its key `*` stands for all other roles. `step` and `evaluation` are of a single run.
 
     `step` takes the checkpoint after so many steps in place of the newest, or with "best" the best one of each policy
     by held-out evaluation, as far as there is one. With `merge`
@@ -65,6 +72,11 @@ def export(
     """
     if push:
         check_repository(push)
+    if isinstance(run, Mapping):
+        manifest = _export_team(run, out, prompts, any_prompts, say, **form)
+        if push:
+            _push(out, push, private, say)
+        return manifest
     chosen = prompts_for(run, prompts, any_prompts=any_prompts)
     gguf, step = form.get("gguf"), form.get("step")
     if form.get("merge") or gguf:
@@ -83,12 +95,67 @@ def export(
         say(f"sending the export to {', '.join(loggers)} ...")
         send_export(Path(run), Path(out), say)
     if push:
-        try:
-            say(f"pushed to {push_folder(Path(out), push, private=private, without=VERSIONS)}")
-        except KeyboardInterrupt:
-            say(f"{out} is whole, but {push} may lack it: {push_again(Path(out), push, VERSIONS)}")
-            raise
+        _push(out, push, private, say)
     return manifest
+
+
+def _export_team(
+    uses: Mapping[str, str | Path],
+    out: str | Path,
+    prompts: str | Path | None,
+    any_prompts: bool,
+    say: Callable[[str], None],
+    **form: Unpack[ExportForm],
+) -> Manifest:
+    """Write the policies of a team, each from its own run, export or model."""
+    if form.get("step") is not None:
+        remedy = "Write ROLE=RUN#STEP for a step."
+        raise ConfigError("step", form.get("step"), "is of one run, and a team is exported", remedy)
+    if form.get("evaluation") is not None:
+        remedy = "Leave it out, and evaluate the exported team."
+        raise ConfigError("evaluation", str(form.get("evaluation")), "is of one run, and a team is exported", remedy)
+    sources = read_sources(uses, "use")
+    opened = open_team(sources, form.get("model"))
+    if opened.note:
+        say(opened.note)
+    team = opened.policies
+    others = None
+    if team.other_roles == "frozen":
+        others = TrainedPolicy(
+            name=UNTRAINED.name, kind="frozen", version=0, roles=(), model=team.model, tool_format=team.tool_format
+        )
+    distinct = list(dict.fromkeys(sources.values()))
+    together = prompts_together(distinct, prompts, any_prompts=any_prompts)
+    trained = {trained_with(source.place) for source in distinct if source.kind != "model"}
+    manifest = write_export(
+        out,
+        team.policies,
+        origin=Origin(trained_with=trained.pop() if len(trained) == 1 else ""),
+        others=others,
+        merge=form.get("merge", False),
+        gguf=form.get("gguf"),
+        prompts=together,
+    )
+    for policy in team.policies:
+        role = policy.roles[0]
+        source = sources.get(role, sources.get(REST))
+        assert source is not None, "a policy plays a role that a source was named for"
+        say(f"{', '.join(policy.roles)}: {policy.name}@{policy.version} of {source.text}")
+    said = f", with {told(together)}" if together else ""
+    say(f"exported {', '.join(sorted(entry.role for entry in manifest.roles))} to {out}{said}")
+    _say_version(manifest, out, say)
+    _say_untrained(manifest, say)
+    command = evaluation_command("", out)
+    say(f"this combination was not evaluated: {command}")
+    return manifest
+
+
+def _push(out: str | Path, repository: str, private: bool, say: Callable[[str], None]) -> None:
+    try:
+        say(f"pushed to {push_folder(Path(out), repository, private=private, without=VERSIONS)}")
+    except KeyboardInterrupt:
+        say(f"{out} is whole, but {repository} may lack it: {push_again(Path(out), repository, VERSIONS)}")
+        raise
 
 
 def _say_size(size: int, out: str | Path, say: Callable[[str], None]) -> None:

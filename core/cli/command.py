@@ -123,6 +123,15 @@ def add_moved(command: Any, whose: str) -> None:
     add_repeated(command, "--model", "BASE", text)
 
 
+def add_use(command: Any, other: str) -> None:
+    """Add `--use` of a command that puts policies of several runs together, in place of `other`."""
+    text = (
+        f"in place of {other}: who plays a role (without ROLE= all other roles): a run (RUN#STEP: one of its "
+        "checkpoints), an export, or an untrained model"
+    )
+    add_repeated(command, "--use", "ROLE=SOURCE", text)
+
+
 def add_prompts(command: Any, default: str) -> None:
     """Add `--prompts` and `--any-prompts` of a command that uses weights with edited prompts."""
     command.add_argument(

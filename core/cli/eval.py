@@ -13,6 +13,7 @@ from cotune.cli.command import (
     add_moved,
     add_repeated,
     add_trust_folder,
+    add_use,
     fields_of,
     moved,
     prices,
@@ -29,7 +30,8 @@ def arguments(command: Parser) -> None:
 
     command.add_argument("workflow", help=APP)
     command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
-    command.add_argument("--run", metavar="RUN", help="run folder or export")
+    command.add_argument("--run", metavar="RUN", help="run folder (RUN#STEP: one of its checkpoints) or export")
+    add_use(command, "--run")
     text = "in place of --run: an untrained model, which plays every role. Several are compared with the first"
     add_repeated(command, "--base", "FOLDER_OR_ID", text)
     command.add_argument(
@@ -58,14 +60,17 @@ def _temperature(text: str) -> float | Literal["app"]:
 
 
 def run(a: argparse.Namespace) -> int:
-    if (a.run is None) == (not a.base):
-        fault = "is missing" if a.run is None else "cannot be combined with --base"
-        remedy = "Name a run or an export (--run FOLDER), or base models (--base FOLDER_OR_ID)."
-        raise ConfigError("--run", a.run, fault, remedy)
-    tell(f"loading {a.workflow} and {a.run or ', '.join(a.base)} ...")
+    named = [flag for flag, value in (("--run", a.run), ("--use", a.use), ("--base", a.base)) if value]
+    if len(named) != 1:
+        fault = f"cannot be combined with {' and '.join(named[1:])}" if named else "is missing"
+        remedy = "Name a run or an export (--run), a team (--use ROLE=SOURCE), or base models (--base)."
+        raise ConfigError(named[0] if named else "--run", None, fault, remedy)
+    tell(f"loading {a.workflow} and {a.run or ', '.join(a.use or a.base)} ...")
     from cotune.trainer.evaluation.evaluate import evaluate
     from cotune.trainer.evaluation.report import render
+    from cotune.trainer.evaluation.sources import split_assignments
 
+    source = split_assignments(a.use, "--use") if a.use else a.run
     settings = {
         "modes": tuple(a.modes.split(",")) if a.modes is not None else None,
         "bases": tuple(a.base),
@@ -74,7 +79,7 @@ def run(a: argparse.Namespace) -> int:
         "model": moved(a.model),
         **fields_of(a),
     }
-    report = evaluate(a.run, a.workflow, a.tasks, **settings)
+    report = evaluate(source, a.workflow, a.tasks, **settings)
     terminal().print(render(report))
     if report.stored:
         tell(f"stored in {report.stored}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cotune.cli.command import Parser, add_moved, add_prompts, moved
+from cotune.cli.command import Parser, add_moved, add_prompts, add_use, moved
 from cotune.errors import ConfigError
 from cotune.terminal import tell
 
@@ -26,6 +26,7 @@ def arguments(command: Parser) -> None:
         help="instead of exporting, bring back an earlier version of --out (default: the one that the present one "
         "replaced)",
     )
+    add_use(command, "RUN")
     add_moved(command, "run")
     command.add_argument(
         "--step",
@@ -63,14 +64,19 @@ def _step(text: str) -> int | str:
 def run(a: argparse.Namespace) -> int:
     if a.roll_back is not None:
         return _roll_back(a)
-    if a.run is None:
-        raise ConfigError("run", None, "is missing", "Name a run folder, or go back to an earlier export: --roll-back.")
+    if a.run is None and not a.use:
+        remedy = "Name a run folder, or a team (--use ROLE=SOURCE), or go back to an earlier export: --roll-back."
+        raise ConfigError("run", None, "is missing", remedy)
+    if a.run is not None and a.use:
+        raise ConfigError("run", a.run, "cannot be combined with --use", f"Write --use {a.run} for its other roles.")
 
+    from cotune.trainer.evaluation.sources import split_assignments
     from cotune.trainer.export import export
 
     form = {"step": a.step, "merge": a.merge, "gguf": a.gguf, "evaluation": a.evaluation, "model": moved(a.model)}
     form |= {"prompts": a.prompts, "any_prompts": a.any_prompts}
-    export(a.run, a.out, push=a.push, private=a.private, say=tell, **form)
+    source = split_assignments(a.use, "--use") if a.use else a.run
+    export(source, a.out, push=a.push, private=a.private, say=tell, **form)
     if a.gguf:
         tell(f"{a.out}/README.md has the commands for llama.cpp and Ollama")
     return 0
@@ -79,7 +85,7 @@ def run(a: argparse.Namespace) -> int:
 def _roll_back(a: argparse.Namespace) -> int:
     from cotune.adapters.versions import roll_back
 
-    others = ("run", "step", "merge", "gguf", "evaluation", "model", "prompts", "any_prompts", "push", "private")
+    others = ("run", "use", "step", "merge", "gguf", "evaluation", "model", "prompts", "any_prompts", "push", "private")
     for name in others:
         if getattr(a, name):
             raise ConfigError(name, getattr(a, name), "has no effect with --roll-back", "Leave it out.")

@@ -7,14 +7,12 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cotune.adapters.manifest import is_export
-from cotune.adapters.prompts import prompts_for, prompts_named, told, trained_with
 from cotune.algorithms.goal import Goal, goal_of, goal_of_policies
 from cotune.episodes.rollout import EpisodeBatch
 from cotune.episodes.run_sync import run_sync
@@ -29,7 +27,6 @@ from cotune.records.structs import Episode, Task
 from cotune.records.tasks import as_tasks
 from cotune.sampling.protocol import SamplingParams
 from cotune.sampling.responder import PolicyResponder
-from cotune.storage.checkpoints import newest_checkpoint, steps_of
 from cotune.storage.open_store import open_store
 from cotune.storage.run_code import open_run_code
 from cotune.storage.run_layout import FUNCTIONS, RunLayout, read_config
@@ -44,14 +41,13 @@ from cotune.trainer.evaluation.modes import (
     Lineup,
     against_base,
     check_modes,
-    contest_of_models,
-    contest_of_run,
     temperature_of,
 )
-from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies, open_models
+from cotune.trainer.evaluation.policies import EvaluatedPolicies
 from cotune.trainer.evaluation.recorded import beside, read_recorded
 from cotune.trainer.evaluation.report import compare, remarks
 from cotune.trainer.evaluation.run import evaluate_episodes, of_role, share_floor
+from cotune.trainer.evaluation.subject import Subject, agreed, open_subject, trained_on_notes
 from cotune.trainer.reporting.progress import episode_bar
 from cotune.trainer.run.run_folder import write_atomically
 
@@ -64,17 +60,19 @@ OnMode = Callable[[str], contextlib.AbstractContextManager[Callable[[Episode], N
 
 
 def evaluate(
-    source: str | Path | None,
+    source: str | Path | Mapping[str, str | Path] | None,
     workflow: WorkflowSource,
     tasks: str | Path | Iterable[Any],
     options: EvaluationOptions | None = None,
     **settings: Any,
 ) -> EvaluationReport:
-    """Evaluate a run's newest checkpoint, an export, or base models on held-out tasks, one episode per task and mode.
+    """Evaluate a run's newest checkpoint, an export, a team, or base models on held-out tasks.
 
-    `source` is the run or the export; None evaluates the models in `bases`. `workflow` is a workflow or its name
-    (`app:solve`); `tasks` a file of JSON lines or a sequence; `settings` are fields of `options`. Raises CotuneError
-    subclasses for bad input, before any model is loaded, and WorkflowError when every episode failed.
+    `source` is the run or the export. A mapping from roles to runs (`RUN` or `RUN#STEP`), exports and models makes a
+    team of them; its key `*` stands for all other roles. None evaluates the models in `bases`. `workflow` is a workflow
+    or its name (`app:solve`); `tasks` a file of JSON lines or a sequence; `settings` are fields of `options`. Each mode
+    runs one episode per task. Raises CotuneError subclasses for bad input, before any model is loaded, and
+    WorkflowError when every episode failed.
 
     ```python
     report = cotune.evaluate("runs/r1", solve, "held_out.jsonl", modes=("base", "trained"))
@@ -92,69 +90,53 @@ def evaluate(
                 raise ConfigError("out", str(out.path), f"already has {file.name}", "Name a new folder.")
 
     # 1. Everything that can be wrong is checked before a model is loaded.
-    evaluated = _open_evaluated(source, chosen)
-    run = None if source is None or is_export(Path(source)) else Path(source).absolute()
     modes = check_modes(chosen.modes or (("base",) if source is None else USUAL))
-    evaluated.check_bases()
+    temperature = temperature_of(modes, chosen.temperature)
+    subject = open_subject(source, chosen)
+    evaluated = subject.policies
 
-    # 2. A run says how its application was trained; options replace that.
-    trained = None
-    if run is not None:
-        trained = convert(read_config(run))
+    # 2. Runs say how their application was trained; options replace that.
+    configs = {run: convert(read_config(run)) for run in subject.runs}
+    for run in subject.runs:
         open_run_code(run, ("roles_by",) if chosen.roles_by else (), only=FUNCTIONS)
-    app = app.named_by(chosen.roles_by or (trained.roles_by if trained else None))
-    if trained is not None:
-        app = app.redacted(trained.redact, keep_token_ids=trained.keep_token_ids)
-    app = app.prompted(prompts_for(source, chosen.prompts, any_prompts=True))
-    prompted = _prompts_note(app, source)
-    goal, note = (Goal(), "") if source is None else _goal(trained, app, evaluated)
-    prices = {**(trained.prices if trained else {}), **chosen.prices}
+    roles_by = chosen.roles_by or agreed("roles_by", {run: config.roles_by for run, config in configs.items()})
+    app = app.named_by(roles_by)
+    for config in configs.values():
+        app = app.redacted(config.redact, keep_token_ids=config.keep_token_ids)
+    app = app.prompted(subject.prompts(chosen.prompts))
+    goal, note = _goal(subject, configs, app)
+    contest = subject.contest(modes, temperature)
+    prices = {name: price for config in configs.values() for name, price in config.prices.items()} | dict(chosen.prices)
     for model, policies in evaluated.bases.items():
         # The price of a base model is that of each of its policies without a price of its own.
         if base := prices.get(model, prices.get(Path(model).name)):
             own = [UNTRAINED.name] if model == evaluated.model else []
             prices = {**dict.fromkeys([*own, *policies], base), **prices}
-    timeout = (trained.episode_timeout if trained else TIMEOUT) if chosen.timeout is None else chosen.timeout
+    timeouts = [config.episode_timeout for config in configs.values()]
+    timeout = max(timeouts, default=TIMEOUT) if chosen.timeout is None else chosen.timeout
     chosen = msgspec.structs.replace(chosen, prices=prices, timeout=timeout)
     recorded = read_recorded(chosen.records, held_out, prices, goal) if chosen.records is not None else None
-    usual = trained.sampling.max_tokens if trained else SamplingParams().max_tokens
-
-    temperature = temperature_of(modes, chosen.temperature)
-    if source is None:
-        contest = contest_of_models([policy.name for policy in evaluated.policies], modes, temperature)
-    else:
-        contest = contest_of_run(evaluated.roles, evaluated.trained, modes, temperature)
+    usual = max([config.sampling.max_tokens for config in configs.values()], default=SamplingParams().max_tokens)
 
     # 3. Play all modes, and write the report.
-    with _whole(out, run) as (out, notes):
+    with _whole(out, subject.own_run) as (out, stored_notes):
         report = run_sync(_evaluate(app, held_out, evaluated, contest, chosen, out, usual, goal))
     if recorded is not None:
         report = beside(report, contest.candidates, *recorded)
-    report = msgspec.structs.replace(report, notes=(*report.notes, *notes, *filter(None, (note, prompted))))
+    notes = [
+        subject.note,
+        *stored_notes,
+        note,
+        *trained_on_notes(subject.runs, held_out),
+        subject.prompts_note(app.prompts),
+    ]
+    report = msgspec.structs.replace(report, notes=(*report.notes, *filter(None, notes)))
     if out is not None:
-        newest = newest_checkpoint(RunLayout(run).checkpoints) if run is not None else None
         named = str(Path(tasks).absolute()) if isinstance(tasks, str | Path) else ""
-        steps = steps_of(newest) if newest else None
-        report = msgspec.structs.replace(report, created=time.time(), steps=steps, tasks=named)
+        report = msgspec.structs.replace(report, created=time.time(), steps=subject.steps, tasks=named)
         report = _written(report, out.path / EVALUATION)
     report.require_some_episode()
     return report
-
-
-def _open_evaluated(source: str | Path | None, options: EvaluationOptions) -> EvaluatedPolicies:
-    """The policies of a run or an export, or the base models. Raises ConfigError unless it is one of the two."""
-    if source is None:
-        if options.model is not None:
-            fault = "says where the base model of a run lies, and no run is evaluated"
-            raise ConfigError("model", str(options.model), fault, "Name the model with --base alone.")
-        return open_models(options.bases)
-    if options.bases:
-        models = ", ".join(map(str, options.bases))
-        raise ConfigError("bases", models, f"cannot be combined with the run or export {source}", "Name one of them.")
-    if (Path(source) / "config.json").is_file():
-        remedy = f"Evaluate the model alone: --base {source}"
-        raise ConfigError("run", str(source), "is a model, not a run or an export", remedy)
-    return open_evaluated_policies(source, options.model)
 
 
 async def _evaluate(
@@ -275,13 +257,21 @@ async def evaluate_modes(
     )
 
 
-def _goal(config: TrainConfig | None, app: Workflow, evaluated: EvaluatedPolicies) -> tuple[Goal, str]:
+def _goal(subject: Subject, configs: Mapping[Path, TrainConfig], app: Workflow) -> tuple[Goal, str]:
     """The reward that a run trained on, and a note where it is not known or trains nothing."""
-    if config is None:
+    if not subject.trained_sources:
+        return Goal(), ""
+    if subject.trained_sources > 1:
+        return (
+            Goal(),
+            "Rewards are the plain sum: the policies were trained in several runs, perhaps on different rewards.",
+        )
+    if not configs:
         return (
             Goal(),
             "An export does not say what it was trained on: rewards are the plain sum. Name the run for them.",
         )
+    (config,) = configs.values()
     if config.from_records:
         return goal_of(None, config.on_failure), ""
     try:
@@ -289,19 +279,9 @@ def _goal(config: TrainConfig | None, app: Workflow, evaluated: EvaluatedPolicie
     except ConfigError as error:
         note = f"Rewards are the plain sum, as the run's recipe does not fit this workflow: {error}"
         return goal_of(None, config.on_failure), note
+    evaluated = subject.policies
     players = {role: one.name for one in evaluated.policies if one.name in evaluated.trained for role in one.roles}
     return goal_of_policies(recipes, config.on_failure, players, app.bounds), ""
-
-
-def _prompts_note(app: Workflow, source: str | Path | None) -> str:
-    """Which edited prompts the calls go out with, and that the policies were trained with others; empty without any."""
-    if app.prompts is None:
-        return ""
-    trained = trained_with(source)
-    note = f"All modes except today have {told(app.prompts)}."
-    if not trained or app.prompts.id == trained:
-        return note
-    return f"{note} The policies were trained with {prompts_named(trained)}."
 
 
 @contextlib.contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cotune.adapters.bases import Moved
-from cotune.adapters.export import TrainedPolicy, latest_policies, untrained_policy
+from cotune.adapters.export import TrainedPolicy, best_policies, latest_policies, policies_at, untrained_policy
 from cotune.adapters.fingerprint import base_fingerprint
 from cotune.adapters.load import load_export
 from cotune.adapters.manifest import is_export, read_manifest
@@ -19,11 +19,11 @@ from cotune.errors import AdapterError, ConfigError
 from cotune.integrations.models.chat.formats import load_formats
 from cotune.integrations.models.chat.tool_formats import AUTO
 from cotune.integrations.models.engines import EngineConfig, products_dtype
-from cotune.integrations.models.folder.folder import locate_base, locate_model
+from cotune.integrations.models.folder.folder import locate_base, locate_model, of_policy
 from cotune.integrations.models.per_policy import open_engines
 from cotune.records.policies import OtherRoles, Policies, PolicySpec, models_said, stand_in
 from cotune.records.structs import PolicyRef
-from cotune.sampling.protocol import SamplingParams, at_temperature, fingerprint, publish_verified
+from cotune.sampling.protocol import ChatFormat, SamplingParams, at_temperature, fingerprint, publish_verified
 from cotune.sampling.responder import PolicyResponder
 from cotune.storage.run_layout import read_run
 from cotune.trainer.evaluation.modes import MODES
@@ -34,15 +34,14 @@ class EvaluatedPolicies:
     """Policies with their weights. The base of each is its version 0, and `model` that of the run's own, by folder or
     Hugging Face id.
 
-    `other_roles` says what plays a role without a policy, `tool_format` how the models write tool calls, all or by
-    base, `dtypes` the precision by base in which adapters on it were trained, where that is known.
+    `other_roles` says what plays a role without a policy, and `tool_format` how the run's own model writes tool calls.
+    Policies have tool formats of their own.
     """
 
     model: str
     policies: Sequence[TrainedPolicy]
     other_roles: OtherRoles = "frozen"
-    tool_format: str | Mapping[str, str] = AUTO
-    dtypes: Mapping[str, str | None] = field(default_factory=dict)
+    tool_format: str = AUTO
 
     @property
     def roles(self) -> dict[str, PolicyRef]:
@@ -87,10 +86,10 @@ class EvaluatedPolicies:
         `say` is told what takes time. Raises SyncError when a policy arrives altered.
         """
         say(f"loading {models_said(self.bases)} ...")
-        chats = await asyncio.to_thread(load_formats, self.bases, self.tool_format)
+        chat, chats = await asyncio.to_thread(self._load_chats)
         sampler = await open_engines(
             self.bases,
-            lambda model: EngineConfig(model=model, threads=threads, dtype=products_dtype(self.dtypes.get(model))),
+            lambda model: EngineConfig(model=model, threads=threads, dtype=products_dtype(self._dtype_on(model))),
         )
         try:
             say("publishing the policies ...")
@@ -101,15 +100,42 @@ class EvaluatedPolicies:
                     await publish_verified(sampler, ref, policy.weights, lora, fingerprint(policy.weights))
             yield PolicyResponder(
                 sampler,
-                chats.own,
+                chat,
                 self.roles,
-                chats=chats.others,
+                chats=chats,
                 provider_roles=self.provider_roles,
                 others=stand_in(self.other_roles),
                 **options,
             )
         finally:
             await sampler.aclose()
+
+    def _load_chats(self) -> tuple[ChatFormat, dict[str, ChatFormat]]:
+        """The chat format of the run's own model, and that of each policy by name. Raises ConfigError.
+
+        Policies of several runs may have one base and write tool calls in different formats.
+        """
+        loaded: dict[tuple[str, str], ChatFormat] = {}
+
+        def load(model: str, tool_format: str) -> ChatFormat:
+            if (model, tool_format) not in loaded:
+                loaded[model, tool_format] = load_formats({model: []}, tool_format).own
+            return loaded[model, tool_format]
+
+        own = load(self.model, self.tool_format)
+        chats: dict[str, ChatFormat] = {}
+        for policy in self.policies:
+            if policy.kind != "provider":
+                try:
+                    chats[policy.name] = load(policy.model or self.model, policy.tool_format)
+                except ConfigError as error:
+                    raise of_policy(error, policy.name) from None
+        return own, chats
+
+    def _dtype_on(self, model: str) -> str | None:
+        """The precision in which all adapters on a base were trained; None if they differ, or if it is not known."""
+        dtypes = {policy.dtype for policy in self.policies if policy.weights is not None and policy.model == model}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
 
 @contextlib.asynccontextmanager
@@ -177,40 +203,50 @@ def open_models(models: Sequence[str | Path]) -> EvaluatedPolicies:
     return EvaluatedPolicies(texts[0], policies)
 
 
-def open_evaluated_policies(source: str | Path, model: Moved = None) -> EvaluatedPolicies:
-    """Read the newest checkpoint of a run, or an export (hashes checked).
+def open_evaluated_policies(
+    source: str | Path, model: Moved = None, *, step: int | Literal["best"] | None = None
+) -> EvaluatedPolicies:
+    """Read the newest checkpoint of a run, its checkpoint after `step` steps, the "best" one of each policy, or an
+    export (hashes checked).
 
     `model` says where base models are now, if elsewhere. Raises RunError, AdapterError, ConfigError.
     """
     folder = Path(source)
-    tool_format: dict[str, str]
     if is_export(folder):
         manifest = read_manifest(folder)
         export = load_export(folder, model, untrained=True)
-        bases = {policy.name: str(engine.folder) for engine in export.engines for policy in engine.policies}
+        engine_of = {policy.name: engine for engine in export.engines for policy in engine.policies}
         base = str(export.engines[0].folder) if export.engines else None
-        policies = [
-            TrainedPolicy(
+        policies = []
+        for policy in manifest.policies:
+            engine = engine_of.get(policy.name)
+            opened = TrainedPolicy(
                 name=policy.name,
                 kind=policy.kind,
                 version=policy.version,
                 roles=[entry.role for entry in manifest.roles if entry.policy == policy.name],
-                model=bases.get(policy.name),
+                model=str(engine.folder) if engine else None,
                 weights=export.weights(policy),
                 lora=policy.lora,
+                tool_format=engine.base.tool_format if engine else AUTO,
+                dtype=engine.base.dtype if engine else None,
+                stayed=policy.stayed,
+                step=policy.step,
             )
-            for policy in manifest.policies
-        ]
+            policies.append(opened)
         other_roles = manifest.other_roles
-        tool_format = {str(engine.folder): engine.base.tool_format for engine in export.engines}
-        dtypes = {str(engine.folder): engine.base.dtype for engine in export.engines}
+        tool_format = export.engines[0].base.tool_format if export.engines else AUTO
     else:
-        policies, others = latest_policies(folder, model), untrained_policy(folder, model)
+        if step is None:
+            policies = latest_policies(folder, model)
+        elif step == "best":
+            policies = best_policies(folder, model)
+        else:
+            policies = policies_at(folder, step, model)
+        others = untrained_policy(folder, model)
+        config = read_run(folder).config
         base = others.model if others else next((policy.model for policy in policies if policy.model), None)
-        other_roles = read_run(folder).config.other_roles
-        named = [*policies, *([others] if others else [])]
-        tool_format = {policy.model: policy.tool_format for policy in named if policy.model}
-        dtypes = {policy.model: policy.dtype for policy in named if policy.model}
+        other_roles, tool_format = config.other_roles, config.tool_format
     if base is None:
         raise AdapterError(f"{folder} leaves every role to a provider.", "There is nothing to evaluate against it.")
-    return EvaluatedPolicies(base, policies, other_roles, tool_format, dtypes)
+    return EvaluatedPolicies(base, policies, other_roles, tool_format)

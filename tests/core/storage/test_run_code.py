@@ -101,7 +101,7 @@ def test_a_run_of_somebody_else_is_refused_before_its_code_runs(
     Path("own_app.py").write_text(APP.replace("code_ran", "own_ran"))
     Path("tasks.jsonl").write_text('{"id": "a"}\n')
     Path("labels.jsonl").write_text('{"id": "x.0", "score": 1}\n')
-    monkeypatch.setattr("cotune.trainer.evaluation.evaluate.open_evaluated_policies", lambda *a: _Anything())
+    monkeypatch.setattr("cotune.trainer.evaluation.subject.open_evaluated_policies", lambda *a, **b: _Anything())
     assert main([word.format(run=sent) for word in words]) == 1
     said = capsys.readouterr().err
     assert "was not made by you on this machine" in said and "redact: sent_app:hide" in said, said

@@ -132,7 +132,7 @@ def test_models_with_one_name_are_told_apart_by_their_paths(models: Path, tmp_pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "--run is missing. Name a run or an export (--run FOLDER), or base models (--base FOLDER_OR_ID)."),
+        ([], "--run is missing. Name a run or an export (--run), a team (--use ROLE=SOURCE), or base models (--base)."),
         (["--run", "{models}/one", "--base", "{models}/two"], "cannot be combined with --base"),
         (["--run", "{models}/one"], "is a model, not a run or an export. Evaluate the model alone: --base"),
         (["--base", "{models}/three"], "bases = '{models}/three' is not a model folder or GGUF file"),

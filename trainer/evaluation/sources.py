@@ -1,0 +1,134 @@
+"""What can answer the calls of a role, as users name it on the command line (`--use planner=runs/r1#40`).
+
+    RUN          the newest checkpoint of a run
+    RUN#40       its checkpoint after 40 steps; RUN#best: each policy at its best held-out evaluation
+    EXPORT       a folder that `cotune export` wrote
+    MODEL        a model folder or a Hugging Face id, untrained
+
+A value is checked when it is read: it exists and is one of these. Nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cotune.adapters.manifest import is_export
+from cotune.errors import ConfigError
+from cotune.integrations.models.folder.folder import locate_model
+from cotune.storage.run_layout import is_run
+
+SourceKind = Literal["run", "export", "model"]
+Step = int | Literal["best"] | None
+"""A checkpoint: after so many steps, the best one of each policy, or the newest (None)."""
+FORMS = "a run (RUN or RUN#STEP), an export, a model folder or a Hugging Face id"
+REST = "*"
+"""The role that stands for all roles that are not named."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A place that policies come from. `text` is the value as the user wrote it, `place` the folder or the id in it."""
+
+    text: str
+    kind: SourceKind
+    place: str
+    step: Step = None
+
+    @property
+    def name(self) -> str:
+        """A short name: the last part of the place, and the checkpoint if it is not the newest."""
+        last = Path(self.place).resolve().name if Path(self.place).expanduser().exists() else Path(self.place).name
+        return last if self.step is None else f"{last}#{self.step}"
+
+
+def read_source(value: str | Path, flag: str) -> Source:
+    """The source that a value names. Raises ConfigError, which names `flag`, if it is none of the forms."""
+    text = str(value)
+    folder, step = Path(text).expanduser(), None
+    if not folder.exists() and "#" in text:
+        before, _, after = text.rpartition("#")
+        folder, step = Path(before).expanduser(), _read_step(after, text, flag)
+    if is_run(folder):
+        return Source(text, "run", str(folder), step)
+    if step is not None:
+        raise ConfigError(flag, text, f"names a checkpoint, but {folder} is not a run", f"Name {FORMS}.")
+    if is_export(folder):
+        return Source(text, "export", str(folder))
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(flag, text, f"is an adapter on {_base_of_adapter(folder)} without that base", _remedy(folder))
+    try:
+        locate_model(text)
+    except ConfigError as error:
+        fault = f"is not {FORMS}: {error.fault}"
+        raise ConfigError(flag, text, fault, error.remedy) from None
+    return Source(text, "model", text)
+
+
+def read_trained(value: str | Path, flag: str) -> Source:
+    """The run or the export that a value names; it need not exist. Raises ConfigError for a model."""
+    text = str(value)
+    folder, step = Path(text).expanduser(), None
+    if not folder.exists() and "#" in text:
+        before, _, after = text.rpartition("#")
+        folder, step = Path(before).expanduser(), _read_step(after, text, flag)
+    if is_export(folder):
+        return Source(text, "export", str(folder))
+    if (folder / "config.json").is_file() and not is_run(folder):
+        raise ConfigError(flag, text, "is a model, not a run or an export", f"Evaluate the model alone: --base {text}")
+    return Source(text, "run", str(folder), step)
+
+
+def split_assignments(values: Iterable[str], flag: str) -> dict[str, str]:
+    """The text of the source of each role, from values of the form ROLE=SOURCE, or SOURCE for all other roles (`REST`).
+
+    Raises ConfigError for two sources of one role, with both.
+    """
+    texts: list[tuple[str, str]] = []
+    for value in values:
+        role, equals, text = value.partition("=")
+        # A path may have an equals sign of its own.
+        if not equals or Path(value).expanduser().exists():
+            role, text = REST, value
+        texts.append((role, text))
+    named: dict[str, str] = {}
+    for role, text in texts:
+        if not role or not text:
+            raise ConfigError(flag, f"{role}={text}", "must be ROLE=SOURCE", f"SOURCE is {FORMS}.")
+        if role in named:
+            whom = "all other roles" if role == REST else f"role {role!r}"
+            fault = f"has two policies: {named[role]} and {text}"
+            raise ConfigError(flag, whom, fault, "Name one of the two.")
+        named[role] = text
+    return named
+
+
+def read_sources(named: Mapping[str, str | Path], flag: str) -> dict[str, Source]:
+    """The source of each role. Raises ConfigError without any."""
+    if not named:
+        raise ConfigError(flag, None, "is missing", f"For example: {flag} planner=runs/r1. The value is {FORMS}.")
+    return {role: read_source(value, flag) for role, value in named.items()}
+
+
+def _read_step(text: str, value: str, flag: str) -> Step:
+    if text == "best":
+        return "best"
+    if not text.isdecimal():
+        raise ConfigError(flag, value, f"names no checkpoint: {text!r}", "Write RUN#40 or RUN#best.")
+    return int(text)
+
+
+def _base_of_adapter(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / "adapter_config.json").read_bytes())["base_model_name_or_path"])
+    except (ValueError, KeyError, TypeError):
+        return "a base model that its adapter_config.json does not name"
+
+
+def _remedy(folder: Path) -> str:
+    if is_export(folder.parent):
+        return f"Name the export, which knows its base: {folder.parent}"
+    return "Name the run or the export that it comes from: they say which base it was trained on."

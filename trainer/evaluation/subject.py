@@ -1,0 +1,160 @@
+"""What an evaluation is of: a run or an export, a team of several, or untrained models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from cotune.adapters.prompts import prompts_for, prompts_named, told, trained_with
+from cotune.errors import ConfigError
+from cotune.prompts.edits import Prompts
+from cotune.records.structs import Task
+from cotune.records.tasks import load_tasks
+from cotune.storage.run_layout import read_run_json, relocated
+from cotune.trainer.evaluation.modes import (
+    Contest,
+    EvaluationOptions,
+    Mode,
+    Temperature,
+    contest_of_models,
+    contest_of_run,
+)
+from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies, open_models
+from cotune.trainer.evaluation.sources import Source, read_sources, read_trained
+from cotune.trainer.evaluation.split import overlap
+from cotune.trainer.evaluation.team import open_team
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated. `sources` are the runs, exports and models whose policies play. `contest` says who plays in
+    which mode, at a temperature. `own_run` is the folder of the only run, which keeps its evaluations. `note` is a
+    sentence for the user, or empty.
+    """
+
+    policies: EvaluatedPolicies
+    sources: Sequence[Source]
+    contest: Callable[[Sequence[Mode], Temperature], Contest]
+    own_run: Path | None = None
+    note: str = ""
+
+    @property
+    def runs(self) -> list[Path]:
+        """The folders of the runs in which some of the policies were trained."""
+        runs = (Path(source.place).absolute() for source in self.sources if source.kind == "run")
+        return list(dict.fromkeys(runs))
+
+    @property
+    def trained_sources(self) -> int:
+        """The number of runs and exports."""
+        return sum(source.kind != "model" for source in self.sources)
+
+    @property
+    def steps(self) -> int | None:
+        """The steps that the policies of the only run were trained for; None if they differ or are not known."""
+        if self.own_run is None:
+            return None
+        steps = {policy.step for policy in self.policies.policies if policy.weights is not None}
+        return steps.pop() if len(steps) == 1 else None
+
+    def prompts(self, named: Prompts | str | Path | None) -> Prompts | None:
+        """The edited prompts of the evaluation, as `prompts_together` has them."""
+        return prompts_together(self.sources, named)
+
+    def prompts_note(self, prompts: Prompts | None) -> str:
+        """Which edited prompts the calls go out with, and whether policies were trained with others; empty if none."""
+        if prompts is None:
+            return ""
+        note = f"All modes except today have {told(prompts)}."
+        for source in self.sources:
+            trained = trained_with(source.place) if source.kind != "model" else ""
+            if trained and trained != prompts.id:
+                whose = "The policies" if self.trained_sources == 1 else f"The policies of {source.text}"
+                note += f" {whose} were trained with {prompts_named(trained)}."
+        return note
+
+
+def open_subject(source: str | Path | Mapping[str, str | Path] | None, options: EvaluationOptions) -> Subject:
+    """Open what is evaluated, with its weights, after a check of its base models.
+
+    Raises ConfigError unless `source` and the options name exactly one run, export or team, or base models.
+    """
+    if source is None:
+        return _open_models(options)
+    if options.bases:
+        models = ", ".join(map(str, options.bases))
+        raise ConfigError("bases", models, "cannot be combined with a run, an export or a team", "Name one of them.")
+    if isinstance(source, Mapping):
+        team = open_team(read_sources(source, "use"), options.model)
+        return Subject(
+            team.policies, list(dict.fromkeys(team.sources.values())), _contest_of(team.policies), note=team.note
+        )
+    trained = read_trained(source, "run")
+    policies = open_evaluated_policies(trained.place, options.model, step=trained.step)
+    policies.check_bases()
+    own_run = Path(trained.place).absolute() if trained.kind == "run" else None
+    return Subject(policies, [trained], _contest_of(policies), own_run)
+
+
+def _open_models(options: EvaluationOptions) -> Subject:
+    if options.model is not None:
+        fault = "says where the base model of a run lies, and no run is evaluated"
+        raise ConfigError("model", str(options.model), fault, "Name the model with --base alone.")
+    policies = open_models(options.bases)
+    names = [policy.name for policy in policies.policies]
+    sources = [Source(str(model), "model", str(model)) for model in options.bases]
+    return Subject(policies, sources, lambda modes, temperature: contest_of_models(names, modes, temperature))
+
+
+def _contest_of(policies: EvaluatedPolicies) -> Callable[[Sequence[Mode], Temperature], Contest]:
+    return lambda modes, temperature: contest_of_run(policies.roles, policies.trained, modes, temperature)
+
+
+def prompts_together(
+    sources: Sequence[Source], named: Prompts | str | Path | None, *, any_prompts: bool = True
+) -> Prompts | None:
+    """The edited prompts with which policies of these sources are used: those that are `named`, else those that they
+    were trained with.
+
+    Raises ConfigError if they were trained with different ones, and none are named; AdapterError as `prompts_for` does.
+    """
+    places = [source.place for source in sources if source.kind != "model"]
+    if named is None:
+        agreed("prompts", {place: trained_with(place) for place in places}, prompts_named)
+        return prompts_for(places[0]) if places else None
+    chosen = prompts_for(None, named)
+    for place in places:
+        chosen = prompts_for(place, named, any_prompts=any_prompts)
+    return chosen
+
+
+def agreed(field: str, values: Mapping[str | Path, T], said: Callable[[T], str] = str) -> T | None:
+    """The value that all runs and exports have for a setting; None without any.
+
+    Raises ConfigError, with two that differ, if they do not agree.
+    """
+    if not values:
+        return None
+    (first, value), *others = values.items()
+    for place, other in others:
+        if other != value:
+            fault = f"differs: {first} has {said(value)}, {place} has {said(other)}"
+            raise ConfigError(field, None, fault, f"Say which to use: --{field.replace('_', '-')}.")
+    return value
+
+
+def trained_on_notes(runs: Sequence[Path], tasks: Sequence[Task]) -> Iterator[str]:
+    """A note for each run that has trained on some of the tasks, as far as its tasks file is still there."""
+    for run in runs:
+        described = read_run_json(run)
+        file = described.get("tasks")
+        if not isinstance(file, str) or not Path(relocated(file, described, run)).is_file():
+            continue
+        held_out = set((described.get("held") or {}).get("held_out", ()))
+        trained = load_tasks(relocated(file, described, run))
+        for text in overlap([task for task in trained if task.id not in held_out], tasks):
+            yield f"{run.name}: {text}."
