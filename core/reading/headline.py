@@ -117,6 +117,8 @@ def _evaluated(evaluation: StoredEvaluation, held_out_tasks: str) -> Iterator[Ch
         last = getattr(after, name)
         if last is None:
             continue
+        if name == "outcome" and last == after.success and (before is None or before.outcome == before.success):
+            continue  # the workflow returned a bool, so both are one figure
         yield Change(
             name=f"held-out {PLAIN if name == 'outcome' else name}",
             kind="held_out",
@@ -146,6 +148,7 @@ def _failures(mode: EvaluatedMode | None) -> int:
 
 def _held_out_lines(lines: Sequence[Line], tasks: str) -> Iterator[Change]:
     """The same from metrics.jsonl alone, where training kept no file of its evaluations."""
+    success: dict[int, Interval] = {}
     for name, what in _HELD_OUT.items():
         known = {
             line["step"] + 1: Interval(
@@ -157,6 +160,10 @@ def _held_out_lines(lines: Sequence[Line], tasks: str) -> Iterator[Change]:
             for line in lines
             if name in (own := line.get("held_out") or {})
         }
+        if name == "success":
+            success = known
+        elif name == "outcome" and known == success:
+            continue  # the workflow returned a bool, so both are one figure
         title = f"held-out {PLAIN if name == 'outcome' else name}"
         yield from _change(title, "held_out", what, known, percent=name == "success", tasks=tasks)
 

@@ -243,7 +243,8 @@ def held_out_text(figures: Mapping[str, float]) -> str:
         f"{title} {figures[name]:.3f}{_ends(figures, name)} on {figures.get(f'{name}_n', count):.0f}"
         + (f" (base {figures[f'base_{name}']:.3f})" if f"base_{name}" in figures else "")
         for name, title in (("success", "success"), ("reward", "reward"), ("outcome", PLAIN))
-        if name in figures
+        # An outcome that is a bool is the success, so it is shown once.
+        if name in figures and not (name == "outcome" and figures[name] == figures.get("success"))
     ]
     won = {name.partition("/")[2]: x for name, x in figures.items() if name.startswith("against_untrained/")}
     found += [f"{role} against the untrained model {x:.3f}" for role, x in won.items()]
