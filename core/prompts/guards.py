@@ -87,14 +87,14 @@ class Known:
         return ""
 
 
-def longest(part: PromptPart, growth: float) -> int:
-    """Most constant characters of a text in place of a part's: `growth` times those of the old one, and 500 more."""
-    return int(growth * part.old.constant) + 500
+def longest(part: PromptPart) -> int:
+    """Most constant characters of a text in place of a part's: 1.5 times the old one's, and 500 more."""
+    return int(1.5 * part.old.constant) + 500
 
 
-def refusals(part: PromptPart, new: Template, known: Known | None = None, *, growth: float = 1.5) -> list[Refusal]:
+def refusals(part: PromptPart, new: Template, known: Known | None = None) -> list[Refusal]:
     """Why a text may not stand in place of a part's: empty where it may. It is no longer than `longest`."""
-    if new.constant > (most := longest(part, growth)):  # alone: the other rules take time that grows with the text
+    if new.constant > (most := longest(part)):  # alone: the other rules take time that grows with the text
         return [Refusal("too_long", f"it has {new.constant:,} characters, and {most:,} are allowed")]
     found: list[Refusal] = []
     if fault := fault_of(part.old, new):

@@ -11,10 +11,10 @@ from wording import entry, prose, small
 
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.cli.command import documentation
+from cotune.config.prompts import SearchSettings
 from cotune.errors import ConfigError
 from cotune.trainer.config.policy import PolicyConfig
 from cotune.trainer.config.train import TrainConfig, convert
-from cotune.trainer.prompting.options import ImproveOptions
 
 BAD: dict[type, Any] = {int: -1, float: -1.0, str: "?"}
 """By type a value that a field with bounds refuses; what it says then is what it allows."""
@@ -33,8 +33,8 @@ def fields() -> str:
 
 def search_fields() -> str:
     """Every option of a search for prompts."""
-    said = prose(ImproveOptions.__doc__ or "")
-    return "\n\n".join([said, *_entries(ImproveOptions, "prompts.")])
+    said = prose(SearchSettings.__doc__ or "")
+    return "\n\n".join([said, *_entries(SearchSettings, "prompts.")])
 
 
 def method_attributes() -> str:

@@ -19,9 +19,9 @@ from cotune.algorithms.catalogue import ANY_PLAN, RECIPES
 from cotune.algorithms.filters import REASONS
 from cotune.algorithms.recipes import Attribution, Filters, LossSpec
 from cotune.cli.main import parser
+from cotune.config.prompts import SearchSettings
 from cotune.trainer.config.policy import PolicyConfig
 from cotune.trainer.config.train import TrainConfig
-from cotune.trainer.prompting.options import ImproveOptions
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,7 +97,7 @@ def fields(kind: Any, prefix: str = "") -> Iterator[str]:
 def test_every_field_is_there(site: Path) -> None:
     terms = re.findall(r"<strong><code>([^<]+)</code></strong>", page(site, "configuration"))
     policy = [name for name in fields(PolicyConfig, "policy.") if name.startswith("policy.")]
-    assert sorted(terms) == sorted([*fields(TrainConfig), *policy, *fields(ImproveOptions, "prompts.")])
+    assert sorted(terms) == sorted([*fields(TrainConfig), *policy, *fields(SearchSettings, "prompts.")])
 
 
 @pytest.mark.parametrize(

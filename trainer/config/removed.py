@@ -11,7 +11,15 @@ from cotune.errors import ConfigError
 _NO_PAST = "Leave it out: present versions play all roles. Train roles in turns with train in [[policy]]."
 
 REMOVED: dict[str, str] = {
-    "prompts.prompts": "Use prompts_file.",
+    "prompts.prompts": "Use prompts_file, above the tables.",
+    "prompts.timeout": "Use episode_timeout, above the tables.",
+    "prompts.reflection_params": "Leave it out: the reflection model answers with its own defaults.",
+    "prompts.max_growth": "Leave it out: a new text may have 1.5 times the characters of the old one, and 500 more.",
+    "prompts.weight": "Leave it out: the mean of the roles' own scorers counts half as much as the outcome.",
+    "prompts.validation": "Leave it out: four tenths of the tasks choose between candidates.",
+    "prompts.shown": "Leave it out: the reflection model sees three runs each time.",
+    "prompts.replay": "Leave it out: calls before the first one of a changed role are answered from the record.",
+    "prompts.temperature": "Leave it out: the application's own temperature is used.",
     "overrides": "Use [loss] for terms of the loss, such as loss.clip_high, and [rewards] for rewards, such as "
     "rewards.weights.",
     "policy.overrides": "Use loss and rewards of the policy, such as loss = {clip_high = 0.28}.",

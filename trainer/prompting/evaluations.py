@@ -47,7 +47,7 @@ def answering_in_search(
         policies=options.run,
         model=options.model,
         max_tokens=options.max_tokens,
-        temperature=options.temperature,
+        temperature=None,
         say=say,
         seed=options.seed,
         stream="prompts",
@@ -135,7 +135,7 @@ class Evaluations:
         self._keep((phase, prompts.id, task.id), episode)
 
     async def _whole(self, prompts: Prompts, task: Task, phase: str, parent: Prompts | None) -> Episode:
-        replay = self._prefix(prompts, task, phase, parent) if parent is not None and self.options.replay else None
+        replay = self._prefix(prompts, task, phase, parent) if parent is not None else None
         if replay is not None:
             episode = await self._episode(task, phase, prompts, replay)
             if episode.blame != "divergence":
@@ -169,7 +169,7 @@ class Evaluations:
         options = EpisodeOptions(
             phase=phase,
             rollout=number,
-            timeout=self.options.timeout,
+            timeout=self.options.episode_timeout,
             record_tools=replay is not None and bool(replay.script.results),
             freeze=replay is not None and bool(replay.script.reads),
         )
@@ -200,7 +200,7 @@ class Evaluations:
                 self._fault("scorer_errors", one)
         due = not again or not self.store.rewards([episode.id]).get(episode.id)
         if self.workflow.episode_judge is not None and episode.status == "ok" and due:
-            judge, limit = self.workflow.episode_judge, self.options.timeout
+            judge, limit = self.workflow.episode_judge, self.options.episode_timeout
             try:
                 async with asyncio.timeout(limit):
                     await judge_episodes(judge, self.store, [episode], redaction=self.workflow.redaction)

@@ -92,7 +92,7 @@ def guard_of(base: Prompts, tasks: SearchTasks, store: Store, options: ImproveOp
                 read.add(one.episode)
                 _learn(known, store, one.episode)
         at_present = msgspec.structs.replace(part, new=wording.template(now))
-        found = refusals(at_present, wording.template(text), known, growth=options.max_growth)
+        found = refusals(at_present, wording.template(text), known)
         return [one.rule for one in found]
 
     return guard

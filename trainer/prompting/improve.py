@@ -47,7 +47,7 @@ from cotune.trainer.prompting.options import (
     with_whole_places,
 )
 from cotune.trainer.prompting.outcome import ImproveReport, described, write_candidates
-from cotune.trainer.prompting.problem import Accepted, PromptProblem
+from cotune.trainer.prompting.problem import SCORERS, Accepted, PromptProblem
 from cotune.trainer.prompting.reflection import Reflection
 from cotune.trainer.prompting.spending import LimitReached, Spending
 from cotune.trainer.prompting.tasks import SearchTasks, split_for_search
@@ -176,7 +176,7 @@ async def _improve(
             parts={part.name: part for part in improved(base)},
             tasks={task.id: task for task in (*tasks.train, *tasks.validation)},
             credit=credit,
-            turns=Turns(improved(base), scored=bool(app.scorers) and options.weight > 0),
+            turns=Turns(improved(base), scored=bool(app.scorers)),
             floor=floor,
             guard=guard_of(base, tasks, store, options),
             loop=asyncio.get_running_loop(),
@@ -272,7 +272,7 @@ def _perfect(problem: PromptProblem, tasks: SearchTasks) -> float | None:
     own = [value for one in tried if one is not None for value in one.by_role.values()]
     if not outcomes or not all(0 <= value <= 1 for value in (*outcomes, *own)):
         return None
-    return len(names) + (problem.evaluations.options.weight if own else 0.0)
+    return len(names) + (SCORERS if own else 0.0)
 
 
 async def _base(evaluations: Evaluations, tasks: SearchTasks, folder: PromptRun, say: Say) -> tuple[Prompts, list[str]]:

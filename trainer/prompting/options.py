@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from cotune.config.prompts import SearchSettings
 from cotune.errors import ConfigError, RunError, check_bounds, expected, field_and_fault
 from cotune.records.prices import Prices
 from cotune.storage.run_code import FOLDER, FolderOrders
@@ -18,78 +19,28 @@ from cotune.trainer.config.removed import removed_setting
 from cotune.trainer.config.train import read_toml
 
 
-class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a search for better prompts may do and spend. Raises ConfigError for values that do not fit."""
+class ImproveOptions(SearchSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The table [prompts], and the settings above the tables that a search shares with training runs. Raises
+    ConfigError for values that do not fit."""
 
-    reflection: str | None = None
-    """Model that reads what went wrong and writes new texts, at the OpenAI-compatible address of the environment."""
-    reflection_url: str | None = None
-    """Another address for it, such as http://localhost:8000/v1 of vLLM, llama.cpp or cotune serve."""
-    reflection_key_env: str | None = None
-    """Environment variable with the key of the reflection model. Without it OPENAI_API_KEY goes to OpenAI and to the
-    address of the environment alone, and `reflection_url` gets no key."""
-    reflection_params: dict[str, float | int | str] = {}
-    """More of its requests, such as `temperature` or `reasoning_effort`."""
-    eval_tasks: str | None = None
-    """Held-out tasks: the only ones whose figures count. Without it a third of the tasks is held out."""
-    max_calls: int = 2000
-    """Most calls of models, those of the reflection model and of the last comparison included."""
-    max_cost: float | None = None
-    """Most money, at the given prices."""
-    prices: Prices = {}
-    """Money for a million prompt tokens and a million completion tokens, by model."""
-    roles: tuple[str, ...] = ()
-    """Improve only these roles."""
-    kinds: tuple[str, ...] = ()
-    """Texts to improve, of: system, user, tool, format. Without it system messages, and user messages of roles that
-    have none."""
-    keep: tuple[str, ...] = ()
-    """Regular expressions of text that stays as it is."""
-    max_growth: float = 1.5
-    """Most characters of a new text, as a multiple of the old one, and 500 more."""
-    weight: float = 0.5
-    """What the mean of the roles' own scorers counts beside the outcome, in the score that the search climbs."""
-    minibatch: int = 4
-    """Tasks on which a new text is tried first."""
-    validation: float = 0.4
-    """Share of the tasks that chooses between candidates; the others are reflected on."""
-    shown: int = 3
-    """Runs that the reflection model is shown each time: the worst, and one of the best."""
-    credit: float = 0.15
-    """Most of max_calls that may go into forks, which show the reflection model other answers to the same request and
-    their outcomes; 0: no forks."""
-    replay: bool = True
-    """Whether calls before the first one of a changed role are answered from the record."""
-    rounds: int = 1000
-    """Most rounds of the search."""
-    seed: int = 0
-    """Of the search and the split of tasks."""
-    run: str | None = None
-    """Run or export whose policies answer; without it and `model` the application's own provider does."""
-    model: str | None = None
-    """Model that answers for all roles, untrained: a folder or a Hugging Face id."""
-    temperature: float | None = None
-    """Temperature of these answers; without it the application's own."""
-    max_tokens: int = 256
-    """Most new tokens of these answers where the application names no limit."""
-    concurrency: int = 8
-    """Episodes in flight."""
-    timeout: float = 600.0
-    """Seconds for one episode, and then for the judge of it."""
     prompts_file: str | None = None
-    """Prompts to start from, as prompts.json of an earlier search. Without it those of `prompts_file` above the
-    tables."""
+    """Prompts to start from, as prompts.json of an earlier search."""
+    prices: Prices = msgspec.field(default_factory=dict)
+    """Money for a million prompt tokens and a million completion tokens, by model."""
     roles_by: str | None = None
     """What names the roles: caller | model | module:function."""
     redact: str | None = None
     """module:function that removes personal data before anything is recorded, or shown to the reflection model."""
+    seed: int = 0
+    """Of the search and the split of tasks."""
+    concurrency: int = 8
+    """Episodes in flight."""
+    episode_timeout: float = 600.0
+    """Seconds for one episode, and then for the judge of it."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "max_calls", "max_cost", "minibatch", "shown", "rounds", "concurrency", "timeout")
-        check_bounds(self, "weight", "credit", least=0)
-        check_bounds(self, "max_growth", least=0.1)
-        if not 0 < self.validation < 1:
-            raise ConfigError("validation", self.validation, "must be between 0 and 1", "It is a share of the tasks.")
+        check_bounds(self, "max_calls", "max_cost", "minibatch", "rounds", "concurrency", "episode_timeout")
+        check_bounds(self, "credit", least=0)
         if self.run is not None and self.model is not None:
             raise ConfigError("model", self.model, "cannot be used with run", "Leave one of them out.")
         if self.max_cost is not None and not self.prices:
@@ -108,16 +59,23 @@ class ImproveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ConfigError("kinds", kind, "is not one of system, user, tool, format")
 
 
+SHARED = tuple(name for name in ImproveOptions.__struct_fields__ if name not in SearchSettings.__struct_fields__)
+"""Settings that stand above the tables of a TOML file, where a training run reads them too."""
+
+
 def named_options(config: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a user names: in the table [prompts] of a TOML file (if any), and those that are `given`.
-    `prompts_file` may stand above the tables, where a training run reads it too. Raises ConfigError."""
+    """The options that a user names: in a TOML file (if any), as the table [prompts] and above the tables, and those
+    that are `given`. Raises ConfigError."""
     table = read_toml(config)
     options = table.get("prompts", {})
     if not isinstance(options, Mapping):
         raise ConfigError("prompts", options, "is not a table [prompts]", "Use prompts_file for a file of prompts.")
-    if "prompts_file" in table:
-        options = {"prompts_file": table["prompts_file"], **options}
-    return {**options, **given}
+    for name in SHARED:
+        if name in options:
+            fault = "stands above the tables, where training reads it too"
+            raise ConfigError(f"prompts.{name}", options[name], fault, f"Write {name} above the first [table].")
+    shared = {name: table[name] for name in SHARED if name in table}
+    return {**shared, **options, **given}
 
 
 def load_options(
@@ -150,7 +108,9 @@ def with_whole_places(options: ImproveOptions) -> ImproveOptions:
 
 LIMITS = frozenset({"max_calls", "max_cost"})
 """Options that limit what a search may spend."""
-CHANGEABLE = LIMITS | frozenset({"prices", "rounds", "concurrency", "timeout", "reflection_url", "reflection_key_env"})
+CHANGEABLE = LIMITS | frozenset(
+    {"prices", "rounds", "concurrency", "episode_timeout", "reflection_url", "reflection_key_env"}
+)
 """Options that a resumed search may change: none of them changes what was found so far."""
 
 

@@ -35,7 +35,7 @@ _COUNTED = {
 _REFUSED = {
     "lost_slot": "lost or repeated a slot",
     "same": "said what the prompt says now",
-    "too_long": "were too long (max_growth)",
+    "too_long": "were too long",
     "copies_task": "quoted a task or a run",
     "new_address": "named a new address",
     "unknown_name": "named an unknown tool or field",

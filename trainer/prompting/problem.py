@@ -29,6 +29,11 @@ Guard = Callable[[PromptPart, str, str, Sequence[Tried]], Sequence[str]]
 
 UNSCORED = -1e6
 """In place of every score of a candidate of which a call did not match: it is never better than anything."""
+SCORERS = 0.5
+"""How much the mean of the roles' own scorers counts, next to 1 for the outcome: a role that gets better shows even
+while the next role wastes its answers."""
+SHOWN = 3
+"""Runs that the reflection model sees each time: the worst ones, and one of the best. More would fill its context."""
 SPARE_ROUNDS = 10
 """Rounds without a new run, beyond three for each minibatch, after which none is to be expected: all minibatches are
 perfect, or all proposals are refused or known."""
@@ -104,8 +109,7 @@ class PromptProblem:
         if any(one.unmatched for one in tried):
             self.unscored += 1
             return [Graded(UNSCORED, one) for one in tried]
-        weight = self.evaluations.options.weight
-        return [Graded(one.score(weight, self.floor), one) for one in tried]
+        return [Graded(one.score(SCORERS, self.floor), one) for one in tried]
 
     def choose(self, candidate: Candidate, graded: Sequence[Graded]) -> list[str]:
         return self.turns.next()
@@ -158,15 +162,15 @@ class PromptProblem:
         return new
 
     async def _one(self, part: PromptPart, candidate: Candidate, tried: Sequence[Tried]) -> str | None:
-        text, options = candidate[part.name], self.evaluations.options
+        text = candidate[part.name]
         store = self.evaluations.store
         fence = self.reflection.fence(part.name, text, [one.episode for one in tried])
-        shown = examples(store, part, tried, self.wording, fence, shown=options.shown, contrasts=self.credit.contrasts)
+        shown = examples(store, part, tried, self.wording, fence, shown=SHOWN, contrasts=self.credit.contrasts)
         if not shown:
             self.refused["not_called"] += 1
             return None
         values = slot_values(store, part, tried)
-        most = longest(part, options.max_growth)
+        most = longest(part)
         reply = await self.reflection.ask(request(part, text, values, shown, self.wording, fence, most), part.name)
         if reply is None:
             self.refused["no_answer"] += 1

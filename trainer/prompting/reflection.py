@@ -133,7 +133,7 @@ class Reflection:
                 model, url = self.options.reflection or ROLE, self.options.reflection_url
                 url = url or (_NOWHERE if self.responder else None)
                 variable = None if self.responder else self.options.reflection_key_env
-                await ask_chat(model, messages, url, self.options.reflection_params, variable)
+                await ask_chat(model, messages, url, {}, variable)
             return {"team": None}
 
         outcome = await run_episode(
@@ -141,7 +141,7 @@ class Reflection:
             Task(id=id, input={"part": name}),
             sink=self.store,
             responder=self.responder,
-            options=EpisodeOptions(phase=REFLECTING, timeout=self.options.timeout),
+            options=EpisodeOptions(phase=REFLECTING, timeout=self.options.episode_timeout),
         )
         self.store.flush()
         self.spending.count(self.store.calls(outcome.episode.id), reflection=True)

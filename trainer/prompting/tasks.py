@@ -16,6 +16,8 @@ from cotune.trainer.prompting.options import ImproveOptions
 
 LEAST = 2
 """Tasks of each kind."""
+VALIDATION = 0.4
+"""Share of the tasks that chooses between candidates; the others are reflected on."""
 _MORE = "Give more tasks: with few, what is found is luck."
 
 
@@ -40,7 +42,7 @@ def split_for_search(tasks: Sequence[Task], options: ImproveOptions) -> SearchTa
         third = len(ranked) // 3
         held_out, rest = ranked[:third], ranked[third:]
         notes.append(f"held out: {plural(third, 'task')} of {len(tasks)}; --eval-tasks FILE takes others")
-    validation = max(LEAST, round(options.validation * len(rest)))
+    validation = max(LEAST, round(VALIDATION * len(rest)))
     found = SearchTasks(rest[validation:], rest[:validation], held_out, notes)
     for name in ("train", "validation", "held_out"):
         if len(getattr(found, name)) < LEAST:

@@ -54,7 +54,7 @@ def test_the_end_of_the_input_is_a_no(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "no answer, which is taken as no" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("search", ["[prompts]\nmax_calls = 5\n", "[prompts]\nseed = 1\n"])
+@pytest.mark.parametrize("search", ["[prompts]\nmax_calls = 5\n", "[prompts]\nrounds = 1\n"])
 def test_a_limit_in_the_file_is_one(
     tmp_path: Path, tasks: str, search: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from cotune.prompts.edits import PromptPart
-from cotune.prompts.guards import Known, refusals
+from cotune.prompts.guards import Known, longest, refusals
 from cotune.prompts.templates import Template
 from cotune.prompts.wording import Wording
 from cotune.records.structs import Task
@@ -60,9 +60,10 @@ def test_rules(new: tuple, rules: list[str]) -> None:
 
 
 def test_growth_is_bounded_by_the_old_text() -> None:
-    longer = Template.of(["y " * 350, 1])
-    assert [one.rule for one in refusals(PART, longer, growth=1.0)] == ["too_long"]
-    assert refusals(PART, longer, growth=3.0) == []
+    most = longest(PART)
+    assert most == int(1.5 * PART.old.constant) + 500
+    assert refusals(PART, Template.of(["y" * most, 1])) == []
+    assert [one.rule for one in refusals(PART, Template.of(["y" * (most + 1), 1]))] == ["too_long"]
 
 
 def test_slots_are_marks_that_no_part_holds() -> None:

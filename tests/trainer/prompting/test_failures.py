@@ -97,7 +97,9 @@ def test_rewards_of_several_names_are_perfect_at_their_sum(tmp_path: Path) -> No
     assert report.verdict == "better" and report.held_out is not None and report.held_out.best == 2.0
 
 
-def test_a_judge_that_hangs_costs_the_outcome_of_its_run_alone(tmp_path: Path) -> None:
+def test_a_judge_that_hangs_costs_the_outcome_of_its_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotune.trainer.prompting.tasks.VALIDATION", 0.9)
+
     def judge(episodes: Any, task: Any) -> list[float]:
         if task["days"] == 7:
             time.sleep(30)
@@ -105,7 +107,7 @@ def test_a_judge_that_hangs_costs_the_outcome_of_its_run_alone(tmp_path: Path) -
 
     app = single(lambda task, said: None)
     app.judge(judge)
-    options = ImproveOptions(rounds=1, max_calls=200, credit=0, timeout=4.0, validation=0.9)
+    options = ImproveOptions(rounds=1, max_calls=200, credit=0, episode_timeout=4.0)
     report = searched(tmp_path / "p", app, options, reflector=travel.Reflector(rules=(travel.NAME_CITY,)))
     assert report.counts["judge_errors"] >= 1
     assert "did not finish within 4 seconds on task 't7'" in report.errors["judge_errors"]

@@ -1,0 +1,45 @@
+"""The table [prompts]: a search for better prompts, `cotune prompts improve`."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SearchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search for better prompts may do and spend. It also uses these settings above the tables, as a training
+    run does: `prompts_file` (prompts to start from), `prices`, `roles_by`, `redact`, `seed`, `concurrency` (8 without
+    a value) and `episode_timeout`."""
+
+    reflection: str | None = None
+    """Model that reads what went wrong and writes new texts, at the OpenAI-compatible address of the environment."""
+    reflection_url: str | None = None
+    """Another address for it, such as http://localhost:8000/v1 of vLLM, llama.cpp or cotune serve."""
+    reflection_key_env: str | None = None
+    """Environment variable with the key of the reflection model. Without it OPENAI_API_KEY goes to OpenAI and to the
+    address of the environment alone, and `reflection_url` gets no key."""
+    eval_tasks: str | None = None
+    """Held-out tasks: the only ones whose figures count. Without it a third of the tasks is held out."""
+    max_calls: int = 2000
+    """Most calls of models, those of the reflection model and of the last comparison included."""
+    max_cost: float | None = None
+    """Most money, at the given `prices`."""
+    roles: tuple[str, ...] = ()
+    """Improve only these roles."""
+    kinds: tuple[str, ...] = ()
+    """Texts to improve, of: system, user, tool, format. Without it system messages, and user messages of roles that
+    have none."""
+    keep: tuple[str, ...] = ()
+    """Regular expressions of text that stays as it is."""
+    minibatch: int = 4
+    """Tasks on which a new text is tried first."""
+    credit: float = 0.15
+    """Most of max_calls that may go into forks, which show the reflection model other answers to the same request and
+    their outcomes; 0: no forks."""
+    rounds: int = 1000
+    """Most rounds of the search."""
+    run: str | None = None
+    """Run or export whose policies answer; without it and `model` the application's own provider does."""
+    model: str | None = None
+    """Model that answers for all roles, untrained: a folder or a Hugging Face id."""
+    max_tokens: int = 256
+    """Most new tokens of these answers where the application names no limit."""
