@@ -31,6 +31,8 @@ def arguments(command: Parser) -> None:
     command.add_argument("workflow", help=APP)
     command.add_argument("--tasks", required=True, metavar="FILE", help=TASKS)
     command.add_argument("--run", metavar="RUN", help="run folder (RUN#STEP: one of its checkpoints) or export")
+    text = "compare --run with another run (RUN#STEP: one of its checkpoints), export or model, in place of the modes"
+    command.add_argument("--against", metavar="RUN", help=text)
     add_use(command, "--run")
     text = "in place of --run: an untrained model, which plays every role. Several are compared with the first"
     add_repeated(command, "--base", "FOLDER_OR_ID", text)
@@ -74,6 +76,7 @@ def run(a: argparse.Namespace) -> int:
     settings = {
         "modes": tuple(a.modes.split(",")) if a.modes is not None else None,
         "bases": tuple(a.base),
+        "against": a.against,
         "temperature": a.temperature,
         "prices": prices(a.price),
         "model": moved(a.model),

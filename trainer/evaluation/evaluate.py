@@ -35,12 +35,11 @@ from cotune.tables import plural
 from cotune.terminal import terminal
 from cotune.trainer.config.train import TrainConfig, convert
 from cotune.trainer.evaluation.modes import (
-    USUAL,
     Contest,
     EvaluationOptions,
     Lineup,
     against_base,
-    check_modes,
+    modes_of,
     temperature_of,
 )
 from cotune.trainer.evaluation.policies import EvaluatedPolicies
@@ -90,7 +89,7 @@ def evaluate(
                 raise ConfigError("out", str(out.path), f"already has {file.name}", "Name a new folder.")
 
     # 1. Everything that can be wrong is checked before a model is loaded.
-    modes = check_modes(chosen.modes or (("base",) if source is None else USUAL))
+    modes = modes_of(source is None, chosen)
     temperature = temperature_of(modes, chosen.temperature)
     subject = open_subject(source, chosen)
     evaluated = subject.policies
@@ -222,8 +221,9 @@ async def evaluate_modes(
     async def play(label: str, lineup: Lineup, goal: Goal | None) -> None:
         player = None
         if lineup.policies is not None:
-            others = lineup.everyone or responder.others
-            player = dataclasses.replace(responder, policies=lineup.policies, override=lineup.override, others=others)
+            player = dataclasses.replace(responder, policies=lineup.policies, override=lineup.override)
+            if lineup.others is not None:
+                player.others, player.provider_roles = lineup.others.player, lineup.others.provider_roles
         if player and deployed_params and lineup.temperature == "app":
             player.defaults = deployed_params
         with on_mode(label) as on_episode:
@@ -233,8 +233,8 @@ async def evaluate_modes(
             # Today's model gets the application's own prompts: the edited ones are part of what is compared with it.
             flow = dataclasses.replace(workflow, prompts=None) if player is None else workflow
             played_mode = await evaluate_episodes(flow, episodes, player, label=label, prices=prices, goal=goal)
-            # Roles that `everyone` plays have their player by intent, so they are not reported as unlisted.
-            unlisted = played_mode.unlisted if lineup.everyone is None else {}
+            by_intent = lineup.others is not None and lineup.others.by_intent
+            unlisted = {} if by_intent else played_mode.unlisted
             evaluations[label] = msgspec.structs.replace(played_mode, temperature=lineup.temperature, unlisted=unlisted)
 
     # All modes run before rewards are final: a failed episode counts the lowest reward of any mode.
@@ -253,7 +253,7 @@ async def evaluate_modes(
     return EvaluationReport(
         evaluations=evaluations,
         comparisons=tuple(comparisons),
-        notes=(*contest.notes, *remarks(evaluations, responder)),
+        notes=(*contest.notes, *remarks(evaluations, contest, responder)),
     )
 
 

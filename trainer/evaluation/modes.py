@@ -53,6 +53,8 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
     bases: Sequence[str | Path] = ()
     """Folders or Hugging Face ids of models that are evaluated untrained, in place of a run or an export. Each plays
     every role."""
+    against: str | Path | None = None
+    """Another run, export or model, that the run is compared with in place of the modes, on the same tasks."""
     samples: int = 1
     """Episodes of each task in every mode: pass@k for k up to it. At temperature 0 only the first one is run."""
     temperature: Temperature | None = None
@@ -94,13 +96,27 @@ class EvaluationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
+class OtherPlayers:
+    """Who plays the roles that a lineup has no policy for: `player`, or the application's own provider if that is None.
+
+    `provider_roles` are left to the provider in any case. If `by_intent` is set, the report has no note on such roles.
+    """
+
+    player: PolicyRef | None
+    provider_roles: Collection[str] = ()
+    by_intent: bool = False
+
+
+@dataclass(frozen=True)
 class Lineup:
-    """Who plays each role (None: the application's own provider, in all), and the temperature. `everyone` plays all
-    roles that `policies` does not name; without it these are played as the run was configured (`other_roles`)."""
+    """Who plays each role (None: the application's own provider, in all), and the temperature.
+
+    Without `others` the roles that `policies` does not name are played as the run was configured (`other_roles`).
+    """
 
     policies: Mapping[str, PolicyRef] | None
     temperature: Temperature
-    everyone: PolicyRef | None = None
+    others: OtherPlayers | None = None
 
     @property
     def override(self) -> dict[str, float] | None:
@@ -118,6 +134,15 @@ def check_modes(modes: Sequence[str]) -> tuple[Mode, ...]:
     if not modes:
         raise ConfigError("modes", None, "is missing", f"Choose from {', '.join(MODES)}.")
     return tuple(dict.fromkeys(modes))  # type: ignore[arg-type]
+
+
+def modes_of(of_models: bool, options: EvaluationOptions) -> tuple[Mode, ...]:
+    """The modes of an evaluation: those that were asked for, or the default. Raises ConfigError for an unknown one."""
+    if options.modes is not None:
+        return check_modes(options.modes)
+    if options.against is not None:
+        return ()
+    return ("base",) if of_models else USUAL
 
 
 def check_temperature(temperature: Temperature | None) -> None:
@@ -193,21 +218,44 @@ def contest_of_run(
     return Contest(lineups, OPPONENTS, ["trained"], [*notes, *_note_on_temperatures(lineups)])
 
 
-def contest_of_models(models: Sequence[str], modes: Collection[Mode], temperature: Temperature) -> Contest:
-    """Untrained models, by the names of their policies: each plays every role. Each is compared with the first one, and
-    with `today` if that is one of the modes. Raises ConfigError for a mode that needs a run."""
+@dataclass(frozen=True)
+class Side:
+    """One of several that play the same tasks: the policy of each role, and who plays all other roles."""
+
+    policies: Mapping[str, PolicyRef]
+    others: OtherPlayers
+
+
+def model_side(name: str) -> Side:
+    """The untrained model of a policy, in every role."""
+    return Side({}, OtherPlayers(PolicyRef(name), by_intent=True))
+
+
+def contest_of_sides(
+    sides: Mapping[str, Side],
+    opponents: Sequence[tuple[str, Sequence[str]]],
+    modes: Collection[Mode],
+    temperature: Temperature,
+) -> Contest:
+    """Sides by label, compared with their `opponents`, and with `today` if that is one of the modes. Raises ConfigError
+    for a mode that needs a single run."""
     for mode in modes:
-        if mode not in ("base", "today"):
-            fault = "needs a run or an export, and base models are evaluated"
-            raise ConfigError("modes", mode, fault, "Leave it out. Besides the base models, only today can be added.")
-    lineups = {name: Lineup({}, temperature, everyone=PolicyRef(name)) for name in models}
-    opponents: list[tuple[str, Sequence[str]]] = [
-        (name, models[:place]) for place, name in enumerate(models) if place > 0
-    ]
+        if mode != "today":
+            fault = "needs a single run, export or team, and several sides are compared"
+            raise ConfigError("modes", mode, fault, "Leave it out. Only today can be added.")
+    lineups = {label: Lineup(side.policies, temperature, side.others) for label, side in sides.items()}
+    opponents = list(opponents)
     if "today" in modes:
         lineups["today"] = Lineup(None, "app")
-        opponents += [(name, ["today"]) for name in models]
-    return Contest(lineups, opponents, models, _note_on_temperatures(lineups))
+        opponents += [(label, ["today"]) for label in sides]
+    return Contest(lineups, opponents, list(sides), _note_on_temperatures(lineups))
+
+
+def contest_of_models(models: Sequence[str], modes: Collection[Mode], temperature: Temperature) -> Contest:
+    """Untrained models, by the names of their policies: each plays every role, and is compared with the first one."""
+    opponents = [(name, models[:place]) for place, name in enumerate(models) if place > 0]
+    sides = {name: model_side(name) for name in models}
+    return contest_of_sides(sides, opponents, [mode for mode in modes if mode != "base"], temperature)
 
 
 def _note_on_temperatures(lineups: Mapping[str, Lineup]) -> list[str]:

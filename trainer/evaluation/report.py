@@ -14,6 +14,7 @@ from cotune.reading.evaluations import Comparison, EvaluatedMode, EvaluationRepo
 from cotune.reading.headline import PLAIN_COLUMN
 from cotune.sampling.responder import PolicyResponder
 from cotune.tables import grid
+from cotune.trainer.evaluation.modes import Contest
 from cotune.trainer.evaluation.run import share_floor
 from cotune.trainer.evaluation.statistics import paired_difference, shown
 from cotune.trainer.evaluation.verdict import tasks_for_points, tasks_for_this, verdict_on_reward, verdict_on_success
@@ -69,9 +70,9 @@ def _bounds_of_both(after: EvaluatedMode, before: EvaluatedMode) -> tuple[float,
     return min(after.reward_bounds[0], before.reward_bounds[0]), max(after.reward_bounds[1], before.reward_bounds[1])
 
 
-def remarks(evaluations: Mapping[str, EvaluatedMode], responder: PolicyResponder) -> Iterator[str]:
+def remarks(evaluations: Mapping[str, EvaluatedMode], contest: Contest, responder: PolicyResponder) -> Iterator[str]:
     """Notes on the figures: modes in which all episodes failed, figures that are missing, and the roles that no policy
-    of `responder` played."""
+    of a lineup played."""
     for label, mode in evaluations.items():
         if cause := mode.all_failed:
             yield f"All {mode.episodes} episodes of {label} failed, most often of: {cause}"
@@ -80,14 +81,25 @@ def remarks(evaluations: Mapping[str, EvaluatedMode], responder: PolicyResponder
         yield "No success rate: the workflow returns no `success`, so only its reward is reported."
     played = [mode for label, mode in evaluations.items() if label != "today"]
     seen = {role for mode in played for role in mode.roles}
+    listed = {role for lineup in contest.lineups.values() for role in lineup.policies or ()}
     if any(mode.all_failed is None for mode in played):
-        for role in sorted(set(responder.policies) - seen):
+        for role in sorted(listed - seen):
             yield f"Role {role!r} made no call."
-    for role in sorted(seen & set(responder.provider_roles)):
+    # Two runs that are compared may leave different roles to others.
+    unlisted: Counter[tuple[str, str]] = Counter()
+    provided: set[str] = set()
+    for label, mode in evaluations.items():
+        lineup = contest.lineups.get(label)
+        others = lineup.others if lineup else None
+        stand_in = responder.others if others is None else others.player
+        who = "the application's own provider" if stand_in is None else "the untrained model"
+        for role, calls in mode.unlisted.items():
+            unlisted[role, who] += calls
+        if label != "today":
+            provided.update(responder.provider_roles if others is None else others.provider_roles)
+    for role in sorted(seen & provided):
         yield f"Role {role!r} was left to the application's own provider."
-    who = "the application's own provider" if responder.others is None else "the untrained model"
-    unlisted = sum((Counter(mode.unlisted) for mode in played), Counter[str]())
-    for role, calls in sorted(unlisted.items()):
+    for (role, who), calls in sorted(unlisted.items()):
         yield f"Role {role!r} has no policy: {who} answered its {calls} calls (other_roles)."
     for label, mode in evaluations.items():
         if mode.use.uncounted:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from cotune.adapters.bases import Moved
+from cotune.adapters.export import TrainedPolicy
 from cotune.adapters.prompts import prompts_for, prompts_named, told, trained_with
 from cotune.errors import ConfigError
 from cotune.prompts.edits import Prompts
-from cotune.records.structs import Task
+from cotune.records.structs import PolicyRef, Task
 from cotune.records.tasks import load_tasks
 from cotune.storage.run_layout import read_run_json, relocated
 from cotune.trainer.evaluation.modes import (
+    MODES,
     Contest,
     EvaluationOptions,
     Mode,
+    OtherPlayers,
+    Side,
     Temperature,
     contest_of_models,
     contest_of_run,
+    contest_of_sides,
+    model_side,
 )
 from cotune.trainer.evaluation.policies import EvaluatedPolicies, open_evaluated_policies, open_models
-from cotune.trainer.evaluation.sources import Source, read_sources, read_trained
+from cotune.trainer.evaluation.sources import Source, read_source, read_sources, read_trained
 from cotune.trainer.evaluation.split import overlap
-from cotune.trainer.evaluation.team import open_team
+from cotune.trainer.evaluation.team import SharedBases, open_source, open_team, unique_names
 
 T = TypeVar("T")
 
@@ -84,16 +92,26 @@ def open_subject(source: str | Path | Mapping[str, str | Path] | None, options: 
     Raises ConfigError unless `source` and the options name exactly one run, export or team, or base models.
     """
     if source is None:
+        if options.against is not None:
+            remedy = "Name both as base models: --base A --base B."
+            raise ConfigError("against", str(options.against), "needs a run or an export", remedy)
         return _open_models(options)
     if options.bases:
         models = ", ".join(map(str, options.bases))
         raise ConfigError("bases", models, "cannot be combined with a run, an export or a team", "Name one of them.")
     if isinstance(source, Mapping):
+        if options.against is not None:
+            fault = "needs a single run or export, and a team is evaluated"
+            raise ConfigError(
+                "against", str(options.against), fault, "Export the team, and name the folder with --run."
+            )
         team = open_team(read_sources(source, "use"), options.model)
         return Subject(
             team.policies, list(dict.fromkeys(team.sources.values())), _contest_of(team.policies), note=team.note
         )
     trained = read_trained(source, "run")
+    if options.against is not None:
+        return _open_against(trained, read_source(options.against, "against"), options.model)
     policies = open_evaluated_policies(trained.place, options.model, step=trained.step)
     policies.check_bases()
     own_run = Path(trained.place).absolute() if trained.kind == "run" else None
@@ -108,6 +126,47 @@ def _open_models(options: EvaluationOptions) -> Subject:
     names = [policy.name for policy in policies.policies]
     sources = [Source(str(model), "model", str(model)) for model in options.bases]
     return Subject(policies, sources, lambda modes, temperature: contest_of_models(names, modes, temperature))
+
+
+def _open_against(source: Source, against: Source, moved: Moved) -> Subject:
+    """A run or an export, compared with another source: each is a side of its own."""
+    if source == against:
+        raise ConfigError("against", against.text, "is the run itself", "Name another one.")
+    bases = SharedBases()
+    opened = {one: open_source(one, moved, bases) for one in (source, against)}
+    labels = [one.name for one in opened]
+    if labels[0] == labels[1] or set(labels) & set(MODES):
+        labels = [one.text for one in opened]
+
+    # Both may have policies of the same name, which one sampler tells apart by unique names.
+    names = unique_names([(one, policy.name) for one, policies in opened.items() for policy in policies.policies])
+    together: list[TrainedPolicy] = []
+    sides: dict[str, Side] = {}
+    for label, (one, policies) in zip(labels, opened.items(), strict=True):
+        renamed = [dataclasses.replace(policy, name=names[one, policy.name]) for policy in policies.policies]
+        own = dataclasses.replace(policies, policies=renamed)
+        together += renamed
+        if one.kind == "model":
+            sides[label] = model_side(renamed[0].name)
+            continue
+        stand_in = None
+        if policies.other_roles == "frozen":
+            frozen = TrainedPolicy(
+                name=f"base of {label}",
+                kind="frozen",
+                version=0,
+                roles=(),
+                model=policies.model,
+                tool_format=policies.tool_format,
+            )
+            together.append(frozen)
+            stand_in = PolicyRef(frozen.name)
+        sides[label] = Side(own.roles, OtherPlayers(stand_in, own.provider_roles))
+    return Subject(
+        EvaluatedPolicies(opened[source].model, together),
+        [source, against],
+        lambda modes, temperature: contest_of_sides(sides, [(labels[0], labels[1:])], modes, temperature),
+    )
 
 
 def _contest_of(policies: EvaluatedPolicies) -> Callable[[Sequence[Mode], Temperature], Contest]:

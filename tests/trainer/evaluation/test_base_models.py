@@ -136,7 +136,7 @@ def test_models_with_one_name_are_told_apart_by_their_paths(models: Path, tmp_pa
         (["--run", "{models}/one", "--base", "{models}/two"], "cannot be combined with --base"),
         (["--run", "{models}/one"], "is a model, not a run or an export. Evaluate the model alone: --base"),
         (["--base", "{models}/three"], "bases = '{models}/three' is not a model folder or GGUF file"),
-        (["--base", "{models}/one", "--modes", "base,trained"], "needs a run or an export"),
+        (["--base", "{models}/one", "--modes", "base,trained"], "needs a single run, export or team"),
         (["--base", "{models}/one", "--model", "{models}/two"], "and no run is evaluated"),
         (["--base", "{models}/one", "--modes", "best"], "modes = 'best' is not one of"),
     ],
