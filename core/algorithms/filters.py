@@ -10,7 +10,7 @@ import numpy as np
 from cotune.algorithms.comparing import Spread
 from cotune.algorithms.groups import Group
 from cotune.algorithms.recipes import Filters
-from cotune.algorithms.samples import Bools, Floats, Sample, codes
+from cotune.algorithms.samples import Bools, Floats, Sample
 from cotune.records.plans import seed_of
 
 REASONS: Mapping[str, str] = {
@@ -67,27 +67,27 @@ def sample_reason(sample: Sample, advantage: float, filters: Filters) -> str:
     return "zero_advantage" if filters.zero_advantage and not advantage else ""
 
 
-def tied(samples: Sequence[Sample], reward: Floats) -> Bools:
-    """[n] whether all roles of the sample's episode, two or more, have the same rewards."""
-    rollout, _ = codes([s.rollout for s in samples])
-    found = np.zeros(len(samples), np.bool_)
-    for number in range(rollout.max(initial=-1) + 1):
-        here = np.flatnonzero(rollout == number)
-        by_role: dict[str, set[float]] = {}
-        for i in here:
-            by_role.setdefault(samples[i].role, set()).add(float(reward[i]))
-        found[here] = len(by_role) > 1 and len({frozenset(values) for values in by_role.values()}) == 1
-    return found
+def tied(samples: Sequence[Sample], rewards: Floats) -> Bools:
+    """Whether all roles of the sample's episode, two or more, have the same rewards. [n]"""
+    rewards_of_role: dict[str, dict[str, set[float]]] = {}
+    for sample, reward in zip(samples, rewards.tolist(), strict=True):
+        rewards_of_role.setdefault(sample.rollout, {}).setdefault(sample.role, set()).add(reward)
+    tied_episodes: set[str] = set()
+    for episode, by_role in rewards_of_role.items():
+        different = {frozenset(values) for values in by_role.values()}
+        if len(by_role) > 1 and len(different) == 1:
+            tied_episodes.add(episode)
+    return np.array([sample.rollout in tied_episodes for sample in samples], np.bool_)
 
 
-def high_entropy(groups: Sequence[Group], share: float) -> list[bool]:
-    """Per sample, groups in order: whether its entropy is among the highest `share` of its group (rounded up)."""
-    kept: list[bool] = []
+def low_entropy(groups: Sequence[Group], share: float) -> set[str]:
+    """Ids of the samples whose entropy is not among the highest `share` of their group (rounded up)."""
+    low: set[str] = set()
     for group in groups:
-        entropies = [sample.entropy for sample in group.samples]
-        least = sorted(entropies, reverse=True)[math.ceil(share * len(entropies)) - 1]
-        kept += [entropy >= least for entropy in entropies]
-    return kept
+        entropies = sorted((sample.entropy for sample in group.samples), reverse=True)
+        least = entropies[math.ceil(share * len(entropies)) - 1]
+        low.update(sample.id for sample in group.samples if sample.entropy < least)
+    return low
 
 
 def group_reasons(

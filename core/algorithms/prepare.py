@@ -1,11 +1,11 @@
 """From the samples of a step to the rows of an update: rewards, groups, filters, advantages.
 
-samples [n]  ── rewards ──>  rewards [n]              a reward lacks or ties: left out
-             ── build_groups ──>  groups, members [m]  alone in its group: left out
-             ── group_reasons ──>  order [k]           places in `samples` of the members that stay
-             ── advantages ──>  values [k]             later calls of a branch join here
-             ── sample_reason ──>  gone [k]            why each is left out, "" where it stays
-             ── align ──>  rows                        places in [k], some of them twice
+samples [n]  ── rewards ──>         rewards [n]           without a reward: left out
+             ── build_groups ──>    groups of samples     alone in its group: left out
+             ── group_reasons ──>   compared groups       equal rewards, trained on before, ...: left out
+             ── advantages ──>      weighed samples       later calls of a branch join here
+             ── filter_samples ──>  weighed samples       each with the reason to leave it out, or none
+             ── align ──>           rows                  some of them twice
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 import msgspec
@@ -21,12 +23,12 @@ import numpy as np
 from cotune.algorithms.attribution import overlong
 from cotune.algorithms.collect import Collected, temperature
 from cotune.algorithms.comparing import Spread, spread, units
-from cotune.algorithms.filters import align, group_reasons, high_entropy, sample_reason, tied
+from cotune.algorithms.filters import align, group_reasons, low_entropy, sample_reason, tied
 from cotune.algorithms.groups import Group, build_groups, explain_alone, one_prompt
 from cotune.algorithms.method import Method
 from cotune.algorithms.own import advantages_of, rewards_of
 from cotune.algorithms.recipes import Attribution
-from cotune.algorithms.samples import Bools, Codes, Floats, Sample, TrainRow, codes
+from cotune.algorithms.samples import Bools, Codes, Floats, Sample, TrainRow
 from cotune.algorithms.step import AdvantageState, Step
 from cotune.errors import GroupError
 from cotune.records.structs import LARGEST_REWARD
@@ -113,95 +115,140 @@ def prepare(
     of the candidates of independent rollouts are alone under a recipe that compares candidates of one prompt.
     """
     context = context or StepContext()
-    filters, every = recipe.filters, [*samples, *others]
+    filters = recipe.filters
     left_out: Counter[str] = Counter()
 
-    # Rewards: one number per sample. A sample without a reward, or that ties, is in no group.
+    # One reward for each sample. A sample without one, or whose roles tie, is in no group.
+    every = [*samples, *others]
     step = recipe.step(every, state, part)
     all_rewards = rewards_of(recipe, step)
     rewards = all_rewards[: len(samples)]
     shown = _shown(samples, every, rewards)
     _require_small(samples, rewards)
-    complete = ~np.isnan(rewards) & ~step.unknown[: len(samples)]
-    if not recipe.takes_rewards:
+    has_reward = ~np.isnan(rewards) & ~step.unknown[: len(samples)]
+    if not recipe.takes_rewards:  # a teacher, or the policy itself, scores these samples
         all_rewards = np.nan_to_num(all_rewards)
-        rewards, complete = all_rewards[: len(samples)], np.ones(len(samples), np.bool_)
-    ties = complete & tied(samples, rewards) if filters.ties else np.zeros(len(samples), np.bool_)
-    left_out.update(missing_reward=int((~complete).sum()), tie=int(ties.sum()))
+        rewards = all_rewards[: len(samples)]
+        has_reward = np.ones(len(samples), np.bool_)
+    ties = np.zeros(len(samples), np.bool_)
+    if filters.ties:
+        ties = has_reward & tied(samples, rewards)
+    left_out.update(missing_reward=int((~has_reward).sum()), tie=int(ties.sum()))
 
     # Groups. Calls after the fork of a branch are in none; they join their branch's candidate below.
-    usable = [sample for sample, stays in zip(samples, (complete & ~ties).tolist(), strict=True) if stays]
+    usable = [samples[i] for i in np.flatnonzero(has_reward & ~ties)]
     continuing = [sample for sample in usable if sample.continues]
     built = build_groups([sample for sample in usable if not sample.continues], recipe, part)
     left_out.update(built.left_out)
-    warnings = [
-        *_missing(samples, complete),
-        *(_lacking(step) if recipe.takes_rewards else ()),
-        *_alone(recipe, left_out["group_of_one"], len(usable) - len(continuing)),
-    ]
-    place = {sample.id: i for i, sample in enumerate(samples)}
-    members = [sample for group in built.groups for sample in group.samples]
-    order = np.array([place[sample.id] for sample in members], np.int64)
-    number = np.repeat(np.arange(len(built.groups)), [len(group.samples) for group in built.groups])
+    warnings = list(_missing(samples, has_reward))
+    if recipe.takes_rewards:
+        warnings += _lacking(step)
+    warnings += _alone(recipe, left_out["group_of_one"], len(usable) - len(continuing))
 
     # Filters of whole groups, before the advantages.
-    stats = group_spread(members, rewards[order], number, recipe, len(built.groups))
-    reasons = group_reasons(built.groups, stats, filters, context.consumed)
-    groups = [group for group, reason in zip(built.groups, reasons, strict=True) if reason is None]
-    left_out.update(reasons[group] for group in number if reasons[group])
-    ends = np.cumsum([len(group.samples) for group in built.groups])
-    places = np.split(order, ends[:-1]) if built.groups else []
-    step.groups = [own for own, reason in zip(places, reasons, strict=True) if reason is None]
-    order = np.concatenate([order[:0], *step.groups])
+    place_of = {sample.id: i for i, sample in enumerate(samples)}
+    members: list[Sample] = []
+    group_of_member: list[int] = []
+    for number, group in enumerate(built.groups):
+        members += group.samples
+        group_of_member += [number] * len(group.samples)
+    numbers = np.array(group_of_member, np.int64)
+    member_places = np.array([place_of[sample.id] for sample in members], np.int64)
+    stats = group_spread(members, rewards[member_places], numbers, recipe, len(built.groups))
+    groups: list[Group] = []
+    compared: list[Codes] = []
+    for group, reason in zip(built.groups, group_reasons(built.groups, stats, filters, context.consumed), strict=True):
+        if reason is None:
+            groups.append(group)
+            compared.append(np.array([place_of[sample.id] for sample in group.samples], np.int64))
+        else:
+            left_out[reason] += len(group.samples)
 
-    # Advantages of the groups that stay; each later call of a branch has that of the candidate at its fork.
-    kept = [samples[i] for i in order]
-    values = advantages_of(recipe, step, all_rewards)[order]
-    of_branch = {sample.rollout: value for sample, value in zip(kept, values.tolist(), strict=True)}
-    joined = [sample for sample in continuing if sample.rollout in of_branch]
-    left_out["continuation"] = len(continuing) - len(joined)
-    kept += joined
-    values = np.concatenate([values, [of_branch[sample.rollout] for sample in joined]])
+    # Advantages of the groups that stay. Each later call of a branch has the advantage of the candidate at its fork.
+    step.groups = compared
+    advantages = advantages_of(recipe, step, all_rewards).tolist()
+    weighed = [_Weighed(samples[i], advantages[i]) for places in compared for i in places]
+    advantage_of_branch = {one.sample.rollout: one.advantage for one in weighed}
+    for sample in continuing:
+        if sample.rollout in advantage_of_branch:
+            weighed.append(_Weighed(sample, advantage_of_branch[sample.rollout]))
+        else:
+            left_out["continuation"] += 1
 
-    # Filters of samples: `gone` holds why each is left out, "" where it stays.
-    gone = [sample_reason(s, value, filters) for s, value in zip(kept, values.tolist(), strict=True)]
-    if filters.top_entropy is not None:
-        high = [*high_entropy(groups, filters.top_entropy), *[True] * len(joined)]
-        gone = [reason or ("" if stays else "low_entropy") for reason, stays in zip(gone, high, strict=True)]
-    moved = recipe.loss.moves_alone
-    if not moved:
-        signal = {s.policy.name for s, value, why in zip(kept, values.tolist(), gone, strict=True) if value and not why}
-        signal |= {s.policy.name for s in kept if s.policy.name in context.decays}
-        gone = [why or ("" if s.policy.name in signal else "no_signal") for s, why in zip(kept, gone, strict=True)]
-    frozen = context.frozen
-    if frozen:
-        gone = [why or ("frozen_step" if s.policy.name in frozen else "") for s, why in zip(kept, gone, strict=True)]
-    rows = [i for i, why in enumerate(gone) if not why]
+    _filter_samples(weighed, groups, recipe, context)
+    rows = [one for one in weighed if not one.reason]
 
-    # Alignment takes some samples twice and leaves others out. A sample without an advantage teaches nothing.
+    # Alignment takes some samples twice and leaves others out.
     if filters.align_to is not None:
-        aligned = [rows[i] for i in align([kept[i] for i in rows], filters.align_to)]
-        for i in set(rows).difference(aligned):
-            gone[i] = "beyond_alignment"
-        rows = aligned
-    teaches = (values != 0.0) | moved
-    left_out.update(why or "zero_advantage" for why, does in zip(gone, teaches, strict=True) if why or not does)
-    taught = {kept[i].id for i in rows if teaches[i]}
-    trained = tuple(kept[i] for i in rows if teaches[i])
-    trimmed = (msgspec.structs.replace(g, samples=tuple(s for s in g.samples if s.id in taught)) for g in groups)
+        places = align([one.sample for one in rows], filters.align_to)
+        for i in set(range(len(rows))).difference(places):
+            rows[i].reason = "beyond_alignment"
+        rows = [rows[i] for i in places]
+
+    # A sample without an advantage teaches nothing: it counts in the denominators of the loss alone.
+    moves_alone = recipe.loss.moves_alone
+    for one in weighed:
+        if one.reason:
+            left_out[one.reason] += 1
+        elif not one.advantage and not moves_alone:
+            left_out["zero_advantage"] += 1
+    trained = tuple(one.sample for one in rows if one.advantage or moves_alone)
     return Prepared(
-        samples=tuple(kept[i] for i in rows),
-        advantages=values[rows],
+        samples=tuple(one.sample for one in rows),
+        advantages=np.array([one.advantage for one in rows], np.float64),
         trained=trained,
-        groups=tuple(group for group in trimmed if group.samples),
+        groups=_of_these(groups, trained),
         left_out={reason: count for reason, count in left_out.items() if count},
-        roles=_role_stats(samples, shown, members, number, stats, trained, recipe.attribution, context.task_weights),
-        reward=mean_over_tasks(_means_by_task(samples, shown, by_role=False).get("", {}), context.task_weights),
+        roles=_role_stats(samples, shown, members, numbers, stats, trained, recipe.attribution, context.task_weights),
+        reward=mean_over_tasks(_means_by_task(samples, shown), context.task_weights),
         rewarded=int((~np.isnan(shown)).sum()),
-        reached=_reached(samples, complete, ties, members, stats.flat[number]),
+        reached=_reached(samples, has_reward, ties, members, stats.flat[numbers]),
         warnings=tuple(warnings),
         state=step.state,
     )
+
+
+@dataclass(slots=True)
+class _Weighed:
+    """A sample that was compared."""
+
+    sample: Sample
+    advantage: float
+    reason: str = ""
+    """Why it is left out of training; empty if it stays."""
+
+
+def _filter_samples(weighed: Sequence[_Weighed], groups: Sequence[Group], recipe: Method, context: StepContext) -> None:
+    """Note for each sample the first reason to leave it out. `groups` are those that stay."""
+    for one in weighed:
+        one.reason = sample_reason(one.sample, one.advantage, recipe.filters)
+    if recipe.filters.top_entropy is not None:
+        low = low_entropy(groups, recipe.filters.top_entropy)
+        for one in weighed:
+            if not one.reason and one.sample.id in low:
+                one.reason = "low_entropy"
+
+    # Without an advantage in the whole step a policy stays as it is, unless its loss or weight decay moves it anyway.
+    if not recipe.loss.moves_alone:
+        moving = {one.sample.policy.name for one in weighed if one.advantage and not one.reason}
+        for one in weighed:
+            policy = one.sample.policy.name
+            if not one.reason and policy not in moving and policy not in context.decays:
+                one.reason = "no_signal"
+    for one in weighed:
+        if not one.reason and one.sample.policy.name in context.frozen:
+            one.reason = "frozen_step"
+
+
+def _of_these(groups: Sequence[Group], trained: Sequence[Sample]) -> tuple[Group, ...]:
+    """The groups with their trained samples alone; groups that have none are left out."""
+    ids = {sample.id for sample in trained}
+    trimmed: list[Group] = []
+    for group in groups:
+        remaining = tuple(sample for sample in group.samples if sample.id in ids)
+        if remaining:
+            trimmed.append(msgspec.structs.replace(group, samples=remaining))
+    return tuple(trimmed)
 
 
 def train_rows(
@@ -257,9 +304,9 @@ def _require_small(samples: Sequence[Sample], rewards: Floats) -> None:
         )
 
 
-def _missing(samples: Sequence[Sample], complete: Bools) -> Iterable[str]:
-    """Names the roles of which no sample has a usable reward: a matter of set-up, not of chance."""
-    rewarded = {sample.role for sample, done in zip(samples, complete, strict=True) if done}
+def _missing(samples: Sequence[Sample], has_reward: Bools) -> Iterable[str]:
+    """Name the roles without a single usable reward: something is set up wrongly there, it is no chance."""
+    rewarded = {samples[i].role for i in np.flatnonzero(has_reward)}
     for role in sorted({sample.role for sample in samples} - rewarded):
         own = sorted({name for s in samples if s.role == role for name in s.rewards})
         outcome = sorted({name for s in samples if s.role == role for name in s.outcome})
@@ -270,19 +317,28 @@ def _missing(samples: Sequence[Sample], complete: Bools) -> Iterable[str]:
 
 
 def _reached(
-    samples: Sequence[Sample], complete: Bools, ties: Bools, members: Sequence[Sample], flat: Bools
+    samples: Sequence[Sample], has_reward: Bools, ties: Bools, members: Sequence[Sample], flat: Bools
 ) -> dict[str, Reached]:
-    """How far the samples of each policy came; [n] `complete` and `ties` are of samples, `flat` of those in groups."""
-    found: dict[str, Reached] = {sample.policy.name: "no reward" for sample in samples}
-    found |= dict.fromkeys((samples[i].policy.name for i in np.flatnonzero(ties)), "filtered")
-    found |= dict.fromkeys((samples[i].policy.name for i in np.flatnonzero(complete & ~ties)), "no comparison")
-    found |= dict.fromkeys((sample.policy.name for sample in members), "no signal")
-    found |= dict.fromkeys((members[i].policy.name for i in np.flatnonzero(~flat)), "filtered")
-    return found
+    """How far the samples of each policy came.
+
+    `has_reward` and `ties` say it of the samples, [n]; `flat` says of the members of groups, [m], whether all rewards
+    of their group are equal.
+    """
+    reached: dict[str, Reached] = {sample.policy.name: "no reward" for sample in samples}
+    # Each loop is a stage that is reached later, so it overwrites the one before.
+    for i in np.flatnonzero(ties):
+        reached[samples[i].policy.name] = "filtered"
+    for i in np.flatnonzero(has_reward & ~ties):
+        reached[samples[i].policy.name] = "no comparison"
+    for member in members:
+        reached[member.policy.name] = "no signal"
+    for i in np.flatnonzero(~flat):
+        reached[members[i].policy.name] = "filtered"
+    return reached
 
 
 def _lacking(step: Step) -> Iterable[str]:
-    """Names the components for lack of which samples are left out while others of their group carry them."""
+    """Name the components that samples lack, and are left out for, while others of their group carry them."""
     for role, name in sorted(step.lacking):
         yield (
             f"Candidates of role {role!r} are left out as missing_reward: they lack {name!r}, which others that they "
@@ -291,6 +347,7 @@ def _lacking(step: Step) -> Iterable[str]:
 
 
 def _alone(recipe: Method, alone: int, total: int) -> Iterable[str]:
+    """Say how many of `total` candidates are alone in their group. Raises GroupError if the plan cannot work."""
     if not alone:
         return
     text = explain_alone(recipe, alone, total)
@@ -322,50 +379,53 @@ def _role_stats(
     attribution: Attribution,
     task_weights: Mapping[str, float] | None,
 ) -> dict[str, RoleStats]:
-    """Statistics by role; a group that spans several roles counts for each of them."""
-    role, names = codes([s.role for s in samples])
-    totals = np.bincount(role, minlength=len(names))
-    by_task = _means_by_task(samples, reward)
-    kept = Counter(s.role for s in trained)
-    cut = np.bincount(role, [s.truncated for s in samples], minlength=len(names))
-    long = np.bincount(role, overlong(samples, attribution) > 0, minlength=len(names))
-    deviation = np.sqrt(stats.variance)
-    groups: dict[str, set[int]] = {}
-    for sample, group in zip(members, number.tolist(), strict=True):
+    """Statistics by role; a group that spans several roles counts for each of them.
+
+    `reward` is that of the samples, [n]; `number` the group of each member, [m]; `stats` are those of the groups.
+    """
+    of_role: dict[str, list[int]] = {}
+    for i, sample in enumerate(samples):
+        of_role.setdefault(sample.role, []).append(i)
+    groups_of_role: dict[str, set[int]] = {}
+    for member, group in zip(members, number.tolist(), strict=True):
         if stats.size[group] > 1:
-            groups.setdefault(sample.role, set()).add(group)
+            groups_of_role.setdefault(member.role, set()).add(group)
+    trained_of_role = Counter(sample.role for sample in trained)
+    loses_by_length = overlong(samples, attribution) > 0
+    deviation = np.sqrt(stats.variance)
+
     result: dict[str, RoleStats] = {}
-    for i, name in enumerate(names):
-        own = sorted(groups.get(str(name), ()))
-        mean = mean_over_tasks(by_task.get(str(name), {}), task_weights)
-        result[str(name)] = RoleStats(
-            samples=int(totals[i]),
-            kept=kept[str(name)],
+    for role, places in of_role.items():
+        groups = sorted(groups_of_role.get(role, ()))
+        means = _means_by_task([samples[i] for i in places], reward[places])
+        mean = mean_over_tasks(means, task_weights)
+        result[role] = RoleStats(
+            samples=len(places),
+            kept=trained_of_role[role],
             reward=math.nan if mean is None else mean,
-            groups=len(own),
-            group_spread=float(deviation[own].mean()) if own else math.nan,
-            zero_variance=float(stats.flat[own].mean()) if own else math.nan,
-            truncated=float(cut[i] / totals[i]),
-            overlong=float(long[i] / totals[i]),
+            groups=len(groups),
+            group_spread=float(deviation[groups].mean()) if groups else math.nan,
+            zero_variance=float(stats.flat[groups].mean()) if groups else math.nan,
+            truncated=float(np.mean([samples[i].truncated for i in places])),
+            overlong=float(loses_by_length[places].mean()),
         )
     return result
 
 
-def _means_by_task(samples: Sequence[Sample], reward: Floats, *, by_role: bool = True) -> dict[str, dict[str, float]]:
-    """By role, or under "" of all roles together, the mean reward of each task that has one."""
-    place, pairs = codes([(s.role if by_role else "", s.task) for s in samples])
-    having = np.bincount(place, ~np.isnan(reward), minlength=len(pairs))
-    sums = np.bincount(place, np.nan_to_num(reward), minlength=len(pairs))
-    found: dict[str, dict[str, float]] = {}
-    for i, pair in enumerate(pairs):
-        assert isinstance(pair, tuple)
-        if having[i]:
-            found.setdefault(pair[0], {})[pair[1]] = float(sums[i] / having[i])
-    return found
+def _means_by_task(samples: Sequence[Sample], rewards: Floats) -> dict[str, float]:
+    """The mean reward of each task over its samples that have one; tasks without any are left out."""
+    of_task: dict[str, list[float]] = {}
+    for sample, reward in zip(samples, rewards.tolist(), strict=True):
+        if not math.isnan(reward):
+            of_task.setdefault(sample.task, []).append(reward)
+    return {task: fmean(values) for task, values in of_task.items()}
 
 
 def mean_over_tasks(means: Mapping[str, float], weights: Mapping[str, float] | None) -> float | None:
     """The weighted mean of these means of tasks; None if no task weighs anything."""
-    weight = {task: 1.0 if weights is None else weights.get(task, 0.0) for task in means}
-    total = sum(weight.values())
-    return sum(weight[task] * mean for task, mean in means.items()) / total if total else None
+    total = weight_of_all = 0.0
+    for task, mean in means.items():
+        weight = 1.0 if weights is None else weights.get(task, 0.0)
+        total += weight * mean
+        weight_of_all += weight
+    return total / weight_of_all if weight_of_all else None
