@@ -26,8 +26,7 @@ from cotune.records.structs import Task
 from cotune.records.tasks import as_tasks
 from cotune.runtime.interrupts import stop_by
 from cotune.runtime.openmp import spin_briefly
-from cotune.runtime.process_exit import go_on
-from cotune.storage.judge_ledger import run_folder
+from cotune.runtime.run_context import RunContext, current_run
 from cotune.storage.open_store import is_path
 from cotune.storage.run_code import open_run_code
 from cotune.storage.run_layout import (
@@ -258,8 +257,7 @@ async def _train(
 ) -> RunSummary:
     started = time.perf_counter()
     go_on_with = f"Continue with: cotune train --resume {folder.path}"
-    go_on.set(go_on_with)
-    run_folder.set(folder.path)
+    current_run.set(RunContext(folder=folder.path, go_on=go_on_with))
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(folder.close)
         stack.enter_context(folder.telling())

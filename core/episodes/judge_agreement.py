@@ -17,8 +17,8 @@ from cotune.judging.episodes import outcomes_of
 from cotune.judging.labels import EXAMPLE, labelled, load_labels
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Episode, Task
+from cotune.runtime.run_context import RunContext, current_run
 from cotune.sampling.scoring import Scored
-from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import folder_of, open_store, without_password
 from cotune.storage.protocol import Store
 from cotune.storage.run_code import open_run_code, redactor_of
@@ -56,7 +56,7 @@ def judge_agreement(run: str | Path, labels: str | Path, app: str | None = None)
         raise ConfigError("app", None, fault, "Pass --app app:solve.")
     folder = folder_of(run)
     workflow = load_workflow(app).redacted(redactor_of(folder))
-    run_folder.set(folder)  # judges keep their answers and costs here
+    current_run.set(RunContext(folder=folder))  # judges keep their answers and costs here
     with open_store(run, read_only=True) as store:
         calls, episodes = labelled(store, label_of, str(labels))
         _require_scorers(workflow, calls, episodes)

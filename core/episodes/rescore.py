@@ -11,7 +11,8 @@ from itertools import islice
 from cotune.episodes.workflows import Workflow
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.episodes import finished_call, outcomes_of
-from cotune.recording.redaction import Redaction, redacting
+from cotune.recording.context import Judging, judging
+from cotune.recording.redaction import Redaction
 from cotune.recording.rewards import reward_records
 from cotune.records.ids import candidate_id
 from cotune.records.structs import CallRecord, Episode, Task
@@ -113,7 +114,7 @@ async def score_calls(workflow: Workflow, store: Store, calls: Iterable[tuple[Ca
         return dict(zip(targets, scored, strict=True))
 
     wanted = [(call, task) for call, task in calls if scorable(workflow, call)]
-    with setting(redacting, workflow.redaction):
+    with setting(judging, Judging(redaction=workflow.redaction)):
         found = await asyncio.gather(*(one(call, task) for call, task in wanted))
     return {target: rewards for some in found for target, rewards in some.items()}
 

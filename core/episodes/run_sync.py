@@ -18,7 +18,8 @@ from typing import Any, NoReturn, TypeVar
 from cotune.recording.context import identify
 from cotune.runtime.default_threads import grow_threads
 from cotune.runtime.interrupts import interrupts
-from cotune.runtime.process_exit import go_on, print_line
+from cotune.runtime.process_exit import print_line
+from cotune.runtime.run_context import current_run
 from cotune.runtime.user_code import origin, place, user_code
 
 log = logging.getLogger("cotune")
@@ -79,7 +80,9 @@ def _exits_logged() -> Iterator[None]:
             role = identify().role
             who = f"{user_code.get()}, role {role!r}," if role != "app" else user_code.get()
             where = place(sys._getframe(1))
-            text = f"{who} called os._exit({status}), which ends the process at once: {where}. {go_on.get()}"
+            text = (
+                f"{who} called os._exit({status}), which ends the process at once: {where}. {current_run.get().go_on}"
+            )
             print_line(text.strip())
         original(status)
 

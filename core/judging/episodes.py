@@ -11,7 +11,8 @@ import msgspec
 
 from cotune.errors import RecordError, WorkflowError
 from cotune.judging.shown import shown_message, shown_messages
-from cotune.recording.redaction import Redaction, redacting
+from cotune.recording.context import Judging, judging
+from cotune.recording.redaction import Redaction
 from cotune.recording.rewards import reward_records
 from cotune.records.structs import JUDGING, CallRecord, Candidate, Episode, Task
 from cotune.runtime.user_code import setting
@@ -163,7 +164,7 @@ async def outcomes_of(
     for episode in episodes:
         if episode.is_outcome and episode.phase != JUDGING and judge is not None:
             by_task.setdefault(episode.task.id, []).append(episode)
-    with setting(redacting, redaction):
+    with setting(judging, Judging(redaction=redaction)):
         work = (_outcomes(judge, store, together, ask) for together in by_task.values() if judge)
         found = await asyncio.gather(*work)
     return {episode: outcome for some in found for episode, outcome in some.items()}

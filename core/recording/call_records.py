@@ -62,6 +62,9 @@ class CallerContext(msgspec.Struct):
     """The LangGraph thread of the node around it, where its graph has a checkpointer."""
     nameless: tuple[object, str] | None = None
     """The agent, and where it is run, where it has no name and the role is that of every such agent."""
+    model: Any = None
+    """The model object whose method makes the call, if the framework's models call each other. Calls of other models
+    inside are part of that call."""
     done: bool = False
     calls: int = 0
     """Calls that were made in this context."""

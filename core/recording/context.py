@@ -12,16 +12,27 @@ from typing import NamedTuple, TypeVar
 
 from cotune.recording.call_records import CallerContext
 from cotune.recording.recorder import LiveCall, LiveEpisode
+from cotune.recording.redaction import Redaction
 from cotune.runtime.user_code import setting
 
 ScopeT = TypeVar("ScopeT", bound="Scope")
+
+
+class Judging(NamedTuple):
+    """Where the calls and answers of a judge go that works outside of an episode."""
+
+    episode: LiveEpisode | None = None
+    """The episode of the judge's calls, if the judge is a role of the run."""
+    redaction: Redaction | None = None
+    """What the judge's answers pass before they are kept."""
+
 
 current_episode: ContextVar[LiveEpisode | None] = ContextVar("cotune_episode", default=None)
 current_caller: ContextVar[CallerContext | None] = ContextVar("cotune_caller", default=None)
 opened_call: ContextVar[LiveCall | None] = ContextVar("cotune_call", default=None)
 """A call that a model class has opened; the wire request it makes, if any, belongs to that call."""
-judging: ContextVar[LiveEpisode | None] = ContextVar("cotune_judging", default=None)
-"""Episode of the calls that a judge of whole episodes makes, where it is a role of the run."""
+judging: ContextVar[Judging] = ContextVar("cotune_judging", default=Judging())  # noqa: B039  # a tuple
+"""Set while judges and scorers work outside of an episode."""
 role_override: ContextVar[RoleOverride | None] = ContextVar("cotune_role", default=None)
 """The innermost `cotune.role` around this point, but for those in generators."""
 generator_roles: dict[int, list[RoleOverride]] = {}

@@ -273,7 +273,7 @@ class LiveEpisode:
             call = LiveCall(self, caller, *self._places.next(caller.role), body)
             self._open[call.id] = call
             caller.calls += 1
-            if (tool := tool_at_work.get()) is not None:
+            if (tool := tool_at_work.get().use) is not None:
                 tool.calls += 1
             if caller.thread is not None:
                 self._threads.add(caller.thread)

@@ -8,7 +8,6 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +35,6 @@ WITHHELD = "[redacted]"
 where redactors leave none."""
 _KEPT, _MOST = 100_000, 16 << 20
 """Messages, and bytes of them, whose redaction an episode keeps; older ones are redacted again."""
-redacting: ContextVar[Redaction | None] = ContextVar("cotune_redacting", default=None)
-"""What a judge keeps of its answers outside of an episode passes it first."""
 _json = msgspec.json.Encoder(enc_hook=plain)
 """Values that JSON does not have are encoded as the store does it."""
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,9 +40,15 @@ class ToolUse:
         """Model calls that were made in it."""
 
 
-tool_at_work: ContextVar[ToolUse | None] = ContextVar("cotune_tool", default=None)
-answered_call: ContextVar[str] = ContextVar("cotune_answered_call", default="")
-"""Id of the tool call that is being answered, where the framework says so."""
+class ToolAtWork(NamedTuple):
+    """The tool that runs around this point."""
+
+    use: ToolUse | None = None
+    answered_call: str = ""
+    """Id of the tool call that it answers, if the framework says so."""
+
+
+tool_at_work: ContextVar[ToolAtWork] = ContextVar("cotune_tool", default=ToolAtWork())  # noqa: B039  # a tuple
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -83,7 +89,7 @@ class Tape:
             given = queue.popleft() if queue else None
         # A copy: all branches of an episode are given the same, and applications change their copies.
         use = ToolUse(name, digest) if given is None else ToolUse(name, digest, True, copy.deepcopy(given.value))
-        with setting(tool_at_work, use):
+        with setting(tool_at_work, tool_at_work.get()._replace(use=use)):
             yield use
 
     def keep(self, use: ToolUse, started: float, latency: float) -> bool:
@@ -100,7 +106,7 @@ class Tape:
         if value != use.value:
             return False
         with self._lock:
-            self._kept.append(Given(use.name, use.arguments, started, value, latency, answered_call.get()))
+            self._kept.append(Given(use.name, use.arguments, started, value, latency, tool_at_work.get().answered_call))
         return True
 
     def records(

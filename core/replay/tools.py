@@ -50,7 +50,7 @@ def taped(
     @contextmanager
     def use_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ToolUse]:
         """One use of the tool; it is recorded in an episode, unless the tool itself makes it."""
-        live, at_work = current_episode.get(), tool_at_work.get()
+        live, at_work = current_episode.get(), tool_at_work.get().use
         name = None if live is None else name_of(live, args, kwargs)
         if live is None or name is None or (at_work is not None and at_work.name == name):
             yield ToolUse("", "")

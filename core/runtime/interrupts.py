@@ -9,12 +9,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
 from types import FrameType
 from typing import NoReturn
 
 from cotune.runtime.process_exit import INTERRUPTED, end_process_after
-from cotune.runtime.user_code import setting
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_GRACE = 0.5
@@ -128,16 +126,25 @@ def _leave_terminal() -> None:
 
 
 _DEFAULTS = (signal.default_int_handler, signal.SIG_DFL, _interrupt)
-_current: ContextVar[Interrupts | None] = ContextVar("cotune_interrupts", default=None)
+_current: Interrupts | None = None
+"""Of the loop that runs on the main thread, which alone receives signals."""
 
 
 @contextlib.contextmanager
 def interrupts(loop: asyncio.AbstractEventLoop) -> Iterator[Interrupts]:
     """Handle the signals inside, on the main thread and where nobody else does."""
-    found = Interrupts(loop)
+    global _current
+    signals = Interrupts(loop)
     usual = [number for number in _SIGNALS if signal.getsignal(number) in _DEFAULTS]
-    with setting(_current, found), found.taking(usual):
-        yield found
+    outer = _current
+    if threading.current_thread() is threading.main_thread():
+        _current = signals
+    try:
+        with signals.taking(usual):
+            yield signals
+    finally:
+        if _current is signals:
+            _current = outer
 
 
 @contextlib.contextmanager
@@ -145,7 +152,7 @@ def stop_by(stop: Callable[[], object]) -> Iterator[None]:
     """Inside, the first signal calls `stop` on the event loop instead of cancelling what runs, whoever has handled the
     signals before: Ray's drivers take SIGTERM, and shells have background jobs ignore SIGINT. `nohup` keeps its word:
     a SIGHUP that is ignored stays so."""
-    found = _current.get()
+    found = _current
     if found is None:
         yield
         return

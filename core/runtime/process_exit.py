@@ -10,9 +10,9 @@ import os
 import sys
 import threading
 import time
-from contextvars import ContextVar
 from typing import NoReturn
 
+from cotune.runtime.run_context import current_run
 from cotune.runtime.user_code import place
 from cotune.terminal import harmless
 
@@ -20,9 +20,6 @@ GRACE = 3.0
 """Seconds that threads of the application have to end by themselves."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C: then nobody waits for threads, such as one that loads a model."""
-
-go_on: ContextVar[str] = ContextVar("cotune_go_on", default="")
-"""How to go on when the process ends now: a sentence with a command."""
 
 _exit = os._exit
 """While an application's code runs, `os._exit` is one that calls the exit the application's (`run_sync`)."""
@@ -45,7 +42,7 @@ def leave(status: int) -> NoReturn:
 def end_process(message: str, status: int = 1) -> None:
     """End the process at once, with a last line on stderr; does nothing where it is not cotune's own."""
     if _owned:
-        print_line(f"{message} {go_on.get()}".strip())
+        print_line(f"{message} {current_run.get().go_on}".strip())
         _exit(status)
 
 

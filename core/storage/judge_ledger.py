@@ -6,14 +6,11 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal
 
 FILE = "judge.db"
 """Name of the file in a run folder."""
-run_folder: ContextVar[Path | None] = ContextVar("cotune_run_folder", default=None)
-"""Folder of the run in this context, where judges keep their answers and count their cost."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, judge TEXT, text TEXT);

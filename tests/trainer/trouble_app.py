@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import cotune
-from cotune.storage.judge_ledger import Ledger, run_folder
+from cotune.runtime.run_context import current_run
+from cotune.storage.judge_ledger import Ledger
 
 
 @cotune.workflow
@@ -38,7 +39,7 @@ class _Deeds:
     @staticmethod
     async def spend(task: dict[str, Any]) -> None:
         """What a judge spends of its budget."""
-        Ledger(run_folder.get()).reserve("judge", 1.0, max_calls=3, max_cost=None)
+        Ledger(current_run.get().folder).reserve("judge", 1.0, max_calls=3, max_cost=None)
 
     @staticmethod
     async def leave(task: dict[str, Any]) -> None:

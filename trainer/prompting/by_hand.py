@@ -11,7 +11,7 @@ from cotune.episodes.workflows import WorkflowSource, workflow_of
 from cotune.errors import RunError
 from cotune.prompts.edits import Prompts
 from cotune.records.tasks import as_tasks
-from cotune.storage.judge_ledger import run_folder
+from cotune.runtime.run_context import RunContext, current_run
 from cotune.storage.open_store import open_store
 from cotune.storage.run_layout import RunLayout
 from cotune.tables import plural
@@ -43,7 +43,7 @@ def compare(
     console = terminal(stderr=True)
     console.print(f"comparing the prompts before and after on {plural(len(listed), 'task')}, once each ...")
     folder.mkdir(parents=True, exist_ok=True)
-    run_folder.set(folder)
+    current_run.set(RunContext(folder=folder))
     with open_store(RunLayout(folder).records) as store, episode_bar(console, 2 * len(listed)) as bar:
         evaluations = Evaluations(app, store, None, options, Spending(MAX_CALLS, None, {}), bar)
         try:

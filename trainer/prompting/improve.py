@@ -25,8 +25,8 @@ from cotune.prompts.file import read_prompts, write_prompts
 from cotune.prompts.wording import Wording
 from cotune.recording.recorder import Responder
 from cotune.records.tasks import as_tasks
+from cotune.runtime.run_context import RunContext, current_run
 from cotune.storage.file_lock import FileLock
-from cotune.storage.judge_ledger import run_folder
 from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_code import import_from, is_trusted, remember
@@ -105,7 +105,7 @@ def improve(
     with _opened(folder, about, resume) as secret, open_store(folder.records) as store:
         if trusted:
             remember(orders_of_search(out))
-        run_folder.set(folder.path)
+        current_run.set(RunContext(folder=folder.path))
         return run_sync(_improve(app, split, options, folder, store, secret, responder, reflector))
 
 

@@ -62,7 +62,7 @@ class Bench:
         said: list[Opinion] = []
 
         async def compare_them(_: Any) -> None:
-            with setting(judging, current_episode.get()):
+            with setting(judging, judging.get()._replace(episode=current_episode.get())):
                 said.append(await ask_judge(judge, seen, task))
 
         outcome = await run_episode(

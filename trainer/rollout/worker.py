@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from cotune.recording.recorder import LiveEpisode, Responder
 from cotune.records.structs import Record
 from cotune.records.wire import pack
 from cotune.runtime.loop_watch import running_context
+from cotune.runtime.run_context import RunContext, current_run
 from cotune.runtime.user_code import place
 from cotune.sampling.protocol import ChatFormats, Sampler
-from cotune.storage.judge_ledger import run_folder
 from cotune.trainer.rollout.process_reaper import start_reaper
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Heartbeat, Setup, Started
 
@@ -33,9 +32,6 @@ log = logging.getLogger("cotune")
 _TICK_SECONDS = 0.2
 _BLOCKED_SECONDS = 1.0
 """From here on a loop that does not come round counts as blocked."""
-
-_request: ContextVar[str] = ContextVar("cotune_episode_request", default="")
-"""Id of the request whose episode runs here."""
 
 
 class RolloutWorker:
@@ -77,8 +73,8 @@ class RolloutWorker:
             return Heartbeat(overdue=overdue)
         frame = sys._current_frames().get(self._thread.ident or 0)
         context = running_context(frame)
-        culprit = context.get(_request) if context else None
-        return Heartbeat(blocked=blocked, culprit=culprit, where=place(frame), overdue=overdue)
+        culprit = context.get(current_run, RunContext()).request if context else None
+        return Heartbeat(blocked=blocked, culprit=culprit or None, where=place(frame), overdue=overdue)
 
     def _start(self, setup: Setup) -> Started:
         start_reaper()
@@ -118,8 +114,7 @@ class RolloutWorker:
             episode.cancel()
 
     async def _episode(self, request: EpisodeRequest) -> EpisodeResult:
-        _request.set(request.id)
-        run_folder.set(self._run_folder)
+        current_run.set(RunContext(folder=self._run_folder, request=request.id))
         sink, responder = _Records(), None
         if request.responder is not None:  # of this episode alone, and so is what it counts
             responder = request.responder.responder(self._sampler, self._chats, self._workflow)

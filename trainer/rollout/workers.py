@@ -20,8 +20,8 @@ from cotune.records.blame import Blame
 from cotune.records.ids import new_id
 from cotune.records.structs import Episode, Record, Task
 from cotune.records.wire import unpack
+from cotune.runtime.run_context import current_run
 from cotune.sampling.protocol import Sampler
-from cotune.storage.judge_ledger import run_folder
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.app_source import app_source
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerPool
@@ -75,7 +75,7 @@ class RolloutWorkers:
             sampler=sampler,
             bases={_place(model): names for model, names in config.bases.items()},
             tool_formats={_place(model): format for model, format in config.tool_formats.items()},
-            run_folder=str(folder) if (folder := run_folder.get()) else None,
+            run_folder=str(folder) if (folder := current_run.get().folder) else None,
         )
         pool = WorkerPool(
             setup,

@@ -12,7 +12,7 @@ from cotune.episodes.rescore import Rescoring, rescore
 from cotune.episodes.run_sync import run_sync
 from cotune.episodes.workflows import load_workflow
 from cotune.errors import ConfigError
-from cotune.storage.judge_ledger import run_folder
+from cotune.runtime.run_context import RunContext, current_run
 from cotune.storage.open_store import folder_of, is_path, open_store
 from cotune.storage.run_code import redactor_of
 from cotune.tables import grid, plural
@@ -49,7 +49,7 @@ def run(a: argparse.Namespace) -> int:
         raise ConfigError("run", a.run, "does not exist", "Name a run folder or records file.")
     folder = folder_of(a.run)
     flow = flow.redacted(redactor_of(folder)).redacted(a.redact)
-    run_folder.set(folder)
+    current_run.set(RunContext(folder=folder))
     with open_store(a.run, read_only=not a.write) as store:
         rescored = run_sync(rescore(flow, store, role=a.role, write=a.write))
         store.flush()

@@ -26,7 +26,7 @@ from cotune.integrations.versions import require_hooks
 from cotune.recording.app_parts import Part, Parts
 from cotune.recording.context import current_episode, entered, recording
 from cotune.recording.recorder import LiveEpisode
-from cotune.recording.tape import answered_call
+from cotune.recording.tape import tool_at_work
 from cotune.runtime.user_code import setting
 
 
@@ -119,7 +119,7 @@ def _answering(original: Any) -> Any:
     """Tells which tool call a tool answers."""
 
     async def run_json(self: Any, args: Any, cancellation_token: Any, call_id: str | None = None, **more: Any) -> Any:
-        with setting(answered_call, call_id or ""):
+        with setting(tool_at_work, tool_at_work.get()._replace(answered_call=call_id or "")):
             return await original(self, args, cancellation_token, call_id=call_id, **more)
 
     return run_json

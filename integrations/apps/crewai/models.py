@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import msgspec
 from crewai.llms.base_llm import BaseLLM
 
 from cotune.integrations.apps.clients import Arguments, Client
 from cotune.integrations.apps.crewai.messages import answer_of, edited_arguments, request_of, returned
-from cotune.integrations.apps.crewai.scopes import at_work, caller_of, calling, outside_call, part_scope
+from cotune.integrations.apps.crewai.scopes import at_work, caller_of, calling_model, outside_call, part_scope
 from cotune.integrations.apps.patching import each_subclass, inside, replace_method
 from cotune.prompts.chat_texts import Said
 from cotune.recording.context import current_caller, current_episode, identify, opened_call
@@ -41,11 +42,11 @@ def _wrap(cls: type) -> None:
 
 
 def _named_call(model: Any, /, *args: Any, **options: Any) -> AbstractContextManager[None] | None:
-    return None if calling.get() else _named(model, _asked(args, options))
+    return None if calling_model() is not None else _named(model, _asked(args, options))
 
 
 def _request(model: Any, /, *args: Any, **options: Any) -> dict[str, Any] | None:
-    if calling.get() is not model or _uses_openai_sdk(type(model)):
+    if calling_model() is not model or _uses_openai_sdk(type(model)):
         return None
     return request_of(model, _asked(args, options))
 
@@ -87,9 +88,11 @@ def _count(original: Callable[..., int]) -> Callable[..., int]:
 @contextmanager
 def _named(model: Any, asked: Mapping[str, Any]) -> Iterator[None]:
     """The calls made inside are the agent's that is named, else the enclosing scope's."""
-    caller = caller_of(asked.get("from_agent"), asked.get("from_task")) or identify()
+    known = caller_of(asked.get("from_agent"), asked.get("from_task")) or identify()
+    # A copy: callers are shared by what runs at once, each with a model of its own.
+    caller = msgspec.structs.replace(known, model=model)
     try:
-        with setting(current_caller, caller), setting(calling, model):
+        with setting(current_caller, caller):
             yield
         episode = current_episode.get()
         if not caller.calls and episode is not None and opened_call.get() is None and _uses_openai_sdk(type(model)):
@@ -99,7 +102,8 @@ def _named(model: Any, asked: Mapping[str, Any]) -> Iterator[None]:
                 "or from a cache.",
             )
     finally:
-        caller.done = True
+        known.calls += caller.calls
+        known.done = caller.done = True
 
 
 def _uses_openai_sdk(cls: type) -> bool:

@@ -8,18 +8,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from cotune.recording.call_records import CallerContext
-from cotune.recording.context import Scope, called_by, entered, innermost
+from cotune.recording.context import Scope, called_by, current_caller, entered, innermost
 from cotune.records.ids import new_id
-from cotune.runtime.user_code import setting
 
 NAME = "crewai"
-calling: ContextVar[Any] = ContextVar("cotune_crewai_calling", default=None)
-"""The model whose `call` is running here: its calls of itself or of another model are part of it."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +106,14 @@ def at_work(scope: CrewScope) -> Iterator[None]:
 @contextmanager
 def outside_call() -> Iterator[None]:
     """Be in the same scope, but in no model's `call`: a tool that a model class itself runs."""
-    with setting(calling, None), called_by(None):
+    with called_by(None):
         yield
+
+
+def calling_model() -> Any:
+    """The model whose `call` is running here, or None: its calls of itself or of another model are part of it."""
+    caller = current_caller.get()
+    return None if caller is None or caller.done else caller.model
 
 
 def caller_of(agent: Any, task: Any) -> CallerContext | None:

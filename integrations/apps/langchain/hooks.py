@@ -7,9 +7,10 @@ or around a tool, is the middleware's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cotune.integrations.apps.patching import (
     cache_left_aside,
@@ -33,8 +34,16 @@ class MiddlewareCall:
     name: str
 
 
-current_middleware: ContextVar[MiddlewareCall | None] = ContextVar("cotune_middleware", default=None)
-"""The middleware that is running here; not while the code that it wraps runs."""
+class Around(NamedTuple):
+    """What runs around this point of LangChain and LangGraph, besides the runs that their callbacks report."""
+
+    middleware: MiddlewareCall | None = None
+    """The middleware that is running here; not while the code that it wraps runs."""
+    starting_graph: Any = None
+    """The graph whose run is about to start; taken by the first run that does."""
+
+
+around: ContextVar[Around] = ContextVar("cotune_langchain", default=Around())  # noqa: B039  # a tuple
 
 
 def install_caches() -> None:
@@ -74,10 +83,14 @@ def _wrap(cls: type) -> None:
 
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     """`original`, in its middleware; the handler that it calls runs in the context around it."""
-    running = inside(original, lambda self, *args: setting(current_middleware, MiddlewareCall(self.name)))
+    running = inside(original, lambda self, *args: _within(MiddlewareCall(self.name)))
 
     def wrapper(self: Any, request: Any, handler: Callable[..., Any]) -> Any:
-        outer = current_middleware.get()
-        return running(self, request, inside(handler, lambda *args, **kwargs: setting(current_middleware, outer)))
+        outer = around.get().middleware
+        return running(self, request, inside(handler, lambda *args, **kwargs: _within(outer)))
 
     return wrapper
+
+
+def _within(middleware: MiddlewareCall | None) -> AbstractContextManager[None]:
+    return setting(around, around.get()._replace(middleware=middleware))

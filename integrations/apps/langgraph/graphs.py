@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from langchain_core.runnables.config import var_child_runnable_config
 
+from cotune.integrations.apps.langchain.hooks import around
 from cotune.integrations.versions import require_hooks
 from cotune.recording.context import current_episode
 from cotune.replay.responder import ReplayResponder
-
-starting: ContextVar[Any] = ContextVar("cotune_graph", default=None)
-"""The graph whose run is about to start; taken by the first run that does."""
-
 
 _OF_THREADS = (
     "get_state", "aget_state", "get_state_history", "aget_state_history", "update_state", "aupdate_state",
@@ -55,12 +51,17 @@ def install() -> None:
             setattr(Pregel, name, _with_own_thread(original))
 
 
+def starts(graph: Any) -> None:
+    """The next run that starts here is this graph's; None: of no graph that is known."""
+    around.set(around.get()._replace(starting_graph=graph))
+
+
 def _started(graph: Any, parts: Any) -> Iterator[Any]:
-    starting.set(graph)
+    starts(graph)
     try:
         yield from parts
     finally:
-        starting.set(None)
+        starts(None)
 
 
 class _Astarted(AsyncGenerator[Any, Any]):
@@ -75,11 +76,11 @@ class _Astarted(AsyncGenerator[Any, Any]):
 
     async def _first(self) -> Any:
         graph, self._graph = self._graph, None
-        starting.set(graph)
+        starts(graph)
         try:
             return await self._parts.__anext__()
         finally:
-            starting.set(None)
+            starts(None)
 
     def asend(self, value: Any) -> Any:
         return self.__anext__() if value is None else self._parts.asend(value)

@@ -15,8 +15,8 @@ from uuid import uuid4
 from langchain_core.callbacks import manager as managers
 from langchain_core.runnables.config import var_child_runnable_config
 
-from cotune.integrations.apps.langchain.hooks import current_middleware
-from cotune.integrations.apps.langgraph.graphs import starting
+from cotune.integrations.apps.langchain.hooks import around
+from cotune.integrations.apps.langgraph.graphs import starts
 from cotune.integrations.apps.langgraph.run_tree import (
     GraphRun,
     is_nameless,
@@ -152,13 +152,13 @@ def _runs(episode: LiveEpisode) -> _Runs:
 
 def _chain_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     known = _runs(episode)
-    graph = starting.get()
+    graph = around.get().starting_graph
     if graph is not None:
-        starting.set(None)
+        starts(None)
     inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
     name = kwargs.get("name") if graph is None else graph.name
     started = known.runs[run.run_id.int] = GraphRun.chain(
-        _parent(known, run), name, run.metadata, inputs, current_middleware.get()
+        _parent(known, run), name, run.metadata, inputs, around.get().middleware
     )
     if graph is not None and started.parent is None:
         episode.notes["waits"] = False
@@ -181,12 +181,12 @@ def _tool_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: 
     known = _runs(episode)
     serialized = args[0] if args else kwargs.get("serialized")
     name = kwargs.get("name") or (serialized or {}).get("name")
-    known.runs[run.run_id.int] = GraphRun.tool(_parent(known, run), name, run.metadata, current_middleware.get())
+    known.runs[run.run_id.int] = GraphRun.tool(_parent(known, run), name, run.metadata, around.get().middleware)
 
 
 def _retriever_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     known = _runs(episode)
-    known.runs[run.run_id.int] = GraphRun.chain(_parent(known, run), "", run.metadata, None, current_middleware.get())
+    known.runs[run.run_id.int] = GraphRun.chain(_parent(known, run), "", run.metadata, None, around.get().middleware)
 
 
 def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -202,7 +202,7 @@ def _run_ends(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Map
 
 def _model_starts(episode: LiveEpisode, run: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     known = _runs(episode)
-    made = GraphRun.model(_parent(known, run), run.metadata, current_middleware.get())
+    made = GraphRun.model(_parent(known, run), run.metadata, around.get().middleware)
     read = []
     for message in args[1][0]:
         name = message.id
@@ -265,7 +265,7 @@ def _node_scope() -> CallerContext | None:
     config = var_child_runnable_config.get()
     if episode is None or not config:
         return None
-    run = GraphRun.model(_here(_runs(episode), config), config.get("metadata") or {}, current_middleware.get())
+    run = GraphRun.model(_here(_runs(episode), config), config.get("metadata") or {}, around.get().middleware)
     role, agent = named(run)
     if role == "app":
         return None

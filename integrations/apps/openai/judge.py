@@ -19,11 +19,12 @@ from cotune.recording.call_records import CallerContext
 from cotune.recording.context import judging
 from cotune.recording.model_calls import ask_async
 from cotune.recording.recorder import LiveCall, LiveEpisode
-from cotune.recording.redaction import Redaction, redacting
+from cotune.recording.redaction import Redaction
 from cotune.records.ids import address, canonical
 from cotune.records.structs import Candidate
+from cotune.runtime.run_context import current_run
 from cotune.sampling.scoring import Call, Feedback
-from cotune.storage.judge_ledger import Ledger, run_folder
+from cotune.storage.judge_ledger import Ledger
 
 log = logging.getLogger("cotune")
 
@@ -122,7 +123,7 @@ class Judge(Ranking):
             kind, episode = "answers to one request", call.episode if isinstance(call, LiveCall) else None
         else:
             shared, entries = canonical(about[0]).decode(), [episode.transcript for episode in of]
-            kind, episode = "attempts at one task", judging.get()
+            kind, episode = "attempts at one task", judging.get().episode
         if len(entries) < 2:
             return [None] * len(entries)
         distinct = list(dict.fromkeys(entries))
@@ -133,7 +134,7 @@ class Judge(Ranking):
             return await self._made_up(shared, len(entries), asked, episode)
         if len(distinct) == 1:
             return [Feedback({self.name: 0.5}, "")] * len(entries)
-        ask, redaction = self._ask(episode), redacting.get() if episode is None else episode.redaction
+        ask, redaction = self._ask(episode), judging.get().redaction if episode is None else episode.redaction
         questions = [asked(turn=turn) for turn in range(self.settings.passes)]
         passes = (self._verdict(one, ask, redaction) for one in questions)
         verdicts = await asyncio.gather(*passes, return_exceptions=True)
@@ -222,7 +223,7 @@ class Judge(Ranking):
 
     @property
     def _ledger(self) -> Ledger:
-        folder = self._folder or run_folder.get()
+        folder = self._folder or current_run.get().folder
         if folder is None:
             return self._memory
         if not folder.is_dir():

@@ -12,8 +12,8 @@ from cotune.episodes.rescore import rescore
 from cotune.episodes.workflows import workflow_of
 from cotune.judging.episodes import judge_episodes
 from cotune.recording.call_records import CallerContext
-from cotune.recording.context import current_episode
-from cotune.recording.redaction import FAILED, redacting
+from cotune.recording.context import current_episode, judging
+from cotune.recording.redaction import FAILED
 from cotune.recording.rewards import LONGEST_FEEDBACK, feedback_record
 from cotune.records.answers import Answer
 from cotune.records.structs import Candidate, Task
@@ -189,12 +189,12 @@ def test_a_judge_of_episodes_and_scorers_of_records_say_why(store):
 
     @solve.judge
     def judge(episodes, task):
-        seen.append(redacting.get())
+        seen.append(judging.get().redaction)
         return [cotune.Feedback({"style": 0.5}, "polite, to 1234")] * len(episodes)
 
     @solve.scorer("writer")
     def brief(candidate, call, task):
-        seen.append(redacting.get())
+        seen.append(judging.get().redaction)
         return cotune.Feedback(1.0, "brief, to 1234") if candidate.index else 0.25
 
     @solve.redactor

@@ -31,8 +31,9 @@ from cotune.records.plans import Plan
 from cotune.records.structs import Episode, PolicyRef, Record, Task
 from cotune.records.tasks import as_tasks
 from cotune.replay.script import Replay, read_script
+from cotune.runtime.run_context import RunContext, current_run
 from cotune.sampling.protocol import ChatFormats, SamplingParams
-from cotune.storage.judge_ledger import FILE, Ledger, run_folder
+from cotune.storage.judge_ledger import FILE, Ledger
 from cotune.storage.sqlite_store import SqliteStore
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.train import TrainConfig
@@ -165,10 +166,10 @@ def troubled(
 ) -> Iterator[Driver]:
     """Two workers with the application that does what its task says, in a run that has a folder."""
     folder = tmp_path_factory.mktemp("troubled")
-    token = run_folder.set(folder)
+    token = current_run.set(RunContext(folder=folder))
     with driver(folder) as made:
         made.open("tests.trainer.trouble_app:trouble", None, tiny_base)
-        run_folder.reset(token)
+        current_run.reset(token)
         yield made
 
 

@@ -16,7 +16,7 @@ from langgraph.types import Command
 from langgraph_supervisor import create_supervisor
 from langgraph_swarm import create_handoff_tool, create_swarm
 
-from cotune.integrations.apps.langchain.hooks import _WRAPPERS, current_middleware
+from cotune.integrations.apps.langchain.hooks import _WRAPPERS, around
 from tests.integrations.graphs import HELLO, asays, chain, look, model, running, scripted
 from tests.integrations.provider import Provider, json_reply, said
 from tests.integrations.recorded import Recorded, asks, tool_call
@@ -239,7 +239,7 @@ def test_nothing_of_a_middleware_is_left_after_a_failure(record: Recorded):
         with pytest.raises(ValueError, match="oh"):
             agent.invoke(HELLO)
         model.invoke("x")
-        return current_middleware.get() is None
+        return around.get().middleware is None
 
     assert record(run, scripted()).rewards == {"team": 1.0}
     assert record.roles == ["app"]

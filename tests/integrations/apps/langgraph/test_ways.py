@@ -25,7 +25,7 @@ from langgraph.types import Command, Send, interrupt
 
 from cotune.episodes.episode import EpisodeOptions, run_episode
 from cotune.episodes.workflows import workflow, workflow_of
-from cotune.integrations.apps.langgraph.graphs import starting
+from cotune.integrations.apps.langchain.hooks import around
 from cotune.recording import model_calls
 from cotune.records.structs import Task
 from tests.integrations.graphs import HELLO, asays, chain, model, node_of, running, says, scripted
@@ -126,7 +126,7 @@ def test_a_stream_that_is_left_lets_later_calls_be_their_own(record: Recorded):
         await anext(stream)
         await stream.aclose()
         await model.ainvoke("after")
-        return starting.get() is None
+        return around.get().starting_graph is None
 
     assert record(run, scripted()).rewards == {"team": 1.0}
     assert (record.roles[0], record.roles[-1]) == ("a", "app")

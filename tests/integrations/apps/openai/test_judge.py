@@ -15,11 +15,13 @@ import pytest
 import cotune
 from cotune.errors import ConfigError, JudgeError
 from cotune.recording.call_records import CallerContext
+from cotune.recording.context import Judging, judging
 from cotune.recording.recorder import LiveEpisode, Nowhere
-from cotune.recording.redaction import Redaction, each_text, redacting
+from cotune.recording.redaction import Redaction, each_text
 from cotune.records.structs import Candidate, Task
+from cotune.runtime.run_context import RunContext, current_run
 from cotune.runtime.user_code import setting
-from cotune.storage.judge_ledger import FILE, Ledger, run_folder
+from cotune.storage.judge_ledger import FILE, Ledger
 from cotune.types import JudgeSettings
 from tests.integrations.judge_server import by, entries, ranking, says
 from tests.integrations.provider import Provider, json_reply, serving
@@ -42,9 +44,9 @@ def server() -> Iterator[Provider]:
 
 @pytest.fixture(autouse=True)
 def _in_run(tmp_path: Path) -> Iterator[None]:
-    token = run_folder.set(tmp_path)
+    token = current_run.set(RunContext(folder=tmp_path))
     yield
-    run_folder.reset(token)
+    current_run.reset(token)
 
 
 def judge(server: Provider, **settings: Any) -> cotune.Judge:
@@ -121,7 +123,7 @@ def test_a_reason_is_kept_as_the_redactors_of_the_application_leave_it(
     hide = each_text(lambda text: text.replace("1234", "[card]"))
     episode = LiveEpisode(Nowhere(), CALL.task, workflow="w", redactors=[hide])
     call = episode.start(CallerContext("writer", "test"), {"messages": CALL.messages})
-    with setting(redacting, None if live else Redaction([hide])):
+    with setting(judging, Judging(redaction=None if live else Redaction([hide]))):
         first, *_ = told(judge(server), EIGHT[:3], call if live else CALL)
     assert first.text.endswith("card 1234 is named"), "the recorder redacts what it stores"
     ((kept,),) = sqlite3.connect(tmp_path / FILE).execute("SELECT text FROM answers").fetchall()
@@ -310,7 +312,7 @@ def test_answers_are_kept_in_a_folder_of_the_users_or_in_memory(server: Provider
     ask(judge(server, folder=shared))
     ask(judge(server, folder=shared))
     assert len(server.requests) == 1 and (shared / FILE).is_file() and not (tmp_path / FILE).exists()
-    run_folder.set(None)
+    current_run.set(RunContext())
     made = judge(server)
     assert ask(made) == ask(made)
     assert len(server.requests) == 2
