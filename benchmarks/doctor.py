@@ -5,7 +5,8 @@
 
 Measured: the largest resident size of the learner's process in two updates and of the sampler's process while it serves
 two published versions, each fresh; fp32 on the CPU, rows of 64 + 32 tokens. On paper: Qwen3 shapes from their published
-configurations, one learner on a GPU, bfloat16, prompts of 1,024 and answers of 1,024 tokens. The last line is JSON.
+configurations, learner and sampler in process on one GPU with nothing else on it, two roles, bfloat16, default steps
+(128 answers at once), prompts of 1,024 and answers of 256 tokens. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cotune.records.policies import LoraSpec
 
+if TYPE_CHECKING:
+    from cotune.trainer.before.doctor.memory import ProcessMemory
+
 PROMPT, RESPONSE, GROUP = 64, 32, 8
 LORA = LoraSpec(rank=16)
-QWEN3 = {
-    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, True),
-    "Qwen3-1.7B": (2048, 6144, 28, 16, 8, True),
-    "Qwen3-4B": (2560, 9728, 36, 32, 8, True),
-    "Qwen3-8B": (4096, 12288, 36, 32, 8, False),
+PAPER_PROMPT, PAPER_ANSWER, PAPER_ANSWERS = 1024, 256, 128
+PAPER_GPUS = (8, 12, 16, 24, 80)
+PAPER_KINDS = {
+    "LoRA, 4-bit base": {"policies": "lora", "learner": {"quantize": "4bit"}},
+    "LoRA": {"policies": "lora"},
+    "all weights": {"policies": "full"},
 }
-"""Hidden size, feed-forward size, layers, heads, groups of keys, and whether the output embedding is the input's."""
 
 
 def configuration(model: str, layout: str, **learner: Any) -> Any:
@@ -114,32 +119,54 @@ def compare(model: str, rows: int, sequences: int) -> dict[str, Any]:
 
 
 def paper() -> dict[str, Any]:
-    from transformers import Qwen3Config
+    """The table of what fits on a GPU, with the forecast that `cotune doctor --gpu` makes."""
+    import msgspec
 
-    from cotune.trainer.before.doctor.memory import Workload, learner_memory
+    from benchmarks.qwen3 import QWEN3, qwen3_config
+    from cotune.trainer.before.doctor.machine import gpu_of, look
+    from cotune.trainer.before.doctor.memory import Workload, processes
     from cotune.trainer.before.doctor.model_size import measure
+    from cotune.trainer.config.train import convert
 
-    found: dict[str, Any] = {}
-    print(f"{'model':12} {'':5} " + " ".join(f"{f'{gb} GB':>28}" for gb in (24, 48, 80)))
-    for name, (hidden, wide, layers, heads, groups, tied) in QWEN3.items():
-        shape = Qwen3Config(vocab_size=151936, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers,
-                            num_attention_heads=heads, num_key_value_heads=groups, head_dim=128,
-                            tie_word_embeddings=tied)  # fmt: skip
-        for layout in ("lora", "full"):
-            size = measure(shape, LORA if layout == "lora" else None, "bfloat16", joined=True, device="cuda")
-            cells = []
-            for gb in (24, 48, 80):
-                config = configuration(name, layout, dtype="bfloat16")
-                room = gb * 0.95 * 2**30
-                load = Workload(row=2048, sequences=64, policies=1)
-                plan = learner_memory(size, config, load, device="GPU", free=room, total=gb * 2**30)
-                how = "ckpt" if any("checkpointed" in name for name in plan.parts) else "plain"
-                fits = plan.bytes <= room
-                cells.append(f"{plan.bytes / 1e9:5.1f} GB, {plan.pass_tokens:5} {how:5}" if fits
-                             else f"{plan.bytes / 1e9:5.1f} GB: does not fit")  # fmt: skip
-                found[f"{name} {layout} {gb}"] = round(plan.bytes / 1e9, 1) if fits else None
-            print(f"{name:12} {layout:5} " + " ".join(f"{cell:>28}" for cell in cells), flush=True)
-    return found
+    machine = look(Path())
+    rows: list[list[str]] = []
+    load = Workload(
+        row=PAPER_PROMPT + PAPER_ANSWER, sequences=PAPER_ANSWERS, candidates=PAPER_ANSWERS // 32, policies=2
+    )
+    for model, shape in QWEN3.items():
+        for kind, settings in PAPER_KINDS.items():
+            config = convert(
+                {
+                    "model": model,
+                    "engine": "transformers",
+                    "roles": ["a", "b"],
+                    "lora": {"rank": 16},
+                    **settings,
+                    "learner": {"dtype": "bfloat16", **settings.get("learner", {})},  # type: ignore[dict-item]
+                }
+            )
+            # A base of four bits computes PEFT's own layers.
+            lora = None if kind == "all weights" else LORA
+            joined = config.learner.quantize == "none"
+            size = measure(qwen3_config(shape), lora, "bfloat16", joined=joined, device="cuda")
+            row = [model, kind]
+            for gigabytes in PAPER_GPUS:
+                here = msgspec.structs.replace(machine, gpus=(gpu_of(gigabytes),))
+                row.append(_what_fits(processes({model: (size, load)}, config, here)))
+            print(" | ".join(row), flush=True)
+            rows.append(row)
+    return {"table": "doctor_paper", "columns": ["model", "", *(f"{size} GB" for size in PAPER_GPUS)], "rows": rows}
+
+
+def _what_fits(plan: Sequence[ProcessMemory]) -> str:
+    """The tokens of a pass and the answers at once of a run; or how much memory is missing."""
+    from cotune.trainer.before.doctor.memory import peak_of_device, shortages
+
+    learner, sampler = plan
+    if list(shortages(plan)):
+        return f"{(peak_of_device(plan) - learner.free) / 1e9:.0f} GB too much"
+    star = "*" if learner.checkpointed else ""
+    return f"{learner.pass_tokens:,}{star}, {sampler.at_once}"
 
 
 def main() -> None:

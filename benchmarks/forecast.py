@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.qwen3 import QWEN3, Shape, qwen3_config
 from cotune.algorithms.samples import TrainRow
 from cotune.integrations.models import float32
 from cotune.records.policies import LoraSpec
@@ -39,14 +40,7 @@ from tests.trainer.learner.forced import ForcedSettings
 
 LORA = LoraSpec(rank=16, alpha=32.0)
 ROW = 1024
-SHAPES = {
-    # hidden, feed-forward, layers, heads, heads of keys and values, whether the output embedding is the input's
-    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, True),
-    "Qwen3-1.7B": (2048, 6144, 28, 16, 8, True),
-    "Qwen3-4B": (2560, 9728, 36, 32, 8, True),
-    "Qwen3-8B": (4096, 12288, 36, 32, 8, False),
-    "tiny": (128, 384, 6, 4, 2, True),
-}
+SHAPES = {**QWEN3, "tiny": Shape(128, 384, 6, 4, 2, vocabulary=4_096, head_width=32)}
 PASSES = {False: 2048, True: 8192}
 """Tokens of a pass, by whether it is checkpointed."""
 
@@ -128,19 +122,7 @@ def code_of_gpu() -> Iterator[None]:
 
 def shape(name: str) -> Any:
     """The configuration of a model of `SHAPES`."""
-    from transformers import Qwen3Config
-
-    hidden, feed_forward, layers, heads, groups, tied = SHAPES[name]
-    return Qwen3Config(
-        hidden_size=hidden,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=32 if name == "tiny" else 128,
-        vocab_size=4_096 if name == "tiny" else 151_936,
-        tie_word_embeddings=tied,
-    )
+    return qwen3_config(SHAPES[name])
 
 
 def make_rows(tokens: int) -> list[TrainRow]:

@@ -12,35 +12,20 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import cotune.trainer.learner.load as learner_load
+from benchmarks.qwen3 import QWEN3, Shape, qwen3_config
 from cotune.algorithms.samples import TrainRow
 
-VOCABULARY = 151_936
 CONTEXT = 131_072
-SHAPES = {
-    # hidden, feed-forward, layers, heads, heads of keys and values
-    "Qwen3-0.6B": (1024, 3072, 28, 16, 8),
-    "Qwen3-1.7B": (2048, 6144, 28, 16, 8),
-    "Qwen3-4B": (2560, 9728, 36, 32, 8),
-    "tiny": (64, 128, 2, 4, 2),
-}
-TINY_VOCABULARY = 512
+SHAPES = {**QWEN3, "tiny": Shape(64, 128, 2, 4, 2, vocabulary=512, head_width=32)}
 
 
 def config_of(name: str) -> Qwen3Config:
     """The shape of a model of `SHAPES`."""
-    hidden, feed_forward, layers, heads, groups = SHAPES[name]
-    tiny = name == "tiny"
-    return Qwen3Config(
-        hidden_size=hidden,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=32 if tiny else 128,
-        vocab_size=TINY_VOCABULARY if tiny else VOCABULARY,
+    shape = SHAPES[name]
+    return qwen3_config(
+        shape,
         max_position_embeddings=CONTEXT,
-        max_window_layers=layers,
-        tie_word_embeddings=True,
+        max_window_layers=shape.layers,
         eos_token_id=0,
         pad_token_id=1,
     )
