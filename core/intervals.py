@@ -45,6 +45,37 @@ def share_over_tasks(successes: float, n: int, squares: int) -> Interval | None:
     return Interval(mean=successes / n, low=low, high=high, n=n)
 
 
+def student_quantile(freedom: int, level: float = LEVEL) -> float:
+    """The two-sided quantile of Student's t with so many degrees of freedom, without a statistics package.
+
+    The distribution has a closed form for whole degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4),
+    which is inverted by bisection.
+    """
+
+    def inside(t: float) -> float:
+        """The probability of a value between -t and t."""
+        angle = math.atan(t / math.sqrt(freedom))
+        cosine, sine = math.cos(angle), math.sin(angle)
+        odd = freedom % 2 == 1
+        # The terms cos, 2/3 cos^3, 2*4/(3*5) cos^5, ... if odd; 1, 1/2 cos^2, 1*3/(2*4) cos^4, ... if even.
+        term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+        for power in range(1 if odd else 0, freedom - 1, 2):
+            total += term
+            term *= cosine**2 * (power + 1) / (power + 2)
+        if odd:
+            return 2 / math.pi * (angle + sine * total)
+        return sine * total
+
+    low, high = 0.0, 1e3
+    for _ in range(100):
+        middle = (low + high) / 2
+        if inside(middle) < level:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
 def wilson(p: float, n: float, z: float = Z) -> tuple[float, float]:
     """Bounds of a share `p` of `n` trials (Wilson 1927, JASA 22, 209-212)."""
     centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from cotune.cli.command import Parser, add_repeated, prices
 from cotune.cli.servers.view import PRICE, RUNS
@@ -11,6 +15,9 @@ from cotune.errors import ConfigError
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.open_store import is_path
 from cotune.terminal import tell, terminal
+
+if TYPE_CHECKING:
+    from cotune.reading.run import OpenedRun
 
 EXAMPLE = "cotune show runs/r1 --groups"
 EXTRA = "view"
@@ -25,6 +32,7 @@ def arguments(command: Parser) -> None:
     view.add_argument("--steps", action="store_true", help="curves by role and policy, and a line for each step")
     view.add_argument("--groups", action="store_true", help="groups by role and turn; samples left out, with reasons")
     view.add_argument("--html", type=Path, metavar="FILE", help="write one HTML page of the run, to send to somebody")
+    view.add_argument("--by", metavar="SETTING", help="of a folder of runs: a table by this setting, over their seeds")
     command.add_argument("--explain", action="store_true", help="with --steps: explain each curve and column")
     command.add_argument("--full", action="store_true", help="with --episode: whole prompts and answers")
     command.add_argument("--task", metavar="ID", help="episodes of one task only")
@@ -47,6 +55,9 @@ def run(a: argparse.Namespace) -> int:
     filters = EpisodeFilters(
         task=a.task or "", role=a.role or "", status=a.status or "", low=a.min_reward, high=a.max_reward
     )
+    if a.by:
+        remedy = "Name the folder that has the runs: cotune show runs --by recipe"
+        raise ConfigError("--by", a.by, f"needs a folder of runs, and {a.run} is one run", remedy)
     if a.explain and not a.steps:
         remedy = "For example: cotune show RUN --steps --explain"
         raise ConfigError("--explain", None, "has no effect without --steps", remedy)
@@ -70,17 +81,36 @@ def run(a: argparse.Namespace) -> int:
 
 
 def _list(a: argparse.Namespace) -> int:
-    """List the runs of a folder. Raises RunError if it has none."""
+    """List the runs of a folder, or group them by a setting. Raises RunError if it has none."""
     from cotune.cli.printing.runs import list_runs
     from cotune.reading.find_runs import open_runs
 
     runs = open_runs([a.run])
+    if a.by:
+        return _group_runs(a, runs)
     views = ("episode", "steps", "groups", "html", "explain", "full", "json", "price")
     if flag := _first_flag(a, (*views, *_FILTERS)):
         remedy = f"For example: cotune show {runs[-1].path} {flag} ..."
         raise ConfigError(flag, None, f"needs one run, and {a.run} is a folder of {len(runs)}", remedy)
     a.result = str(runs[-1].path)
     terminal().print(list_runs(runs), crop=False)
+    return 0
+
+
+def _group_runs(a: argparse.Namespace, runs: Sequence[OpenedRun]) -> int:
+    """Print runs by a setting, as a table or as one line of JSON. Closes the runs."""
+    from cotune.cli.printing.by_setting import show_by_setting
+    from cotune.reading.by_setting import by_setting
+
+    if flag := _first_flag(a, ("explain", "full", "price", *_FILTERS)):
+        raise ConfigError(flag, None, "cannot be used with --by", "The table has a row for each value of the setting.")
+    grouped = by_setting(runs, a.by)
+    for run in runs:
+        run.close()
+    if a.json:
+        print(msgspec.json.encode(grouped).decode())
+    else:
+        terminal().print(show_by_setting(grouped))
     return 0
 
 

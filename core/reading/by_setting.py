@@ -1,0 +1,181 @@
+"""Runs grouped by one of their settings: the same figure of each run, with an interval over the runs of a group.
+
+Runs that differ in the setting and in their seeds show what the setting does. A run is one observation: the interval
+says how much the figure varies from seed to seed, not from task to task.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+import msgspec
+
+from cotune.errors import ConfigError
+from cotune.intervals import Interval, student_quantile
+from cotune.near_names import did_you_mean, near_names
+from cotune.reading.facts import facts
+from cotune.reading.headline import STARTS, Change
+from cotune.reading.run import OpenedRun
+from cotune.reading.words import figure_name
+from cotune.storage.run_layout import leaves
+from cotune.tables import plural
+
+SEED = "seed"
+MOST_NAMED = 5
+"""Settings that a note names; the others are counted."""
+
+
+class RunOfGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of a group: its seed, and its figure at the end and, if that is known, at its start."""
+
+    name: str
+    seed: int
+    last: float
+    first: float | None = None
+
+
+class SettingGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The runs with one value of the setting, with intervals over these runs.
+
+    `gain` is the mean of last - first; None unless every run has both. `against_first` is the mean difference from the
+    first group, over the seeds that both groups have; None for the first group, and without two shared seeds.
+    """
+
+    value: str
+    runs: tuple[RunOfGroup, ...]
+    last: Interval
+    gain: Interval | None = None
+    against_first: Interval | None = None
+
+
+class BySetting(msgspec.Struct, frozen=True, kw_only=True):
+    """A figure of many runs by one of their settings. `notes` say what the table does not show."""
+
+    setting: str
+    figure: str
+    percent: bool
+    groups: tuple[SettingGroup, ...]
+    notes: tuple[str, ...] = ()
+
+
+def by_setting(runs: Sequence[OpenedRun], setting: str) -> BySetting:
+    """Group runs by a setting of their configuration (`recipe`, `learner.lr`).
+
+    The figure is the first of the runs' headlines that most of them have, usually the success on held-out tasks. Runs
+    without it are left out, with a note. Raises ConfigError for a setting that no run has, and if no run has a figure.
+    """
+    trained = [run for run in runs if run.is_run]
+    settings = {run.name: dict(leaves(run.description.get("config") or {})) for run in trained}
+    known = {name for of_run in settings.values() for name in of_run}
+    if setting not in known:
+        remedy = did_you_mean(near_names(setting, sorted(known))) or "Name a setting by its dotted name: learner.lr."
+        raise ConfigError("--by", setting, f"is no setting of these {plural(len(trained), 'run')}", remedy)
+
+    # 1. One figure for all runs: of those that most runs have, the one that stands first in the headlines.
+    changes = {run.name: {figure_name(change): change for change in run.headline.changes} for run in trained}
+    counts = Counter(name for of_run in changes.values() for name in of_run)
+    if not counts:
+        remedy = "Train with held-out tasks (--eval-tasks FILE), or evaluate the runs."
+        raise ConfigError("--by", setting, "finds no run with a figure", remedy)
+    figure, _ = max(counts.items(), key=lambda item: item[1])
+
+    # 2. The runs by value of the setting, in the order in which the values first appear.
+    rows: dict[str, list[RunOfGroup]] = {}
+    used: list[OpenedRun] = []
+    left_out: list[str] = []
+    for run in trained:
+        change = changes[run.name].get(figure)
+        if change is None or setting not in settings[run.name]:
+            left_out.append(run.name)
+            continue
+        used.append(run)
+        value = _value_text(settings[run.name][setting])
+        if setting == "recipe":
+            value = facts(run).recipe or value  # a run without a recipe has the usual one of its plan
+        rows.setdefault(value, []).append(_row(run.name, settings[run.name], change))
+    groups: list[SettingGroup] = []
+    for value, of_value in rows.items():
+        first = groups[0].runs if groups else None
+        groups.append(_group(value, of_value, first))
+
+    change = next(changes[run.name][figure] for run in used)
+    notes = _notes(used, settings, setting, groups)
+    if left_out:
+        notes.append(f"Left out, without this figure or setting: {', '.join(left_out)}.")
+    return BySetting(setting=setting, figure=figure, percent=change.percent, groups=tuple(groups), notes=tuple(notes))
+
+
+def interval_over_runs(values: Sequence[float]) -> Interval:
+    """The mean with Student's t interval; without bounds for a single value."""
+    centre = fmean(values)
+    if len(values) < 2:
+        return Interval(mean=centre, n=len(values))
+    half = student_quantile(len(values) - 1) * stdev(values) / len(values) ** 0.5
+    return Interval(mean=centre, low=centre - half, high=centre + half, n=len(values))
+
+
+def _row(name: str, settings: Mapping[str, Any], change: Change) -> RunOfGroup:
+    first = None
+    if change.first is not None and change.first_of in STARTS:  # else it is the first evaluation within training
+        first = change.first.mean
+    return RunOfGroup(name=name, seed=int(settings.get(SEED, 0)), last=change.last.mean, first=first)
+
+
+def _group(value: str, rows: Sequence[RunOfGroup], first: Sequence[RunOfGroup] | None) -> SettingGroup:
+    gains = [row.last - row.first for row in rows if row.first is not None]
+    against = None
+    if first is not None:
+        # Runs of one seed share tasks and random numbers, so their difference varies less than the two figures.
+        of_first, own = _by_seed(first), _by_seed(rows)
+        shared = [own[seed] - of_first[seed] for seed in own if seed in of_first]
+        against = interval_over_runs(shared) if len(shared) > 1 else None
+    return SettingGroup(
+        value=value,
+        runs=tuple(rows),
+        last=interval_over_runs([row.last for row in rows]),
+        gain=interval_over_runs(gains) if len(gains) == len(rows) else None,
+        against_first=against,
+    )
+
+
+def _by_seed(rows: Sequence[RunOfGroup]) -> dict[int, float]:
+    """The figure of each seed, as the mean of its runs."""
+    of_seed: dict[int, list[float]] = {}
+    for row in rows:
+        of_seed.setdefault(row.seed, []).append(row.last)
+    return {seed: fmean(values) for seed, values in of_seed.items()}
+
+
+def _notes(
+    runs: Sequence[OpenedRun],
+    settings: Mapping[str, Mapping[str, Any]],
+    setting: str,
+    groups: Sequence[SettingGroup],
+) -> list[str]:
+    notes = []
+    for group in groups:
+        repeated = [seed for seed, count in Counter(row.seed for row in group.runs).items() if count > 1]
+        if repeated:
+            said = ", ".join(map(str, sorted(repeated)))
+            notes.append(f"{group.value}: several runs have seed {said}, so the interval is too narrow.")
+    unfinished = [run.name for run in runs if run.state != "finished"]
+    if unfinished:
+        notes.append(f"Not finished: {', '.join(unfinished)}.")
+    names = {name for run in runs for name in settings[run.name]} - {setting, SEED}
+    differing = [name for name in sorted(names) if len({_value_text(settings[run.name].get(name)) for run in runs}) > 1]
+    if differing:
+        more = len(differing) - MOST_NAMED
+        said = ", ".join(differing[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        notes.append(f"The runs also differ in {said}: a difference may come from these.")
+    return notes
+
+
+def _value_text(value: Any) -> str:
+    """A value as a row's name; an empty text is the default."""
+    if isinstance(value, str):
+        return value or "(default)"
+    return json.dumps(value)
