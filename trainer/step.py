@@ -18,20 +18,20 @@ from cotune.algorithms.task_signals import GroupSignal, group_signals
 from cotune.records.structs import Episode
 from cotune.trainer.batch import collect_samples, group_and_weigh, make_batch, with_teacher_hints
 from cotune.trainer.commit import commit
+from cotune.trainer.evaluation.best_checkpoint import note_best, note_start
 from cotune.trainer.evaluation.held_out import evaluate_base, evaluate_held_out
 from cotune.trainer.guard import watch
+from cotune.trainer.opening.restore import add_new_roles, recovery
 from cotune.trainer.reporting.profile import profiled
 from cotune.trainer.reporting.progress import Progress
-from cotune.trainer.reporting.step_report import RolloutReport
 from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.rollout.forks import run_forks
 from cotune.trainer.rollout.judged_step import JudgedStep, judge_bench
 from cotune.trainer.rollout.pipeline import RolloutPipeline
 from cotune.trainer.rollout.refill import RolledOut, refill_step
 from cotune.trainer.rollout.step_episodes import StepEpisodes, report_faults
-from cotune.trainer.run.best_checkpoint import note_best, note_start
-from cotune.trainer.run.restore import add_new_roles, recovery
 from cotune.trainer.run.run import RolloutRun
+from cotune.trainer.step_report import RolloutReport
 from cotune.trainer.updates import keep_figures, publish, sampler_asleep, update_policies
 
 

@@ -45,17 +45,24 @@ from cotune.trainer.config.withheld import with_values, written
 from cotune.trainer.evaluation.split import Split, overlap, split_again, split_tasks, write_split
 from cotune.trainer.from_records.loop import train_on_records
 from cotune.trainer.from_records.run import RecordsRun, open_records_run
+from cotune.trainer.opening.open_run import open_run
+from cotune.trainer.opening.resume import (
+    apply_changes,
+    base_digests,
+    check_bases,
+    check_files,
+    check_tasks,
+    tasks_digest,
+)
+from cotune.trainer.opening.warm_start import check_same_bases, check_source
 from cotune.trainer.privileged import check_privileged
 from cotune.trainer.reporting.loggers import Loggers
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.reporting.summary import RunSummary, sum_up
 from cotune.trainer.run.checkpoint import load_checkpoint, tidy_checkpoints
-from cotune.trainer.run.open_run import open_run
 from cotune.trainer.run.parts import where_it_runs
-from cotune.trainer.run.resume import apply_changes, base_digests, check_bases, check_files, check_tasks, tasks_digest
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import RunFolder
-from cotune.trainer.run.warm_start import check_same_bases, check_source
 from cotune.trainer.schedules.curriculum import check_curriculum
 from cotune.trainer.schedules.refill import check_refill
 from cotune.trainer.step import train_on_rollouts

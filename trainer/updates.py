@@ -16,9 +16,9 @@ from cotune.storage.token_figures import write_token_figures
 from cotune.trainer.learner.protocol import SELF, Learner, Teacher
 from cotune.trainer.publish import Probe, probe_prompts, prove_publish
 from cotune.trainer.reporting.metrics import Updates, moved
-from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run.precision import gap_remedy
 from cotune.trainer.run.run import RolloutRun
+from cotune.trainer.step_report import StepReport
 
 ENOUGH_TOKENS = 16384
 """Passes of so many tokens keep a GPU busy. Larger ones would gain less than it costs to move the engine's weights."""

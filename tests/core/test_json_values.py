@@ -12,7 +12,7 @@ from cotune.records.ids import new_id
 from cotune.records.structs import Episode
 from cotune.records.tasks import as_tasks
 from cotune.storage.sqlite_store import SqliteStore
-from cotune.trainer.run.resume import tasks_digest
+from cotune.trainer.opening.resume import tasks_digest
 
 
 class Sum(BaseModel):

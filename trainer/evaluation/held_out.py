@@ -20,10 +20,10 @@ from cotune.trainer.evaluation.report import compare
 from cotune.trainer.evaluation.run import share_floor, summarise
 from cotune.trainer.evaluation.sink import EvaluationSink
 from cotune.trainer.reporting.progress import Progress, held_out_text
-from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.rollout.episodes import run_episodes
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import write_atomically
+from cotune.trainer.step_report import StepReport
 
 AGAINST_UNTRAINED = "against_untrained"
 """`against_untrained/ROLE` among held-out figures: the reward of the role against untrained opponents."""

@@ -17,10 +17,10 @@ from cotune.trainer.from_records.run import RecordsRun
 from cotune.trainer.reporting.metrics import Updates, moved, step_seconds, throughput
 from cotune.trainer.reporting.profile import profiled
 from cotune.trainer.reporting.progress import Progress
-from cotune.trainer.reporting.step_report import StepReport
 from cotune.trainer.run.checkpoint import BestLoss
 from cotune.trainer.run.run_folder import write_atomically
 from cotune.trainer.schedules.schedule import lr_scale
+from cotune.trainer.step_report import StepReport
 from cotune.trainer.updates import update_policies
 
 BEST = "best"

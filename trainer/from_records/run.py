@@ -31,14 +31,14 @@ from cotune.trainer.from_records.lessons import Reader, Recorded, split, total
 from cotune.trainer.from_records.objectives import Likelihood, Objective, PreferenceLearner
 from cotune.trainer.from_records.pairs import read_pairs
 from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.opening.open_run import open_local_learner
+from cotune.trainer.opening.resume import tasks_per_step
+from cotune.trainer.opening.warm_start import warm_start
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.division import divide_run
-from cotune.trainer.run.open_run import open_local_learner
 from cotune.trainer.run.precision import without_sampler
-from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import Run
 from cotune.trainer.run.run_folder import RunFolder
-from cotune.trainer.run.warm_start import warm_start
 from cotune.trainer.schedules.schedule import TaskSchedule
 
 PATIENCE = 3
@@ -211,7 +211,7 @@ async def _open_learner(
     own = {one.name: PolicyTraining(config.settings_of(one.name).learner, loss) for one in config.policy}
     if not config.cluster.on_ray:
         return await open_local_learner(config, policies, loss, own)
-    from cotune.trainer.run.cluster import Cluster
+    from cotune.trainer.opening.cluster import Cluster
 
     cluster = Cluster(config, workflow, "", stack, say)
     cluster.open_ray()

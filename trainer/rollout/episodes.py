@@ -15,7 +15,7 @@ from cotune.sampling.protocol import SamplingParams, at_temperature
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.storage.protocol import Store
 from cotune.trainer.batch import ended_well, learns_from_outcomes
-from cotune.trainer.rollout.protocol import ResponderConfig
+from cotune.trainer.run.episode_runner import ResponderConfig
 from cotune.trainer.run.run import RolloutRun
 
 

@@ -10,7 +10,7 @@ from cotune.episodes.episode import EpisodeOptions
 from cotune.records.structs import Task
 from cotune.replay.script import Replay
 from cotune.trainer.rollout.app_source import AppSource
-from cotune.trainer.rollout.protocol import ResponderConfig
+from cotune.trainer.run.episode_runner import ResponderConfig
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):

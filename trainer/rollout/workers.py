@@ -26,9 +26,9 @@ from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.app_source import app_source
 from cotune.trainer.rollout.pool import WorkerLimits, WorkerPool
 from cotune.trainer.rollout.process_reaper import MARK
-from cotune.trainer.rollout.protocol import ResponderConfig
 from cotune.trainer.rollout.queue import EpisodeLost
 from cotune.trainer.rollout.wire import EpisodeRequest, EpisodeResult, Setup, Started
+from cotune.trainer.run.episode_runner import ResponderConfig
 
 log = logging.getLogger("cotune")
 

@@ -1,1 +1,1 @@
-"""A run from its folder: opened, checkpointed, resumed, started from another one."""
+"""What a run is: its folder, its state, its checkpoints, its engines and where it runs."""

@@ -23,8 +23,8 @@ from cotune.storage.protocol import Store
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import SELF, Learner, Teacher
 from cotune.trainer.publish import Proof
-from cotune.trainer.rollout.protocol import EpisodeRunner
 from cotune.trainer.run.checkpoint import Checkpoint
+from cotune.trainer.run.episode_runner import EpisodeRunner
 from cotune.trainer.run.run_folder import RunFolder
 from cotune.trainer.schedules.routing import players, swapped
 from cotune.trainer.schedules.schedule import Levels, lr_scale

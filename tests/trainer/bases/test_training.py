@@ -22,7 +22,7 @@ from cotune.storage.open_store import open_store
 from cotune.storage.protocol import Store
 from cotune.storage.run_layout import Held
 from cotune.trainer.evaluation.evaluate import evaluate
-from cotune.trainer.run.resume import check_bases
+from cotune.trainer.opening.resume import check_bases
 from tests.integrations import tiny_models
 from tests.trainer.conftest import Trainer
 from tests.trainer.from_records.records import traced

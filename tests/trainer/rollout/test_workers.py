@@ -39,8 +39,8 @@ from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.rollout.pool import WorkerLimits
 from cotune.trainer.rollout.process_reaper import is_alive
-from cotune.trainer.rollout.protocol import LocalRunner, ResponderConfig
 from cotune.trainer.rollout.workers import RolloutWorkers
+from cotune.trainer.run.episode_runner import LocalRunner, ResponderConfig
 from tests.integrations.edits import part, prompts
 from tests.trainer import trouble_app, worker_app
 from tests.trainer.tiny_app import TASKS, letters

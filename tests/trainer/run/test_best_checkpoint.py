@@ -19,8 +19,8 @@ from cotune.reading.curves import charts
 from cotune.reading.evaluations import in_training
 from cotune.reading.run import OpenedRun
 from cotune.storage.checkpoints import Best, checkpoint_name, read_best
+from cotune.trainer.evaluation.best_checkpoint import judged_figures
 from cotune.trainer.run import checkpoint
-from cotune.trainer.run.best_checkpoint import judged_figures
 from tests.trainer.conftest import Trainer
 from tests.trainer.tiny_app import application, ask, letters
 

@@ -42,7 +42,7 @@ def learners(monkeypatch: pytest.MonkeyPatch) -> list[FsdpLearner]:
         opened.append(original(*args, **settings))
         return opened[-1]
 
-    monkeypatch.setattr("cotune.trainer.run.cluster.FsdpLearner.open", remember)
+    monkeypatch.setattr("cotune.trainer.opening.cluster.FsdpLearner.open", remember)
     return opened
 
 
@@ -94,7 +94,7 @@ def test_a_lost_learner_goes_on_from_the_last_checkpoint_and_one_lost_too_often_
         return original(learner, policy)
 
     monkeypatch.setattr(FsdpLearner, "weights", weights)
-    monkeypatch.setattr("cotune.trainer.run.restore.LEARNER_RESTARTS", 1)
+    monkeypatch.setattr("cotune.trainer.opening.restore.LEARNER_RESTARTS", 1)
     cluster = {**CLUSTER, "rollout_workers": 1}
     with pytest.raises(LearnerLost, match=r"restarted 1 times before.*--resume"):
         trainer(worker_app.solve, steps=3, cluster=cluster, **SETTINGS)

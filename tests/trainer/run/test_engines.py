@@ -16,7 +16,7 @@ from cotune.records.policies import policies_for
 from cotune.sampling.protocol import Sampler
 from cotune.trainer.config.cluster import ClusterConfig
 from cotune.trainer.config.train import TrainConfig, convert
-from cotune.trainer.run.cluster import check_gpus
+from cotune.trainer.opening.cluster import check_gpus
 from cotune.trainer.run.engines import EngineSet, engine_config, engine_sets, first_sets, server_urls
 from cotune.user_objects import load_object
 from tests.trainer.conftest import Trainer

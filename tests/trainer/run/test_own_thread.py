@@ -11,7 +11,7 @@ from cotune.errors import ConfigError, GroupError
 from cotune.records.policies import policies_for
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.local import LocalLearner
-from cotune.trainer.run.open_run import open_local_learner
+from cotune.trainer.opening.open_run import open_local_learner
 from cotune.trainer.run.own_thread import OwnThread
 from tests.trainer.learner.learner_rows import FAST, SMALL, change, make_rows, same
 

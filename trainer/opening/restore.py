@@ -14,12 +14,12 @@ from cotune.errors import GapError, LearnerLost
 from cotune.records.structs import PolicyRef
 from cotune.storage.episode_filters import EpisodeFilters
 from cotune.tables import plural
-from cotune.trainer.reporting.step_report import StepReport
+from cotune.trainer.evaluation.best_checkpoint import find_best
+from cotune.trainer.opening.warm_start import warm_start
 from cotune.trainer.rollout.pipeline import RolloutPipeline
-from cotune.trainer.run.best_checkpoint import find_best
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.run import RolloutRun
-from cotune.trainer.run.warm_start import warm_start
+from cotune.trainer.step_report import StepReport
 from cotune.trainer.updates import publish_version
 
 LOST = "the weights that answered it are lost"

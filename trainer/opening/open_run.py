@@ -20,13 +20,15 @@ from cotune.trainer.before.preflight import max_calls, preflight
 from cotune.trainer.config.learner import PolicyTraining
 from cotune.trainer.config.train import TrainConfig
 from cotune.trainer.learner.protocol import Learner
+from cotune.trainer.opening.restore import begin_from, restore
+from cotune.trainer.opening.resume import tasks_per_step
 from cotune.trainer.reporting.progress import Progress
 from cotune.trainer.rollout.app_source import import_path
 from cotune.trainer.rollout.forks import expected_budget
-from cotune.trainer.rollout.protocol import EpisodeRunner, LocalRunner
 from cotune.trainer.run.checkpoint import Checkpoint, load_checkpoint
 from cotune.trainer.run.division import divide_run
 from cotune.trainer.run.engines import engine_sets, open_in_process
+from cotune.trainer.run.episode_runner import EpisodeRunner, LocalRunner
 from cotune.trainer.run.methods import bounded_loss, own_methods
 from cotune.trainer.run.own_thread import OwnThread
 from cotune.trainer.run.precision import (
@@ -39,8 +41,6 @@ from cotune.trainer.run.precision import (
     without_sampler,
 )
 from cotune.trainer.run.publication_time import publication_notes
-from cotune.trainer.run.restore import begin_from, restore
-from cotune.trainer.run.resume import tasks_per_step
 from cotune.trainer.run.run import RolloutRun
 from cotune.trainer.run.run_folder import RunFolder
 from cotune.trainer.run.teachers import open_teachers
@@ -48,7 +48,7 @@ from cotune.trainer.schedules.routing import check_routing
 from cotune.trainer.schedules.task_pool import TaskPool
 
 if TYPE_CHECKING:
-    from cotune.trainer.run.cluster import Cluster
+    from cotune.trainer.opening.cluster import Cluster
 
 
 @contextlib.asynccontextmanager
@@ -178,7 +178,7 @@ def _cluster(
     say: Callable[[str], None],
 ) -> Cluster:
     from cotune.integrations.cluster.runtime import crash_notice
-    from cotune.trainer.run.cluster import Cluster
+    from cotune.trainer.opening.cluster import Cluster
 
     killed = "The run was ended from outside: killed, out of memory, or Ray has lost a node that it cannot do without."
     stack.enter_context(crash_notice(f"{killed} Continue with: cotune train --resume {folder.path}"))
